@@ -28,7 +28,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.data.dataset import prepare_data
 
 SHAPE = {
     "model_type": "llama", "vocab_size": 512, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import narrowgauge as ng
 from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.runs.record import Run
-from narrowgauge.trainer.data import Dataset, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 
 STEPS, STRUCK_AT, WARMUP = 100, 31, 10
 # What ``narrowgauge train`` takes by default.

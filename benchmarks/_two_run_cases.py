@@ -18,7 +18,7 @@ import torch
 from faults import Strike, nothing, once
 from torch import Tensor
 
-from narrowgauge.trainer.detours import Detour
+from narrowgauge.trainer.micro_batches import Detour
 from narrowgauge.trainer.session import Session
 
 AT = 7

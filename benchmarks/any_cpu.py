@@ -29,7 +29,7 @@ from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 from narrowgauge.trainer.session import build, keep_pages
 
 BASELINE = "float32/float32"

@@ -34,7 +34,7 @@ from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.numerics.block_codes import BLOCK_CODES
 from narrowgauge.spec.models import get_model
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.data import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 
 BASELINE, ROWS = "float32", ("float32", "compressed8", "compressed4")
 MODEL, LR, BATCH = "llama-1m", 1e-3, 8

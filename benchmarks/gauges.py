@@ -29,7 +29,7 @@ from timing import Contender, Report, Row, Timing, measure, nothing, parser
 from narrowgauge.gauges.attach import GaugeNotice, Gauges, attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.spec.models import get_model
-from narrowgauge.trainer.data import open_data, prepare_data
+from narrowgauge.trainer.data.dataset import open_data, prepare_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 

@@ -48,7 +48,7 @@ from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 from narrowgauge.trainer.session import build
 from narrowgauge.trainer.step import train_step
 

@@ -44,7 +44,7 @@ from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 

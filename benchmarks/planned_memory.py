@@ -105,7 +105,7 @@ def planned(combination: Combination) -> Terms:
 def peak_of_step(combination: Combination, folder: Path) -> int:
     """The largest sum of live allocations during the third step of a run, in bytes, without the buffers of emulation."""
     from narrowgauge.numerics.widening import SCRATCH
-    from narrowgauge.trainer.data import Dataset
+    from narrowgauge.trainer.data.dataset import Dataset
     from narrowgauge.trainer.session import build
     from narrowgauge.trainer.step import train_step
 

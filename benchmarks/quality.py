@@ -58,7 +58,7 @@ from narrowgauge.spec.models import UNIT_LEARNING_RATE
 from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.data.dataset import prepare_data
 from narrowgauge.trainer.loop import resume, train, vocabulary_size
 
 BETAS, LRS, SEEDS = (0.95, 0.999), (1e-3, 1e-4), (0, 1, 2)

@@ -40,17 +40,14 @@ from tries import full_disk as refuse_to_write
 from tries import watch as watch_calls
 
 import narrowgauge as ng
+from narrowgauge.checkpoints import checkpoint_files
 
 # Imported before the forks, which then need no imports of their own.
-from narrowgauge.checkpoints import storage as storage
-from narrowgauge.checkpoints import tensor_files
-from narrowgauge.checkpoints.manifest import damage
-from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.checkpoints.checkpoint_files import damage, load_whole, saved_tensors
+from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, state_tensors
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
-from narrowgauge.trainer.checkpoint import latest_checkpoint
-from narrowgauge.trainer.saving import Saver
 
 SHAPES = {"even": (12, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,)}
 STEPS, EVERY, KEPT = 8, 2, 2
@@ -193,14 +190,14 @@ def wait_for(ranks: dict[int, int], grace_seconds: float) -> dict[int, int]:
 def watch(meet: Callable[[str], None]) -> None:
     """Let ``meet`` be called before everything that this rank does to the disk: system calls, and blocks of a file."""
     watch_calls(meet, CALLS)
-    blocks = tensor_files._blocks
+    blocks = checkpoint_files._blocks
 
     def watched_blocks(*given: Any) -> Any:
         for block in blocks(*given):
             meet("write")
             yield block
 
-    tensor_files._blocks = watched_blocks
+    checkpoint_files._blocks = watched_blocks
 
 
 def at_call(number: int, name: str, strike: Callable[[], None]) -> None:

@@ -39,7 +39,7 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.data import Dataset, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 from narrowgauge.trainer.session import Session, build, describe, keep_pages
 from narrowgauge.trainer.step import train_step
 

@@ -22,7 +22,7 @@ EXPENSIVE = (
 )
 """They take 0.3 to 3 CPU-seconds each."""
 ABOUT_THEM = (
-    "checkpoints/storage.py",
+    "checkpoints/sharded_checkpoints.py",
     "integrations/*.py",
     "integrations/**/*.py",
     "loggers/*.py",

@@ -170,7 +170,7 @@ READERS_OF_RECIPES = {
     "planner.measured.calibration", "planner.measured.launches", "planner.plan",
     "integrations.huggingface.trainer", "integrations.huggingface.training_arguments",
     "integrations.lightning.precision",
-    "integrations.run_recorder",
+    "gauges.recording.run_recorder",
     "integrations.torchtitan.converter", "integrations.torchtitan.optimizers_container",
     "trainer.experiment.definition",
     "integrations.peft",

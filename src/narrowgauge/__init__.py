@@ -39,10 +39,11 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.nan_origin.replay import Replay as Replay
     from narrowgauge.gauges.nan_origin.replay import first_bad_value as first_bad_value
     from narrowgauge.gauges.nan_origin.replay import replay as replay
+    from narrowgauge.gauges.recording.run_recorder import RunNotice as RunNotice
+    from narrowgauge.gauges.recording.run_recorder import RunRecorder as RunRecorder
     from narrowgauge.integrations.check.findings import Findings as Findings
     from narrowgauge.integrations.check.findings import SetUpWarning as SetUpWarning
     from narrowgauge.integrations.check.findings import check as check
-    from narrowgauge.integrations.run_recorder import RunRecorder as RunRecorder
     from narrowgauge.matmul.cast_cache import cached_weights as cached_weights
     from narrowgauge.matmul.inference import inference_bytes as inference_bytes
     from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
@@ -92,7 +93,6 @@ if TYPE_CHECKING:
     from narrowgauge.spec.storages import Storage as Storage
     from narrowgauge.spec.sums import ACCUMULATIONS as ACCUMULATIONS
     from narrowgauge.trainer.experiment.harness import compare as compare
-    from narrowgauge.trainer.loop_record import RunNotice as RunNotice
     from narrowgauge.trainer.replays.step_replay import replay_step as replay_step
 
 __version__ = "0.1.0"
@@ -144,8 +144,8 @@ _HOMES = {
     "read_run": "runs.record",
     "Run": "runs.record",
     "RunWriter": "runs.writer",
-    "RunRecorder": "integrations.run_recorder",
-    "RunNotice": "trainer.loop_record",
+    "RunRecorder": "gauges.recording.run_recorder",
+    "RunNotice": "gauges.recording.run_recorder",
     "Alarm": "optim.audit",
     "Reading": "optim.audit",
     "UpdateLossWarning": "optim.audit",

@@ -16,7 +16,7 @@ from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse
-from narrowgauge.trainer import preflight
+from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.experiment.definition import make_config
 
@@ -137,7 +137,7 @@ def test_a_resume_on_ranks_may_share_the_run_out_anew(
     started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = {"gradient_accumulation_steps": 4, "replicas": 2}
-    monkeypatch.setattr(preflight, "require_resumable", lambda folder: Run(folder, {"config": recorded}))
+    monkeypatch.setattr(resume_checks, "require_resumable", lambda folder: Run(folder, {"config": recorded}))
     assert call("resume", "run", "--replicas", "3", "--nproc", "3").exit_code == 0
     assert started[0][0][2:] == ["resume", "run", "--replicas", "3"]
     assert "2 replicas were requested on 3 ranks" in call("resume", "run", "--nproc", "3").stderr
@@ -146,7 +146,7 @@ def test_a_resume_on_ranks_may_share_the_run_out_anew(
 
 
 def test_ranks_share_the_files_of_an_export(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "require_trained", lambda folder: None)
+    monkeypatch.setattr(resume_checks, "require_trained", lambda folder: None)
     assert call("export", "run", "out", "--max-shard-size", "2GB", "--nproc", "2").exit_code == 0
     assert started[0][:2] == (["-m", "narrowgauge", "export", "run", "out", "--max-shard-size", "2GB"], 2)
 

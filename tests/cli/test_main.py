@@ -27,11 +27,10 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec import show
 from narrowgauge.spec.notation import parse
-from narrowgauge.trainer import preflight
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer import resume_checks
+from narrowgauge.trainer.config import TrainConfig, kind_of
 from narrowgauge.trainer.experiment.definition import read_settings
-from narrowgauge.trainer.setting import kind_of
-from narrowgauge.trainer.streamed_export import MAX_FILE_BYTES
+from narrowgauge.trainer.exporting import MAX_FILE_BYTES
 
 # The package that is tested, wherever a process is started.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1])}
@@ -86,8 +85,8 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
             setattr(stand_in, verb, found[verb])
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
         monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
-    monkeypatch.setattr(preflight, "require_resumable", lambda folder: Run(folder, {"config": {}}))
-    monkeypatch.setattr(preflight, "require_trained", lambda folder: None)
+    monkeypatch.setattr(resume_checks, "require_resumable", lambda folder: Run(folder, {"config": {}}))
+    monkeypatch.setattr(resume_checks, "require_trained", lambda folder: None)
     return found
 
 

@@ -29,7 +29,7 @@ from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset
+from narrowgauge.trainer.data.dataset import Dataset
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 

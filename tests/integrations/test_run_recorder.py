@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
+from narrowgauge.gauges.recording import run_recorder
 from narrowgauge.runs.loggers.logger import LOGGERS, Available
-from narrowgauge.trainer import loop_record
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
@@ -169,7 +169,7 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
         ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
     assert not (tmp_path / "other").exists()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop_record, "attach_gauges", lambda *_, **__: 1 / 0)
+        patch.setattr(run_recorder, "attach_gauges", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
     ng.RunRecorder(tmp_path / "other", model, optimizer).close(finished=False)  # nothing was left, no lock either

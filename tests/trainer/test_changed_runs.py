@@ -16,7 +16,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import digest
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import exporting, loop
-from narrowgauge.trainer.data import open_data
+from narrowgauge.trainer.data.dataset import open_data
 from trainer.tiny_runs import CASES, assert_same_run, call, settings, words_of
 
 if sys.version_info >= (3, 11):

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import narrowgauge.trainer.checkpoint as checkpoint_module
+import narrowgauge.checkpoints.saving as checkpoint_module
+from narrowgauge.checkpoints.saving import latest_checkpoint, load_checkpoint, save_checkpoint
 from narrowgauge.errors import RecordError
-from narrowgauge.trainer.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from tensors import assert_same_bits
 
 STATE = {"step": 3, "seed": 2**63, "loss": 0.1, "worst": math.inf, "names": ["a", None, True], "text": "ü"}
@@ -232,7 +232,7 @@ import os, random, resource, signal, sys
 from pathlib import Path
 import torch
 from narrowgauge.errors import RecordError
-from narrowgauge.trainer.checkpoint import save_checkpoint
+from narrowgauge.checkpoints.saving import save_checkpoint
 
 torch.set_num_threads(1)
 

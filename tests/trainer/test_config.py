@@ -22,8 +22,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.trainer import config as config_module
-from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.setting import kind_of
+from narrowgauge.trainer.config import TrainConfig, kind_of
 
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 

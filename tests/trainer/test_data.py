@@ -11,12 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import narrowgauge.trainer.data as data_module
+import narrowgauge.trainer.data.dataset as data_module
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.trainer.cache import cache_folder
-from narrowgauge.trainer.corpus import Document, Texts, open_texts
-from narrowgauge.trainer.data import Dataset, open_data, prepare_data
-from narrowgauge.trainer.tokenization import read_tokens, tokenize_texts, train_tokenizer, write_tokens
+from narrowgauge.trainer.data.corpus import Document, Texts, open_texts
+from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.tokens import cache_folder, read_tokens, tokenize_texts, train_tokenizer, write_tokens
 
 SENTENCE = "the number of bits a weight keeps decides what a step may still change in it"
 WORDS = SENTENCE.split()
@@ -315,7 +314,7 @@ LIBRARY = """
 import sys, sysconfig
 root = sysconfig.get_path("stdlib")
 sysconfig.get_path = lambda _: root + "/email"
-from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.data.dataset import prepare_data
 print(prepare_data("stdlib", sys.argv[1], vocab_size=300).fingerprint)
 """
 

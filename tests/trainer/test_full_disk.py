@@ -12,7 +12,8 @@ from safetensors import SafetensorError
 
 import narrowgauge
 import narrowgauge.runs.atomic_io
-from narrowgauge.trainer import data, exporting, loop
+from narrowgauge.trainer import exporting, loop
+from narrowgauge.trainer.data import dataset
 from trainer.tiny_runs import CASES, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -40,7 +41,7 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "sync_file", full)
+    monkeypatch.setattr(dataset, "sync_file", full)
     told = said(*words_of(settings(place, tmp_path / "run")))
     assert "give the same command again" in told and "resume" not in told
     assert not (tmp_path / "run").exists()
@@ -78,7 +79,7 @@ def test_in_a_conversion(finished: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_in_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    monkeypatch.setattr("narrowgauge.trainer.checkpoint.write_tensors", full)
+    monkeypatch.setattr("narrowgauge.checkpoints.saving.write_tensors", full)
     refused = call("resume", str(folder))
     assert refused.exit_code == 2 and "the disk is full" in refused.stderr
     assert "go on with narrowgauge resume" in refused.stderr

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
 
 import narrowgauge as ng
-from narrowgauge.trainer.failed_steps import FAILURES, FailedSteps
+from narrowgauge.gauges.recording.step_row import FAILURES, FailedSteps
 from ranks import run_ranks
 from trainer.tiny_runs import TIMINGS
 
@@ -65,7 +65,7 @@ def test_two_ranks_make_the_record_of_one_process_and_the_first_writes_it(tmp_pa
         assert two.summary[name] == one.summary[name], name
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.trainer.loop_record.RunNotice")
+@pytest.mark.filterwarnings("ignore::narrowgauge.gauges.recording.run_recorder.RunNotice")
 def test_a_loop_that_fails_for_long_has_diverged(tmp_path: Path) -> None:
     model = nn.Linear(4, 4)
     with ng.RunRecorder(tmp_path / "run", model, torch.optim.SGD(model.parameters(), lr=0.1)) as recorder:

@@ -16,8 +16,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, RankError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.detours import batch_index
-from narrowgauge.trainer.leaves import gather_in_order, sum_in_order, turns
+from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, sum_in_order, turns
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
 from trainer.tiny_runs import lasting, settings

@@ -15,7 +15,7 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import default_storage, parse, parse_table
 from narrowgauge.spec.recipes import OWN_STORAGES_ONLY, Recipe
-from narrowgauge.trainer import exporting, loop, saved_run, session
+from narrowgauge.trainer import exporting, loop, session
 from trainer.tiny_runs import settings
 
 pytestmark = [
@@ -136,7 +136,7 @@ def test_a_smooth_run_goes_on_with_the_same_bits_and_saturates_no_weight(place: 
     )
     loop.resume(folder)
     assert read_run(folder).summary["weights_fingerprint"] == whole.summary["weights_fingerprint"]
-    linears = saved_run.load(folder).linears
+    linears = session.load(folder).linears
     assert linears is not None
     for name, (inputs, weights, _) in linears.overflows().items():
         assert weights == 0 and (inputs == 0 or not name.endswith("down_proj"))
@@ -145,7 +145,7 @@ def test_a_smooth_run_goes_on_with_the_same_bits_and_saturates_no_weight(place: 
 @pytest.mark.parametrize("dtype", ["visible", "float32"])
 def test_a_unit_scaled_run_exports_a_plain_model_that_says_the_same(dtype: Any, place: Path, tmp_path: Path) -> None:
     folder = loop.train(settings(place, tmp_path / "run", recipe="unit/word", steps=4))
-    run = saved_run.load(folder)
+    run = session.load(folder)
     plain = AutoModelForCausalLM.from_pretrained(exporting.export(folder, tmp_path / dtype, dtype))
     tokens = torch.arange(16)[None]  # as many as in training: attention's constant is that of this length
     for layer in run.linears.layers.values():  # type: ignore[union-attr]

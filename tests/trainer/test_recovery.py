@@ -29,7 +29,7 @@ SPIKE_STEP = 27
 def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the loss of some batches of the data, by their place in it: the fault comes again with the batch."""
     from narrowgauge.trainer import session as module
-    from narrowgauge.trainer.detours import batch_index
+    from narrowgauge.trainer.micro_batches import batch_index
 
     true_loss = module._loss
 

@@ -23,9 +23,10 @@ from typing import Any
 import pytest
 import tomli_w
 
+from narrowgauge.checkpoints import saving
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import checkpoint, loop, saved_run
+from narrowgauge.trainer import loop, session
 from trainer.tiny_runs import CASES, ENVIRONMENT, assert_same_run, call, settings, words_of
 
 if sys.version_info >= (3, 11):
@@ -300,7 +301,7 @@ def test_without_a_good_checkpoint_the_run_starts_again(place: Path, whole: dict
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
     flip_last_byte(folder / "checkpoints" / "step-00000002" / "state.json")
     with pytest.raises(RecordError, match="no good checkpoint"):
-        saved_run.load(folder)
+        session.load(folder)
     loop.resume(folder)
     assert_same_run(read_run(folder), whole["naive"])
 
@@ -330,7 +331,7 @@ def test_a_full_disk_costs_one_line_and_no_checkpoint(
 ) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_tensors", full_disk)
+        patch.setattr(saving, "write_tensors", full_disk)
         refused = call("resume", str(folder))
     assert refused.exit_code == 2 and refused.stderr.count("\n") == 1
     assert refused.stderr.startswith("RecordError: ") and "space" in refused.stderr

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import exporting, loop, saved_run
+from narrowgauge.trainer import exporting, loop, session
 from ranks import run_ranks
 from tensors import assert_same_bits
 from trainer.tiny_runs import lasting, settings
@@ -75,4 +75,4 @@ def test_one_process_exports_and_loads_what_three_wrote(
     assert any((three / "checkpoints").glob("*/tensors-00003-of-00003.safetensors"))
     out = [exporting.export(folder, tmp_path / str(k), "float32") for k, folder in enumerate((one, three))]
     assert_same_bits(*(dict(AutoModelForCausalLM.from_pretrained(folder).state_dict()) for folder in out))
-    assert saved_run.load(three).fingerprint() == saved_run.load(one).fingerprint()
+    assert session.load(three).fingerprint() == session.load(one).fingerprint()

@@ -15,7 +15,7 @@ import torch
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.data import open_data, prepare_data
+from narrowgauge.trainer.data.dataset import open_data, prepare_data
 from narrowgauge.trainer.session import build
 from narrowgauge.trainer.step import evaluate, train_step
 from ranks import run_ranks

@@ -21,14 +21,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import narrowgauge as ng
-from narrowgauge.checkpoints import manifest, storage
-from narrowgauge.checkpoints.reading import load_whole, saved_tensors
+from narrowgauge.checkpoints import checkpoint_files, sharded_checkpoints
+from narrowgauge.checkpoints.checkpoint_files import load_whole, saved_tensors
+from narrowgauge.checkpoints.saving import Saver, latest_checkpoint, load_checkpoint
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.trainer.checkpoint import latest_checkpoint, load_checkpoint
-from narrowgauge.trainer.saving import Saver
 from ranks import run_ranks
 from tensors import assert_same_bits
 
@@ -43,9 +42,9 @@ FIRST, SECOND, LAST = range(3), range(3, 5), range(5, 7)
 
 def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
     """A fresh model and its optimizer; its rows shared out where there is a mesh."""
-    rule, storage = case.split()
+    rule, sharded_checkpoints = case.split()
     model, generator = nn.Module(), torch.Generator().manual_seed(0)
-    dtype = getattr(torch, STORAGES[storage].visible)
+    dtype = getattr(torch, STORAGES[sharded_checkpoints].visible)
     for name, shape in SHAPES.items():
         model.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator).to(dtype)))
     if mesh is not None:
@@ -53,7 +52,7 @@ def start(case: str, mesh: Any = None) -> tuple[nn.Module, ng.Optimizer]:
     options: dict[str, Any] = {"lr": 0.05, "max_grad_norm": 3.0, "compile": False}
     if rule == "GaLore":
         options |= {"rank": 2, "update_proj_gap": 2}
-    return model, getattr(ng, rule)(model.named_parameters(), storage=storage, **options)
+    return model, getattr(ng, rule)(model.named_parameters(), storage=sharded_checkpoints, **options)
 
 
 def take_steps(model: nn.Module, optimizer: ng.Optimizer, steps: range) -> None:
@@ -102,13 +101,13 @@ def go_on(rank: int, source: Path, out: Path, steps: range) -> None:
     More steps are taken before a byte is written: what is saved has the bits of its step.
     """
     mesh, ranks = meet()
-    may_write, write = threading.Event(), storage.write_tensors
+    may_write, write = threading.Event(), sharded_checkpoints.write_tensors
 
     def write_later(*arguments: Any) -> Any:
         assert may_write.wait(60)
         return write(*arguments)
 
-    storage.write_tensors = write_later
+    sharded_checkpoints.write_tensors = write_later
     for case in CASES:
         model, optimizer = start(case, mesh) if steps == FIRST else restored(case, source / case, mesh, ranks)
         take_steps(model, optimizer, steps)
@@ -132,7 +131,7 @@ def save_with_a_full_disk(rank: int, folder: Path, full: str) -> tuple[str, int,
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     if rank == ("first", "second").index(full):
-        setattr(storage, name, refuse)
+        setattr(sharded_checkpoints, name, refuse)
     saver.save(2, {"w": values + 1, "plain": torch.ones(2)}, {"n": 2}, keep=1)
     with pytest.raises(RecordError) as caught:
         saver.wait()
@@ -166,7 +165,7 @@ def leave_in_flight(rank: int, folder: Path) -> list[int]:
     saver.leave()
     steps.append(_newest_step(folder))
     if rank == 1:
-        storage.write_tensors = lambda *_: threading.Event().wait()  # type: ignore[assignment]
+        sharded_checkpoints.write_tensors = lambda *_: threading.Event().wait()  # type: ignore[assignment]
     saver.wait()
     saver.save(2, {"w": torch.ones(2), "v": torch.ones(2)}, {})
     saver.leave(patience_seconds=0.05)
@@ -189,7 +188,7 @@ def find_the_newest(rank: int, folder: Path) -> tuple[int, list[str]]:
 def see_one_file_less(rank: int, folder: Path) -> str:
     """The second rank cannot read what it should check; all are told."""
     if rank == 1:
-        manifest.file_damage = deny  # type: ignore[assignment]
+        checkpoint_files.file_damage = deny  # type: ignore[assignment]
     with pytest.raises(RecordError) as caught:
         latest_checkpoint(folder, must_not_be_called, meet()[1])
     return str(caught.value)

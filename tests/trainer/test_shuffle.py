@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from narrowgauge.trainer.shuffle import shuffled
+from narrowgauge.trainer.data.shuffle import shuffled
 
 
 def mix(word: int) -> int:

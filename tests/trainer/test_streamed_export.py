@@ -16,12 +16,11 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import narrowgauge as ng
-import narrowgauge.trainer.streamed_export as streamed_export
+import narrowgauge.trainer.exporting as streamed_export
+from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
-from narrowgauge.trainer import exporting, loop, saved_run
-from narrowgauge.trainer.checkpoint import latest_checkpoint
-from narrowgauge.trainer.saving import Saver
+from narrowgauge.trainer import exporting, loop, session
 from ranks import run_ranks
 from tensors import assert_same_bits
 from trainer.tiny_runs import settings
@@ -80,7 +79,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_bytes_are_those_of_an_export_of_the_whole_model(
     dtype: Any, run: Path, sharded: Path, tmp_path: Path
 ) -> None:
-    whole = exporting.write_folder(saved_run.load(run), tmp_path / "whole", dtype)  # type: ignore[arg-type]
+    whole = exporting.write_folder(session.load(run), tmp_path / "whole", dtype)  # type: ignore[arg-type]
     run_ranks(export_together, 2, tmp_path / "ranks", sharded, tmp_path / "together", dtype)
     found = {
         "one file": exporting.export(run, tmp_path / "one", dtype),

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.checkpoints.reading import SavedTensor, load_whole
+from narrowgauge.checkpoints.checkpoint_files import SavedTensor, load_whole
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
 from narrowgauge.optim.optimizer import Optimizer
@@ -67,7 +67,7 @@ def load_tensors(
     tensors = load_whole(path, [name for name in saved if name not in sharded])
     if sharded:
         # Imported here: it takes a second, and one process needs none of it.
-        from narrowgauge.checkpoints.storage import load_into
+        from narrowgauge.checkpoints.sharded_checkpoints import load_into
 
         targets = {name: _empty(name, saved[name], owner) for name, owner in sharded.items()}
         load_into(path, targets)

@@ -103,8 +103,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
     The help shows the default from ``defaults``, else the run's own.
     """
     # Imported here: at the top, the command line imports only rooms that never need torch.
-    from narrowgauge.trainer.config import SCHEDULES, SPIKE_ACTIONS, TrainConfig
-    from narrowgauge.trainer.setting import kind_of
+    from narrowgauge.trainer.config import SCHEDULES, SPIKE_ACTIONS, TrainConfig, kind_of
 
     completed = {
         "model": models, "recipe": recipes, "data": of(["stdlib"], "file"), "tokenizer": of([], "file"), "out": of([], "dir"),

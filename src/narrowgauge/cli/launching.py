@@ -353,7 +353,7 @@ def compare(
         return training.run_experiment(config, folder, stream)
     from narrowgauge.distributed.launch.agreement import describe_rank, require_same
     from narrowgauge.trainer.experiment.shared_training import Lead, follow
-    from narrowgauge.trainer.preflight import require_ranks
+    from narrowgauge.trainer.resume_checks import require_ranks
 
     def goes_on() -> str:
         return "" if folder is None else how_to_compare_on(folder)

@@ -126,7 +126,7 @@ def show_environment(with_torch: bool, as_json: bool) -> None:
 def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
     """Train a language model on text, and record it in a run folder."""
     launching.refuse_once()
-    from narrowgauge.trainer import memory, preflight
+    from narrowgauge.trainer import memory, resume_checks
     from narrowgauge.trainer.config import TrainConfig
 
     defaults = TrainConfig.from_toml(file) if file else TrainConfig()
@@ -136,7 +136,7 @@ def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
     if is_start or launching.is_new_and_alone(config.out):
         is_placed, config = config.out is not None, config.validated()
         memory.require_batch(config)
-        preflight.require_ranks(config, launch.nproc or 1)
+        resume_checks.require_ranks(config, launch.nproc or 1)
         if is_start:
             # All ranks, and those that are started anew, must have the same folder.
             words = [*click.get_current_context().obj, *([] if is_placed else ["--out", str(config.out)])]
@@ -161,17 +161,17 @@ def _echo_folder(folder: Path | None) -> None:
 def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: launching.Launch, **chosen: Any) -> None:
     """Resume the run in DIR, on any number of ranks; on one, the result is bit-identical to an uninterrupted run."""
     launching.refuse_once()
-    from narrowgauge.trainer import preflight
+    from narrowgauge.trainer import resume_checks
     from narrowgauge.trainer.config import TrainConfig
 
     if launching.is_restart() and launching.is_finished(folder):
         return _echo_folder(folder)
     given = {name: value for name, value in chosen.items() if value is not None}
-    recorded = preflight.require_resumable(folder).config
+    recorded = resume_checks.require_resumable(folder).config
     config = TrainConfig.from_dict({**recorded, **given}, str(folder / "run.toml"))
     config.require_agreement()
     if launching.starts_ranks(launch):
-        preflight.require_ranks(config, launch.nproc or 1)
+        resume_checks.require_ranks(config, launch.nproc or 1)
         words = click.get_current_context().obj
         return launching.start(words, launch, lambda: launching.how_to_resume(folder), folder)
     options = {"chosen": given} if given else {}
@@ -218,7 +218,7 @@ def compare(
     --seeds N or --recipes (all of them); all other settings stay as they are.
     """
     launching.refuse_once()
-    from narrowgauge.trainer import preflight
+    from narrowgauge.trainer import resume_checks
     from narrowgauge.trainer.experiment import definition, training
 
     given = {name: value for name, value in settings.items() if value is not None}
@@ -231,7 +231,7 @@ def compare(
         raise click.UsageError("Missing option '--recipes'.", click.get_current_context())
     config = definition.config_of_flags(recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out)
     if launching.starts_ranks(launch):
-        preflight.require_ranks(config.base, launch.nproc or 1)
+        resume_checks.require_ranks(config.base, launch.nproc or 1)
         folder = out or training.free_folder(config.base.model)
         # All ranks, and those that are started anew, must have the same folder.
         words = [*click.get_current_context().obj, *([] if out else ["--out", str(folder)])]
@@ -289,10 +289,10 @@ def export(
 ) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT; ranks share the files among them."""
     launching.refuse_once()
-    from narrowgauge.trainer import preflight
+    from narrowgauge.trainer import resume_checks
 
-    preflight.refuse_occupied(out)
-    preflight.require_trained(folder)
+    resume_checks.refuse_occupied(out)
+    resume_checks.require_trained(folder)
     if launching.starts_ranks(launch):
         return launching.start(click.get_current_context().obj, launch, lambda: "Start it again.")
     _echo_folder(launching.export(launch, folder, out, dtype, max_shard_size))
@@ -413,9 +413,9 @@ show_group.add_command(diagnosing.causes_command)
 def sample(folder: Path, text: str, tokens: int, temperature: float, seed: int) -> None:
     """Continue TEXT with the model of the run in DIR."""
     launching.require_one_process("sample")
-    from narrowgauge.trainer import preflight
+    from narrowgauge.trainer import resume_checks
 
-    preflight.require_trained(folder)
+    resume_checks.require_trained(folder)
     from narrowgauge.trainer import exporting
 
     click.echo(exporting.sample(folder, text, tokens, temperature, seed))

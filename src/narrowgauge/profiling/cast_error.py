@@ -25,7 +25,7 @@ from narrowgauge.profiling.profile_report import Loss
 from narrowgauge.spec.computes import SLOTS, casts_made, named, slot_of_cast
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import prepare_data
+from narrowgauge.trainer.data.dataset import prepare_data
 from narrowgauge.trainer.loop import vocabulary_size
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step

@@ -44,7 +44,7 @@ from narrowgauge.spec.computes import SLOTS, Compute, casts_made, named, slot_of
 from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset
+from narrowgauge.trainer.data.dataset import Dataset
 from narrowgauge.trainer.loop import vocabulary_size
 from narrowgauge.trainer.memory import batch_bytes, free_bytes, shape_of
 from narrowgauge.trainer.session import Session, build

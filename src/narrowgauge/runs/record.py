@@ -9,8 +9,8 @@
     gauges.jsonl     a row per step that the gauges sampled
     fingerprints.jsonl  a row per step whose tensors were hashed, where that was requested
     summary.json     the metrics of the finished run
-    checkpoints/     see trainer/checkpoint.py
-    data/            see trainer/data.py
+    checkpoints/     see checkpoints/saving.py
+    data/            see trainer/data/dataset.py
 
 The columns are in schema.py. Rows are appended whole, with one write each; the other two files are replaced, never edited. So a
 reader at any moment, and the resumed run after any crash, finds valid rows and at worst one torn last line, which is

@@ -1,16 +1,11 @@
-"""The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
-
-A setting is declared once, with its default, one line of help and a constraint on its value. The command line has a flag for
-each, a ``--config`` file a key, and the record of a run holds all of them. Settings left at None are derived from others by a
-rule stated in their help; ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
-"""
+"""A setting: a field of a dataclass with one line of help and a constraint, which flags, TOML keys and checks are made from."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,13 +13,108 @@ from typing import Any
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.machine.cpp_compiler import model_compiler_missing, switched_off
 from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
-from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, usual_rate
+from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.trainer.named_files import free_folder, known_model, left_by_a_kill
-from narrowgauge.trainer.setting import about, count, kind_of, require, setting
+
+_KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
+_KIND_NAMES: dict[type, str] = {
+    str: "text", int: "an integer", float: "a number", bool: "true or false", Recipe: "a recipe",
+}  # fmt: skip
+
+
+def about(help: str, constraint: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
+    """Metadata of a setting: its help, and its constraint as text and as a predicate."""
+    return {"help": help, "constraint": constraint, "holds": holds}
+
+
+def setting(default: Any, *described: Any) -> Any:
+    """A field with a default and what :func:`about` takes."""
+    return dataclasses.field(default=default, metadata=about(*described))
+
+
+def count(default: int | None, help: str, least: int = 1) -> Any:
+    """A field that holds a number from ``least`` on."""
+    return setting(default, help, f"at least {least}", lambda value: least <= value < 2**63)
+
+
+def kind_of(field: dataclasses.Field[Any]) -> type:
+    """The type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
+    # Annotations of settings are strings that name the plain type first.
+    return _KINDS[str(field.type).split(" ")[0]]
+
+
+def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
+    """Check the type and constraint of one setting.
+
+    Args:
+        field: the setting.
+        value: of it.
+        where: says where it was found, for the message.
+    Raises:
+        NarrowgaugeError: it has another type, or is out of range.
+    """
+    if value is None and field.default is None:
+        return
+    kind = kind_of(field)
+    flag = f"--{field.name.replace('_', '-')}"
+    # Exact types: True is an int in Python. An int may stand for a float.
+    if type(value) is not kind and not (kind is float and type(value) is int):
+        raise NarrowgaugeError(
+            f"{field.name} = {value!r} was requested{where}; it must be {_KIND_NAMES[kind]}.",
+            f"For example {field.name} = {field.default!r}." if field.default is not None else "",
+        )
+    if not field.metadata["holds"](value):
+        raise NarrowgaugeError(
+            f"{field.name} = {value!r} was requested{where}; it must be {field.metadata['constraint']}.",
+            f"Change {flag}, or omit it.",
+        )
+
+
+# FOLDED from trainer.named_files: What settings name on the disk: a model folder, data, a tokenizer, a run folder. Nothing is read here beyond what says whether
+# FOLDED it can be used.
+
+
+def known_model(name: str) -> str:
+    """The full name of a preset, or the path of a model folder."""
+    path = Path(name).expanduser()
+    if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
+        return get_model(name).name
+    if not path.exists():
+        raise DataError(
+            f"the model folder {name} does not exist.", "Name a preset (narrowgauge show models) or a folder."
+        )
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise DataError(f"the model folder {name} holds no config.json.", "Name a Hugging Face model folder.")
+    refuse_own_code(path)
+    return str(path)
+
+
+def free_folder(model: str, recipe: str) -> str:
+    """``runs/MODEL-RECIPE-N`` with the first free N."""
+    stem = Path(model).name.removesuffix(".json") if model not in MODELS else model
+    stem = f"{stem}-{recipe.replace('/', '-')}"
+    number = 1
+    while (Path("runs") / f"{stem}-{number}").exists():
+        number += 1
+    return str(Path("runs") / f"{stem}-{number}")
+
+
+def left_by_a_kill(folder: Path) -> tuple[str, ...]:
+    """Names allowed in the folder of a new run: leftovers of a command killed before the run existed, and complete data."""
+    # Imported here: the command line makes flags of settings and does not need it.
+    from narrowgauge.runs.writer import leftovers
+
+    return (*leftovers(folder), *(("data",) if (folder / "data" / "data.json").is_file() else ()))
+
+
+# FOLDED from trainer.config: The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
+# FOLDED
+# FOLDED A setting is declared once, with its default, one line of help and a constraint on its value. The command line has a flag for
+# FOLDED each, a ``--config`` file a key, and the record of a run holds all of them. Settings left at None are derived from others by a
+# FOLDED rule stated in their help; ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
 
 SCHEDULES = ("cosine", "linear", "constant")
 SHARDINGS = ("full", "none")
@@ -409,7 +499,7 @@ class TrainConfig:
     def _require_sources(self) -> None:
         """Require that text and tokenizer exist; both are read later."""
         # Imported here: the command line makes flags of these settings and does not need it.
-        from narrowgauge.trainer.corpus import open_texts
+        from narrowgauge.trainer.data.corpus import open_texts
 
         if not self.data.startswith("datasets:"):
             open_texts(self.data)

@@ -23,6 +23,7 @@ from narrowgauge.distributed.launch.process_group import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import ChipError, CorruptionError, DataError, RecordError
+from narrowgauge.gauges.recording.run_reporter import Reporter, SilentScreen, SilentWriter
 from narrowgauge.machine.cpp_compiler import compiled_folder
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
@@ -31,18 +32,14 @@ from narrowgauge.runs.record import Run, is_run, read_run, read_settings
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.changes import accept, differences, moved, with_present_ranks
-from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console, Screen
-from narrowgauge.trainer.data import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.memory import require_batch
-from narrowgauge.trainer.named_files import left_by_a_kill
-from narrowgauge.trainer.preflight import require_resumable
 from narrowgauge.trainer.recovery import Recovery
+from narrowgauge.trainer.resume_checks import accept, differences, moved, require_resumable, with_present_ranks
 from narrowgauge.trainer.session import Session, build, describe
-from narrowgauge.trainer.silence import SilentScreen, SilentWriter
-from narrowgauge.trainer.sinks import Reporter
 from narrowgauge.trainer.step import evaluate, summarize, train_step
 
 

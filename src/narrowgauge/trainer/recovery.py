@@ -15,16 +15,15 @@ from collections.abc import Callable
 import torch
 
 from narrowgauge.analysis.monitor.spikes import StepJudgement
+from narrowgauge.checkpoints.saving import go_back
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import Replay, replay
+from narrowgauge.gauges.recording.run_reporter import Reporter
+from narrowgauge.gauges.recording.step_row import FailedSteps, is_rescaled, symptom, why_skipped
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.checkpoint import go_back
-from narrowgauge.trainer.detours import detours_of
-from narrowgauge.trainer.failed_steps import FailedSteps, is_rescaled, symptom
-from narrowgauge.trainer.readings import why_skipped
+from narrowgauge.trainer.micro_batches import detours_of
 from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.sinks import Reporter
 from narrowgauge.trainer.step import differentiated
 
 REPLAYS = 3

@@ -8,6 +8,7 @@ continues with the same bits as one that was never interrupted.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly.preparation import assemble, is_matrix
-from narrowgauge.checkpoints.reading import saved_tensors
+from narrowgauge.checkpoints.checkpoint_files import saved_tensors
+from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
@@ -31,6 +33,8 @@ from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, ma
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
+from narrowgauge.gauges.recording.fingerprints import Fingerprints
+from narrowgauge.gauges.recording.provenance import describe_model, describe_process
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import Linears, linears_of
@@ -40,18 +44,13 @@ from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.state_dict import kept_tensors
 from narrowgauge.runs.atomic_io import disk_errors
+from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.batch_facts import checksum
-from narrowgauge.trainer.checkpoint import Checkpoint, latest_checkpoint
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset
-from narrowgauge.trainer.description import describe_model, describe_process
-from narrowgauge.trainer.detours import Detour, batch_index
-from narrowgauge.trainer.fingerprints import Fingerprints
-from narrowgauge.trainer.leaves import Turn, turns
-from narrowgauge.trainer.saving import Saver
+from narrowgauge.trainer.data.dataset import Dataset, checksum, open_data
+from narrowgauge.trainer.micro_batches import Detour, Turn, batch_index, turns
 
-if TYPE_CHECKING:  # it takes seconds to import
+if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
@@ -404,3 +403,86 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
     libc = ctypes.CDLL(None)
     libc.mallopt(m_mmap_threshold, mmap_threshold)
     libc.mallopt(m_trim_threshold, trim_threshold)
+
+
+# FOLDED from trainer.saved_run: A run on the disk at its newest good checkpoint: opened without its weights, or loaded as a session.
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A run on the disk, whose weights are not loaded.
+
+    Args:
+        model: on the meta device.
+        config: the settings.
+        checkpoint: the newest good one.
+        tokenizer_path: the run's ``tokenizer.json``, if the data came with one.
+    """
+
+    model: PreTrainedModel
+    config: TrainConfig
+    checkpoint: Checkpoint
+    tokenizer_path: Path | None
+
+
+def open_run(folder: str | Path, ranks: Ranks = ALONE) -> SavedRun:
+    """Open a run folder at its newest good checkpoint, without its weights.
+
+    Args:
+        folder: the run folder.
+        ranks: which open it together; all call this.
+    Raises:
+        RecordError: no such run, or one of a newer version, or no good checkpoint.
+    """
+    config, data = _opened(Path(folder))
+    damaged = _Damaged(Path(folder))
+    checkpoint = latest_checkpoint(Path(folder), damaged.add, ranks)
+    if checkpoint is None:
+        raise damaged.error()
+    return SavedRun(language_model.skeleton(config.model, data.vocab_size), config, checkpoint, data.tokenizer_path)
+
+
+def load(folder: str | Path) -> Session:
+    """Load the session of a run folder at its newest good checkpoint, for export or sampling.
+
+    Args:
+        folder: a run folder.
+    Returns:
+        The session, without compilation or gauges.
+    Raises:
+        RecordError: no such run, or one of a newer version, or no good checkpoint.
+    """
+    config, data = _opened(Path(folder))
+    damaged = _Damaged(Path(folder))
+    session = build(dataclasses.replace(config, compile=False), Path(folder), data)
+    session.restore(damaged.add)
+    if session.step == 0:
+        raise damaged.error()
+    return session
+
+
+def _opened(folder: Path) -> tuple[TrainConfig, Dataset]:
+    """The settings and the tokens of a run."""
+    run = read_run(folder)
+    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
+    data = open_data(folder)
+    data.require_same(run.data_fingerprint)
+    return config, data
+
+
+class _Damaged:
+    """Checkpoints that were passed over, and why."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.said: list[str] = []
+
+    def add(self, path: Path, reason: str) -> None:
+        self.said.append(f"{path.name} is damaged ({reason})")
+
+    def error(self) -> RecordError:
+        """What it means that no good one is left."""
+        return RecordError(
+            f"{self.folder} holds no good checkpoint{': ' + '; '.join(self.said) if self.said else ''}.",
+            f"narrowgauge resume {self.folder} restarts it from step 0.",
+        )

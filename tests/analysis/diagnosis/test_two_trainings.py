@@ -15,7 +15,7 @@ from narrowgauge.analysis.diagnosis.pairs.two_runs import compare_two
 from narrowgauge.errors import CorruptionError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.detours import Detour
+from narrowgauge.trainer.micro_batches import Detour
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 from ranks import run_ranks

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.checkpoints.conversion import folders
 from narrowgauge.checkpoints.conversion.conversion_report import compare, largest_of
+from narrowgauge.checkpoints.saving import load_checkpoint
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.storages import BFLOAT16, MOMENT12, SECOND12, STORAGES
 from narrowgauge.trainer import language_model, loop
-from narrowgauge.trainer.checkpoint import load_checkpoint
 from tensors import assert_same_bits
 from trainer.tiny_runs import SHAPE, lasting, settings
 

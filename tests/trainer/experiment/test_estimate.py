@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from narrowgauge.trainer.experiment.estimate import RunEstimate, TimeLeft
+from narrowgauge.trainer.experiment.progress import RunEstimate, TimeLeft
 
 
 class Clock:

@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console as RichConsole
 
 from narrowgauge.runs.record import Run
-from narrowgauge.trainer.experiment.estimate import RunEstimate
 from narrowgauge.trainer.experiment.planned_runs import plan_runs
-from narrowgauge.trainer.experiment.progress import Progress, RunProgress
+from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress
 
 RECIPES = ("bfloat16/word", "bfloat16/naive")
 

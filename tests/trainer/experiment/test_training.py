@@ -24,7 +24,7 @@ from narrowgauge.spec.notation import parse, parse_names
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.experiment import estimate, training
+from narrowgauge.trainer.experiment import progress, training
 from narrowgauge.trainer.experiment.definition import (
     ExperimentConfig,
     config_of_flags,
@@ -281,7 +281,7 @@ def test_a_folder_that_may_not_be_looked_into_costs_one_line(
 def test_no_time_is_estimated_for_finished_runs(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(estimate, "estimate_runs", lambda configs: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(progress, "estimate_runs", lambda configs: pytest.fail("measured for nothing"))
     assert " left" not in done(base, first[0]) and "about" not in done(base, first[0])
 
 
@@ -289,26 +289,26 @@ def test_a_model_that_cannot_be_built_is_reported_by_its_run(base: TrainConfig, 
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "unheard of"}')
-    assert estimate.estimate_runs([replace(base, model=str(broken))]) == {}
+    assert progress.estimate_runs([replace(base, model=str(broken))]) == {}
     with pytest.raises(DataError, match="bfloat16-word-seed0"):
         done(replace(base, model=str(broken)), tmp_path / "out")
 
 
 def test_each_recipe_is_measured_until_the_time_is_up(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [replace(base, recipe=recipe, gradient_accumulation_steps=2) for recipe in RECIPES]
-    found = estimate.estimate_runs(configs)
+    found = progress.estimate_runs(configs)
     assert list(found) == [recipe.title for recipe in RECIPES]
     assert all(one.step_seconds > 0 and one.once_seconds > 0 for one in found.values())
-    monkeypatch.setattr(estimate, "MAX_SECONDS", 0.0)
-    assert estimate.estimate_runs(configs) == {}
+    monkeypatch.setattr(progress, "MAX_SECONDS", 0.0)
+    assert progress.estimate_runs(configs) == {}
 
 
 def test_a_batch_that_does_not_fit_is_reported_by_its_run(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: TrainConfig) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(estimate, "estimate_run", full)
-    assert estimate.estimate_runs([base]) == {}
+    monkeypatch.setattr(progress, "estimate_run", full)
+    assert progress.estimate_runs([base]) == {}
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────

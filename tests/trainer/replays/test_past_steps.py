@@ -13,9 +13,9 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer import session as session_module
-from narrowgauge.trainer.detours import batch_index
+from narrowgauge.trainer.micro_batches import batch_index
 from narrowgauge.trainer.replays.past_steps import Moment, in_other_recipe, replaying
-from narrowgauge.trainer.replays.step_tensors import tensors_of_step
+from narrowgauge.trainer.replays.step_replay import tensors_of_step
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 from trainer.tiny_runs import lasting, settings

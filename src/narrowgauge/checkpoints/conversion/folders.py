@@ -2,7 +2,7 @@
 
 ::
 
-    checkpoints/step-00000040/   read from one process or many ranks, written as by one; see checkpoints/manifest.py
+    checkpoints/step-00000040/   read from one process or many ranks, written as by one; see checkpoints/checkpoint_files.py
     conversion.json              the report of the conversion
     run.toml, data/, …           where the source was a run: ``narrowgauge resume`` continues it
 
@@ -24,10 +24,18 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from narrowgauge.checkpoints.checkpoint_files import (
+    INDEX,
+    MANIFEST,
+    STATE,
+    TENSORS,
+    damage,
+    load_whole,
+    record_of,
+    write_manifest,
+)
 from narrowgauge.checkpoints.conversion.conversion_report import Report
 from narrowgauge.checkpoints.conversion.source import Source, matched, numbers_of
-from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, TENSORS, damage, record_of, write_manifest
-from narrowgauge.checkpoints.reading import load_whole
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import (

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly.preparation import DEFAULTS, assemble
+from narrowgauge.checkpoints.checkpoint_files import load_whole, saved_tensors
 from narrowgauge.checkpoints.conversion.conversion_report import Kept, Pair, Report, compare
 from narrowgauge.checkpoints.conversion.folders import (
     is_ours,
@@ -28,7 +29,6 @@ from narrowgauge.checkpoints.conversion.foreign import SHARDED, open_sharded, re
 from narrowgauge.checkpoints.conversion.preflight import require_convertible
 from narrowgauge.checkpoints.conversion.sharded import WEIGHT
 from narrowgauge.checkpoints.conversion.source import Source
-from narrowgauge.checkpoints.reading import load_whole, saved_tensors
 from narrowgauge.checkpoints.state_tensors import state_tensors
 from narrowgauge.distributed.ranks import ALONE, all_ranks
 from narrowgauge.errors import DataError, RecipeError, RecordError

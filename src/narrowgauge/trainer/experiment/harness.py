@@ -22,14 +22,21 @@ from narrowgauge.analysis.comparison.labels import counted, parsed_recipe, recip
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attach import Gauges
+from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
+from narrowgauge.gauges.recording.run_reporter import Reporter
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row, columns_of
 from narrowgauge.runs.writer import RunWriter, require_free
-from narrowgauge.trainer.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
-from narrowgauge.trainer.experiment.runner import compare_and_publish, hold, make_runs
-from narrowgauge.trainer.loop_record import LoopRecord, Notices
-from narrowgauge.trainer.sinks import Reporter
+from narrowgauge.trainer.experiment.planned_runs import (
+    PlannedRun,
+    compare_and_publish,
+    hold,
+    make_runs,
+    plan_runs,
+    require_distinct,
+    seed_numbers,
+)
 
 
 class RunLog:

@@ -20,10 +20,10 @@ import torch
 from narrowgauge.distributed.launch.process_group import threads_of_run
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, ReportedError
+from narrowgauge.gauges.recording.run_reporter import SilentScreen
 from narrowgauge.trainer import loop, recovery
 from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
 from narrowgauge.trainer.console import Screen
-from narrowgauge.trainer.silence import SilentScreen
 
 
 class Lead:

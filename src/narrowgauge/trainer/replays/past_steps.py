@@ -2,7 +2,7 @@
 
 Nothing is written into the run folder and nothing is locked, so a live run can be replayed too. The session takes the same
 batches, rates, loss scales and random bits as the run did, and leaves out the updates that it left out. Every step on the way is
-compared with its row: a replay that is not the run says so (:mod:`narrowgauge.trainer.replays.record_checks`).
+compared with its row: a replay that is not the run says so (:mod:`narrowgauge.trainer.replays.past_steps`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,20 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.analysis.diagnosis.replay_findings import Departure
+from narrowgauge.analysis.diagnosis.pairs.alignment import same_value
+from narrowgauge.analysis.diagnosis.replay_findings import HELD, Departure
 from narrowgauge.analysis.monitor.spikes import Spike
+from narrowgauge.checkpoints.saving import checkpoint_before
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.optim.accumulation import AccumulationWarning
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.changes import differences
-from narrowgauge.trainer.checkpoint import checkpoint_before
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data import Dataset, open_data
-from narrowgauge.trainer.detours import detours_of
-from narrowgauge.trainer.preflight import require_replayable
-from narrowgauge.trainer.replays.record_checks import departure, is_compared
+from narrowgauge.trainer.data.dataset import Dataset, open_data
+from narrowgauge.trainer.micro_batches import detours_of
+from narrowgauge.trainer.resume_checks import differences, require_replayable
 from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import train_step
 
@@ -279,3 +278,52 @@ def require_finite(session: Session) -> None:
                 f"{name} is not finite before step {session.step + 1}, so the step cannot be compared with float32.",
                 "Replay an earlier step.",
             )
+
+
+# FOLDED from trainer.replays.record_checks: Whether a replayed step is the recorded one: its row and, where they were recorded, the fingerprints of its tensors.
+# FOLDED
+# FOLDED Numbers are recorded with all their digits, so equal computations have equal rows. A replay that differs was computed from other
+# FOLDED values, or by other code or another machine, or the run itself was not what its settings say; so where it parts is evidence.
+
+COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
+"""Columns that the arithmetic of a step gives, in the order in which it gives them."""
+
+
+def departure(recorded: Row, replayed: Row, prints: Row | None = None, printed: Row | None = None) -> Departure | None:
+    """Where a replayed step parts from the recorded one.
+
+    Args:
+        recorded, replayed: the rows of the step.
+        prints, printed: its recorded and its replayed fingerprints, where there are both.
+    Returns:
+        The first column or tensor that differs, or ``None``.
+    Example:
+        >>> row = {"step": 3, "loss": 2.5, "grad_norm": 1.0}
+        >>> departure(row, {**row, "grad_norm": 1.25}).message
+        'the replay parts from the record at step 3: grad_norm is 1.25 and was 1.0'
+    """
+    step = replayed["step"]
+    if prints is not None and printed is not None:
+        found = _first_tensor(prints["tensors"], printed["tensors"])
+        if found is not None:
+            return Departure(step, *found)
+    for name in COLUMNS:
+        if name in recorded and name in replayed and not same_value(recorded[name], replayed[name]):
+            return Departure(step, name, recorded[name], replayed[name])
+    return None
+
+
+def is_compared(recorded: Row, prints: Row | None) -> bool:
+    """Whether a record holds of a step what another computation would change: its loss, or the fingerprints of its tensors."""
+    return "loss" in recorded or prints is not None
+
+
+def _first_tensor(recorded: Mapping[str, Any], replayed: Mapping[str, Any]) -> tuple[str, float, float] | None:
+    """The first tensor with other bits, and its norms; tensors that one of the two did not record are left out."""
+    changed = next((key for key in recorded if key.startswith(HELD)), None)
+    if changed is not None:
+        return changed, recorded[changed][1], float("nan")
+    for key, entry in replayed.items():
+        if key in recorded and int(recorded[key][0]) != int(entry[0]):
+            return key, recorded[key][1], entry[1]
+    return None

@@ -23,9 +23,9 @@ import torch
 from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting, by_step, relative_difference
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
 from narrowgauge.analysis.diagnosis.replay_findings import Departure, MeasuredEnvelope, Replayed
+from narrowgauge.checkpoints.saving import checkpoint_before
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.checkpoint import checkpoint_before
 from narrowgauge.trainer.replays.past_steps import Moment, PastStep, replaying
 from narrowgauge.trainer.session import Session
 

@@ -37,9 +37,20 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from narrowgauge.checkpoints.manifest import INDEX, MANIFEST, STATE, FileRecord, part_name, record_of, write_manifest
-from narrowgauge.checkpoints.reading import SavedTensor, saved_tensors
-from narrowgauge.checkpoints.tensor_files import DTYPES, TensorFile, write_tensors
+from narrowgauge.checkpoints.checkpoint_files import (
+    DTYPES,
+    INDEX,
+    MANIFEST,
+    STATE,
+    FileRecord,
+    SavedTensor,
+    TensorFile,
+    part_name,
+    record_of,
+    saved_tensors,
+    write_manifest,
+    write_tensors,
+)
 from narrowgauge.errors import RecordError
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.runs.atomic_io import sync_file, sync_folder

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.analysis.monitor.spikes import StepJudgement
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges.attach import Gauges
+from narrowgauge.gauges.recording.fingerprints import Fingerprints, require_alike
+from narrowgauge.gauges.recording.step_row import what_saturated
 from narrowgauge.matmul.swapping import Linears
 from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
@@ -26,9 +28,6 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.console import Screen
-from narrowgauge.trainer.fingerprints import Fingerprints
-from narrowgauge.trainer.rank_fingerprints import require_alike
-from narrowgauge.trainer.readings import what_saturated
 
 
 class Reporter:
@@ -220,3 +219,85 @@ class Reporter:
 
 def _raise(error: Exception) -> NoReturn:
     raise error
+
+
+# FOLDED from trainer.silence: What the ranks beside the first one write and show: nothing. Rank 0 writes the run folder and speaks to the console.
+
+
+class SilentWriter:
+    """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing.
+
+    Args:
+        path: the run folder, which the first rank writes.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_rows: dict[str, int] = {}
+
+    def __enter__(self) -> SilentWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def step(self, row: Row) -> None:
+        """Not written."""
+
+    def eval(self, row: Row) -> None:
+        """Not written."""
+
+    def gauge(self, row: Row) -> None:
+        """Not written."""
+
+    def fingerprint(self, row: Row) -> None:
+        """Not written."""
+
+    def event(self, event: Event | Row) -> None:
+        """Not written."""
+
+    def summary(self, row: Row) -> None:
+        """Not written."""
+
+    def amend(self, run: Row) -> None:
+        """The first rank does."""
+
+    def rewind(self, step: int, *, accept_lost: bool = False) -> None:
+        """The first rank does."""
+
+    def sync(self) -> None:
+        """Nothing to flush."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SilentScreen:
+    """A :class:`~narrowgauge.trainer.console.Screen` that shows nothing."""
+
+    def __enter__(self) -> SilentScreen:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def stage(self, what: str) -> None:
+        """Not shown."""
+
+    def start(self, name: str, step: int) -> None:
+        """Not shown."""
+
+    def say(self, line: str) -> None:
+        """Not shown."""
+
+    def step(self, row: Row) -> None:
+        """Not shown."""
+
+    def evaluation(self, row: Row) -> None:
+        """Not shown."""
+
+    def stopping(self, line: str) -> None:
+        """Not shown."""
+
+    def summary(self, rows: list[Row]) -> None:
+        """Not shown."""

@@ -12,6 +12,7 @@ Whether a document is held out depends on the seed and on its own name: adding a
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,14 +25,13 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.runs.atomic_io import AGAIN, digest, disk_errors, sync_file, sync_folder, temporary_name
-from narrowgauge.trainer.batch_facts import unigram_losses
-from narrowgauge.trainer.cache import cached_tokens
-from narrowgauge.trainer.corpus import open_texts
-from narrowgauge.trainer.data_head import fingerprints, read_head, write_head
-from narrowgauge.trainer.shuffle import shuffled
-from narrowgauge.trainer.tokenization import (
+from narrowgauge.runs.atomic_io import AGAIN, digest, disk_errors, load_json, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.schema import is_whole, short
+from narrowgauge.trainer.data.corpus import open_texts
+from narrowgauge.trainer.data.shuffle import shuffled
+from narrowgauge.trainer.data.tokens import (
     Tokens,
+    cached_tokens,
     is_token_map,
     load_tokenizer,
     read_tokens,
@@ -404,3 +404,111 @@ def _append(stream: BinaryIO, ids: np.ndarray, tokens: Tokens) -> None:
 def _is_held_out(name: int, held_out: float, seed: int) -> bool:
     bits = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
     return int.from_bytes(bits, "little") < held_out * 2**64
+
+
+# FOLDED from trainer.data_head: The header of a run's data, ``data.json``: the meaning of the tokens and the checksums of their files.
+# FOLDED
+# FOLDED It holds the dtype of the tokens, the size of the vocabulary and the end-of-text token. Reading the same bytes in another dtype
+# FOLDED would train on other tokens, so the fingerprint of the data covers all of these.
+
+SCHEMA_VERSION = 2
+"""Version of ``data.json``. Since 2 the fingerprint covers the meaning of the tokens, not only their bytes."""
+
+_COVERED = ("files", "dtype", "vocab_size", "end_of_text")
+_KINDS = {"request": dict, "dtype": str, "vocab_size": int, "end_of_text": int, "notes": list, "files": dict}
+_DTYPES = ("uint16", "uint32")
+
+
+def fingerprints(head: dict[str, Any]) -> tuple[str, str]:
+    """The fingerprints of data with a header: the current one, and that of older versions, which covered the files only."""
+    files = _hashed(head["files"])
+    return files if head["schema_version"] < 2 else _hashed({name: head[name] for name in _COVERED}), files
+
+
+def read_head(folder: Path) -> dict[str, Any]:
+    """Read and check the ``data.json`` of a folder.
+
+    Raises:
+        ValueError, KeyError, TypeError: an entry is wrong or missing.
+        OSError: it cannot be read.
+    """
+    head = load_json((folder / "data.json").read_bytes())
+    if not isinstance(head, dict):
+        raise ValueError("data.json is not an object")
+    if not is_whole(head["schema_version"]):
+        raise ValueError(f"its schema_version = {short(head['schema_version'])} is not an integer")
+    if head["schema_version"] > SCHEMA_VERSION:
+        raise ValueError(f"it has schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
+    for name, kind in _KINDS.items():
+        if type(head[name]) is not kind:
+            raise ValueError(f"data.json has {name} = {short(head[name])}")
+    if head["dtype"] not in _DTYPES:
+        raise ValueError(f"data.json has dtype = {short(head['dtype'])}; tokens are {' or '.join(_DTYPES)}")
+    for name in ("train.bin", "valid.bin"):
+        head["files"][name]  # raises KeyError if it is missing
+    for name in ("held_out", "seed"):
+        head["request"][name]
+    return head
+
+
+def write_head(folder: Path, tokens: Tokens, request: dict[str, Any], notes: list[str]) -> None:
+    """Write the tokenizer and ``data.json`` next to the tokens."""
+    if tokens.tokenizer_json is not None:
+        (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
+    files = sorted(folder.iterdir())
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "request": request,
+        "dtype": tokens.dtype.name,
+        "vocab_size": tokens.vocab_size,
+        "end_of_text": tokens.end_of_text,
+        "notes": notes,
+        "files": {file.name: {"bytes": file.stat().st_size, "blake2b": digest(file)} for file in files},
+    }
+    (folder / "data.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
+
+
+def _hashed(content: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+# FOLDED from trainer.batch_facts: What the tokens of a step say by themselves, whatever the model is: which they are, and how usual.
+# FOLDED
+# FOLDED Both are recorded for every step. A batch that comes again has the same checksum; a batch of tokens that mean nothing, or of one
+# FOLDED token again and again, has another loss under the frequencies of single tokens than all others.
+
+NUM_BLOCKS, BLOCK_TOKENS = 64, 1 << 14
+"""Parts of the data, evenly spread, in which tokens are counted: all of it up to a million tokens."""
+
+
+def checksum(batch: np.ndarray) -> str:
+    """The checksum of a step's tokens, 64 bits: two batches that have it in common are the same.
+
+    Example:
+        >>> checksum(np.zeros((2, 3), dtype=np.int64)) == checksum(np.ones((2, 3), dtype=np.int64))
+        False
+    """
+    return hashlib.blake2b(batch.astype(np.uint32).tobytes(), digest_size=8).hexdigest()
+
+
+def unigram_losses(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
+    """What each token costs a model that knows how often each occurs, and nothing of the tokens before it.
+
+    Invariant: a function of the data alone, so that a resumed run goes on with the same.
+
+    Args:
+        tokens: of the training data.
+        vocab_size: number of different tokens.
+    Returns:
+        float32 ``[vocab_size]``, nats: minus the logarithm of each token's share, where every token counts once more.
+    Example:
+        >>> [round(float(loss), 2) for loss in unigram_losses(np.array([0, 0, 1]), 3)]
+        [0.69, 1.1, 1.79]
+    """
+    counts = np.ones(vocab_size, dtype=np.int64)
+    blocks = np.linspace(0, max(0, len(tokens) - BLOCK_TOKENS), NUM_BLOCKS, dtype=np.int64)
+    parts = [tokens] if len(tokens) <= NUM_BLOCKS * BLOCK_TOKENS else [tokens[at : at + BLOCK_TOKENS] for at in blocks]
+    for part in parts:
+        counts += np.bincount(part, minlength=vocab_size)[:vocab_size]
+    losses: np.ndarray = np.log(counts.sum() / counts).astype(np.float32)
+    return losses

@@ -1,0 +1,1 @@
+"""TODO: one line: what this package holds."""
