@@ -1,4 +1,4 @@
-"""The files of a checkpoint and their checksums.
+"""The files of a checkpoint: their manifest with checksums, and the tensors in them, written and read by parts.
 
 ::
 
@@ -14,6 +14,11 @@
 
 A single process still writes schema 1, so that versions from before there were ranks read it. Nothing is pickled: PyTorch's
 distributed checkpoints keep their index as a pickle, ``.metadata``, which executes code when it is read.
+
+Safetensors' own ``save_file`` holds Python's lock until it is done, so that a training step beside it would stand still. The
+writer here releases the lock for every block, computes the checksum of what it means to write on the way, and leaves the
+errors of the operating system as they are. A file says in its metadata which part of each tensor it holds, in the words
+of ``torch.distributed.checkpoint.HuggingFaceStorageReader``, which therefore reads it too.
 """
 
 from __future__ import annotations
@@ -147,12 +152,7 @@ def damage(path: Path, ranks: Ranks = ALONE, *, is_renamed: bool = False) -> str
     return next(filter(None, ranks.gather(found)), "")
 
 
-# FOLDED from checkpoints.tensor_files: Safetensors files, written as they go to the disk and read by parts.
-# FOLDED
-# FOLDED The library's own ``save_file`` holds Python's lock until it is done, so that a training step beside it would stand still. This
-# FOLDED writer gives the lock back for every block, computes the checksum of what it means to write on the way, and leaves the
-# FOLDED errors of the operating system as they are. A file says in its metadata which part of each tensor it holds, in the words
-# FOLDED of ``torch.distributed.checkpoint.HuggingFaceStorageReader``, which therefore reads it too.
+# ── safetensors files, by parts ─────────────────────────────────────────────────────────────────────────────────────
 
 DTYPES = {
     torch.float64: "F64",
@@ -284,7 +284,7 @@ class TensorFile:
         return found
 
 
-# FOLDED from checkpoints.reading: Tensors of a checkpoint, whole, whoever wrote it: one process or many ranks.
+# ── whole tensors, from one process or many ranks ───────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

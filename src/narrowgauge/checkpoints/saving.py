@@ -1,9 +1,13 @@
-"""Checkpoints: one folder per step, written atomically and verified by checksums.
+"""Checkpoints of a run: one folder per step, written atomically beside the training and verified by checksums.
 
 A checkpoint is written to a temporary folder, flushed to the disk and then renamed; older ones are removed only after that. A
 killed process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint whose bytes do not match its
 manifest is reported and skipped, never loaded. Nothing is pickled, so reading a checkpoint executes no code. The files in the
 folder are those of :mod:`narrowgauge.checkpoints.checkpoint_files`, of one process or of many ranks; either reads both.
+
+:class:`Saver` copies the tensors to the CPU before ``save`` returns, so that a checkpoint has the bits of its step, however long
+it takes to write; another thread writes it while the steps go on. The next save, and the end of a run, wait for the one in
+flight. If it failed, all ranks raise its error there, together, and the checkpoints before it are still there.
 """
 
 from __future__ import annotations
@@ -333,11 +337,7 @@ def _safetensors_errors() -> Iterator[None]:
         raise hidden_error(error) from error
 
 
-# FOLDED from trainer.saving: Saving beside the training, on one process or many: the copy is taken at the step, and written while the steps go on.
-# FOLDED
-# FOLDED The tensors are copied to the CPU before :meth:`Saver.save` returns, so that a checkpoint has the bits of its step, however long
-# FOLDED it takes to write. The next save, and the end of a run, wait for the one in flight; if it failed, all ranks raise its error
-# FOLDED there, together, and the checkpoints before it are still there.
+# ── saving while the steps go on ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Saver:

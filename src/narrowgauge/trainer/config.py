@@ -1,4 +1,10 @@
-"""A setting: a field of a dataclass with one line of help and a constraint, which flags, TOML keys and checks are made from."""
+"""The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
+
+A field is declared once, with its default, one line of help and a constraint on its value. The command line has a flag for
+each, a ``--config`` file a key, and the record of a run holds all of them. Fields left at None are derived from others by a
+rule stated in their help; ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
+Nothing here needs PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -73,8 +79,7 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
         )
 
 
-# FOLDED from trainer.named_files: What settings name on the disk: a model folder, data, a tokenizer, a run folder. Nothing is read here beyond what says whether
-# FOLDED it can be used.
+# ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
 
 
 def known_model(name: str) -> str:
@@ -110,11 +115,7 @@ def left_by_a_kill(folder: Path) -> tuple[str, ...]:
     return (*leftovers(folder), *(("data",) if (folder / "data" / "data.json").is_file() else ()))
 
 
-# FOLDED from trainer.config: The configuration of a training run: one frozen dataclass that defines the flags, the TOML keys and ``run.toml``.
-# FOLDED
-# FOLDED A setting is declared once, with its default, one line of help and a constraint on its value. The command line has a flag for
-# FOLDED each, a ``--config`` file a key, and the record of a run holds all of them. Settings left at None are derived from others by a
-# FOLDED rule stated in their help; ``validated`` fills them in, so that the record of a run does not depend on rules that may change.
+# ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SCHEDULES = ("cosine", "linear", "constant")
 SHARDINGS = ("full", "none")

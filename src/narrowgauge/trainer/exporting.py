@@ -1,8 +1,12 @@
-"""The weights of a checkpoint as Hugging Face files, one tensor in memory at a time.
+"""Export of a run as a Hugging Face folder, and sampling of text from its model.
 
-A checkpoint of many ranks may be larger than the memory of the process that exports it. Nothing of it has to be whole: each
-tensor is put together from the ranks' files, decoded if its tail is wanted, and written. Several processes share the files of
-the export among them, and none holds more than one tensor.
+A run stores each weight as the bits that the model sees and a tail that the optimizer adds. An export in the *visible* format
+is the model exactly as it was trained and evaluated. An export in *float32* includes the tails, so that training can continue
+elsewhere without losing small updates.
+
+A checkpoint of many ranks may be larger than the memory of the process that exports it, so weights are streamed: each tensor is
+put together from the ranks' files, decoded if its tail is wanted, and written. Several processes share the files of the export
+among them, and none holds more than one tensor.
 """
 
 from __future__ import annotations
@@ -185,11 +189,7 @@ def _require_saved(source: WeightSource, numbers: Mapping[str, int]) -> None:
         )
 
 
-# FOLDED from trainer.exporting: Export of a run as a Hugging Face folder, and sampling of text from its model.
-# FOLDED
-# FOLDED A run stores each weight as the bits that the model sees and a tail that the optimizer adds. An export in the *visible* format
-# FOLDED is the model exactly as it was trained and evaluated. An export in *float32* includes the tails, so that training can continue
-# FOLDED elsewhere without losing small updates.
+# ── the folder ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Dtype = Literal["visible", "float32"]
 

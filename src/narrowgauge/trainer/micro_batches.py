@@ -1,8 +1,12 @@
-"""Leaves: the micro-batches of a step, numbered over the whole job, and which of them a rank computes.
+"""Which samples a rank trains on in a step: the batch, and its micro-batches.
 
-A *leaf* holds the same samples for every number of ranks. Leaf l runs on rank ``l % ranks``, so each rank does
-``ceil(leaves / ranks)`` rounds; a rank that has no leaf left repeats its first and contributes nothing, since every rank takes
-part in every exchange. What is recorded of leaves is added up in their order.
+A micro-batch holds the same samples for every number of ranks. Micro-batch m runs on rank ``m % ranks``, so each rank does
+``ceil(micro-batches / ranks)`` rounds. A rank that has none left repeats its first and contributes nothing, since every rank
+takes part in every exchange. What is recorded of micro-batches is added up in their order.
+
+A spike caused by the data recurs when the same batches are trained on again. A rollback therefore returns to the last checkpoint
+and skips the batches between it and the spike. Each rollback is an event in the run folder, written before it takes effect: a
+resumed run reads the events and takes the same batches.
 """
 
 from __future__ import annotations
@@ -81,11 +85,7 @@ def gather_in_order(values: Sequence[float], num_leaves: int, here: Ranks) -> li
     return [by_rank[leaf % here.size][leaf // here.size] for leaf in range(num_leaves)]
 
 
-# FOLDED from trainer.detours: Detours: the batches that a run skips after a rollback to a checkpoint.
-# FOLDED
-# FOLDED A spike caused by the data recurs when the same batches are trained on again. A rollback therefore returns to the last checkpoint
-# FOLDED and skips the batches between it and the spike. Each detour is an event in the run folder, written before it takes effect: a
-# FOLDED resumed run reads them and takes the same batches.
+# ── batches that rollbacks skip ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)

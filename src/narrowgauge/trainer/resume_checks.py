@@ -1,9 +1,11 @@
-"""What has changed since a run began: its settings, its records, and the machine that resumes it.
+"""What a run folder must hold before a command goes on with it, and what has changed since the run began.
 
 The settings of a run are stored in its ``run.toml``, which anyone can edit, in its first record and in every checkpoint. If
 they differ, resuming would continue another run than the recorded one, so it is refused with the name of the setting, unless
-the change is accepted explicitly. Other versions or another machine may change bits; a note says so and the run continues.
-How a run is shared out over ranks is no part of it: a resume may choose anew, and ``run.toml`` then says what runs.
+the change is accepted explicitly. How a run is shared out over ranks is not part of it: a resume may choose anew, and
+``run.toml`` then says what runs.
+
+None of these checks needs PyTorch, so the command line makes them first, and a wrong path fails at once.
 """
 
 from __future__ import annotations
@@ -159,9 +161,7 @@ def _parted_by(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> str:
     return ", ".join(names[:5]) + more
 
 
-# FOLDED from trainer.preflight: Checks of a run folder before PyTorch is loaded, so that a wrong path fails at once.
-# FOLDED
-# FOLDED The command line calls them first. The functions behind it check again, for other callers and because a folder may change.
+# ── folders that can be resumed, exported or replayed ───────────────────────────────────────────────────────────────
 
 
 def require_resumable(folder: Path) -> Run:

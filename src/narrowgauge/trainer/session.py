@@ -405,7 +405,7 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
     libc.mallopt(m_trim_threshold, trim_threshold)
 
 
-# FOLDED from trainer.saved_run: A run on the disk at its newest good checkpoint: opened without its weights, or loaded as a session.
+# ── a run on the disk, at its newest good checkpoint ────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,10 @@
-"""One optimizer step, one evaluation, and the record of each.
+"""One optimizer step and one evaluation, what ranks verify between steps, and the record of each.
 
 The step contains no arithmetic and no format; it uses what ``prepare`` returns like any training loop. With
 ``--on-spike`` the step is judged before the update, and a spike changes nothing.
+
+On several ranks, every ``verify_every`` steps, the states of all ranks are compared and one micro-batch is computed by all of
+them. States are also compared before a checkpoint is written, so that the last checkpoint is always from before the damage.
 """
 
 from __future__ import annotations
@@ -198,10 +201,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
     )
 
 
-# FOLDED from trainer.verification: What a run on several ranks verifies: that they hold the same, compute the same, and that nothing changes at rest.
-# FOLDED
-# FOLDED Every ``verify_every`` steps the states of all ranks are compared and one micro-batch is computed by all of them; states are also
-# FOLDED compared before a checkpoint is written, so that the last checkpoint is always from before the damage.
+# ── verification on ranks ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 def verify(session: Session) -> None:

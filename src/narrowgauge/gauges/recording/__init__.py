@@ -1,1 +1,1 @@
-"""TODO: one line: what this package holds."""
+"""The record of a run, whoever runs the loop: the row of each step, its fingerprints, and where they go."""

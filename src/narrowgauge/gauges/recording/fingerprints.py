@@ -1,12 +1,17 @@
 """Fingerprints of a training step: what two runs computed, tensor by tensor, in 64 bits each.
 
 Two runs that should be equal differ in every later digit once they differ in one. To find that one, a step can record a hash and
-the norm of each of its tensors, in the order in which they come to be: weights that are not as the last step left them, the
-tokens, what each module with parameters puts out, the gradients from the last parameter to the first, then the stored weights
+the norm of each of its tensors, in the order in which they are made: weights that are not as the last step left them, the
+tokens, the output of each module with parameters, the gradients from the last parameter to the first, then the stored weights
 and moments after the update. ``narrowgauge diagnose RUN OTHER`` reads on from the first entry that differs.
 
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor, so it depends neither on how
-a tensor is sharded nor on which rank computed which micro-batch. Beside it, each rank hashes its own part (rank_fingerprints.py).
+a tensor is sharded nor on which rank computed which micro-batch.
+
+It does not say on which rank two runs part. So each rank also hashes its own part, in one number for each kind of tensor: the
+tokens and outputs of its micro-batches, what it sent into the sum of the gradients, its part of the sum, the factor by which the
+clip multiplied it, and its part of the stored weights and moments. What several ranks must hold alike is compared at once: a clip
+that one rank alone leaves out shows in the step in which it happens.
 """
 
 from __future__ import annotations
@@ -205,12 +210,7 @@ def _sum_of_squares(x: Tensor) -> float:
     return float(total.full_tensor() if hasattr(total, "full_tensor") else total)
 
 
-# FOLDED from trainer.rank_fingerprints: Fingerprints of a step by rank: what each rank held, sent and applied, in one number for each kind of tensor.
-# FOLDED
-# FOLDED The fingerprint of a whole tensor says that two runs part in it, and not on which rank. So each rank also hashes its own part: the
-# FOLDED tokens and outputs of its micro-batches, what it sent into the sum of the gradients, its part of the sum, the factor by which the
-# FOLDED clip multiplied it, and its part of the stored weights and moments. What several ranks must hold alike is compared at once: a clip
-# FOLDED that one rank alone leaves out shows in the step in which it happens.
+# ── by rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _SHOWN = 8
 """Tensors that are named where ranks part; in the next step all differ."""

@@ -312,11 +312,7 @@ def _number(value: float | Tensor) -> float:
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
-# FOLDED from trainer.loop_record: The record of a loop that is not the trainer's: its rows, numbered and timed, with what the optimizers tell of each step.
-# FOLDED
-# FOLDED :class:`narrowgauge.RunRecorder` and the log of :func:`narrowgauge.compare` are two ways to call it. It has nothing of its own to
-# FOLDED record: it reads after each step what the trainer reads (the audit, skipped steps, the loss scale, the gauges), and hands the row
-# FOLDED to the trainer's :class:`~narrowgauge.gauges.recording.run_reporter.Reporter`, which writes it, runs the detectors and feeds the loggers.
+# ── the record of a loop ────────────────────────────────────────────────────────────────────────────────────────────
 
 _GO_BACK = "Lower the learning rate or look at the data of that step, and go on from the last good checkpoint."
 

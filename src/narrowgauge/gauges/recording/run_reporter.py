@@ -1,8 +1,9 @@
-"""Where a run's rows and events go: the run folder, the console, the loggers that were requested, and the detectors.
+"""Where a run's rows and events go: the run folder, the screen, the loggers that were requested, and the detectors.
 
 Everything passes through here once, in the order in which it happens, whether the trainer runs the loop or a user does
 (:class:`narrowgauge.RunRecorder`). The run folder comes first, so whatever was shown was written. The detectors read only rows
-that were written, so a resumed run restores them from its own folder.
+that were written, so a resumed run restores them from its own folder. On several ranks the first writes and shows; the others
+have a writer and a screen that do nothing.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ def _raise(error: Exception) -> NoReturn:
     raise error
 
 
-# FOLDED from trainer.silence: What the ranks beside the first one write and show: nothing. Rank 0 writes the run folder and speaks to the console.
+# ── ranks beside the first: nothing is written or shown ─────────────────────────────────────────────────────────────
 
 
 class SilentWriter:

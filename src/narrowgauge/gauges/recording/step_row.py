@@ -87,10 +87,7 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-# FOLDED from trainer.failed_steps: The rule by which a run has diverged: so many failed steps in a row, in the trainer's loop or in a user's.
-# FOLDED
-# FOLDED A step *fails* if its loss or its gradient norm is not finite. An overflow that the loss scaler answers with a lower scale is no
-# FOLDED failure, as long as the scale can still be lowered.
+# ── failed steps ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 FAILURES = 25
 """Failed steps in a row after which a run has diverged."""

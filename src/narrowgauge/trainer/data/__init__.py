@@ -1,1 +1,1 @@
-"""TODO: one line: what this package holds."""
+"""The training data: texts, their tokens, and batches whose order is a function of (seed, step)."""

@@ -7,6 +7,9 @@ comes from a Feistel network, a permutation that can be evaluated at any positio
 micro-batch size changes the order.
 
 Whether a document is held out depends on the seed and on its own name: adding a file moves no other document.
+
+``data.json`` holds the dtype of the tokens, the size of the vocabulary, the end-of-text token and the checksums of the files.
+Reading the same bytes in another dtype would train on other tokens, so the fingerprint of the data covers all of these.
 """
 
 from __future__ import annotations
@@ -406,10 +409,7 @@ def _is_held_out(name: int, held_out: float, seed: int) -> bool:
     return int.from_bytes(bits, "little") < held_out * 2**64
 
 
-# FOLDED from trainer.data_head: The header of a run's data, ``data.json``: the meaning of the tokens and the checksums of their files.
-# FOLDED
-# FOLDED It holds the dtype of the tokens, the size of the vocabulary and the end-of-text token. Reading the same bytes in another dtype
-# FOLDED would train on other tokens, so the fingerprint of the data covers all of these.
+# ── the header, data.json ───────────────────────────────────────────────────────────────────────────────────────────
 
 SCHEMA_VERSION = 2
 """Version of ``data.json``. Since 2 the fingerprint covers the meaning of the tokens, not only their bytes."""
@@ -472,10 +472,7 @@ def _hashed(content: dict[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
-# FOLDED from trainer.batch_facts: What the tokens of a step say by themselves, whatever the model is: which they are, and how usual.
-# FOLDED
-# FOLDED Both are recorded for every step. A batch that comes again has the same checksum; a batch of tokens that mean nothing, or of one
-# FOLDED token again and again, has another loss under the frequencies of single tokens than all others.
+# ── the frequencies of single tokens ────────────────────────────────────────────────────────────────────────────────
 
 NUM_BLOCKS, BLOCK_TOKENS = 64, 1 << 14
 """Parts of the data, evenly spread, in which tokens are counted: all of it up to a million tokens."""

@@ -1,4 +1,4 @@
-"""Tokenization: a byte-level BPE tokenizer, and token maps that store the result.
+"""Tokens of a text: a byte-level BPE tokenizer, the token maps that store its output, and a cache of them.
 
 A byte-level tokenizer can encode any text, so there is no unknown token. It is trained on at most 16 MB, a sample chosen by
 hash; sample, training and encoding are deterministic. Every document ends with the end-of-text token.
@@ -6,6 +6,11 @@ hash; sample, training and encoding are deterministic. Every document ends with 
 A *token map* is a folder with tokenized text: ``tokens.bin`` (all tokens, uint16 or uint32, little
 endian), ``documents.bin`` (pairs of uint64: a hash of the document's name, and where it ends), ``tokens.json`` (dtype,
 vocabulary, end-of-text token, checksums) and, where known, ``tokenizer.json``.
+
+Training a tokenizer on the standard library and encoding it takes seconds, so its token map is cached in the user's cache
+folder, under a name with a hash of everything it depends on: the text, the vocabulary size, the version of ``tokenizers``.
+Concurrent processes wait for each other; damaged entries are rebuilt. Old entries are not removed; the folder may be deleted at
+any time.
 """
 
 from __future__ import annotations
@@ -276,12 +281,7 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, end_of_text: int) -> It
         yield hash_name(document.name), np.concatenate([*arrays, end])
 
 
-# FOLDED from trainer.cache: A cache of tokens that many runs on a machine share.
-# FOLDED
-# FOLDED Training a tokenizer on the standard library and encoding it takes seconds at every start. The token map is therefore cached
-# FOLDED in the user's cache folder, under a name with a hash of everything it depends on: the text, the vocabulary size, the version
-# FOLDED of ``tokenizers``. Concurrent processes wait for each other; damaged entries are rebuilt. Old entries are not removed; the
-# FOLDED folder may be deleted at any time.
+# ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def cached_tokens(name: str, key: list[str | int], make: Callable[[], Tokens]) -> tuple[Tokens, list[str]]:

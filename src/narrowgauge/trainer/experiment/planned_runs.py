@@ -1,4 +1,9 @@
-"""The runs of a comparison: every recipe with every seed, each with its folder."""
+"""The runs of a comparison: every recipe with every seed, each with its folder; made one after the other, then compared.
+
+Two back ends make runs: ``training.py`` trains with the library's own trainer (``narrowgauge compare``), ``harness.py`` calls a
+training function of yours (``ng.compare``). Folders, order, seeds, baseline, page and verdict are the same. Runs go seed by seed,
+so that complete pairs exist whenever a comparison stops, and a run that has ended is not made again.
+"""
 
 from __future__ import annotations
 
@@ -76,11 +81,7 @@ def require_distinct(recipes: Sequence[Any]) -> None:
                 )
 
 
-# FOLDED from trainer.experiment.runner: Running a comparison: every recipe with every seed, then the page, whichever way a single run is made.
-# FOLDED
-# FOLDED Two back ends make runs: ``training.py`` trains with the library's own trainer (``narrowgauge compare``), ``harness.py`` calls a
-# FOLDED training function of yours (``ng.compare``). Folders, order, seeds, baseline, page and verdict are the same. Runs go seed by seed,
-# FOLDED so that complete pairs exist whenever a comparison stops, and a run that has ended is not made again.
+# ── making and comparing them ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def make_runs(

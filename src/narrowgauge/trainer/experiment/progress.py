@@ -1,7 +1,12 @@
-"""The progress display of a comparison: a bar and a table that update in place on a terminal, elsewhere a line per run.
+"""The progress of a comparison, and how long the rest takes: a bar and a table on a terminal, elsewhere a line per run.
 
-Both show how long the rest takes. The bar shows from the first second; until there are steps to count, it names the current
-stage.
+The bar shows from the first second; until there are steps to count, it names the current stage.
+
+The time of a run is that of its steps plus what happens once: tokenization, building the model, kernels that the first step
+compiles, the last checkpoint. Both parts are measured during each run. A later run is assumed to take as long as earlier runs
+of its recipe. A recipe that has not run yet takes its estimate, scaled by how far the estimates of the others were off. That
+estimate, before the first run, is the forward and backward pass of one batch of arbitrary tokens; it leaves out the optimizer
+and compilation.
 """
 
 from __future__ import annotations
@@ -250,14 +255,7 @@ class RunProgress:
         """Nothing: the comparison prints a line or a table of its own."""
 
 
-# FOLDED from trainer.experiment.estimate: How long the remaining runs of a comparison take: an estimate before the first run, corrected by every run as it goes.
-# FOLDED
-# FOLDED The time of a run is that of its steps plus what happens once: tokenization, building the model, kernels that the first step
-# FOLDED compiles, the last checkpoint. Both parts are measured during each run. A later run is assumed to take as long as earlier runs
-# FOLDED of its recipe. A recipe that has not run yet takes its estimate, scaled by how far the estimates of the others were off.
-# FOLDED
-# FOLDED The estimate is the forward and backward pass of one batch of arbitrary tokens. It leaves out the optimizer and compilation,
-# FOLDED which the first measured run corrects.
+# ── how long the runs take ──────────────────────────────────────────────────────────────────────────────────────────
 
 MAX_SECONDS = 10.0
 """No further recipe is measured after that time."""

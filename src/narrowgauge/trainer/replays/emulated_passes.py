@@ -1,7 +1,13 @@
-"""A narrow linear layer's three matmuls in float32, with each cast of an operand made or left out.
+"""A step's forward and backward pass in float32, with the roundings of a recipe put in by place.
 
-The casts are the layer's own (:mod:`narrowgauge.matmul.layer_matmuls`), with its random bits and delayed scales; products of the
-values that they give are computed in float32. So one cast can be left out while the others stay, which no kernel offers.
+The model computes in float32 throughout. Where the recipe rounds (the output of a matmul, a norm or a sum of the residual stream,
+and the gradients on their way back) the value is rounded to the recipe's dtype and kept in float32, so that each place can be
+left out alone. Sums inside a kernel stay float32, as the recipe's kernels keep them. What is rounded where is read from the
+modules: a linear layer, a norm and an attention by their class, everything else is the residual stream.
+
+The three matmuls of a narrow linear layer take the layer's own casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random
+bits and delayed scales; products of the cast values are computed in float32. So one cast can be left out while the others stay,
+which no kernel offers.
 """
 
 from __future__ import annotations
@@ -102,12 +108,7 @@ class EmulatedProduct(torch.autograd.Function):
         return by_input, by_weight, grad.sum(0) if ctx.has_bias else None, None
 
 
-# FOLDED from trainer.replays.emulated_passes: A step's forward and backward pass in float32, with the roundings of a recipe put in by place.
-# FOLDED
-# FOLDED The model computes in float32 throughout. Where the recipe rounds (what a matmul, a norm or a sum of the residual stream gives,
-# FOLDED and the gradients on their way back) the value is rounded to the recipe's dtype and kept in float32, so that each place can be
-# FOLDED left out alone. Sums inside a kernel stay float32, as the recipe's kernels keep them. What is rounded where is read from the
-# FOLDED modules: a linear layer, a norm and an attention by their class, everything else is the residual stream.
+# ── the passes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _MOVES = frozenset((
     "view", "reshape", "transpose", "permute", "contiguous", "clone", "cat", "stack", "expand", "repeat",

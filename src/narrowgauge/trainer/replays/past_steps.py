@@ -1,8 +1,11 @@
 """A run in memory, before one of its past steps: from the nearest checkpoint on, or from its beginning, as the trainer stepped.
 
 Nothing is written into the run folder and nothing is locked, so a live run can be replayed too. The session takes the same
-batches, rates, loss scales and random bits as the run did, and leaves out the updates that it left out. Every step on the way is
-compared with its row: a replay that is not the run says so (:mod:`narrowgauge.trainer.replays.past_steps`).
+batches, rates, loss scales and random bits as the run did, and leaves out the updates that it left out.
+
+Every step on the way is compared with its recorded row and, where they were recorded, with the fingerprints of its tensors.
+Numbers are recorded with all their digits, so equal computations have equal rows. A replay that differs was computed from other
+values, or by other code or another machine, or the run itself was not what its settings say; so where it parts is evidence.
 """
 
 from __future__ import annotations
@@ -280,10 +283,7 @@ def require_finite(session: Session) -> None:
             )
 
 
-# FOLDED from trainer.replays.record_checks: Whether a replayed step is the recorded one: its row and, where they were recorded, the fingerprints of its tensors.
-# FOLDED
-# FOLDED Numbers are recorded with all their digits, so equal computations have equal rows. A replay that differs was computed from other
-# FOLDED values, or by other code or another machine, or the run itself was not what its settings say; so where it parts is evidence.
+# ── comparison with the record ──────────────────────────────────────────────────────────────────────────────────────
 
 COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
 """Columns that the arithmetic of a step gives, in the order in which it gives them."""

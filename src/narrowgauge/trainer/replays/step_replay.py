@@ -1,4 +1,9 @@
-"""Replay a step of a run: as it was, with everything watched, in float32, and with one place widened at a time."""
+"""Replay a step of a run: as it was, with everything watched, in float32, and with one place widened at a time.
+
+All variants begin at the same moment: the stored weights, moments and scales before the step. Gradients come from
+:mod:`narrowgauge.trainer.replays.emulated_passes`; updates from the run's own optimizer, so that they are rounded as its storage
+rounds, and in float32 from an optimizer that holds the same weights and moments unrounded.
+"""
 
 from __future__ import annotations
 
@@ -183,7 +188,7 @@ def _notes(past: PastStep) -> list[str]:
     return notes
 
 
-# FOLDED from trainer.replays.step_tensors: The tensors of one step by name, in the order in which the step makes them.
+# ── the tensors of a step by name ───────────────────────────────────────────────────────────────────────────────────
 
 
 def tensors_of_step(session: Session, advance: Callable[[], Row]) -> tuple[Row, dict[str, Tensor]]:
@@ -256,11 +261,7 @@ def stored_tensors(session: Session) -> dict[str, Tensor]:
     return found
 
 
-# FOLDED from trainer.replays.variants_of_step: One step in every variant of the table, against the same step in float32.
-# FOLDED
-# FOLDED All variants begin at the same moment: the stored weights, moments and scales before the step. Gradients come from
-# FOLDED :mod:`narrowgauge.trainer.replays.emulated_passes`; updates from the run's own optimizer, so that they are rounded as its storage
-# FOLDED rounds, and in float32 from an optimizer that holds the same weights and moments unrounded.
+# ── the variants of a step ──────────────────────────────────────────────────────────────────────────────────────────
 
 Tensors = dict[str, Tensor]
 _VARIANTS_TOLD = 5
