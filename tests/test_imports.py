@@ -2,7 +2,7 @@
 
 errors ← spec ← runs ← analysis, planner ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
 distributed (which never import each other) ← gauges ← assembly ← checkpoints ← trainer ← profiling, integrations ← cli.
-Inside analysis, machine, checkpoints and trainer some parts stand above others; everything from the gauges upward may write
+Inside analysis, machine, gauges, checkpoints and trainer some parts stand above others; what is above the gauges may write
 through `runs`.
 """
 
@@ -39,6 +39,7 @@ LAYERS = {
     "optim": {"optim"},
     "distributed": {"distributed"},
     "gauges": {"gauges"},
+    "recording": {"gauges.recording"},
     "assembly": {"assembly"},
     "checkpoints": {"checkpoints"},
     "conversion": {"checkpoints.conversion"},
@@ -56,7 +57,8 @@ SEEN_BY_PARTS = LOWEST | {"_torch", "numerics"}
 RECORDS = LOWEST | {"runs", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_TRAINER = SEEN_BY_GAUGES | {"loggers", "gauges", "assembly", "checkpoints", "conversion", "planner", "machine"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "loggers", "machine"}
+SEEN_BY_TRAINER = SEEN_BY_RECORDING | {"recording", "assembly", "checkpoints", "conversion", "planner"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
@@ -75,6 +77,7 @@ SEES = {
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
     "gauges": SEEN_BY_GAUGES,
+    "recording": SEEN_BY_RECORDING,
     "assembly": SEEN_BY_GAUGES | {"gauges"},
     "conversion": SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints"},
     "trainer": SEEN_BY_TRAINER,
@@ -193,7 +196,6 @@ def test_recipes_are_parsed_at_the_edges_alone() -> None:
 
 TWINS = {
     "__init__": "the package of each room",
-    "preflight": "what conversion/ and trainer/ check before PyTorch is loaded",
     "step": "one step, of the optimizer in optim/ and of a run in trainer/",
 }
 """Stems that several files may share, and why."""

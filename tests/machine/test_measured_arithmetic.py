@@ -13,13 +13,13 @@ import torch
 
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.recording.provenance import describe_process
+from narrowgauge.gauges.recording.provenance import differences as changes_since
 from narrowgauge.machine import measured_arithmetic
 from narrowgauge.machine.measured_arithmetic import arithmetic_of_run, settings_in_force
 from narrowgauge.machine.roundings import FUNCTIONS, ROUNDINGS, max_error, measure_subnormals
 from narrowgauge.machine.summation_order import SUMS, Sum, measure_sum
 from narrowgauge.runs.arithmetic import PROBES, Arithmetic, differences, read_arithmetic
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.trainer.resume_checks import differences as changes_since
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,6 @@ import io
 import os
 import sys
 from types import TracebackType
-from typing import Protocol
 
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TextColumn, TimeRemainingColumn
@@ -32,31 +31,6 @@ class PipedConsole(RichConsole):
     def on_broken_pipe(self) -> None:
         """Raise the error."""
         raise
-
-
-class Screen(Protocol):
-    """Shows the progress of a run."""
-
-    def stage(self, what: str) -> None:
-        """Show what happens before the first step."""
-
-    def start(self, name: str, step: int) -> None:
-        """Begin to count steps, after ``step``."""
-
-    def say(self, line: str) -> None:
-        """Print one line."""
-
-    def step(self, row: Row) -> None:
-        """Show a row of ``steps.jsonl``."""
-
-    def evaluation(self, row: Row) -> None:
-        """Show a row of ``evals.jsonl``."""
-
-    def stopping(self, line: str) -> None:
-        """Show one line from a signal handler, which may interrupt any other output."""
-
-    def summary(self, rows: list[Row]) -> None:
-        """Show a table of finished runs."""
 
 
 class Console:

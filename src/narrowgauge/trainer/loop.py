@@ -23,7 +23,8 @@ from narrowgauge.distributed.launch.process_group import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import ChipError, CorruptionError, DataError, RecordError
-from narrowgauge.gauges.recording.run_reporter import Reporter, SilentScreen, SilentWriter
+from narrowgauge.gauges.recording.provenance import differences
+from narrowgauge.gauges.recording.run_reporter import NullScreen, NullWriter, Reporter, Screen
 from narrowgauge.machine.cpp_compiler import compiled_folder
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
@@ -33,12 +34,12 @@ from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
 from narrowgauge.spec.models import MODELS, refuse_own_code
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
-from narrowgauge.trainer.console import Console, Screen
+from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.memory import require_batch
 from narrowgauge.trainer.recovery import Recovery
-from narrowgauge.trainer.resume_checks import accept, differences, moved, require_resumable, with_present_ranks
+from narrowgauge.trainer.resume_checks import accept, moved, require_resumable, with_present_ranks
 from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import evaluate, summarize, train_step
 
@@ -93,7 +94,7 @@ def _alone(folder: Path, doing: str, instead: str) -> Iterator[None]:
 def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
     """The given screen, or standard output; the first rank's."""
     if not all_ranks().is_first:
-        yield SilentScreen()
+        yield NullScreen()
         return
     if screen is not None:
         yield screen
@@ -227,7 +228,7 @@ def _first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
     """The writer of the run folder on the first rank; the others write nothing."""
     made: list[RunWriter] = []
     all_ranks().of_first(lambda: made.append(make()))
-    return made[0] if made else cast(RunWriter, SilentWriter(folder))
+    return made[0] if made else cast(RunWriter, NullWriter(folder))
 
 
 def _rewound(folder: Path, step: int, accept_lost: bool) -> RunWriter:

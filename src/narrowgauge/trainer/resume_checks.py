@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RankError, RecordError
-from narrowgauge.runs import arithmetic
 from narrowgauge.runs.archive import zip_file_of
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.lines import json_value, restored, toml_value
@@ -27,15 +26,6 @@ from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
 
 _NOT_OF_THE_RUN = ("out", "stop_after", "verify_every", *CHOSEN_ANEW)
 """Settings for the location of a run, for pausing it, and those that whoever goes on with it chooses."""
-
-_BITS_DEPEND_ON = (
-    ("versions", "narrowgauge", "narrowgauge"),
-    ("versions", "torch", "torch"),
-    ("versions", "transformers", "transformers"),
-    ("machine", "device", "device"),
-    ("machine", "capability", "processor capability"),
-    ("machine", "num_threads", "thread count"),
-)
 
 
 def accept(run: Run, present: TrainConfig, step: int, standing: Mapping[str, Any], is_accepted: bool) -> list[str]:
@@ -123,42 +113,6 @@ def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) 
         return kept | {name: value for name, value in present.get(table, {}).items() if name in names}
 
     return {**recorded, "config": replaced("config", CHOSEN_ANEW), "machine": replaced("machine", ("ranks",))}
-
-
-def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = "resumes") -> list[str]:
-    """Changes since a run began that may change its bits, one sentence each.
-
-    Args:
-        recorded: the run's ``run.toml``; missing entries are not compared.
-        present: the same for this process, see :func:`describe`.
-        doing: what this process does with the run.
-    Returns:
-        Sentences without a full stop; none if nothing differs.
-    Example:
-        >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
-        ['the run started with torch 2.12.1 and resumes with 2.13.0: bits may differ from an uninterrupted run']
-    """
-    sentences = []
-    for table, key, words in _BITS_DEPEND_ON:
-        there = recorded.get(table)
-        before = there.get(key) if isinstance(there, dict) else None
-        now = present.get(table, {}).get(key)
-        if before is not None and before != now:
-            change = f"the run started with {words} {before} and {doing} with {now}"
-            sentences.append(f"{change}: bits may differ from an uninterrupted run")
-    if parted := _parted_by(recorded, present):
-        sentences.append(f"this machine's arithmetic is not that of the run's start, in: {parted}")
-    return sentences
-
-
-def _parted_by(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> str:
-    """The names of what differs in the measured arithmetic, at most five; a table that cannot be read is not compared."""
-    try:
-        names = [difference.probe.name for difference in arithmetic.differences(recorded, present)]
-    except RecordError:
-        return ""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more
 
 
 # ── folders that can be resumed, exported or replayed ───────────────────────────────────────────────────────────────

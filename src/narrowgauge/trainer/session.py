@@ -35,6 +35,7 @@ from narrowgauge.errors import RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
+from narrowgauge.gauges.recording.step_row import StepReader, WatchedOptimizer, batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import Linears, linears_of
@@ -47,7 +48,7 @@ from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, checksum, open_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.micro_batches import Detour, Turn, batch_index, turns
 
 if TYPE_CHECKING:
@@ -74,11 +75,11 @@ class Session:
         audit_total: the audit's sums over the whole run.
         gauges: the gauges, while attached; see :meth:`watched`.
         detours: batches skipped by rollbacks.
-        loss_scale: loss scale of the last step.
         standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
         saver: writes its checkpoints.
         verifier: compares what the ranks hold and compute.
         prints: records fingerprints of its steps.
+        reader: makes the rows of its steps.
         traffic: counts what is sent between ranks, while a loop runs.
         batch_crc: checksum of the last step's tokens, of all ranks together.
         unigram_loss: of the same tokens under the frequencies of single tokens, in nats.
@@ -101,11 +102,11 @@ class Session:
     audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
     gauges: Gauges | None = None
     detours: list[Detour] = field(default_factory=list)
-    loss_scale: float = 1.0
     standing: dict[str, Any] = field(default_factory=dict)
     saver: Saver = field(init=False)
     verifier: Verifier = field(init=False)
     prints: Fingerprints = field(init=False)
+    reader: StepReader = field(init=False)
     traffic: Traffic | None = None
     batch_crc: str = ""
     unigram_loss: float = 0.0
@@ -117,12 +118,18 @@ class Session:
             lambda: (Held(*kept) for kept in kept_tensors(self.optimizer)), self.config.verify_every
         )
         every, eager = self.config.fingerprints_every, not self.config.compile
+        self.reader = StepReader(WatchedOptimizer(self.model, self.optimizer))
         self.prints = Fingerprints(self.model, self.optimizer, every, self.here, sees_outputs=eager)
 
     @property
     def device(self) -> torch.device:
         """The device of the model."""
         return next(self.model.parameters()).device
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the last step."""
+        return self.reader.watched[0].scale
 
     @property
     def notes(self) -> list[str]:
@@ -152,7 +159,7 @@ class Session:
         c = self.config
         place = batch_index(self.step, self.detours)
         batch = self.data.batch(place, c.batch_size, c.sequence_length, c.seed)
-        self.batch_crc = checksum(batch)
+        self.batch_crc = batch_checksum(batch)
         self.unigram_loss = float(self.data.unigram_losses[batch].mean(dtype=np.float64))
         tokens = torch.from_numpy(batch)
         leaves = tokens.split(c.micro_batch_size)

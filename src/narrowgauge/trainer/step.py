@@ -19,7 +19,7 @@ import torch
 from narrowgauge.analysis.monitor.spikes import StepJudgement
 from narrowgauge.distributed.ranks import largest_of_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.gauges.recording.step_row import columns_of_step, peak_memory_bytes, summary_of
+from narrowgauge.gauges.recording.step_row import peak_memory_bytes, summary_of
 from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.record import read_run
@@ -37,8 +37,8 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     Returns:
         The record of ``steps.jsonl``.
     """
-    began, computed = time.perf_counter(), time.process_time()
     config, optimizer = session.config, session.optimizer
+    session.reader.begin()
     rate = config.learning_rate(session.step + 1)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_factor", 1.0)
@@ -54,12 +54,10 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     session.prints.gradients()
     if session.linears is not None and session.here.size > 1:
         session.linears.join_histories(largest_of_ranks)
-    skipped, value = optimizer.num_skipped, None
-    if optimizer.loss_scaler is not None:
-        session.loss_scale = float(optimizer.loss_scaler.scale_tensor)
+    loss = None
     if judgement is not None:
-        value = float(total)
-        optimizer.skip_above = judgement.judge_loss(value)
+        loss = float(total)
+        optimizer.skip_above = judgement.judge_loss(loss)
     session.verifier.before_update()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -68,41 +66,31 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     session.step += 1
     session.prints.states(session.step)
     session.verifier.after_update(session.step)
-    session.tokens += config.tokens_per_step
-    value, own = float(total) if value is None else value, optimizer.watched_grad_norm
-    row: Row = {
-        "step": session.step,
-        "loss": value,
+    return _row(session, float(total) if loss is None else loss, rate, judgement)
+
+
+def _row(session: Session, loss: float, rate: float, judgement: StepJudgement | None) -> Row:
+    """The record of a step that was just done."""
+    norm, own, before = session.optimizer.grad_norm, session.optimizer.watched_grad_norm, session.tokens
+    session.tokens += session.config.tokens_per_step
+    known: Row = {
+        "loss": loss,
         "lr": rate,
-        "grad_norm": float(optimizer.grad_norm) if optimizer.grad_norm is not None else None,
+        "grad_norm": None if norm is None else float(norm),
         "tokens": session.tokens,
-    }
-    if session.traffic is not None:
-        row |= session.traffic.end_step()
-    seconds = time.perf_counter() - began
-    row |= {
-        "tokens_per_second": config.tokens_per_step / seconds,
-        "seconds": seconds,
+        **(session.traffic.end_step() if session.traffic is not None else {}),
         "peak_memory_bytes": peak_memory_bytes(),
-        "skipped": optimizer.num_skipped > skipped,
         "data_seconds": session.data_seconds,
-        "cpu_seconds": time.process_time() - computed,
         "batch_crc": session.batch_crc,
         "unigram_loss": session.unigram_loss,
         "embedding_grad_norm": None if own is None else float(own),
     }
-    return row | _also(session, row, judgement)
-
-
-def _also(session: Session, row: Row, judgement: StepJudgement | None) -> Row:
-    """Columns of some steps only."""
-    also: Row = {}
-    if judgement is not None and (spike := judgement.judge_norm(row["grad_norm"])) is not None:
-        also["spike"] = asdict(spike)
-    columns, sums = columns_of_step(session.optimizer, session.linears, session.step)
-    if sums is not None:
-        session.audit_total += sums
-    return also | columns
+    if judgement is not None and (spike := judgement.judge_norm(known["grad_norm"])) is not None:
+        known["spike"] = asdict(spike)
+    row = session.reader.row(session.step, known, tokens_before=before)
+    if session.reader.audit_sums is not None:
+        session.audit_total += session.reader.audit_sums
+    return row
 
 
 def differentiate(session: Session) -> torch.Tensor:

@@ -163,12 +163,12 @@ def test_one_process_compares_with_the_threads_of_each_recipe(
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        from narrowgauge.gauges.recording.run_reporter import SilentScreen
+        from narrowgauge.gauges.recording.run_reporter import NullScreen
         from narrowgauge.trainer.experiment.shared_training import train
 
         for name, threads in (("bfloat16/word/reproducible", None), ("bfloat16/word", None), ("bfloat16/word", 2)):
             given = replace(config.base, recipe=parse(name), threads=threads, out=str(tmp_path))
-            train(given, False, SilentScreen())
+            train(given, False, NullScreen())
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)

@@ -281,7 +281,7 @@ def test_a_folder_that_may_not_be_looked_into_costs_one_line(
 def test_no_time_is_estimated_for_finished_runs(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "estimate_runs", lambda configs: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(training, "estimate_runs", lambda configs: pytest.fail("measured for nothing"))
     assert " left" not in done(base, first[0]) and "about" not in done(base, first[0])
 
 

@@ -1,8 +1,13 @@
-"""The versions, the machine and its arithmetic, as ``run.toml`` holds them: what the bits of a run may depend on."""
+"""What the bits of a run may depend on: the versions, the machine and its arithmetic, described and compared.
+
+``run.toml`` holds them as they were when the run began. Other versions or another machine may change bits; whoever goes on with
+the run says so and continues.
+"""
 
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -11,8 +16,9 @@ from torch import nn
 
 import narrowgauge
 from narrowgauge.distributed.launch.placement import read_placement
+from narrowgauge.errors import RecordError
 from narrowgauge.machine.measured_arithmetic import arithmetic_of_run
-from narrowgauge.runs.arithmetic import TABLE
+from narrowgauge.runs import arithmetic
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
@@ -45,7 +51,7 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
             **({"job": job} if (job := read_placement().job) else {}),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         },
-        TABLE: arithmetic_of_run(device).to_toml(),
+        arithmetic.TABLE: arithmetic_of_run(device).to_toml(),
     }
 
 
@@ -91,3 +97,51 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
+
+
+# ── what has changed since a run began ──────────────────────────────────────────────────────────────────────────────
+
+_BITS_DEPEND_ON = (
+    ("versions", "narrowgauge", "narrowgauge"),
+    ("versions", "torch", "torch"),
+    ("versions", "transformers", "transformers"),
+    ("machine", "device", "device"),
+    ("machine", "capability", "processor capability"),
+    ("machine", "num_threads", "thread count"),
+)
+
+
+def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = "resumes") -> list[str]:
+    """Changes since a run began that may change its bits, one sentence each.
+
+    Args:
+        recorded: the run's ``run.toml``; missing entries are not compared.
+        present: the same for this process, see :func:`describe`.
+        doing: what this process does with the run.
+    Returns:
+        Sentences without a full stop; none if nothing differs.
+    Example:
+        >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
+        ['the run started with torch 2.12.1 and resumes with 2.13.0: bits may differ from an uninterrupted run']
+    """
+    sentences = []
+    for table, key, words in _BITS_DEPEND_ON:
+        there = recorded.get(table)
+        before = there.get(key) if isinstance(there, dict) else None
+        now = present.get(table, {}).get(key)
+        if before is not None and before != now:
+            change = f"the run started with {words} {before} and {doing} with {now}"
+            sentences.append(f"{change}: bits may differ from an uninterrupted run")
+    if parted := _parted_by(recorded, present):
+        sentences.append(f"this machine's arithmetic is not that of the run's start, in: {parted}")
+    return sentences
+
+
+def _parted_by(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> str:
+    """The names of what differs in the measured arithmetic, at most five; a table that cannot be read is not compared."""
+    try:
+        names = [difference.probe.name for difference in arithmetic.differences(recorded, present)]
+    except RecordError:
+        return ""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

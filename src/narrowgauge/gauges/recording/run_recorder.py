@@ -1,7 +1,9 @@
 """A run folder for any training loop: what ``narrowgauge train`` records of its own runs.
 
-The rows are made by :mod:`narrowgauge.gauges.recording.run_recorder`; here the folder is opened, described, and gone back in. All that a
-resumed loop needs is in the rows: nothing of the recorder belongs in a checkpoint.
+:class:`RunRecorder` opens the folder, describes the run, and goes back in it. :class:`LoopRecord` numbers the steps of a loop,
+has their rows made by the :class:`~narrowgauge.gauges.recording.step_row.StepReader` that the trainer has too, and hands them to
+a :class:`~narrowgauge.gauges.recording.run_reporter.Reporter`; the log of :func:`narrowgauge.compare` is another way to call it.
+All that a resumed loop needs is in the rows: nothing of the recorder belongs in a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
-from narrowgauge.gauges.recording.provenance import describe_model, describe_process
-from narrowgauge.gauges.recording.run_reporter import Reporter, SilentScreen, SilentWriter
+from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
+from narrowgauge.gauges.recording.run_reporter import NullScreen, NullWriter, Reporter
 from narrowgauge.gauges.recording.step_row import (
     FailedSteps,
-    columns_of_step,
+    StepReader,
+    WatchedOptimizer,
+    batch_checksum,
     peak_memory_bytes,
     summary_of,
     why_skipped,
 )
-from narrowgauge.matmul.swapping import linears_of
-from narrowgauge.numerics.shards import local_of
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
-from narrowgauge.optim.audit import Alarm, figures_of, joined_over_ranks, unwrapped
+from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.loggers.logger import names_in, require_loggers
@@ -43,8 +45,6 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.data.dataset import checksum
-from narrowgauge.trainer.resume_checks import differences
 
 
 class RunRecorder:
@@ -115,7 +115,7 @@ class RunRecorder:
         content, here = self._description(policy, dict(settings or {})), all_ranks()
         writer, found = _opened(Path(folder), content, resume)
         self.folder = writer.path
-        screen, sent_to = (Notices(), names) if here.is_first else (SilentScreen(), ())
+        screen, sent_to = (Notices(), names) if here.is_first else (NullScreen(), ())
         is_audited = isinstance(self.optimizer, Optimizer)
         with ExitStack() as undo:
             if found is None and here.is_first:
@@ -177,7 +177,7 @@ class RunRecorder:
         }
         known: Row = {name: value for name, value in given.items() if value is not None}
         if batch is not None:
-            known["batch_crc"] = checksum(batch.detach().cpu().numpy())
+            known["batch_crc"] = batch_checksum(batch.detach().cpu().numpy())
         self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
@@ -280,7 +280,7 @@ def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | 
         return read_run(folder) if goes_on else None
 
     found = all_ranks().of_first(open_or_create)
-    return made[0] if made else cast(RunWriter, SilentWriter(folder)), found
+    return made[0] if made else cast(RunWriter, NullWriter(folder)), found
 
 
 def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
@@ -321,76 +321,12 @@ class RunNotice(UserWarning):
     """Something in a recorded loop that its user should look at; it is in ``events.jsonl`` too."""
 
 
-class Notices(SilentScreen):
+class Notices(NullScreen):
     """Shows events as warnings, and nothing else: the loop has its own display."""
 
     def say(self, line: str) -> None:
         """Warn."""
         warnings.warn(line, RunNotice, stacklevel=6)
-
-
-class Watched:
-    """An optimizer of a loop, read after each of its steps.
-
-    Args:
-        model: that it trains.
-        optimizer: one of Narrowgauge's, or any of ``torch.optim``'s, also inside a framework's; only ours has an audit.
-        is_known: another one reads this optimizer, so that this one has gauges alone.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Any, is_known: bool = False) -> None:
-        self.optimizer, self.linears, self._is_known = unwrapped(optimizer), linears_of(model), is_known
-        self.gauges: Gauges | None = None
-        self.was_skipped = False
-        self.scale = 1.0
-        """The loss scale in the last step."""
-        self.restart()
-
-    @property
-    def ours(self) -> Optimizer | None:
-        """The optimizer, if it is one of Narrowgauge's that is read here."""
-        return self.optimizer if isinstance(self.optimizer, Optimizer) and not self._is_known else None
-
-    def restart(self, step: int | None = None) -> None:
-        """Read on from the optimizer's present state, which is that after ``step`` steps."""
-        self._num_skipped = 0 if self.ours is None else self.ours.num_skipped
-        self._scale = self._scale_now()
-        if self.gauges is not None and step is not None:
-            self.gauges.restart(step)
-
-    def read(self, step: int) -> tuple[Row, Tensor | None]:
-        """The columns that the optimizer and the narrow layers tell of the last step, and the audit's sums.
-
-        Args:
-            step: number of that step, for a model without narrow layers.
-        """
-        group = self.optimizer.param_groups[0]
-        row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
-        if self.ours is None:
-            return row, None
-        self.ours.settle()
-        self.was_skipped, self._num_skipped = self.ours.num_skipped > self._num_skipped, self.ours.num_skipped
-        self.scale, self._scale = self._scale, self._scale_now()
-        row["skipped"] = self.was_skipped
-        if self.ours.grad_norm is not None:
-            row["grad_norm"] = float(self.ours.grad_norm)
-        columns, sums = columns_of_step(self.ours, self.linears, self.linears.step if self.linears else step)
-        return row | columns, sums
-
-    def _scale_now(self) -> float:
-        scaler = None if self.ours is None else self.ours.loss_scaler
-        return 1.0 if scaler is None else float(scaler.scale_tensor)
-
-    def bytes_per_param(self) -> float:
-        """Bytes of weights, gradients and states per parameter, of any optimizer as ours counts them."""
-        if self.ours is not None:
-            return self.ours.bytes_per_param()
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        states = [t for p in parameters for t in self.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
-        held = [local_of(t) for t in (*parameters, *parameters, *states)]
-        total: int = sum(t.numel() * t.element_size() for t in held)
-        number: int = sum(local_of(p).numel() for p in parameters)
-        return total / max(1, number)
 
 
 class LoopRecord:
@@ -412,25 +348,29 @@ class LoopRecord:
     def __init__(self, reporter: Reporter, here: Ranks) -> None:
         self.reporter, self.here = reporter, here
         self.num_steps, self.tokens, self.trained_seconds = 0, 0, 0.0
-        self.watched: list[Watched] = []
+        self.reader = StepReader()
         self._failed = FailedSteps()
         self._handlers: list[tuple[Optimizer, Callable[[list[Alarm]], None]]] = []
         self._restart_clock()
 
-    def _restart_clock(self) -> None:
-        self._wall = self.trained_seconds
-        self._began = self._since = time.perf_counter()
-        self._computed = time.process_time()
+    @property
+    def watched(self) -> list[WatchedOptimizer]:
+        """The optimizers that are read after each step."""
+        return self.reader.watched
 
-    def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> Watched:
+    def _restart_clock(self) -> None:
+        self._wall, self._began = self.trained_seconds, time.perf_counter()
+        self.reader.begin()
+
+    def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> WatchedOptimizer:
         """Read an optimizer after each step from now on, record its alarms, and attach gauges.
 
         Args:
-            model, optimizer: as of :class:`Watched`.
+            model, optimizer: as of :class:`~narrowgauge.gauges.recording.step_row.WatchedOptimizer`.
             gauges_every: steps between samples of the gauges; 0 for none.
         """
         is_known = any(each.optimizer is unwrapped(optimizer) for each in self.watched)
-        found = Watched(model, optimizer, is_known)
+        found = WatchedOptimizer(model, optimizer, is_known)
         if is_known and isinstance(found.optimizer, Optimizer):
             found.optimizer.name_parameters(model)
         if gauges_every:
@@ -454,41 +394,22 @@ class LoopRecord:
         self.watched.append(found)
         return found
 
-    def step(self, given: Row) -> None:
+    def step(self, known: Row) -> None:
         """Record an optimizer step.
 
         Args:
-            given: columns of the row, which take the place of those that are read; ``tokens`` are all so far.
+            known: columns of the row, which take the place of those that are read; ``tokens`` are all so far.
         """
-        now = time.perf_counter()
-        row: Row = {"step": self.num_steps + 1, "seconds": now - self._since, **self._read(), **given}
-        if "seconds" not in given:
-            row["cpu_seconds"] = time.process_time() - self._computed
+        row = self.reader.row(self.num_steps + 1, known, tokens_before=self.tokens)
+        if (sums := self.reader.audit_sums) is not None:
+            row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
         if row.get("tokens") is not None:
-            if row["seconds"]:
-                row.setdefault("tokens_per_second", (row["tokens"] - self.tokens) / row["seconds"])
             self.tokens = row["tokens"]
         self.num_steps = int(row["step"])
         self.trained_seconds += row["seconds"] or 0.0
         self.reporter.step(row, linears=next((one.linears for one in self.watched if one.linears is not None), None))
         self._judge(row)
-        self._since, self._computed = time.perf_counter(), time.process_time()
-
-    def _read(self) -> Row:
-        """What the watched optimizers tell of the last step, all together."""
-        columns: Row = {}
-        found: list[Tensor] = []
-        for watched in reversed(self.watched):  # the first one's columns count
-            row, sums = watched.read(self.num_steps + 1)
-            columns |= row
-            found += [sums.to("cpu", torch.float64)] if sums is not None else []
-        if self.watched and "skipped" in columns:
-            columns["skipped"] = any(watched.was_skipped for watched in self.watched)
-        if found:
-            total = torch.stack(found).sum(0)
-            columns |= figures_of(total)
-            columns["audit_sums"] = dict(zip(UPDATE_SUMS, total.tolist(), strict=True))
-        return columns
+        self.reader.begin()
 
     def _judge(self, row: Row) -> None:
         """Write the events of a step that was skipped, and of the one with which the run has diverged."""
@@ -503,15 +424,15 @@ class LoopRecord:
         if event := self._failed.divergence(row, _GO_BACK):
             self.reporter.event(event, shown=True)
 
-    def evaluate(self, given: Row) -> None:
+    def evaluate(self, known: Row) -> None:
         """Record an evaluation; its time is not counted as that of a step.
 
         Args:
-            given: columns of the row.
+            known: columns of the row.
         """
         tokens = {"tokens": self.tokens} if self.tokens else {}
-        self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **given})
-        self._since = time.perf_counter()
+        self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **known})
+        self.reader.restart_clock()
 
     def go_back(self, step: int) -> None:
         """Go on after ``step``: later rows are deleted, since they come again."""
@@ -520,7 +441,8 @@ class LoopRecord:
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
         self.trained_seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
         for watched in self.watched:
-            watched.restart(step)
+            if watched.gauges is not None:
+                watched.gauges.restart(step)
         self._restart_clock()
 
     def summary(self, **known: Any) -> Row:

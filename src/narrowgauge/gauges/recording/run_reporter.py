@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.analysis.monitor.detectors import SERIOUS
@@ -28,7 +28,31 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.console import Screen
+
+
+class Screen(Protocol):
+    """Shows the progress of a run."""
+
+    def stage(self, what: str) -> None:
+        """Show what happens before the first step."""
+
+    def start(self, name: str, step: int) -> None:
+        """Begin to count steps, after ``step``."""
+
+    def say(self, line: str) -> None:
+        """Print one line."""
+
+    def step(self, row: Row) -> None:
+        """Show a row of ``steps.jsonl``."""
+
+    def evaluation(self, row: Row) -> None:
+        """Show a row of ``evals.jsonl``."""
+
+    def stopping(self, line: str) -> None:
+        """Show one line from a signal handler, which may interrupt any other output."""
+
+    def summary(self, rows: list[Row]) -> None:
+        """Show a table of finished runs."""
 
 
 class Reporter:
@@ -225,7 +249,7 @@ def _raise(error: Exception) -> NoReturn:
 # ── ranks beside the first: nothing is written or shown ─────────────────────────────────────────────────────────────
 
 
-class SilentWriter:
+class NullWriter:
     """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing.
 
     Args:
@@ -236,7 +260,7 @@ class SilentWriter:
         self.path = path
         self.num_rows: dict[str, int] = {}
 
-    def __enter__(self) -> SilentWriter:
+    def __enter__(self) -> NullWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -273,10 +297,10 @@ class SilentWriter:
         """Nothing is open."""
 
 
-class SilentScreen:
-    """A :class:`~narrowgauge.trainer.console.Screen` that shows nothing."""
+class NullScreen:
+    """A :class:`~narrowgauge.gauges.recording.run_reporter.Screen` that shows nothing."""
 
-    def __enter__(self) -> SilentScreen:
+    def __enter__(self) -> NullScreen:
         return self
 
     def __exit__(self, *_: Any) -> None:

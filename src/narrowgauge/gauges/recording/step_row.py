@@ -1,45 +1,209 @@
-"""What is read after an optimizer step, in the trainer's loop or in a user's: columns of the row, and of the summary."""
+"""The row of a step and of the whole run: what the loop knows, and what the clock, the optimizer and the narrow layers tell.
+
+:class:`StepReader` makes every row of ``steps.jsonl``, whoever runs the loop: the trainer, a loop with
+:class:`narrowgauge.RunRecorder`, Lightning, the Hugging Face Trainer, torchtitan, or the function given to
+:func:`narrowgauge.compare`. A loop says when a step begins and what it knows of it; all else is read here.
+
+A step *fails* if its loss or its gradient norm is not finite, and a run that fails for long has diverged (:class:`FailedSteps`).
+An overflow that the loss scaler answers with a lower scale is no failure, as long as the scale can still be lowered.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from narrowgauge._torch import plain_name
 from narrowgauge.analysis.monitor.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks
-from narrowgauge.matmul.swapping import Linears
+from narrowgauge.gauges.attach import Gauges
+from narrowgauge.matmul.swapping import Linears, linears_of
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.optim.audit import figures_of
+from narrowgauge.numerics.shards import local_of
+from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
 
+_ORDER = (
+    "step", "loss", "lr", "grad_norm", "tokens", "communication_bytes", "communication_seconds", "wait_seconds", "ranks",
+    "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "data_seconds", "cpu_seconds", "batch_crc", "unigram_loss",
+    "embedding_grad_norm", "spike", "loss_scale", "saturated",
+)  # fmt: skip
+"""The columns of a row in the order in which they are written; the audit's and a loop's own come after them."""
 
-def columns_of_step(optimizer: Optimizer, linears: Linears | None, step: int) -> tuple[Row, Tensor | None]:
-    """Columns of some steps only, and the sums behind the audit's.
+
+class WatchedOptimizer:
+    """An optimizer of a loop, and what it tells of each of its steps.
 
     Args:
-        optimizer: after its step, settled; its last audit is taken.
-        linears: the model's narrow layers, if it has any.
-        step: steps done.
-    Returns:
-        ``loss_scale``, ``saturated`` and the audit's metrics where they apply; and the audit's float64 ``[8]`` sums.
+        model: that it trains.
+        optimizer: one of Narrowgauge's, or any of ``torch.optim``'s, also inside a framework's; only ours has an audit.
+        is_known: another one reads this optimizer, so that this one has gauges alone.
+
+    Attributes:
+        gauges: of the model, if it has any.
+        was_skipped: whether the last step changed no weight.
+        scale: the loss scale of the present step.
     """
-    columns: Row = {}
-    if optimizer.loss_scaler is not None:
-        columns["loss_scale"] = float(optimizer.loss_scaler.scale_tensor)
-    if linears is not None and (overflows := linears.overflows(step - 1)):
-        columns["saturated"] = sum(sum(counts) for counts in overflows.values())
-    sums, optimizer.last_audit = optimizer.last_audit, None
-    return columns | (figures_of(sums) if sums is not None else {}), sums
+
+    def __init__(self, model: nn.Module, optimizer: Any, is_known: bool = False) -> None:
+        self.optimizer, self.linears, self._is_known = unwrapped(optimizer), linears_of(model), is_known
+        self.gauges: Gauges | None = None
+        self.was_skipped = False
+        self.begin()
+
+    @property
+    def ours(self) -> Optimizer | None:
+        """The optimizer, if it is one of Narrowgauge's that is read here."""
+        return self.optimizer if isinstance(self.optimizer, Optimizer) and not self._is_known else None
+
+    def begin(self) -> None:
+        """Note the state before a step."""
+        self._num_skipped = 0 if self.ours is None else self.ours.num_skipped
+        scaler = None if self.ours is None else self.ours.loss_scaler
+        self.scale = 1.0 if scaler is None else float(scaler.scale_tensor)
+
+    def read(self, step: int) -> tuple[Row, Tensor | None]:
+        """The columns that the optimizer and the narrow layers tell of the last step, and the audit's float64 ``[8]`` sums.
+
+        Args:
+            step: number of that step, for a model without narrow layers.
+        """
+        group = self.optimizer.param_groups[0]
+        row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
+        if self.ours is None:
+            return row, None
+        self.ours.settle()
+        self.was_skipped = self.ours.num_skipped > self._num_skipped
+        row["skipped"] = self.was_skipped
+        if self.ours.grad_norm is not None:
+            row["grad_norm"] = float(self.ours.grad_norm)
+        if self.ours.loss_scaler is not None:
+            row["loss_scale"] = float(self.ours.loss_scaler.scale_tensor)
+        done = step if self.linears is None else self.linears.step
+        if self.linears is not None and (overflows := self.linears.overflows(done - 1)):
+            row["saturated"] = sum(sum(counts) for counts in overflows.values())
+        sums, self.ours.last_audit = self.ours.last_audit, None
+        return row, sums
+
+    def bytes_per_param(self) -> float:
+        """Bytes of weights, gradients and states per parameter, of any optimizer as ours counts them."""
+        if self.ours is not None:
+            return self.ours.bytes_per_param()
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        states = [t for p in parameters for t in self.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
+        held = [local_of(t) for t in (*parameters, *parameters, *states)]
+        total: int = sum(t.numel() * t.element_size() for t in held)
+        number: int = sum(local_of(p).numel() for p in parameters)
+        return total / max(1, number)
+
+
+class StepReader:
+    """Makes the row of each step of a loop.
+
+    Args:
+        watched: the optimizers that are read after each step; more may be added.
+
+    Attributes:
+        audit_sums: of the last step, float64 ``[8]``; ``None`` where it was not audited.
+    """
+
+    def __init__(self, *watched: WatchedOptimizer) -> None:
+        self.watched = list(watched)
+        self.audit_sums: Tensor | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a step: note the time, and the state of the optimizers."""
+        self.restart_clock()
+        for watched in self.watched:
+            watched.begin()
+
+    def restart_clock(self) -> None:
+        """Do not count the time since the step began."""
+        self._began, self._computed = time.perf_counter(), time.process_time()
+
+    def row(self, step: int, known: Row, tokens_before: int = 0) -> Row:
+        """The row of a step that was just done.
+
+        Args:
+            step: its number.
+            known: columns that the loop knows, which take the place of those that are read; ``tokens`` are all so far.
+            tokens_before: all tokens before the step.
+        Returns:
+            A row of ``steps.jsonl``.
+        """
+        seconds = time.perf_counter() - self._began
+        row: Row = {"step": step, "seconds": seconds, **self._read(step), **known}
+        if "seconds" not in known:
+            row["cpu_seconds"] = time.process_time() - self._computed
+        if row.get("tokens") is not None and row["seconds"]:
+            row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
+        first = {name: row[name] for name in _ORDER if name in row}
+        return first | row
+
+    def _read(self, step: int) -> Row:
+        """What the watched optimizers tell of the last step, all together."""
+        columns: Row = {}
+        found: list[Tensor] = []
+        for watched in reversed(self.watched):  # the first one's columns count
+            row, sums = watched.read(step)
+            columns |= row
+            found += [sums] if sums is not None else []
+        if self.watched and "skipped" in columns:
+            columns["skipped"] = any(watched.was_skipped for watched in self.watched)
+        self.audit_sums = found[0] if len(found) == 1 else None
+        if len(found) > 1:
+            self.audit_sums = torch.stack([sums.to("cpu", torch.float64) for sums in found]).sum(0)
+        return columns | (figures_of(self.audit_sums) if self.audit_sums is not None else {})
+
+
+def batch_checksum(batch: np.ndarray) -> str:
+    """The checksum of a step's tokens, 64 bits: two batches that have it in common are the same.
+
+    Example:
+        >>> batch_checksum(np.zeros((2, 3), dtype=np.int64)) == batch_checksum(np.ones((2, 3), dtype=np.int64))
+        False
+    """
+    return hashlib.blake2b(batch.astype(np.uint32).tobytes(), digest_size=8).hexdigest()
+
+
+def peak_memory_bytes() -> int:
+    """Peak memory so far: of the device's tensors on CUDA, of the process elsewhere."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
+    """The record of ``summary.json``.
+
+    Args:
+        rows: of the run's steps, for its median throughput.
+        audit_total: float64 ``[8]``, the audit's sums over the run.
+        known: its other columns; those that are ``None`` are left out.
+    """
+    rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
+    measured = {
+        "tokens_per_second": statistics.median_high(rates) if rates else None,
+        **figures_of(audit_total),
+    }
+    return {name: value for name, value in known.items() if value is not None} | measured
+
+
+# ── what is said of a step ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
@@ -61,30 +225,6 @@ def what_saturated(linears: Linears, step: int) -> str:
         f"{max(worst)} values of the {operand} of '{plain_name(name)}' exceeded their delayed scale and saturated; 'saturated' "
         "is the count of every step"
     )
-
-
-def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
-    """The record of ``summary.json``.
-
-    Args:
-        rows: of the run's steps, for its median throughput.
-        audit_total: float64 ``[8]``, the audit's sums over the run.
-        known: its other columns; those that are ``None`` are left out.
-    """
-    rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
-    measured = {
-        "tokens_per_second": statistics.median_high(rates) if rates else None,
-        **figures_of(audit_total),
-    }
-    return {name: value for name, value in known.items() if value is not None} | measured
-
-
-def peak_memory_bytes() -> int:
-    """Peak memory so far: of the device's tensors on CUDA, of the process elsewhere."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 # ── failed steps ────────────────────────────────────────────────────────────────────────────────────────────────────

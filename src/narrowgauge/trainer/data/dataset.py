@@ -478,16 +478,6 @@ NUM_BLOCKS, BLOCK_TOKENS = 64, 1 << 14
 """Parts of the data, evenly spread, in which tokens are counted: all of it up to a million tokens."""
 
 
-def checksum(batch: np.ndarray) -> str:
-    """The checksum of a step's tokens, 64 bits: two batches that have it in common are the same.
-
-    Example:
-        >>> checksum(np.zeros((2, 3), dtype=np.int64)) == checksum(np.ones((2, 3), dtype=np.int64))
-        False
-    """
-    return hashlib.blake2b(batch.astype(np.uint32).tobytes(), digest_size=8).hexdigest()
-
-
 def unigram_losses(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """What each token costs a model that knows how often each occurs, and nothing of the tokens before it.
 

@@ -20,10 +20,9 @@ import torch
 from narrowgauge.distributed.launch.process_group import threads_of_run
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, ReportedError
-from narrowgauge.gauges.recording.run_reporter import SilentScreen
+from narrowgauge.gauges.recording.run_reporter import NullScreen, Screen
 from narrowgauge.trainer import loop, recovery
 from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
-from narrowgauge.trainer.console import Screen
 
 
 class Lead:
@@ -67,7 +66,7 @@ def follow() -> None:
         ReportedError: the first rank has ended with another error, or was interrupted between two trainings.
     """
     while (told := all_ranks().of_first(_first_rank_knows)) is not None:
-        train(*told, SilentScreen())
+        train(*told, NullScreen())
 
 
 def _first_rank_knows() -> tuple[TrainConfig, bool] | None:

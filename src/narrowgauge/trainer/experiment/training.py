@@ -28,14 +28,14 @@ from typing import TextIO
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.report.publishing import runs_inside
+from narrowgauge.gauges.recording.run_reporter import Screen
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
-from narrowgauge.trainer.console import Screen
 from narrowgauge.trainer.experiment.definition import ExperimentConfig, is_comparison
 from narrowgauge.trainer.experiment.planned_runs import compare_and_publish, hold, make_runs, plan_runs
-from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress
+from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress, estimate_runs
 
 Train = Callable[[TrainConfig, bool, Screen], None]
 """Makes a run in its folder, or goes on with it where the second argument says so."""
@@ -256,12 +256,10 @@ def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress, *, 
     if config.seconds is not None:
         estimates = {name: RunEstimate(config.seconds / steps) for name, (steps, _) in config.measured.items()}
     elif left and is_alone:
-        from narrowgauge.trainer.experiment import progress
-
         progress.status("measuring a step of each recipe")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the runs themselves will warn
-            estimates = progress.estimate_runs(list(left.values()))
+            estimates = estimate_runs(list(left.values()))
     progress.plan(
         [(of_run.recipe.title, of_run.steps, is_done) for of_run, is_done in zip(configs, ended, strict=True)],
         estimates,

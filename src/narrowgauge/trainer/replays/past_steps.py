@@ -27,6 +27,7 @@ from narrowgauge.analysis.diagnosis.replay_findings import HELD, Departure
 from narrowgauge.analysis.monitor.spikes import Spike
 from narrowgauge.checkpoints.saving import checkpoint_before
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.optim.accumulation import AccumulationWarning
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
@@ -34,7 +35,7 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.micro_batches import detours_of
-from narrowgauge.trainer.resume_checks import differences, require_replayable
+from narrowgauge.trainer.resume_checks import require_replayable
 from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import train_step
 
