@@ -27,8 +27,8 @@ from typing import TextIO
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.report.publishing import runs_inside
 from narrowgauge.gauges.recording.run_reporter import Screen
+from narrowgauge.report.publishing import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
