@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,9 +119,9 @@ def test_kernels_are_the_same_under_any_default_dtype(tmp_path: Path, monkeypatc
     assert len(packages[0]) == 1 and packages[0] == packages[1] == packages[2]
 
 
-def test_the_key_of_a_kernel_names_the_dtypes_of_its_arguments() -> None:
+def test_the_alias_of_a_kernel_names_the_dtypes_of_its_arguments() -> None:
     wide, narrow = (torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.bfloat16))
-    assert compilation.kernel_key("a", [wide, wide]) != compilation.kernel_key("a", [wide, narrow])
+    assert compilation.alias_of("a", [wide, wide]) != compilation.alias_of("a", [wide, narrow])
 
 
 # ── a loaded kernel is held against its definition ──────────────────────────────────────────────────────────────────
@@ -154,12 +155,13 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """A new cache, a compiler that only notes what it is asked for, and a process that was told nothing yet."""
     asked: list[Path] = []
 
-    def forged(function: Any, example: Any, lengths: Any, path: Path, one_loop: bool = True) -> None:
+    def forged(program: Any, path: Path) -> None:
         asked.append(path)
         path.write_bytes(b"code")
 
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
     monkeypatch.setattr(compilation, "_KERNELS", {})
+    monkeypatch.setattr(compilation, "trace", lambda *_: SimpleNamespace(key=lambda compiler: "0" * 24))
     monkeypatch.setattr(compilation, "compile_ahead", forged)
     monkeypatch.setattr(compilation, "compiler_missing", lambda: "")
     compilation._warn_once.cache_clear()
@@ -204,7 +206,7 @@ def test_a_kernel_that_does_something_else_is_not_used(
         compilation._KERNELS.clear()
         compilation._warn_once.cache_clear()
     assert len(compilations) == 1
-    assert {path.suffix for path in tmp_path.rglob("*.*")} == {".lock", ".refuted"}
+    assert {path.suffix for path in tmp_path.glob("kernels/*.*")} == {".lock", ".refuted"}
 
 
 def test_a_kernel_is_proved_on_edge_values_once(compilations: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +226,6 @@ def test_a_kernel_is_proved_on_edge_values_once(compilations: list[Path], monkey
 def test_a_real_kernel_is_right_on_edge_values(tmp_path: Path) -> None:
     """A small one; wherever a test compiles steps, they are proved, or warn that they are not."""
     definition, path = _definition(measure_words, torch.zeros(2, dtype=torch.int32)), tmp_path / "kernel.pt2"
-    inductor.compile_ahead(definition.function, definition.example, definition.lengths, path)
+    inductor.compile_ahead(inductor.trace(definition.function, definition.example, definition.lengths), path)
     run = inductor.load_ahead(path)
     assert compilation.is_proved(run, definition)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import inductor
-from narrowgauge._torch.inductor import compile_ahead, load_ahead
+from narrowgauge._torch.inductor import compile_ahead, load_ahead, trace
 from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation
 
@@ -33,7 +33,7 @@ def shifts(x: Tensor, out: Tensor) -> Tensor:
 def test_shifts_masks_and_casts_keep_their_bits(tmp_path: Path) -> None:
     path = tmp_path / "shifts.pt2"
     example = torch.arange(64, dtype=torch.int32)
-    compile_ahead(shifts, (example, example.clone()), [(0,), (0,)], path)
+    compile_ahead(trace(shifts, (example, example.clone()), [(0,), (0,)]), path)
     random = torch.randint(-(2**31), 2**31, (1013,), generator=torch.Generator().manual_seed(0))
     words = torch.cat([torch.tensor(LIMITS), random]).to(torch.int32)
     found, wanted = torch.zeros_like(words), torch.zeros_like(words)

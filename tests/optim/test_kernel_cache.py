@@ -9,6 +9,7 @@ import shutil
 import signal
 import stat
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import inductor
-from narrowgauge.machine.cpp_compiler import compiler_missing
+from narrowgauge.machine.cpp_compiler import compiler_missing, compiler_version
 from narrowgauge.optim import compilation, kernel_cache
 
 needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing is compiled here")
@@ -38,14 +39,14 @@ DOUBLED = compilation.Definition(doubled, [torch.ones(8), torch.ones(8)], [(0,),
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One real package, compiled once."""
     path = tmp_path_factory.mktemp("made") / "made.pt2"
-    inductor.compile_ahead(doubled, (torch.ones(8), torch.ones(8)), [(0,), (0,)], path)
+    inductor.compile_ahead(inductor.trace(doubled, DOUBLED.example, DOUBLED.lengths), path)
     return path
 
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    monkeypatch.setattr(compilation, "kernel_key", lambda name, device: KEY)
+    monkeypatch.setattr(compilation, "trace", lambda *_: SimpleNamespace(key=lambda compiler: KEY))
     compilation._warn_once.cache_clear()
     return tmp_path / "kernels"
 
@@ -57,7 +58,7 @@ def kernel(cache: Path, made: Path, monkeypatch: pytest.MonkeyPatch) -> Callable
     def get() -> bool:
         compiled: list[Path] = []
 
-        def compile_ahead(function: object, example: object, lengths: object, path: Path, one_loop: bool) -> None:
+        def compile_ahead(program: object, path: Path) -> None:
             compiled.append(path)
             shutil.copy(made, path)
 
@@ -104,7 +105,11 @@ def test_a_package_is_made_once_and_for_its_owner_alone(kernel: Callable[[], boo
         os.umask(mask)
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert not package_in(cache).stat().st_mode & 0o022
-    assert {path.suffix for path in cache.iterdir()} == {".pt2", ".lock"}  # no mark, nothing half written
+    assert {path.suffix or path.name for path in cache.iterdir()} == {
+        ".pt2",
+        ".lock",
+        "aliases",
+    }  # nothing half written
 
 
 @needs_compiler
@@ -208,7 +213,7 @@ def test_a_folder_that_can_only_be_read_serves_what_it_has(
 def test_a_full_disk_leaves_the_definition_running_and_nothing_behind(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def compile_ahead(function: object, example: object, lengths: object, path: Path, one_loop: bool) -> None:
+    def compile_ahead(program: object, path: Path) -> None:
         path.write_bytes(b"half a package")
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -216,7 +221,7 @@ def test_a_full_disk_leaves_the_definition_running_and_nothing_behind(
     monkeypatch.setattr(compilation, "compiler_missing", lambda: "")
     with pytest.warns(UserWarning, match=r"No space left.*same bits in weights and states.*last digits"):
         assert compilation._load_or_compile("doubled", DOUBLED) is None
-    assert [path.name for path in cache.iterdir()] == [f"{KEY}.lock"]
+    assert sorted(path.name for path in cache.iterdir()) == [f"{KEY}.lock", "aliases"]
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -306,6 +311,182 @@ def test_what_a_killed_compilation_left_is_removed(cache: Path) -> None:
     assert [path for path in cache.iterdir() if path.suffix == ".pt2"]
     path = store(b"whole")
     assert [left for left in cache.iterdir() if left.suffix == ".pt2"] == [path]
+
+
+# ── what a package is named after ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def key_of(
+    function: Callable[..., Tensor] = doubled, length: int = 8, one_loop: bool = True, compiler: str = "g++ 12"
+) -> str:
+    return inductor.trace(function, [torch.ones(length)] * 2, DOUBLED.lengths, one_loop).key(compiler)
+
+
+def test_a_key_is_of_the_graph_and_of_nothing_else_in_the_source() -> None:
+    def renamed(values: Tensor, to: Tensor) -> Tensor:
+        twice = values * 2  # on another line, under other names
+        to.copy_(twice)
+        return values.new_zeros(0)
+
+    assert key_of() == key_of(renamed)
+
+
+def tripled(x: Tensor, out: Tensor) -> Tensor:
+    out.copy_(x * 3)
+    return x.new_zeros(0)
+
+
+def added(x: Tensor, out: Tensor) -> Tensor:
+    out.copy_(x * 2)
+    return x.new_zeros(0) + 1
+
+
+def by_table(x: Tensor, out: Tensor, factor: float = 2.0) -> Tensor:
+    out.copy_(x * torch.tensor([factor]))
+    return x.new_zeros(0)
+
+
+def by_other_table(x: Tensor, out: Tensor) -> Tensor:
+    return by_table(x, out, -2.0)
+
+
+def test_a_key_is_another_for_another_graph_or_another_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [
+        key_of(),
+        *map(key_of, (tripled, added, by_table, by_other_table)),
+        key_of(length=16),
+        key_of(one_loop=False),
+    ]
+    keys.append(key_of(compiler="g++ 13"))
+    wide = [torch.ones(8, dtype=torch.float64)] * 2
+    keys += [inductor.trace(doubled, wide, DOUBLED.lengths).key("g++ 12")]
+    keys += [inductor.trace(doubled, DOUBLED.example, [(), ()]).key("g++ 12")]  # no dynamic length
+    with monkeypatch.context() as patch:
+        patch.setitem(inductor._ONE_LOOP, "realize_opcount_threshold", 7)
+        keys.append(key_of())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "9.9.9")
+        keys.append(key_of())
+    for capability in {"AVX2", "AVX512"} - {torch.backends.cpu.get_cpu_capability()}:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+            keys.append(key_of())
+    with monkeypatch.context() as patch:
+        patch.setattr(inductor, "own_code", lambda: "other instructions")
+        keys.append(key_of())
+    assert len(set(keys)) == len(keys)
+
+
+def test_what_changes_inductor_is_hashed_without_its_comments() -> None:
+    text = inductor.own_code()
+    assert "_mask" in text and "srli" in text and "#" not in text and '"""' not in text
+
+
+def test_a_graph_without_a_text_is_found_by_its_source(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def key(compiler: str) -> str:
+        raise ValueError("a graph with a subgraph")
+
+    monkeypatch.setattr(compilation, "trace", lambda *_: SimpleNamespace(key=key))
+    monkeypatch.setattr(compilation, "compile_ahead", lambda program, path: path.write_bytes(b"code"))
+    monkeypatch.setattr(compilation, "load_ahead", lambda path: lambda arguments: [doubled(*arguments)])
+    monkeypatch.setattr(compilation, "compiler_missing", lambda: "")
+    assert compilation._load_or_compile("doubled", DOUBLED) is not None
+    assert list(cache.glob(f"{compilation.alias_of('doubled', DOUBLED.example)}-*.pt2"))
+
+
+def branched(x: Tensor, out: Tensor) -> Tensor:
+    out.copy_(torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y * 3, (x,)))
+    return x.new_zeros(0)
+
+
+def test_a_subgraph_has_no_text() -> None:
+    with pytest.raises(ValueError, match="a graph with"):
+        key_of(branched)
+
+
+# ── edited source ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@needs_compiler
+def test_edited_source_is_traced_once_and_compiled_where_the_graph_is_new(
+    kernel: Callable[[], bool], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[object] = []
+    key = KEY
+    monkeypatch.setattr(
+        compilation, "trace", lambda *args: traced.append(args) or SimpleNamespace(key=lambda compiler: key)
+    )
+    assert [kernel(), kernel(), len(traced)] == [True, False, 1]
+    monkeypatch.setattr(compilation, "source_key", lambda: "with a comment")
+    assert [kernel(), kernel(), len(traced)] == [False, False, 2]
+    monkeypatch.setattr(compilation, "source_key", lambda: "with another constant")
+    key = "f" * 24
+    assert [kernel(), kernel(), len(traced)] == [True, False, 3]
+    monkeypatch.undo()
+
+
+@needs_compiler
+@pytest.mark.parametrize("damage", [b"", b"f" * 24, b"\xff\x00", None])
+def test_a_damaged_alias_is_written_anew(kernel: Callable[[], bool], cache: Path, damage: bytes | None) -> None:
+    """Cut short, of another key, no text; and that of another kernel under this one's name."""
+    kernel()
+    (alias,) = (cache / "aliases").iterdir()
+    whole = alias.read_bytes()
+    if damage is None:
+        kernel_cache.add_alias("e" * 24, compiler_version(), "f" * 24)
+        (cache / "aliases" / f"{'e' * 24}{alias.name[24:]}").replace(alias)
+    else:
+        alias.write_bytes(damage + whole[len(damage) :] if damage else b"")
+    assert kernel() is False
+    assert alias.read_bytes() == whole and len(list((cache / "aliases").iterdir())) == 1
+
+
+@needs_compiler
+def test_an_alias_that_others_may_have_written_is_not_followed(kernel: Callable[[], bool], cache: Path) -> None:
+    kernel()
+    (alias,) = (cache / "aliases").iterdir()
+    alias.chmod(0o666)
+    assert kernel_cache.find_key(alias.name[:24], compiler_version()) is None and not alias.exists()
+
+
+def test_without_a_compiler_the_alias_of_any_is_followed(cache: Path) -> None:
+    kernel_cache.add_alias("a" * 24, "g++ 12", KEY)
+    found = [kernel_cache.find_key("a" * 24, compiler) for compiler in ("g++ 12", "g++ 13", "")]
+    assert found == [KEY, None, KEY]
+
+
+@needs_compiler
+def test_a_comment_in_the_source_leaves_every_key_as_it_was(tmp_path: Path) -> None:
+    """In a copy of the package, and a constant does not."""
+    source = tmp_path / "src"
+    shutil.copytree(
+        Path(compilation.__file__).parents[2], source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info")
+    )
+    code = (
+        "import torch\n"
+        "from narrowgauge._torch.inductor import trace\n"
+        "from narrowgauge.optim.compilation import alias_of\n"
+        "from narrowgauge.optim.kernel import StepKernel\n"
+        "from narrowgauge.optim.rules.elementwise import ADAMW\n"
+        "from narrowgauge.spec.storages import STORAGES\n"
+        "made = StepKernel(ADAMW, STORAGES['split8'], compile=True)._variant(torch.device('cpu'), False)\n"
+        "print(alias_of('', made.example), trace(made.function, made.example, made.lengths).key(''))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(source)}
+
+    def keys() -> list[str]:
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout.split()
+
+    constant = "0x7FEB352D"  # of the hash that stochastic rounding takes its bits from
+    (edited,) = (path for path in source.rglob("*.py") if constant in path.read_text(encoding="utf-8"))
+    before, text = keys(), edited.read_text(encoding="utf-8")
+    edited.write_text(f"{text}\n# A comment.\n", encoding="utf-8")
+    commented = keys()
+    edited.write_text(text.replace(constant, "0x7FEB352F"), encoding="utf-8")
+    changed = keys()
+    assert before[0] != commented[0] != changed[0]
+    assert before[1] == commented[1] != changed[1]
 
 
 # ── instruction sets ────────────────────────────────────────────────────────────────────────────────────────────────────

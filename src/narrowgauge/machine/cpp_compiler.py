@@ -49,6 +49,26 @@ def compiler_missing() -> str:
     return f"the C++ compiler '{compiler_name()}' does not work ({reason})" if reason else ""
 
 
+def compiler_version() -> str:
+    """What the C++ compiler says of itself, or an empty string where there is none.
+
+    Cost: a few milliseconds, once per process.
+    """
+    return _version(compiler_name()) if sys.platform != "win32" else _version(os.environ.get("CXX", "cl"))
+
+
+@lru_cache
+def _version(compiler: str) -> str:
+    command = (
+        [compiler] if sys.platform == "win32" else [compiler, "--version"]
+    )  # cl says it when it is asked for nothing
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return (said.stdout or said.stderr).partition("\n")[0].strip()
+
+
 def switched_off() -> str:
     """Which variable tells ``torch.compile`` to do nothing, or an empty string."""
     return next((f"{name}=1 switches PyTorch's compiler off" for name in _SWITCHES if os.environ.get(name) == "1"), "")

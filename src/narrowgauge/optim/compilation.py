@@ -1,8 +1,9 @@
 """From definitions to compiled functions, cached in the process and on disk.
 
-A kernel is compiled ahead of time, once per (definition, torch release, processor, number of threads). A package of it in
-the user's cache folder is loaded by any later process in milliseconds. The name of the package is a hash of all that it
-depends on, the source of the arithmetic included, so an edited definition never runs an old kernel.
+A kernel is compiled ahead of time, once per (graph, torch release, C++ compiler, processor, number of threads). A package of
+it in the user's cache folder is loaded by any later process in milliseconds. Its name is a hash of the traced graph and of all
+else that it depends on, so an edited definition never runs an old kernel, and an edit that leaves the graph as it was compiles
+nothing. Whether the source was edited, a hash of its bytes says, so an unchanged definition is not traced either.
 
 A kernel is *proved* before it gets its place there: it must leave the bits of its definition, on values that occur and on
 edge values. Where it does not, whatever release of PyTorch or of the C++ compiler made it, the definition itself runs, and
@@ -24,12 +25,22 @@ import torch
 from torch import Tensor
 
 import narrowgauge
-from narrowgauge._torch.inductor import compile_ahead, load_ahead, machine_key
+from narrowgauge._torch.inductor import compile_ahead, load_ahead, machine_key, trace
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.machine.child_processes import start_tied
-from narrowgauge.machine.cpp_compiler import compiler_missing
+from narrowgauge.machine.cpp_compiler import compiler_missing, compiler_version
 from narrowgauge.numerics.edge_values import edge_values, same_numbers
-from narrowgauge.optim.kernel_cache import add_package, alone, discard, find_package, is_refuted, marked, refute
+from narrowgauge.optim.kernel_cache import (
+    add_alias,
+    add_package,
+    alone,
+    discard,
+    find_key,
+    find_package,
+    is_refuted,
+    marked,
+    refute,
+)
 
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
@@ -78,7 +89,7 @@ class Definition:
     Args:
         function: the definition.
         example: arguments to compile with, and to compare the loaded function with the definition on: values that occur.
-        lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.inductor.compile_ahead`.
+        lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.inductor.trace`.
         one_loop: whether it is to be one loop, see there.
         edges: makes more arguments to prove a new kernel on: zeros, subnormals, ties, the largest, infinities, NaN.
     """
@@ -116,8 +127,8 @@ def _kernel_of(name: str, device: torch.device) -> tuple[str, int, str]:
     return name, torch.get_num_threads(), device.type
 
 
-def kernel_key(name: str, example: Sequence[Tensor]) -> str:
-    """The file name of a kernel's package: a hash of all it depends on, the dtypes of its arguments included."""
+def alias_of(name: str, example: Sequence[Tensor]) -> str:
+    """What a kernel is found by without tracing: a hash of source code, the dtypes of its arguments, and this machine."""
     kinds = " ".join(f"{argument.dtype}" for argument in example)
     text = f"{name} {kinds} {source_key()} {machine_key()} {example[0].device.type}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
@@ -200,50 +211,65 @@ def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Defi
     """
     if _kernel_of(name, device) in _KERNELS or compiler_missing():
         return
-    key = kernel_key(name, define().example)
-    if key in _ELSEWHERE:
+    alias = alias_of(name, define().example)
+    if alias in _ELSEWHERE:
         return
     try:
-        if find_package(key):
+        if (key := find_key(alias, compiler_version())) and find_package(key):
             return
     except OSError:
         return  # reported when the kernel is needed
     try:
-        _ELSEWHERE[key] = start_tied(["import torch", f"torch.set_num_threads({torch.get_num_threads()})", statement])
+        _ELSEWHERE[alias] = start_tied(["import torch", f"torch.set_num_threads({torch.get_num_threads()})", statement])
     except OSError:
         return  # it will be compiled here, when it is needed
 
 
 def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
-    key = kernel_key(name, definition.example)
-    if key in _ELSEWHERE:
-        _ELSEWHERE.pop(key).wait()
+    alias = alias_of(name, definition.example)
+    if alias in _ELSEWHERE:
+        _ELSEWHERE.pop(alias).wait()
     run: Compiled | None = None
     try:
-        run = _load(key, definition)
-        if run is None and (missing := compiler_missing()):
-            _warn_once(missing)
-        elif run is None:
-            with alone(key) as made:
-                run = _load(key, definition)  # another process may have been quicker
-                if run is None and not is_refuted(key):
-                    while announce:
-                        announce.pop()(ANNOUNCEMENT)
-                    with _float32_by_default():
-                        compile_ahead(
-                            definition.function, definition.example, definition.lengths, made, definition.one_loop
-                        )
-                    run = _prove(key, definition, made)
-            if run is None:
-                _warn_once(
-                    f"PyTorch {torch.__version__} and this machine's C++ compiler make a kernel that does not match its "
-                    f"definition (remembered in {cache_folder() / 'kernels'}: remove it after an update of either)"
-                )
+        key = find_key(alias, compiler_version())
+        run = _load(key, definition) if key else None
+        if run is None and not (key and is_refuted(key)):
+            if missing := compiler_missing():
+                _warn_once(missing)
+                return None
+            run = _trace_and_compile(alias, definition)
+        if run is None:
+            _warn_once(
+                f"PyTorch {torch.__version__} and {compiler_version()} make a kernel that does not match its definition "
+                f"(remembered in {cache_folder() / 'kernels'} until either is updated)"
+            )
     except (RuntimeError, OSError) as error:
         # A broken compiler or a full disk must not stop a training run: the definition itself still runs.
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         _warn_once(f"compiling into {cache_folder() / 'kernels'} failed ({reason})")
     return run
+
+
+def _trace_and_compile(alias: str, definition: Definition) -> Compiled | None:
+    """The kernel of a definition that has no usable package under its alias; ``None`` where what is compiled is wrong."""
+    with _float32_by_default():
+        program = trace(definition.function, definition.example, definition.lengths, definition.one_loop)
+        try:
+            key = program.key(compiler_version())
+        except ValueError:
+            key = alias  # of a graph without a text nothing is known but its source
+        add_alias(alias, compiler_version(), key)
+        run = _load(key, definition)
+        if run is not None or is_refuted(key):
+            return run
+        with alone(key) as made:
+            run = _load(key, definition)  # another process may have been quicker
+            if run is None and not is_refuted(key):
+                while announce:
+                    announce.pop()(ANNOUNCEMENT)
+                compile_ahead(program, made)
+                run = _prove(key, definition, made)
+        return run
 
 
 def _prove(key: str, definition: Definition, made: Path) -> Compiled | None:

@@ -1,5 +1,9 @@
 """Packages: compiled kernels on the disk, which a process loads without looking at them again.
 
+A package is named after what it was compiled from (:meth:`narrowgauge._torch.inductor.Program.key`), and an *alias* says which
+package serves a definition in source code, so that nothing is traced to find it. Edited source has no alias yet: it is
+traced, and only a graph that is new is compiled.
+
 A package is native code. So the folder belongs to one user, and only what that user (or root) wrote, and nobody else may
 change, is loaded. Its name ends with a digest of its bytes: name and bytes appear together in one rename, and bytes that
 were damaged since, or never reached the disk, no longer match. While a package is being loaded, its process holds a lock
@@ -53,7 +57,11 @@ def find_package(key: str) -> Path | None:
     """
     for path in sorted(packages_folder().glob(f"{key}-*.pt2")):
         with contextlib.suppress(OSError):
-            if is_trusted(path.lstat()) and path.stem == f"{key}-{_digest(path)}" and not _killed_a_process(path):
+            if (
+                is_trusted(path.lstat())
+                and path.stem == f"{key}-{_digest(path.read_bytes())}"
+                and not _killed_a_process(path)
+            ):
                 return path
         discard(path)
     return None
@@ -68,13 +76,52 @@ def add_package(key: str, made: Path) -> Path:
     Returns:
         Where it now lies.
     """
-    path = made.with_name(f"{key}-{_digest(made)}.pt2")
+    path = made.with_name(f"{key}-{_digest(made.read_bytes())}.pt2")
     made.chmod(made.stat().st_mode & ~OTHERS_WRITE)  # a umask may have let the user's group write
     _sync(made, os.O_RDWR)
     os.replace(made, path)
     if sys.platform != "win32":
         _sync(made.parent, os.O_RDONLY)
     return path
+
+
+def find_key(alias: str, compiler: str) -> str | None:
+    """The key of the package that serves a definition; an alias that is damaged, or that others could write, is removed.
+
+    Args:
+        alias: a hash of the definition's source and its arguments.
+        compiler: which C++ compiler is here; where none is, whatever another made is taken.
+    Returns:
+        ``None`` where no process has traced this source with this compiler.
+    """
+    pattern = f"{alias}-{_digest(compiler.encode(), 4) if compiler else '*'}"
+    for path in sorted((packages_folder() / "aliases").glob(pattern)):
+        with contextlib.suppress(OSError, ValueError):
+            key, check = path.read_text(encoding="ascii").split()
+            if is_trusted(path.lstat()) and check == _digest(f"{path.name} {key}".encode()):
+                return key
+        discard(path)
+    return None
+
+
+def add_alias(alias: str, compiler: str, key: str) -> None:
+    """Let :func:`find_key` find a key, where the disk allows it: a folder that is only read serves what it has.
+
+    Args:
+        alias, compiler: as there.
+        key: names the kernel.
+    """
+    path = packages_folder() / "aliases" / f"{alias}-{_digest(compiler.encode(), 4)}"
+    written = path.with_name(f".{path.name}-{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        try:
+            # Not synced: one that never reached the disk does not match its digest.
+            written.write_text(f"{key} {_digest(f'{path.name} {key}'.encode())}\n", encoding="ascii")
+            written.chmod(0o600)
+            os.replace(written, path)
+        finally:
+            written.unlink(missing_ok=True)
 
 
 def refute(key: str) -> None:
@@ -174,8 +221,8 @@ def is_trusted(found: os.stat_result) -> bool:
     return stat.S_ISREG(found.st_mode) and _is_own(found) and not found.st_mode & OTHERS_WRITE
 
 
-def _digest(path: Path) -> str:
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+def _digest(content: bytes, size: int = 16) -> str:
+    return hashlib.blake2b(content, digest_size=size).hexdigest()
 
 
 def _sync(path: Path, flags: int) -> None:
