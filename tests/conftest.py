@@ -1,4 +1,4 @@
-"""What every test stands on: one thread per worker, one kernel cache per session, no network.
+"""What every test stands on: one thread per worker, one cache of compiled code, no network.
 
 Everything here is set through the environment, before PyTorch is imported anywhere, so that the processes which tests
 start (trainings, ranks) stand on the same ground.
@@ -7,9 +7,7 @@ start (trainings, ranks) stand on the same ground.
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +27,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden",
         action="store_true",
         help="Run only the tests that read golden files, record these files again and print what moved.",
+    )
+    parser.addoption(
+        "--cold",
+        action="store_true",
+        help="Compile everything from nothing, instead of using what earlier sessions compiled.",
     )
 
 
@@ -85,12 +88,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(_ONE_THREAD)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-    elif "NARROWGAUGE_CACHE" not in os.environ:
-        # Workers inherit the variable, so a kernel is compiled once per session; a caller's own folder is kept.
-        _session_cache = Path(tempfile.mkdtemp(prefix="narrowgauge-tests-"))
-        os.environ["NARROWGAUGE_CACHE"] = str(_session_cache)
+    elif (cold := config.getoption("--cold")) or "NARROWGAUGE_CACHE" not in os.environ:
+        from kept_cache import open_cache
+
+        # Workers inherit the variables; a caller's own folder is used as it is.
+        _session_cache = open_cache(cold=cold)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     if _session_cache is not None:
-        shutil.rmtree(_session_cache, ignore_errors=True)
+        from kept_cache import close_cache
+
+        close_cache(_session_cache)

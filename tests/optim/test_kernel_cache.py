@@ -422,7 +422,6 @@ def test_edited_source_is_traced_once_and_compiled_where_the_graph_is_new(
     monkeypatch.setattr(compilation, "source_key", lambda: "with another constant")
     key = "f" * 24
     assert [kernel(), kernel(), len(traced)] == [True, False, 3]
-    monkeypatch.undo()
 
 
 @needs_compiler
