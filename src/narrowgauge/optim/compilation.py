@@ -45,14 +45,11 @@ from narrowgauge.optim.kernel_cache import (
 Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
-TABLES = ("accumulations", "codes", "compiler", "formats", "frameworks", "processor", "storages")
 SOURCES = (
-    "_torch/inductor.py",
-    "_torch/__init__.py",
-    "machine/cache_folder.py",
     "errors.py",
-    "machine/child_processes.py",
-    *(f"spec/{n}.py" for n in TABLES),
+    "_torch/*.py",
+    *(f"machine/{name}.py" for name in ("cache_folder", "child_processes", "cpp_compiler", "processor")),
+    *(f"spec/{name}.py" for name in ("formats", "frameworks", "storages")),
     "numerics/*.py",
     "optim/**/*.py",
 )
