@@ -38,8 +38,10 @@ def runs(make_run: MakeRun) -> list[Run]:
 
 def test_a_finding_has_its_row_and_its_marks_and_healthy_runs_a_line(runs: list[Run]) -> None:
     found = run_findings(group_runs(runs))
-    assert [(row.run, row.cause, row.step) for row in found.rows] == [("bfloat16/master", "bad-data", 60)]
-    assert found.rows[0].command == f"narrowgauge diagnose {runs[1].path}" and found.rows[0].remedy
+    assert [(row.run, row.finding.name, row.finding.step) for row in found.rows] == [
+        ("bfloat16/master", "bad-data", 60)
+    ]
+    assert found.rows[0].command == f"narrowgauge diagnose {runs[1].path}" and found.rows[0].finding.advice
     assert found.lines == ["No sign of a fault in bfloat16/word."]
     page = page_of(runs)
     assert '<table class="events findings"' in page and ">bad-data</span>" in page
@@ -55,7 +57,11 @@ def test_a_record_that_does_not_tell_is_a_row_without_a_cause_and_without_a_mark
     # Not falling, and nothing else: several causes explain that.
     run = make_run(steps=200, loss=lambda step: 3.0 + 0.01 * (step % 3))
     (row,) = run_findings(group_runs([run])).rows
-    assert row.cause == "" and row.what.startswith("In question: ") and row.remedy.startswith("To tell: ")
+    assert (
+        row.finding.name == ""
+        and row.finding.message.startswith("In question: ")
+        and row.finding.advice.startswith("To tell: ")
+    )
     assert "first sign of what" not in json.dumps(data_of(page_of([run])))
 
 

@@ -52,7 +52,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Damage:
     """What a check of :data:`narrowgauge.runs.events.RAISED_BY` found to be damaged.
 
     ``rank`` is ``None`` where two ranks disagree and neither is suspicious, or a guess.
@@ -124,7 +124,7 @@ class Verifier:
         """Expect nothing of what is held: it is about to change, or was set from elsewhere."""
         self._resting = {}
 
-    def _changed(self) -> list[Finding]:
+    def _changed(self) -> list[Damage]:
         """What has changed since the last update, though nobody wrote to it."""
         found = []
         for held in self._held() if self._resting else ():
@@ -135,7 +135,7 @@ class Verifier:
         flags = torch.stack([flag for _, flag in found]).tolist() if found else []
         rank = all_ranks().rank
         return [
-            Finding(
+            Damage(
                 "rest", f"{held.name} of rank {rank} changed in memory after step {self._rests_since}", rank, held.name
             )
             for (held, _), flag in zip(found, flags, strict=True)
@@ -183,9 +183,9 @@ class Verifier:
         if all(row == first[0] for row in first):
             return
         second = _gathered_rows(_gradient_sums(model, backward))
-        self._agree(_gradient_findings(first, second, step))
+        self._agree(_gradient_damage(first, second, step))
 
-    def _agree(self, found: Sequence[Finding]) -> None:
+    def _agree(self, found: Sequence[Damage]) -> None:
         """Raise the first finding of any rank on all of them."""
         ranks = all_ranks()
         if not ranks.largest(len(found)):
@@ -221,7 +221,7 @@ def _all_gather(mine: Tensor, group: Any) -> Tensor:
     return torch.stack(parts).cpu()
 
 
-def _compare_state(group: Any, same: Sequence[Held], step: int) -> list[Finding]:
+def _compare_state(group: Any, same: Sequence[Held], step: int) -> list[Damage]:
     """What differs between the ranks of a group."""
     sums = torch.stack([checksum(held.tensor).to(same[0].tensor.device) for held in same])
     digest = checksum(sums).to(all_ranks().device)
@@ -235,12 +235,12 @@ def _compare_state(group: Any, same: Sequence[Held], step: int) -> list[Finding]
     ranks = dist.get_process_group_ranks(group)
     # The element is looked up for the first only: the others are named.
     return [
-        _state_finding(same[place], table[:, place], ranks, group if place == places[0] else None, step)
+        _state_damage(same[place], table[:, place], ranks, group if place == places[0] else None, step)
         for place in places
     ]
 
 
-def _state_finding(held: Held, sums: Tensor, ranks: Sequence[int], group: Any, step: int) -> Finding:
+def _state_damage(held: Held, sums: Tensor, ranks: Sequence[int], group: Any, step: int) -> Damage:
     place, values, neighbours = _first_difference(held.tensor, group) if group is not None else (-1, sums, sums)
     where = "" if group is None else f" in element {place} ({', '.join(map(_shown, values))})"
     wrong = _minority(sums.tolist())
@@ -249,14 +249,14 @@ def _state_finding(held: Held, sums: Tensor, ranks: Sequence[int], group: Any, s
         text = (
             f"{held.name} of {who} differs from that of {len(ranks) - len(wrong)} other ranks{where} after step {step}"
         )
-        return Finding("replicas", text, ranks[wrong[0]], held.name)
+        return Damage("replicas", text, ranks[wrong[0]], held.name)
     likelier = _likelier(values, neighbours) if group is not None else None
     names = " and ".join(f"rank {rank}" for rank in ranks)
     text = f"{held.name} differs between {names}{where} after step {step}"
     if likelier is None:
-        return Finding("replicas", f"{text}; the values do not say which is right", None, held.name)
+        return Damage("replicas", f"{text}; the values do not say which is right", None, held.name)
     said = f"{text}; rank {ranks[likelier]} is the likelier to be wrong"
-    return Finding("replicas", said, ranks[likelier], held.name, True)
+    return Damage("replicas", said, ranks[likelier], held.name, True)
 
 
 def _minority(values: Sequence[Any]) -> list[int]:
@@ -355,7 +355,7 @@ def _gathered_rows(sums: dict[str, Tensor]) -> list[dict[str, int]]:
     return all_ranks().gather(dict(zip(sums, numbers, strict=True)))
 
 
-def _gradient_findings(first: Sequence[dict[str, int]], second: Sequence[dict[str, int]], step: int) -> list[Finding]:
+def _gradient_damage(first: Sequence[dict[str, int]], second: Sequence[dict[str, int]], step: int) -> list[Damage]:
     """Who computes what wrong, of two times that all ranks computed the same."""
     after = f"from the same micro-batch after step {step}"
     unstable = [rank for rank, rows in enumerate(zip(first, second, strict=True)) if rows[0] != rows[1]]
@@ -364,12 +364,12 @@ def _gradient_findings(first: Sequence[dict[str, int]], second: Sequence[dict[st
         # Backward begins at the end of the model: what differs last in its order differed first in time.
         name = [n for n, number in first[rank].items() if second[rank].get(n) != number][-1]
         text = f"rank {rank} computes another gradient of {name} each time, {after}"
-        return [Finding("recomputation", text, rank, name)]
+        return [Damage("recomputation", text, rank, name)]
     name = [n for n, number in first[0].items() if any(row.get(n) != number for row in first)][-1]
     wrong = _minority([row.get(name) for row in first])
     if not wrong:
         ranks = " and ".join(f"rank {rank}" for rank in range(len(first)))
         text = f"{ranks} compute different gradients of {name}, each the same again, {after}"
-        return [Finding("recomputation", text, None, name)]
+        return [Damage("recomputation", text, None, name)]
     text = f"rank {wrong[0]} computes another gradient of {name} than {len(first) - len(wrong)} other ranks, {after}"
-    return [Finding("recomputation", text, wrong[0], name)]
+    return [Damage("recomputation", text, wrong[0], name)]

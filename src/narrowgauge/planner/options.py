@@ -17,6 +17,7 @@ from narrowgauge.planner.inputs.efficiency import RESTARTS, Shares, software_of
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.memory.activations import COUNTED, LayerCounter
 from narrowgauge.planner.terms import Terms
+from narrowgauge.runs.finding import Finding
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Row
 
@@ -125,6 +126,16 @@ class Option:
         return (
             f"needs {gigabytes(self.memory.total)} a chip of {gigabytes(self.capacity_bytes)} "
             f"({largest} {gigabytes(self.memory.groups[largest])})"
+        )
+
+    @property
+    def finding(self) -> Finding | None:
+        """Why it cannot run, and the smallest change that would make it possible; ``None`` if it can, or without a chip."""
+        if self.fits is not False:
+            return None
+        used, capacity = self.memory.total, self.capacity_bytes
+        return Finding(
+            "does-not-fit", self.reason, self.advice, severity="error", value=used, threshold=capacity, unit="bytes"
         )
 
     @property

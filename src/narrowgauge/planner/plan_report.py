@@ -29,6 +29,7 @@ from narrowgauge.planner.measured.scaling_law import CAUSES
 from narrowgauge.planner.options import NODE_POWER, NODE_POWER_SOURCE, OURS, Option, Question
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_OF_IT, MOST_TOKENS_PER_STEP, usual_tokens_per_step
 from narrowgauge.planner.terms import Term, Terms, changes
+from narrowgauge.runs.finding import sentences
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
@@ -210,9 +211,7 @@ def _shown(option: Option, question: Question) -> Row:
         "context": f"{option.sequence_length:,}" if question.largest == "context" else "",
         "batch": f"{option.layout.num_sequences:,}" if question.largest == "batch" else "",
         "limited_by": option.limited_by if option.fits else "",
-        "why_not": " ".join(filter(None, [option.reason and f"{option.reason}.", option.advice]))
-        if option.fits is False
-        else "",
+        "why_not": _clause(option),
     }
 
 
@@ -377,7 +376,8 @@ def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
 
 
 def _clause(option: Option) -> str:
-    return f"{option.reason}. {option.advice}".strip()
+    """Why it cannot run, and what would change that; empty where it can."""
+    return "" if option.finding is None else sentences(option.finding.message, option.finding.advice)
 
 
 def _duration(option: Option, num_tokens: float) -> str:

@@ -32,6 +32,7 @@ from narrowgauge.report.figures.series import number
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.groups import Group, Samples, final_loss, groups_of, run_names
 from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
+from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row
 
@@ -465,22 +466,16 @@ class FindingRow:
         run: its name on the page.
         group: the number of its recipe on the page.
         line: its number among the runs of the page.
-        cause: its name; empty where none is known.
-        what: the cause in words with its probability, or the causes in question.
-        step: of the first sign.
+        finding: the cause with its probability, and what to do; without a name, the causes in question and what to measure.
         signs: what shows it.
-        remedy: what to do, or what to measure.
         command: that tells more.
     """
 
     run: str
     group: int
     line: int
-    cause: str
-    what: str
-    step: int | None
+    finding: Finding
     signs: Sequence[str]
-    remedy: str
     command: str
 
 
@@ -541,17 +536,15 @@ def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> l
         said = [sign.sentence for sign in found.signs[:_SHOWN_SIGNS]]
         advice = f"To tell: {measure.what.rstrip('?')}." if measure is not None else ""
         asked = [f"{row.cause.name} {row.probability:.0%}" for row in found.causes[:_ASKED] if row.probability >= 0.05]
-        return [FindingRow(name, group, line, "", f"In question: {', '.join(asked)}", step, said, advice, command)]
+        finding = Finding("", f"In question: {', '.join(asked)}", advice, step=step)
+        return [FindingRow(name, group, line, finding, said, command)]
     return [
         FindingRow(
             name,
             group,
             line,
-            finding.cause.name,
-            f"{_sentence(finding.cause.title)} ({finding.probability:.0%})",
-            finding.step,
+            dataclasses.replace(finding, message=f"{_sentence(finding.message)} ({finding.probability:.0%})"),
             [sign.sentence for sign in finding.chain[:_SHOWN_SIGNS]],
-            finding.remedy,
             command,
         )
         for finding in found.findings
@@ -571,8 +564,8 @@ def marked(figure: Figure, rows: Sequence[FindingRow]) -> Figure:
     """
     signs: dict[tuple[int, int], list[FindingRow]] = {}
     for row in rows:
-        if row.cause and row.step is not None:
-            signs.setdefault((row.group, row.step), []).append(row)
+        if row.finding.name and row.finding.step is not None:
+            signs.setdefault((row.group, row.finding.step), []).append(row)
     if figure.name not in MARKED or not signs:
         return figure
     marks = [_mark(group, step, found) for (group, step), found in signs.items()]
@@ -581,7 +574,7 @@ def marked(figure: Figure, rows: Sequence[FindingRow]) -> Figure:
 
 def _mark(group: int, step: int, rows: Sequence[FindingRow]) -> Row:
     """An upright line in the recipe's colour, whose top can be hovered over: what the rows found there."""
-    causes = ", ".join(dict.fromkeys(plain(row.cause) for row in rows))
+    causes = ", ".join(dict.fromkeys(plain(row.finding.name) for row in rows))
     runs = ", ".join(dict.fromkeys(plain(row.run) for row in rows))
     return {
         "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2",
@@ -597,14 +590,14 @@ def sign_marks(rows: Sequence[FindingRow]) -> list[Row]:
     Args:
         rows: of the page.
     """
-    known = [row for row in rows if row.cause and row.step is not None]
+    known = [row for row in rows if row.finding.name and row.finding.step is not None]
     if not known:
         return []
     return [
         {
-            "type": "scatter", "mode": "markers", "name": "first sign", "x": [row.step for row in known],
+            "type": "scatter", "mode": "markers", "name": "first sign", "x": [row.finding.step for row in known],
             "y": [row.line for row in known],
-            "text": [plain(f"first sign of {row.cause}") for row in known],
+            "text": [plain(f"first sign of {row.finding.name}") for row in known],
             "marker": {"symbol": "triangle-down", "size": 13, "color": "@accent", "line": {"width": 1, "color": "@paper"}},
             "hovertemplate": "step %{x}<br>%{text}<extra></extra>",
         }
