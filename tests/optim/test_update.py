@@ -12,7 +12,6 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import codec
 from narrowgauge.optim.codec import (
-    ARITHMETICS,
     Lane,
     Written,
     addends,
@@ -20,10 +19,10 @@ from narrowgauge.optim.codec import (
     read_parts,
     read_state,
     read_weight,
-    write_decided,
     write_state,
     write_weight,
 )
+from narrowgauge.optim.kernel import ARITHMETICS, write_decided
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage, low_parts
 from optim.scenarios import finest, row_of, storage_error

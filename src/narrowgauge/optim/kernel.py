@@ -1,8 +1,10 @@
 """Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
 
-:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. Run eagerly it is
-the reference; compiled ahead of time it is one fused loop over 32-bit words. There is no second implementation to keep
-equal, and a test holds the two equal bit for bit.
+:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An element-wise
+rule runs between reading and writing, in float32 or, where ``Storage.arithmetic`` says so, in the published Collage's
+expansions, which round every operation to the visible format. A matrix rule runs outside of the kernel, on whole matrices,
+and only its result is written. Run eagerly it is the reference; compiled ahead of time it is one fused loop over 32-bit
+words. There is no second implementation to keep equal, and a test holds the two equal bit for bit.
 """
 
 from __future__ import annotations
@@ -19,11 +21,13 @@ from torch import Tensor
 from narrowgauge._torch.inductor import is_aligned
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import with_nan
+from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
 from narrowgauge.numerics.update_metrics import update_terms
 from narrowgauge.optim import codec
-from narrowgauge.optim.codec import Advance, Lane, advance_by, write_decided
+from narrowgauge.optim.codec import Lane, Written
 from narrowgauge.optim.compilation import Compiled, Definition, compile_elsewhere, compiled, edge_words, normal_words
-from narrowgauge.optim.rules.elementwise import RULES, Rule, rule_source
+from narrowgauge.optim.rules.collage import expanded
+from narrowgauge.optim.rules.elementwise import RULES, Rule, Scalars, rule_source
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.storages import Storage
 
@@ -32,6 +36,71 @@ Summarize = Callable[[Sequence[Tensor]], Tensor]
 Draw = Callable[[torch.dtype, Sequence[int], torch.device, int], Tensor]
 CONTROL = ("gradient_scale", "skip")
 """The scalars that every step takes before the rule's own: what gradients are multiplied by, and 1 to change nothing."""
+
+
+# ── the step of one lane ────────────────────────────────────────────────────────────────────────────────────────────
+
+Advance = Callable[[Lane, Sequence[Tensor], Scalars, Tensor], Written]
+"""A step of one lane: ``(lane, decided, scalars, seed) -> written``. ``decided`` are the float32 tensors that were computed
+before the kernel: none for an element-wise rule, the change and the new states for a matrix rule."""
+
+
+def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+    """The rule in float32; only what is stored is cut.
+
+    Args:
+        rule, storage: what to do and how to store it.
+        lane: what is stored.
+        scalars: 0-d float32 tensors, ``gradient_scale`` and the rule's.
+        seed: 0-d int32 tensor.
+    """
+    gradient = codec.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    old = codec.read(storage, lane, rule.states)
+    change, *new = rule.update(old.weight, gradient, *old.states, scalars)
+    return codec.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
+
+
+def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+    """The published arithmetic: every operation rounded to nearest even at the weight's precision.
+
+    Arguments and result as of :func:`in_float32`.
+    """
+    rounding = nearest_even_bits(codec.dropped_bits(storage.weight), quiet=True)
+    weight = Expansion(codec.read_parts(storage, lane, "weight"), rounding)
+    states = [Expansion(codec.read_parts(storage, lane, name), rounding) for name in rule.states]
+    gradient = codec.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    advance = rule.expanded or expanded(rule.update)
+    change, *new = advance(weight, gradient, *states, scalars)
+    parts = {name: value.parts for name, value in zip(("weight", *rule.states), new, strict=True)}
+    return codec.write_parts(storage, lane, weight.parts, change, parts)
+
+
+ARITHMETICS: dict[str, Callable[..., Written]] = {"float32": in_float32, "expansion": in_expansions}
+
+
+def advance_by(rule: Rule, storage: Storage) -> Advance:
+    """The step of an element-wise rule, in the arithmetic of the storage."""
+    step = ARITHMETICS[storage.arithmetic]
+    return lambda lane, decided, scalars, seed: step(rule, storage, lane, scalars, seed)
+
+
+def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
+    """The step of a rule that has run already: it writes the change and the new states that it is given.
+
+    Args:
+        storage: how to store them.
+        states: names of the states among ``decided``, after the change.
+    """
+
+    def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
+        change, *new = decided
+        old = codec.read(storage, lane, ())
+        return codec.write(storage, lane, old, change, dict(zip(states, new, strict=True)), seed)
+
+    return advance
+
+
+# ── the step of a whole tensor ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def total_sums(terms: Sequence[Tensor]) -> Tensor:
