@@ -135,7 +135,7 @@ def state_bit(parameter: str, place: int, bit: int) -> Change:
     """One bit of what the optimizer keeps of a parameter."""
 
     def change(session: Session) -> None:
-        store = session.optimizer._registry.stores[session.model.get_parameter(parameter)]
+        store = session.optimizer._registry.states[session.model.get_parameter(parameter)]
         flip(store.tensors()[0], place, bit)
 
     return change

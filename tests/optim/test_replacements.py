@@ -103,7 +103,7 @@ def test_a_moved_parameter_keeps_its_states(storage: str, after: int, monkeypatc
     for p in moved:
         p.data = p.data.clone()  # as model.to(device) does
     # One device only is at hand: what is elsewhere is said to be.
-    waiting = set(right._registry.stores.values())
+    waiting = set(right._registry.states.values())
     monkeypatch.setattr(reconcile, "is_elsewhere", lambda store: store in waiting)
     step(right, 7)
     waiting.clear()

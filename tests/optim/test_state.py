@@ -22,7 +22,7 @@ from narrowgauge.optim.state import (
     SMALLEST_BOUND,
     ParameterState,
     as_words,
-    make_stores,
+    make_states,
     weight_bound,
 )
 from narrowgauge.optim.step import strided_copies, write_back
@@ -54,7 +54,7 @@ def visible(storage: Storage) -> torch.dtype:
 
 def alone(parameter: Tensor, storage: Storage) -> ParameterState:
     """A store with words of its own, whatever its size."""
-    (store,), _ = make_stores([parameter], storage, kernel(storage), joined=False)
+    (store,), _ = make_states([parameter], storage, kernel(storage), joined=False)
     return store
 
 
@@ -80,7 +80,7 @@ def fill(store: ParameterState, seed: int = 0) -> None:
 def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Storage) -> None:
     dtype = visible(storage)
     shapes = [*SHAPES, (SMALL + 2,), (SMALL + 1,), (130, 66)]
-    stores, buckets = make_stores([gaussian(*s, dtype=dtype) for s in shapes], storage, kernel(storage))
+    stores, buckets = make_states([gaussian(*s, dtype=dtype) for s in shapes], storage, kernel(storage))
     assert [tuple(s.parameter.shape) for s in stores] == shapes
     assert len(buckets) == 1
     inside = {id(m) for m in buckets[0].members}
@@ -96,7 +96,7 @@ def test_small_parameters_share_a_bucket_and_large_ones_stand_alone(storage: Sto
 
 @every_in_rows
 def test_what_lies_in_rows_stands_alone_and_so_does_what_is_not_to_be_joined(storage: Storage) -> None:
-    stores, buckets = make_stores([gaussian(*s, dtype=visible(storage)) for s in SHAPES], storage, kernel(storage))
+    stores, buckets = make_states([gaussian(*s, dtype=visible(storage)) for s in SHAPES], storage, kernel(storage))
     assert buckets == []
     for store, shape in zip(stores, SHAPES, strict=True):
         for plane in codec.planes(storage):
@@ -104,13 +104,13 @@ def test_what_lies_in_rows_stands_alone_and_so_does_what_is_not_to_be_joined(sto
         rows = math.prod(shape[:-1])
         assert store.bounds.keys() == set(storage.scaled)
         assert all(bound.shape == (rows, 1) and bound.dtype is torch.float32 for bound in store.bounds.values())
-    _, buckets = make_stores([torch.zeros(3).bfloat16()], STORAGES["word"], kernel(STORAGES["word"]), joined=False)
+    _, buckets = make_states([torch.zeros(3).bfloat16()], STORAGES["word"], kernel(STORAGES["word"]), joined=False)
     assert buckets == []
 
 
 @every_flat
 def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Storage) -> None:
-    stores, (bucket,) = make_stores([gaussian(*s, dtype=visible(storage)) for s in SHAPES], storage, kernel(storage))
+    stores, (bucket,) = make_states([gaussian(*s, dtype=visible(storage)) for s in SHAPES], storage, kernel(storage))
     end = 0
     for member, segment in zip(bucket.members, bucket.segments(), strict=True):
         assert segment.start % ALIGNMENT == 0 and segment.start >= end
@@ -132,9 +132,9 @@ def test_segments_are_aligned_disjoint_and_seen_through_the_members(storage: Sto
 def test_buckets_are_closed_when_full(storage: Storage) -> None:
     size = SMALL // codec.num_lanes(storage)
     parameters = [torch.zeros(SMALL, dtype=visible(storage)) for _ in range(2 * BUCKET_WORDS // size + 1)]
-    _, buckets = make_stores(parameters, storage, kernel(storage))
+    _, buckets = make_states(parameters, storage, kernel(storage))
     assert [len(b.members) for b in buckets] == [BUCKET_WORDS // size, BUCKET_WORDS // size, 1]
-    assert make_stores([], storage, kernel(storage)) == ([], [])
+    assert make_states([], storage, kernel(storage)) == ([], [])
 
 
 @every_flat
@@ -146,7 +146,7 @@ def test_gather_and_scatter_copy_every_member_and_nothing_else(storage: Storage)
     gradients = [gaussian(*s, dtype=dtype, seed=100 + n) for n, s in enumerate(SHAPES)]
     gradients[5] = gradients[5].t().contiguous().t()
     before = [p.clone() for p in parameters]
-    _, (bucket,) = make_stores(parameters, storage, kernel(storage))
+    _, (bucket,) = make_states(parameters, storage, kernel(storage))
     for member, gradient in zip(bucket.members, gradients, strict=True):
         member.gradient = gradient
     bucket.gather()
@@ -339,7 +339,7 @@ def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
 ) -> None:
     values = gaussian(*shape)
     parameter = torch.nn.Parameter(values.to(visible(storage)))
-    (store,), _ = make_stores([parameter], storage, kernel(storage), joined=joined)
+    (store,), _ = make_states([parameter], storage, kernel(storage), joined=joined)
     store.adopt(values)
     kept, shown = store.stored("weight"), store.parameter.detach().float()
     assert store.parameter.dtype is visible(storage) and kept.shape == shape
@@ -404,7 +404,7 @@ def test_with_a_seed_values_are_put_stochastically(name: str) -> None:
 
 def test_adopt_writes_where_the_parameter_lies_and_keeps_no_view_of_the_values() -> None:
     base = torch.zeros(10, dtype=torch.bfloat16)
-    (store,), _ = make_stores([base[2:8]], STORAGES["master"], kernel(STORAGES["master"]))
+    (store,), _ = make_states([base[2:8]], STORAGES["master"], kernel(STORAGES["master"]))
     values = torch.full((6,), 1.0 + 2.0**-12)
     store.adopt(values)
     values.zero_()
@@ -414,7 +414,7 @@ def test_adopt_writes_where_the_parameter_lies_and_keeps_no_view_of_the_values()
 
 def test_adopt_narrows_a_wide_parameter_and_quiets_nans() -> None:
     nan = torch.tensor([0x7FFFFFFF, 0x3F800000], dtype=torch.int32).view(torch.float32)
-    (store,), _ = make_stores([torch.nn.Parameter(nan.clone())], STORAGES["exact"], kernel(STORAGES["exact"]))
+    (store,), _ = make_states([torch.nn.Parameter(nan.clone())], STORAGES["exact"], kernel(STORAGES["exact"]))
     store.adopt(nan)
     assert store.parameter.dtype is torch.bfloat16
     assert store.parameter.isnan().tolist() == store.stored("weight").isnan().tolist() == [True, False]
@@ -424,7 +424,7 @@ def test_adopt_narrows_a_wide_parameter_and_quiets_nans() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7, 13), (130, 65), (3, 5, 2)], ids=str)
 def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...]) -> None:
     parameter = gaussian(*shape, dtype=visible(storage))
-    (one, other), _ = make_stores([parameter, parameter.clone()], storage, kernel(storage))
+    (one, other), _ = make_states([parameter, parameter.clone()], storage, kernel(storage))
     fill(one)
     saved = one.in_parameter_order()
     rows = (*shape[:-1], 1) if shape else (1,)
@@ -451,7 +451,7 @@ def test_a_store_counts_all_its_tensors(storage: Storage) -> None:
 def test_stored_is_a_copy_and_knows_its_names() -> None:
     for storage in ROWS:
         parameter = gaussian(6, dtype=visible(storage))
-        (store,), _ = make_stores([parameter], storage, kernel(storage))
+        (store,), _ = make_states([parameter], storage, kernel(storage))
         store.adopt(parameter.float())
         for name in ("weight", *STATES):
             before = store.stored(name)
@@ -462,7 +462,7 @@ def test_stored_is_a_copy_and_knows_its_names() -> None:
 
 
 def test_take_refuses_what_does_not_fit() -> None:
-    (store,), _ = make_stores([gaussian(4, dtype=torch.bfloat16)], STORAGES["word"], kernel(STORAGES["word"]))
+    (store,), _ = make_states([gaussian(4, dtype=torch.bfloat16)], STORAGES["word"], kernel(STORAGES["word"]))
     with pytest.raises(RecipeError, match="needs 'packed'"):
         store.take({"exp_avg": torch.zeros(4)})
     with pytest.raises(RecipeError, match=r"shape \(5,\) was given"):

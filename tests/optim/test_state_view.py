@@ -34,7 +34,7 @@ def test_entries_have_torchs_names_and_the_parameters_shape(rule: str, storage: 
         assert float(entry["step"]) == 2.0 and entry["step"].shape == ()
         for name, value in entry.items():
             assert isinstance(value, Tensor)
-            if name not in ("step", "master") and name in dict(optimizer._registry.stores[p].storage.states):
+            if name not in ("step", "master") and name in dict(optimizer._registry.states[p].storage.states):
                 assert value.shape == p.shape and torch.equal(value, optimizer.stored(p, name))
         if "master" in entry:
             assert torch.equal(entry["master"], optimizer.stored(p))
@@ -52,8 +52,8 @@ def test_what_is_written_is_what_a_state_made_so_holds(storage: str) -> None:
         in_place.state[p]["exp_avg"].mul_(0.5)
         in_place.state[p]["step"] += 5
     for p, q in zip(parameters_of(twin), parameters_of(assigned), strict=True):
-        twin._registry.stores[p].put("exp_avg", halves[q])
-        twin._registry.stores[p].step = 7
+        twin._registry.states[p].put("exp_avg", halves[q])
+        twin._registry.states[p].step = 7
     found = []
     for optimizer in (twin, assigned, in_place):
         saved = copy.deepcopy(optimizer.state_dict())
@@ -185,7 +185,7 @@ def test_a_groups_storage_is_set_before_its_first_step_or_refused() -> None:
     optimizer = build("adamw", parameters("word"), "word")
     optimizer.param_groups[0]["storage"] = "exact"
     take_steps(optimizer, range(1))
-    assert optimizer._registry.stores[parameters_of(optimizer)[0]].storage.name == "exact"
+    assert optimizer._registry.states[parameters_of(optimizer)[0]].storage.name == "exact"
     optimizer.param_groups[0]["storage"] = "word"
     for p, gradient in zip(parameters_of(optimizer), step_gradients(parameters_of(optimizer), 1), strict=True):
         p.grad = gradient

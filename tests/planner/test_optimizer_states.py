@@ -29,7 +29,7 @@ def held(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
     """Bytes that an optimizer keeps beside a weight, after a step."""
     weight.grad = torch.ones_like(weight)
     optimizer.step()
-    store = optimizer._registry.stores[weight]
+    store = optimizer._registry.states[weight]
     return float(sum(tensor.untyped_storage().nbytes() for tensor in store.tensors()))
 
 

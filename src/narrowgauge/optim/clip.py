@@ -178,14 +178,19 @@ class StepControl:
     """Decides for each step what gradients are multiplied by and whether the step is skipped.
 
     Args:
-        loss_scaler: the scaler of the loss; each step must follow a loss that it has scaled.
         worth_compiling: whether to compile the norm of so many elements.
     """
 
-    def __init__(self, loss_scaler: LossScaler | None, worth_compiling: Callable[[int], bool]) -> None:
-        self.loss_scaler, self._worth_compiling = loss_scaler, worth_compiling
-        self._request: object = None if loss_scaler is None else loss_scaler.request
+    def __init__(self, worth_compiling: Callable[[int], bool]) -> None:
+        self._worth_compiling = worth_compiling
+        self.loss_scaler: LossScaler | None = None
+        self._request: object = None
         self._norm: GradientNorm | None = None
+
+    def use(self, loss_scaler: LossScaler | None) -> None:
+        """Divide gradients by this scaler's scale; each step must follow a loss that it has scaled from now on."""
+        self.loss_scaler = loss_scaler
+        self._request = None if loss_scaler is None else loss_scaler.request
 
     def begin_after(self, request: object) -> None:
         """Take a loss that the scaler has scaled since then as the first step's: the optimizer may get its scaler after it.

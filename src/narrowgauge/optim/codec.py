@@ -644,6 +644,44 @@ def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tens
     return lanes.movedim(1, -1).reshape(-1).view(torch.int32).view(words.shape)
 
 
+def fields_of(storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, tuple[Tensor, int]]:
+    """The fields of a parameter's state, as a :class:`Lane` has them, in the parameter's order.
+
+    Args:
+        storage: how it is stored.
+        words: of each plane, by name.
+        shape: the parameter's.
+    Returns:
+        For each field the int32 bits of its plane, in the shape of :func:`matrix_of`, and the bit where the field begins.
+    """
+    fields = {}
+    for plane in planes(storage):
+        bits = _bits_of_plane(storage, plane, words, shape).reshape(matrix_of(storage, shape))
+        fields.update({name: (bits, shift) for name, shift, _ in plane.fields})
+    return fields
+
+
+def set_fields(
+    storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]
+) -> None:
+    """Overwrite some fields of a state's words; they are given in the parameter's order and at their bits of a word."""
+    for plane in planes(storage):
+        mine = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
+        if not mine:
+            continue
+        raw = _bits_of_plane(storage, plane, words, shape)
+        for name, shift, bits in mine:
+            mask = ((1 << bits) - 1) << shift if bits < 32 else -1
+            raw = (raw & ~mask) | (fields[name].reshape(shape) & mask)
+        value = raw.to(INTEGER[plane.bits]).view(plane.dtype)
+        words[plane.name].copy_(from_parameter_order(storage, plane, value))
+
+
+def _bits_of_plane(storage: Storage, plane: Plane, words: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+    values = to_parameter_order(storage, plane, words[plane.name], shape)
+    return values.view(INTEGER[plane.bits]).to(torch.int32)
+
+
 # ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -23,10 +23,10 @@ from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import StepControl, control_scalars
 from narrowgauge.optim.kernel import StepKernel
-from narrowgauge.optim.reconcile import Registry, read_leading, snapshot_adopted, snapshot_after_step
+from narrowgauge.optim.reconcile import Registry, check_in_use, snapshot_adopted, snapshot_after_step
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
-from narrowgauge.optim.state import NO_GRADIENT, ParameterState
+from narrowgauge.optim.state import NO_GRADIENT, ParameterState, read_leading
 from narrowgauge.optim.state_dict import (
     StateView,
     load_states,
@@ -40,15 +40,12 @@ from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
     USUAL_STORAGE,
     Range,
-    check_in_use,
     check_options,
     check_real,
     check_rule,
     check_step,
-    check_storage,
     check_visible,
     expected_row,
-    gradient_of,
     known_row,
     warn_of_slow_matmuls,
 )
@@ -191,9 +188,10 @@ class Optimizer(torch.optim.Optimizer):
             self.rule, self.rows, self.compile, lambda: self.param_groups, self._names, self._look_up_names
         )
         self._states = StateView(self._registry, self.settle)
+        self._control = StepControl(self._registry.worth_compiling)
         self.loss_scaler = options["loss_scaler"]
         self._stepped = False
-        # Of the last step: its control scalars, its stores, and the largest gradient magnitude of each where it may be skipped.
+        # Of the last step: its control scalars, its states, and the largest gradient magnitude of each where it may be skipped.
         self._pending: tuple[Tensor, list[ParameterState], list[Tensor]] | None = None
 
     @property
@@ -203,7 +201,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @loss_scaler.setter
     def loss_scaler(self, scaler: LossScaler | None) -> None:
-        self._control = StepControl(scaler, self._registry.worth_compiling)
+        self._control.use(scaler)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -275,32 +273,27 @@ class Optimizer(torch.optim.Optimizer):
         self._discard_orphans()
         for group in self.param_groups:
             check_step(group, self.rule)
-        work = [(group, self._stores_with_gradient(group)) for group in self.param_groups]
-        stores = [store for _, members in work for store in members]
-        if not (stores and self._stepped):
+        work = [(group, self._with_gradient(group)) for group in self.param_groups]
+        states = [state for _, members in work for state in members]
+        if not (states and self._stepped):
             check_in_use(self.parameter_names(), self._model())
-        if not stores:
+        if not states:
             if self.reduction is not None:
                 self.reduction.require_stepped()
             self._take_audit([])  # of parameters that were stepped alone
             return
         if not self._stepped:
-            self._stepped = True
-            self._left_to_recipe.clear()  # too late for one, and others may replace these parameters
-            warn_of_slow_matmuls(self.param_groups)
-            for kernel in self._registry.kernels.values() if self.audit_every else ():
-                if isinstance(kernel, StepKernel):
-                    kernel.compile_audit_elsewhere(stores[0].parameter.device)
-        gradients = [store.owner.grad for store in stores]
+            self._begin(states[0].parameter.device)
+        gradients = [state.owner.grad for state in states]
         control, norm, self.watched_grad_norm = self._control(
             [g for g in gradients if g is not None],
-            stores[0].parameter.device,
+            states[0].parameter.device,
             max_norm=self.max_grad_norm,
             skip_above=self.skip_above,
             # torch.amp.GradScaler sets these two for the length of a step.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
-            own=next((g for s, g in zip(stores, gradients, strict=True) if s.owner is self.watched), None),
+            own=next((g for s, g in zip(states, gradients, strict=True) if s.owner is self.watched), None),
         )
         self.last_control, self.grad_norm = control, self.grad_norm if norm is None else norm
         for group, members in work:
@@ -309,12 +302,21 @@ class Optimizer(torch.optim.Optimizer):
         # What the host reads later must not keep gradients alive: their largest magnitudes are enough.
         may_skip = self.max_grad_norm is not None or self.loss_scaler is not None or self.skip_above < math.inf
         flagged = may_skip and not on_cpu
-        finite = torch._foreach_norm([store.gradient for store in stores], math.inf) if flagged else []
-        self._pending = (control, stores, list(finite))
+        finite = torch._foreach_norm([state.gradient for state in states], math.inf) if flagged else []
+        self._pending = (control, states, list(finite))
         if on_cpu:
             self.settle()  # nothing to wait for
-        for store in stores:
-            store.gradient = NO_GRADIENT
+        for state in states:
+            state.gradient = NO_GRADIENT
+
+    def _begin(self, device: torch.device) -> None:
+        """What a first step does before it."""
+        self._stepped = True
+        self._left_to_recipe.clear()  # too late for one, and others may replace these parameters
+        warn_of_slow_matmuls(self.param_groups)
+        for kernel in self._registry.kernels.values() if self.audit_every else ():
+            if isinstance(kernel, StepKernel):
+                kernel.compile_audit_elsewhere(device)
 
     def _discard_orphans(self) -> None:
         """Remove what is known of parameters that are in no group any more."""
@@ -330,62 +332,57 @@ class Optimizer(torch.optim.Optimizer):
             parameter: it has a gradient.
         """
         with torch.no_grad():
-            stores = self._stores_with_gradient({**group, "params": [parameter]})
-            if any(store in bucket.members for bucket in self._registry.buckets for store in stores):
+            states = self._with_gradient({**group, "params": [parameter]})
+            if any(state in bucket.members for bucket in self._registry.buckets for state in states):
                 return
-            self._advance(group, stores, control_scalars(None, None, stores[0].parameter.device))
-        stores[0].gradient, parameter.grad = NO_GRADIENT, None
+            self._advance(group, states, control_scalars(None, None, states[0].parameter.device))
+        states[0].gradient, parameter.grad = NO_GRADIENT, None
         self.released.add(parameter)
 
-    def _advance(self, group: dict[str, Any], stores: list[ParameterState], control: Tensor) -> None:
-        Stepper(group, control, self.auditor, self.audit_every).step(stores, self._registry.buckets)
-        for store in stores:
-            store.step += 1
-        snapshot_after_step(stores, self.audit_every)
+    def _advance(self, group: dict[str, Any], states: list[ParameterState], control: Tensor) -> None:
+        Stepper(group, control, self.auditor, self.audit_every).step(states, self._registry.buckets)
+        for state in states:
+            state.step += 1
+        snapshot_after_step(states, self.audit_every)
 
-    def _stores_with_gradient(self, group: dict[str, Any]) -> list[ParameterState]:
-        """The stores of a group's parameters that have a gradient, with their gradients set; made where there are none yet."""
-        self._states.take_writes()
-        self._states.forget()
+    def _with_gradient(self, group: dict[str, Any]) -> list[ParameterState]:
+        """The states of a group's parameters that have a gradient, fit for a step and with their gradients set."""
+        if self._states.handed:
+            self._states.flush()
         parameters = [p for p in group["params"] if p.grad is not None]
-        gradients = [gradient_of(p) for p in parameters]
-        self._registry.add_states(group, parameters)
-        self._registry.make(group, parameters)
-        stores = [self._registry.stores[p] for p in parameters]
-        for made in {store.requested for store in stores}:
-            check_storage(group["storage"], made)
-        self._registry.adopt_writes(stores, self.audit_every)
-        for store, gradient in zip(stores, gradients, strict=True):
-            store.gradient = local_of(gradient)
-        return stores
+        states = self._registry.for_step(group, parameters, self.audit_every)
+        for state, parameter in zip(states, parameters, strict=True):
+            assert parameter.grad is not None
+            state.gradient = local_of(parameter.grad)
+        return states
 
     def settle(self) -> None:
         """Finish the last step: read from the device whether it was skipped and what its audit found, and raise alarms."""
         if self._pending is None:
             return
-        (control, stores, norms), self._pending, self.last_audit = self._pending, None, None
+        (control, states, norms), self._pending, self.last_audit = self._pending, None, None
         if float(control[1]) != 0.0:
             self.num_skipped += 1
             names = self.parameter_names()
-            finite = [bool(n.isfinite()) for n in norms] or [bool(s.gradient.isfinite().all()) for s in stores]
-            over = [s.owner for s, fine in zip(stores, finite, strict=True) if not fine]
+            finite = [bool(n.isfinite()) for n in norms] or [bool(s.gradient.isfinite().all()) for s in states]
+            over = [s.owner for s, fine in zip(states, finite, strict=True) if not fine]
             self.last_overflow = [names[parameter] for parameter in over if parameter in names]
-            for store in stores:
-                store.step -= 1
+            for state in states:
+                state.step -= 1
             self.auditor.discard()
             return
-        self._take_audit(stores)
+        self._take_audit(states)
 
-    def _take_audit(self, stores: list[ParameterState]) -> None:
+    def _take_audit(self, states: list[ParameterState]) -> None:
         """Take the audit of the last step into the windows, and raise alarms."""
         auditor = self.auditor
         # Ranks that hold nothing of what was audited take part too.
-        if auditor.join is not None and any(self.audit_every and s.step % self.audit_every == 0 for s in stores):
+        if auditor.join is not None and any(self.audit_every and s.step % self.audit_every == 0 for s in states):
             auditor.fresh = auditor.join(auditor.fresh)
         if not auditor.fresh:
             return
         self.last_audit = self.auditor.collect()
-        storages = {parameter: store.storage for parameter, store in self._registry.stores.items()}
+        storages = {parameter: state.storage for parameter, state in self._registry.states.items()}
         if alarms := self.auditor.alarms(self.parameter_names(), storages):
             self.on_alarm(alarms)
 
@@ -393,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """The state of each parameter: ``state[p]["exp_avg"]`` as in ``torch.optim``; see :class:`States`."""
+        """The state of each parameter: ``state[p]["exp_avg"]`` as in ``torch.optim``; see :class:`~narrowgauge.optim.state_dict.StateView`."""
         return self._states
 
     @state.setter
@@ -426,7 +423,7 @@ class Optimizer(torch.optim.Optimizer):
             3.0
         """
         with torch.no_grad():
-            self._registry.adopt(list(self._registry.stores.values()))
+            self._registry.adopt(list(self._registry.states.values()))
 
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
@@ -443,14 +440,14 @@ class Optimizer(torch.optim.Optimizer):
             mine = [p for p in group["params"] if p in values]
             self._registry.make(group, mine)
             for index, parameter in enumerate(mine):
-                store, given = self._registry.stores[parameter], (states or {}).get(parameter, {})
-                store.adopt(local_of(values[parameter]))
-                snapshot_adopted(store)
-                store.step = int(given.get("step", store.step))
-                seed = seed_of(group, store, index)
+                state, given = self._registry.states[parameter], (states or {}).get(parameter, {})
+                state.adopt(local_of(values[parameter]))
+                snapshot_adopted(state)
+                state.step = int(given.get("step", state.step))
+                seed = seed_of(group, state, index)
                 for name, value in given.items():
                     if isinstance(value, Tensor) and name != "step":
-                        store.put(name, local_of(value), seed)
+                        state.put(name, local_of(value), seed)
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
         """The stored value, as float32.
@@ -465,9 +462,9 @@ class Optimizer(torch.optim.Optimizer):
             KeyError: the parameter or the name is unknown.
         """
         self._states.take_writes()
-        store = self._registry.get(parameter)
-        if store is not None and (name == "weight" or name in store.shapes_of_states):
-            return placed_like(parameter, store.stored(name))
+        state = self._registry.get(parameter)
+        if state is not None and (name == "weight" or name in state.shapes_of_states):
+            return placed_like(parameter, state.stored(name))
         group = self._registry.group_of(parameter)
         if group is None:
             raise KeyError("this tensor is not one of the optimizer's parameters")
@@ -487,15 +484,15 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             float32 ``[count]`` for each, or ``None`` where nothing is stored under that name yet.
         """
-        stores = [self._registry.stores.get(parameter) for parameter in parameters]
-        known = [s for s in stores if s is not None and (name == "weight" or name in dict(s.storage.states))]
+        states = [self._registry.states.get(parameter) for parameter in parameters]
+        known = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
         values = dict(zip(map(id, known), read_leading(known, count, name), strict=True))
-        return [values.get(id(store)) for store in stores]
+        return [values.get(id(state)) for state in states]
 
     def num_steps(self, parameter: Tensor) -> int:
         """Steps that a parameter has taken; 0 before the first."""
-        store = self._registry.stores.get(parameter)
-        return 0 if store is None else store.step
+        state = self._registry.states.get(parameter)
+        return 0 if state is None else state.step
 
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors.
@@ -505,8 +502,8 @@ class Optimizer(torch.optim.Optimizer):
         everyone = self._registry.parameters()
         parameters = [local_of(p) for p in everyone]
         gradients = [local_of(p) for p in everyone if p not in self.released]
-        states = [words for store in self._registry.stores.values() for words in store.tensors()]
-        total = sum(t.numel() * t.element_size() for t in [*parameters, *gradients, *states])
+        kept = [tensor for state in self._registry.states.values() for tensor in state.tensors()]
+        total = sum(t.numel() * t.element_size() for t in [*parameters, *gradients, *kept])
         return total / max(1, sum(p.numel() for p in parameters))
 
     def parameter_names(self) -> dict[Tensor, str]:
@@ -575,7 +572,7 @@ class Optimizer(torch.optim.Optimizer):
             RecipeError: a state was saved from another storage, rule or shape.
         """
         load_states(self._registry, self.param_groups, entries, groups or self.param_groups)
-        self._states.forget()
+        self._states.handed.clear()
         self._pending, self.auditor = None, Auditor(join=self.auditor.join)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,14 +1,25 @@
-"""The states of an optimizer's parameters, and what may have happened to a parameter since its last step.
+"""Which state belongs to each parameter of an optimizer, and what has happened to a parameter since its state was last used.
 
 A parameter gets its :class:`~narrowgauge.optim.state.ParameterState` at its first step, or when a state is loaded or
-written. The registry makes it, finds it again, and checks before each use that the parameter still is what its states were
-made for.
+written. From then on anybody may change the parameter, its options or its place in the groups. :func:`reconcile` asks what
+has happened, before each use; the :class:`Registry` does what follows from it.
 
-*Moved or replaced.* A framework may place a model on a device later (``model.to`` gives each parameter other memory), or
-shard it later: Accelerate's FSDP2 puts the shard of each parameter at its place in the param groups. Torch's optimizers
-have no states by then. Ours has the bits of the weights that the visible ones cut, since :func:`narrowgauge.prepare`. A
-parameter that follows has the bits that it had: a state passes to another parameter only at the same place of the groups,
-with the same shape, and where every visible bit that this rank holds is the same; else the new one starts afresh.
+==========================================================  ==============================================================
+what has happened to the parameter                          what is done
+==========================================================  ==============================================================
+it has no state yet                                         one is made
+it has no gradient                                          it is not stepped
+... and another has taken its place in the model            refused, in a first step (:func:`check_in_use`)
+its gradient is sparse, or not in its format and size       refused
+its group names another storage                             refused
+its options need more states, or of other shapes            they are added, the others stay bit for bit; refused
+its shape or dtype is another                               refused
+it lies on another device                                   its states follow
+it was written to, or lies elsewhere in memory              its value is adopted where its bits have changed
+it was written to through ``.data``                         adopted at the next audited step, whose checksum shows it
+another parameter stands at its place in the groups         the states pass to that one (:meth:`Registry.follow`)
+it is in no group any more                                  its state is dropped at the next step
+==========================================================  ==============================================================
 
 *Written to.* A user may load a checkpoint, apply a mask or swap in an average at any time. What is stored with the weight
 then belongs to a value that is gone. A float32 master is compared with the visible weight in every step, in the kernel, and
@@ -19,6 +30,12 @@ unchanged, so is the weight. If not, and a copy of the visible weight is at hand
 tails: a bucket has such a copy, and a parameter that is modified repeatedly gets one. Without a copy all tails of the
 parameter are discarded.
 
+*Moved or replaced.* A framework may place a model on a device later (``model.to`` gives each parameter other memory), or
+shard it later: Accelerate's FSDP2 puts the shard of each parameter at its place in the param groups. Torch's optimizers
+have no states by then. Ours has the bits of the weights that the visible ones cut, since :func:`narrowgauge.prepare`. A
+state passes to another parameter only at the same place of the groups, with the same shape, and where every visible bit
+that this rank holds is the same; else the new one starts afresh.
+
 Source: Accelerate 1.15, ``fsdp2_switch_optimizer_parameters`` and ``AcceleratedOptimizer._switch_parameters``.
 """
 
@@ -26,12 +43,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from narrowgauge import _torch
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
 from narrowgauge.numerics.shards import is_sharded, local_of, own_part
 from narrowgauge.numerics.summation import fingerprint
 from narrowgauge.optim import codec
@@ -39,17 +59,165 @@ from narrowgauge.optim.audit import audited_parts
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
-from narrowgauge.optim.state import Bucket, ParameterState, Snapshot, make_stores, without
-from narrowgauge.optim.validation import check_unchanged, check_visible, known_row
+from narrowgauge.optim.state import Bucket, ParameterState, Snapshot, make_states, without
+from narrowgauge.optim.validation import check_visible, gradient_of, known_row
 from narrowgauge.spec.storages import Storage, for_vectors
 
 Group = dict[str, Any]
-WORTH_COMPILING = 1 << 18
-"""Elements of one storage from which compiling its kernel pays within a short run."""
+Place = tuple[int, int]
+"""The number of a group and of a parameter in it."""
+OFTEN = 2
+"""Modifications after which a copy of the visible weight is stored, so that the next one is adopted element by element."""
+
+
+# ── what has happened ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Differences:
+    """What has happened to parameters, by what is to be done about it.
+
+    Args:
+        new: they get a state.
+        wider: the names of all states that each must have, since its options need more than it has.
+        modified: their present values are adopted.
+    """
+
+    new: list[Tensor] = field(default_factory=list)
+    wider: dict[Tensor, set[str]] = field(default_factory=dict)
+    modified: list[ParameterState] = field(default_factory=list)
+
+
+def reconcile(
+    registry: Registry, parameters: Iterable[Tensor], group: Group | None = None, audit_every: int = 0
+) -> Differences:
+    """Ask what has happened to parameters since their states were last used.
+
+    Args:
+        registry: of their states.
+        parameters: those about to be used.
+        group: the options that they are about to be stepped under; ``None`` where their states are only read. Then a state
+            that was just loaded is left alone: the weight that belongs to it may be loaded later.
+        audit_every: also find writes that raise no version counter, where the next step is audited.
+    Raises:
+        RecipeError: what cannot be mended, see the table above.
+
+    Cost: some microseconds a parameter; one wait for a device where a step is audited.
+    """
+    found, quiet = Differences(), []
+    states_change = group is not None and registry.states_change
+    for parameter in parameters:
+        state = registry.states.get(parameter)
+        if group is not None:
+            gradient_of(parameter)
+            if state is None:
+                found.new.append(parameter)
+                continue
+            if state.requested != group["storage"]:
+                _refuse_storage(group["storage"], state.requested)
+            if states_change and (wanted := _states_to_add(registry, group, parameter, state)):
+                found.wider[parameter] = wanted
+        elif state is None or state.snapshot is None or state.snapshot.version is None:
+            continue
+        if not is_unmodified(state):
+            check_fits(state, registry)
+            found.modified.append(state)
+        elif audit_every:
+            quiet.append(state)
+    if quiet:
+        found.modified += modified_silently(quiet, audit_every)
+    return found
+
+
+def _states_to_add(registry: Registry, group: Group, parameter: Tensor, state: ParameterState) -> set[str]:
+    """The names of all states that a parameter needs under its group's options; none where it has them.
+
+    Raises:
+        RecipeError: the options need states of other shapes, or another rule.
+    """
+    own = state.shapes_of_states
+    rule = registry.rule_of(group, parameter, own)
+    wanted = shapes_of_states(rule, parameter.shape, group)
+    if isinstance(registry.rule, MatrixRule):
+        _check_rule_stands(state.kernel.rule.name, own, rule.name, wanted)
+    return {*wanted, *own} if wanted.keys() - own.keys() else set()
+
+
+def _check_rule_stands(rule: str, own: Mapping[str, Any], new_rule: str, wanted: Mapping[str, Any]) -> None:
+    """Refuse options under which a matrix is stepped by another rule, or has states of other shapes."""
+    advice = "Set it before the first step, or build a new optimizer."
+    if new_rule != rule:
+        raise RecipeError(f"rule '{new_rule}' was set for a parameter whose states are those of '{rule}'.", advice)
+    for name in wanted.keys() & own.keys():
+        if tuple(wanted[name]) != tuple(own[name]):
+            raise RecipeError(
+                f"an option was set under which '{name}' of rule '{rule}' has the shape {tuple(wanted[name])}, and it was "
+                f"made with {tuple(own[name])}.",
+                advice,
+            )
+
+
+def _refuse_storage(asked: str, made: str) -> None:
+    raise RecipeError(
+        f"a group's storage was changed to '{asked}', and its states are stored in '{made}'.",
+        "Build a new optimizer with that storage, and take the state over with ng.convert, or clear optimizer.state.",
+    )
+
+
+def check_fits(state: ParameterState, registry: Registry) -> None:
+    """Refuse a parameter whose shape or dtype is not what its states were made for."""
+    snapshot, weight = state.snapshot, state.parameter
+    if snapshot is None or (weight.shape, weight.dtype) == (snapshot.shape, snapshot.dtype):
+        return
+    name = registry.parameter_names().get(state.owner, "param")
+    device = next((kept.device for kept in state.tensors()), weight.device)
+    now, then = (_described(*kind) for kind in ((weight.dtype, weight.shape), (snapshot.dtype, snapshot.shape)))
+    raise RecipeError(
+        f"parameter '{name}' is {now} on {weight.device} now, and its states were made for {then} on {device}.",
+        "Change a model before its optimizer is built: build a new one for it as it is, and load or ng.convert what was "
+        "saved from before.",
+    )
+
+
+def _described(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
+
+
+def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
+    """Refuse parameters that never get a gradient, since others have taken their places in the model.
+
+    Args:
+        names: the optimizer's parameters, with their names.
+        model: whose they are, where it is known.
+    Raises:
+        RecipeError: naming the first.
+    """
+    held: dict[str, Tensor] = {}
+    ours: set[int] = set()
+    if model is not None:
+        held = {_torch.plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        # FSDP2's own stand in the modules, or what it has gathered of them.
+        of_fsdp = [
+            p for _, g in _torch.fsdp_groups(model) for p in (*_torch.fsdp_parameters(g), *_torch.fsdp_gathered(g))
+        ]
+        ours = {id(parameter) for parameter in (*held.values(), *of_fsdp)}
+    for parameter, name in names.items():
+        if not parameter.requires_grad or parameter.grad is not None:
+            continue
+        if _torch.was_taken_by_fsdp(parameter) or (name in held and id(parameter) not in ours):
+            raise RecipeError(
+                f"parameter '{name}' of the optimizer has no gradient and never gets one: another has taken its place in the "
+                "model.",
+                "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer or call "
+                "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a forward pass.",
+            )
+
+
+# ── the states of all parameters ────────────────────────────────────────────────────────────────────────────────────────
 
 
 class Registry:
-    """The stores of an optimizer's parameters.
+    """The states of an optimizer's parameters, and what steps them.
 
     Args:
         rule: the optimizer's rule.
@@ -71,7 +239,7 @@ class Registry:
     ) -> None:
         self.rule, self.storages, self.compile, self._groups, self._names = rule, storages, compile, groups, names
         self._look_up_names = look_up_names
-        self.stores: dict[Tensor, ParameterState] = {}
+        self.states: dict[Tensor, ParameterState] = {}
         self.buckets: list[Bucket] = []
         self.kernels: dict[tuple[str, Storage], Kernel] = {}
         self._places: dict[Tensor, Place] = {}
@@ -80,6 +248,15 @@ class Registry:
         self._left: set[Tensor] = set()
         self._aligned: list[tuple[list[int], list[str]]] = []
         self._warned = False
+
+    @property
+    def states_change(self) -> bool:
+        """Whether other options may need other states."""
+        return isinstance(self.rule, MatrixRule) or self.rule.reduces is not None
+
+    def worth_compiling(self, num_elements: int) -> bool:
+        """Whether kernels for so many elements are compiled."""
+        return self.compile if self.compile is not None else num_elements >= COMPILE_ELEMENTS
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
 
@@ -131,6 +308,12 @@ class Registry:
             return groups[self._places[parameter][0]]
         return next((g for g in groups if any(parameter is p for p in g["params"])), None)
 
+    def _is_at(self, parameter: Tensor, groups: Sequence[Group]) -> bool:
+        """Whether a parameter still has the place that it had when the groups were last looked at."""
+        number, index = self._places.get(parameter, (0, 0))
+        members = groups[number]["params"] if number < len(groups) else ()
+        return index < len(members) and members[index] is parameter
+
     def storage_of(self, group: Group, parameter: Tensor) -> Storage:
         """How a parameter of a group is stored."""
         row = known_row(group["storage"], self.storages)
@@ -145,46 +328,58 @@ class Registry:
         rule = ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
         return rule if isinstance(rule, MatrixRule) else rule.under(group, states)
 
-    def worth_compiling(self, num_elements: int) -> bool:
-        """Whether kernels for so many elements are compiled."""
-        return self.compile if self.compile is not None else num_elements >= WORTH_COMPILING
+    # ── states, fit for use ─────────────────────────────────────────────────────────────────────────────────────────
 
-    # ── stores ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    def for_step(self, group: Group, parameters: Sequence[Tensor], audit_every: int) -> list[ParameterState]:
+        """The states of parameters that are about to be stepped: made where there are none, the others reconciled."""
+        found = reconcile(self, parameters, group, audit_every)
+        if found.modified:
+            self.adopt(found.modified)
+        if found.wider:
+            self._widen(group, found.wider)
+        if found.new:
+            self.make(group, found.new)
+        return [self.states[p] for p in parameters]
 
-    def with_states(self) -> dict[Tensor, None]:
-        """The parameters that have a store, in the order in which they got it."""
-        self.follow()
-        known = set(self.parameters())
-        return {parameter: None for parameter in self.stores if parameter in known}
+    def for_reading(self, parameters: Iterable[Tensor]) -> None:
+        """Let the states of parameters be those of their present weights."""
+        if modified := reconcile(self, parameters).modified:
+            self.adopt(modified)
 
     def get(self, parameter: Tensor) -> ParameterState | None:
-        """The store of a parameter, with all writes to it adopted; ``None`` where there is none."""
+        """The state of a parameter, with all writes to it adopted; ``None`` where there is none."""
         self.follow()
-        if (store := self.stores.get(parameter)) is not None:
-            self.adopt_writes([store], loaded=False)
-        return store
+        if parameter in self.states:
+            self.for_reading([parameter])
+        return self.states.get(parameter)
+
+    def with_states(self) -> dict[Tensor, None]:
+        """The parameters that have a state, in the order in which they got it."""
+        self.follow()
+        known = set(self.parameters())
+        return {parameter: None for parameter in self.states if parameter in known}
 
     def begin(self, parameter: Tensor, name: str) -> ParameterState:
-        """Make the store of a parameter, with a state called ``name`` if the rule has one."""
+        """Make the state of a parameter, with one called ``name`` if the rule has it."""
         group = self.group_of(parameter)
         assert group is not None
         with torch.no_grad():
             self.make(group, [parameter], {parameter: (name,)})
-        return self.stores[parameter]
+        return self.states[parameter]
 
     def make(
-        self, group: Group, parameters: Iterable[Tensor], states: Mapping[Tensor, Collection[str]] | None = None
+        self, group: Group, parameters: Iterable[Tensor], names: Mapping[Tensor, Collection[str]] | None = None
     ) -> None:
-        """Make stores for those parameters of a group that have none; ``states``: names of those about to be loaded."""
+        """Make states for those parameters of a group that have none; ``names``: of states about to be loaded."""
         alike: dict[tuple[str, Storage, torch.device], list[Tensor]] = {}
         rules: dict[str, Rule | MatrixRule] = {}
         extras: dict[Tensor, dict[str, Tensor]] = {}
         for parameter in parameters:
-            if parameter in self.stores:
+            if parameter in self.states:
                 continue
             row = self.storage_of(group, parameter)
             check_visible(parameter, row)
-            rule = self.rule_of(group, parameter, (states or {}).get(parameter, ()))
+            rule = self.rule_of(group, parameter, (names or {}).get(parameter, ()))
             if isinstance(rule, MatrixRule):
                 kept = rule.states(tuple(parameter.shape), group)
                 row = row.keeping(tuple((name, k.role) for name, k in kept.items() if k.role is not None))
@@ -198,17 +393,17 @@ class Registry:
             rules[rule.name] = rule
             alike.setdefault((rule.name, row, parameter.device), []).append(parameter)
         if alike:
-            self._places = places_of(self._groups()) | {p: self._places[p] for p in self.stores if p in self._places}
+            self._places = places_of(self._groups()) | {p: self._places[p] for p in self.states if p in self._places}
         for (name, row, _), members in alike.items():
-            stores, buckets = make_stores(members, row, self._kernel(rules[name], row))
+            states, buckets = make_states(members, row, self._kernel(rules[name], row))
             self.buckets += buckets
-            for store in stores:
-                store.extras = extras.get(store.owner, {})
+            for state in states:
+                state.extras = extras.get(state.owner, {})
                 if row.master:
-                    store.adopt(store.parameter)
-                store.snapshot = snapshot_of(store)
-                store.requested = group["storage"]
-                self.stores[store.owner] = store
+                    state.adopt(state.parameter)
+                state.snapshot = snapshot_of(state)
+                state.requested = group["storage"]
+                self.states[state.owner] = state
 
     def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> Kernel:
         key = rule.name, storage
@@ -221,39 +416,22 @@ class Registry:
                 self.kernels[key] = StepKernel(rule, storage, compile=self.worth_compiling(total))
         return self.kernels[key]
 
-    def add_states(self, group: Group, parameters: Iterable[Tensor]) -> None:
-        """Add the states that changed options need; all others stay bit for bit.
-
-        Raises:
-            RecipeError: the options need states of other shapes, or another rule.
-        """
-        if isinstance(self.rule, Rule) and self.rule.reduces is None:
-            return  # its states never change
-        wider: dict[Tensor, set[str]] = {}
-        for parameter in parameters:
-            if (store := self.stores.get(parameter)) is not None:
-                rule = self.rule_of(group, parameter, store.shapes_of_states)
-                wanted = shapes_of_states(rule, parameter.shape, group)
-                if isinstance(self.rule, MatrixRule):
-                    check_unchanged(store.kernel.rule.name, store.shapes_of_states, rule.name, wanted)
-                if wanted.keys() - store.shapes_of_states.keys():
-                    wider[parameter] = {*wanted, *store.shapes_of_states}
-        old = {parameter: self.stores.pop(parameter) for parameter in wider}
+    def _widen(self, group: Group, wider: Mapping[Tensor, set[str]]) -> None:
+        """Give parameters the states that changed options need; all others stay bit for bit."""
+        old = {parameter: self.states.pop(parameter) for parameter in wider}
         self.buckets = [b for b in self.buckets if not any(member.owner in old for member in b.members)]
         self.make(group, wider, wider)
-        for parameter, store in old.items():
-            new = self.stores[parameter]
-            new.inherit(store)
-            new.snapshot = snapshot_of(store, bound=store.snapshot is None or store.snapshot.version is not None)
+        for parameter, state in old.items():
+            self.states[parameter].inherit(state)
 
     def remove(self, parameters: Iterable[Tensor]) -> set[ParameterState]:
-        """Remove the stores of parameters: they start again from their visible weights.
+        """Remove the states of parameters: they start again from their visible weights.
 
         Returns:
-            The stores that were removed.
+            The states that were removed.
         """
-        removed = [parameter for parameter in parameters if parameter in self.stores]
-        gone = {self.stores.pop(parameter) for parameter in removed}
+        removed = [parameter for parameter in parameters if parameter in self.states]
+        gone = {self.states.pop(parameter) for parameter in removed}
         for parameter in self._left.intersection(removed):  # nothing holds it any more
             self._left.remove(parameter)
             self._places.pop(parameter, None)
@@ -262,6 +440,50 @@ class Registry:
             touched = any(member in gone for member in bucket.members)
             self.buckets += without(bucket, gone) if touched else [bucket]
         return gone
+
+    def adopt(self, states: Sequence[ParameterState]) -> None:
+        """Adopt the present weights of parameters, known to be modified or not; warn the first time one was."""
+        moved = self._bring_states()
+        states = [state for state in states if state not in moved or not is_unmodified(state)]
+        for state in states:
+            check_fits(state, self)
+        if found := [state.owner for state in states if adopt_modified(state)]:
+            self._warn_of(found)
+
+    def _warn_of(self, modified: Sequence[Tensor]) -> None:
+        if self._warned:
+            return
+        self._warned = True
+        name = self.parameter_names().get(modified[0], "param")
+        more = f" and of {len(modified) - 1} more parameters" if len(modified) > 1 else ""
+        warnings.warn(
+            f"weights of '{name}'{more} were modified outside this optimizer: it adopts them and discards the tails "
+            "that were stored with them. This warning appears once.",
+            stacklevel=3,
+        )
+
+    # ── parameters that were moved, replaced or removed ─────────────────────────────────────────────────────────────
+
+    def _bring_states(self) -> set[ParameterState]:
+        """Move states to the devices that their parameters have been moved to; returns these."""
+        moved = {state for state in self.states.values() if is_elsewhere(state)}
+        if not moved:
+            return moved
+        alone = set(moved)
+        buckets, self.buckets = self.buckets, []
+        for bucket in buckets:
+            leaving = [member for member in bucket.members if member in moved]
+            staying = [member for member in bucket.members if member not in moved]
+            self.buckets += [bucket] if not leaving else [*without(bucket, staying), *without(bucket, leaving)]
+            for member in leaving:
+                alone.remove(member)
+                settle(member)
+        for state in alone:
+            device = state.parameter.device
+            for kept in (state.words, state.bounds, state.extras):
+                kept.update({name: tensor.to(device) for name, tensor in kept.items()})
+            settle(state)
+        return moved
 
     def follow(self) -> None:
         """Take note of parameters that others have removed from the groups, moved or replaced.
@@ -281,8 +503,8 @@ class Registry:
         self._look_up_names()
         self.align_names()
         known = places_of(groups)
-        gone = {p: store for p, store in self.stores.items() if p not in known}
-        heirs = {p: heir_of(store, self._places.get(p), groups) for p, store in gone.items()}
+        gone = {p: state for p, state in self.states.items() if p not in known}
+        heirs = {p: heir_of(state, self._places.get(p), groups) for p, state in gone.items()}
         # A parameter that was there before has only moved up.
         replaced = {p: heir for p, heir in heirs.items() if heir is not None and heir not in self._places}
         self._pass_on(gone, replaced)
@@ -302,136 +524,17 @@ class Registry:
         for group in self._groups():
             members = set(group["params"])
             self.make(group, [heir for heir in replaced.values() if heir in members])
-        lost = [names[heir] for old, heir in replaced.items() if not pass_on(gone[old], self.stores[heir])]
+        lost = [names[heir] for old, heir in replaced.items() if not pass_on(gone[old], self.states[heir])]
         self.remove(replaced)
         if lost:
             warnings.warn(
                 f"'{lost[0]}' was replaced by a parameter of other values: it starts from these.", stacklevel=4
             )
 
-    def _is_at(self, parameter: Tensor, groups: Sequence[Group]) -> bool:
-        """Whether a parameter still has the place that it had when the groups were last looked at."""
-        number, index = self._places.get(parameter, (0, 0))
-        members = groups[number]["params"] if number < len(groups) else ()
-        return index < len(members) and members[index] is parameter
-
     def orphans(self) -> list[Tensor]:
-        """Parameters that have a store and no param group any more."""
+        """Parameters that have a state and no param group any more."""
         self.follow()
-        return [parameter for parameter in self._left if parameter in self.stores]
-
-    # ── writes to the weights from outside the optimizer ────────────────────────────────────────────────────────────
-
-    def adopt_writes(self, stores: Iterable[ParameterState], audit_every: int = 0, *, loaded: bool = True) -> None:
-        """Adopt what was written to parameters outside the optimizer, before their stores are used.
-
-        Args:
-            stores: those about to be used.
-            audit_every: also find writes that raise no version counter, in stores whose next step is audited.
-            loaded: whether to include stores whose state was just loaded, which binds the present weight to the state.
-        Raises:
-            RecipeError: a parameter is not what its states were made for.
-        """
-        looked_at = list(stores)
-        if not loaded:
-            looked_at = [s for s in looked_at if s.snapshot is not None and s.snapshot.version is not None]
-        modified = dict.fromkeys(store for store in looked_at if not is_unmodified(store))
-        others = [store for store in looked_at if store not in modified] if audit_every else []
-        if found := [*modified, *(modified_silently(others, audit_every) if others else [])]:
-            self.adopt(found)
-
-    def adopt(self, stores: Sequence[ParameterState]) -> None:
-        """Adopt the present weights of parameters, known to be modified or not; the first time one was, warn."""
-        names = self.parameter_names()
-        brought = self._bring_states()
-        stores = [store for store in stores if store not in brought or not is_unmodified(store)]
-        for store in stores:
-            check_matches_states(store, names.get(store.owner, "param"))
-        found = [names.get(store.owner, "param") for store in stores if adopt_modified(store)]
-        if found and not self._warned:
-            self._warned = True
-            more = f" and of {len(found) - 1} more parameters" if len(found) > 1 else ""
-            warnings.warn(
-                f"weights of '{found[0]}'{more} were modified outside this optimizer: it adopts them and discards the tails "
-                "that were stored with them. This warning appears once.",
-                stacklevel=2,
-            )
-
-    def _bring_states(self) -> set[ParameterState]:
-        """Move states to the devices that their parameters have been moved to; returns the stores of these."""
-        moved = {store for store in self.stores.values() if is_elsewhere(store)}
-        alone = set(moved)
-        if not moved:
-            return moved
-        buckets, self.buckets = self.buckets, []
-        for bucket in buckets:
-            leaving = [member for member in bucket.members if member in moved]
-            staying = [member for member in bucket.members if member not in moved]
-            self.buckets += [bucket] if not leaving else [*without(bucket, staying), *without(bucket, leaving)]
-            for member in leaving:
-                alone.remove(member)
-                settle(member)
-        bring(alone)
-        return moved
-
-
-def read_leading(stores: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:
-    """The first values of each store's weight or state.
-
-    Unpacking costs the same for one value as for a thousand, so the leading words of all stores of one storage are joined
-    and unpacked at once; storages that lie in rows, whose scales differ, are unpacked one by one.
-
-    Invariant: they are those of ``store.stored(name)``, bit for bit.
-
-    Args:
-        stores: each has a weight or state of that name.
-        count: how many values of each.
-        name: ``weight`` or a state.
-    Returns:
-        float32 ``[count]`` for each, fewer where there are fewer.
-    """
-    first = [leading(store, count) for store in stores]
-    found: dict[int, Tensor] = {}
-    alike: dict[Storage, list[int]] = {}
-    for place, store in enumerate(first):
-        if store is stores[place] or codec.by_rows(store.storage):
-            found[place] = store.stored(name)
-        else:
-            alike.setdefault(store.storage, []).append(place)
-    for storage, places in alike.items():
-        members = [first[place] for place in places]
-        words = {key: torch.cat([store.words[key] for store in members], 1) for key in members[0].words}
-        joined = torch.cat([store.parameter for store in members])
-        values = ParameterState(joined, joined, storage, members[0].kernel, words).stored(name)
-        found.update(zip(places, values.split([len(store.parameter) for store in members]), strict=True))
-    return [found[place].reshape(-1)[:count] for place in range(len(stores))]
-
-
-def leading(store: ParameterState, count: int) -> ParameterState:
-    """A store of the first elements alone, at least ``count`` or all: whole words, and whole rows where it has rows.
-
-    It is only for reading: its words are copies or views.
-    """
-    matrix = codec.matrix_of(store.storage, store.parameter.shape)
-    lanes = codec.num_lanes(store.storage)
-    wanted = -(-count // matrix[1]) if len(matrix) == 2 else -(-count // lanes) * lanes
-    if wanted >= matrix[0]:
-        return store
-    groups = wanted if len(matrix) == 2 else wanted // lanes
-    return ParameterState(
-        store.owner,
-        store.parameter.detach().reshape(matrix)[:wanted],
-        store.storage,
-        store.kernel,
-        {name: words[:, :groups] for name, words in store.words.items()},
-        {name: bound[:wanted] for name, bound in store.bounds.items()},
-    )
-
-
-# ── parameters that were moved or replaced ──────────────────────────────────────────────────────────────────────────────
-
-Place = tuple[int, int]
-"""The number of a group and of a parameter in it."""
+        return [parameter for parameter in self._left if parameter in self.states]
 
 
 def places_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, Place]:
@@ -439,32 +542,28 @@ def places_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, Place]:
     return {p: (number, index) for number, group in enumerate(groups) for index, p in enumerate(group["params"])}
 
 
-def heir_of(store: ParameterState, place: Place | None, groups: Sequence[dict[str, Any]]) -> Tensor | None:
+def heir_of(state: ParameterState, place: Place | None, groups: Sequence[dict[str, Any]]) -> Tensor | None:
     """The parameter that has taken the place of another of its shape; ``None`` where there is none."""
-    if place is None or is_sharded(store.owner) or place[0] >= len(groups):
+    if place is None or is_sharded(state.owner) or place[0] >= len(groups):
         return None
     members = groups[place[0]]["params"]
     heir = members[place[1]] if place[1] < len(members) else None
-    return heir if heir is not None and heir is not store.owner and heir.shape == store.owner.shape else None
+    return heir if heir is not None and heir is not state.owner and heir.shape == state.owner.shape else None
 
 
-def check_heir(store: ParameterState, heir: Tensor, name: str) -> None:
-    """Refuse a parameter in another format than the one whose place it took.
-
-    Raises:
-        RecipeError: it is.
-    """
-    wanted = getattr(torch, store.storage.visible)
+def check_heir(state: ParameterState, heir: Tensor, name: str) -> None:
+    """Refuse a parameter in another format than the one whose place it took."""
+    wanted = getattr(torch, state.storage.visible)
     if heir.dtype is not wanted:
         kind, given = (str(dtype).removeprefix("torch.") for dtype in (wanted, heir.dtype))
         raise RecipeError(
-            f"parameter '{name}' was replaced by a {given} one, and its storage '{store.storage.name}' holds {kind} weights.",
+            f"parameter '{name}' was replaced by a {given} one, and its storage '{state.storage.name}' holds {kind} weights.",
             "Accelerate's FSDP2 does so unless mixed_precision='no': leave it so, since the recipe says what to compute in.",
         )
 
 
 def pass_on(old: ParameterState, new: ParameterState) -> bool:
-    """Pass a state to the store of the parameter that took its place, where that has the same visible bits.
+    """Pass a state to the parameter that took the place of its own, where that has the same visible bits.
 
     Args:
         old: of a whole parameter.
@@ -483,66 +582,54 @@ def pass_on(old: ParameterState, new: ParameterState) -> bool:
     return True
 
 
-def is_elsewhere(store: ParameterState) -> bool:
+def is_elsewhere(state: ParameterState) -> bool:
     """Whether the states of a parameter are on another device than it is."""
-    kept = next(iter(store.tensors()), None)
-    return kept is not None and kept.device != store.parameter.device
+    kept = next(iter(state.tensors()), None)
+    return kept is not None and kept.device != state.parameter.device
 
 
-def bring(stores: Iterable[ParameterState]) -> None:
-    """Move states, but for those in buckets, to the devices of their parameters.
+def settle(state: ParameterState) -> None:
+    """Forget what a state knows of the memory that it has left.
 
     A write but one through ``.data`` shows in the version counter, so bits whose counter stands have only been moved.
     """
-    for store in stores:
-        device = store.parameter.device
-        for kept in (store.words, store.bounds, store.extras):
-            kept.update({name: tensor.to(device) for name, tensor in kept.items()})
-        settle(store)
-
-
-def settle(store: ParameterState) -> None:
-    """Forget what a store knows of the memory that it has left."""
-    store.__dict__.pop("plane_words", None)
-    if store.last_visible is not None:
-        store.last_visible = store.last_visible.to(store.parameter.device)
-    before, now = store.snapshot, snapshot_of(store)
+    state.__dict__.pop("plane_words", None)
+    if state.last_visible is not None:
+        state.last_visible = state.last_visible.to(state.parameter.device)
+    before, now = state.snapshot, snapshot_of(state)
     if before is not None and before.version == now.version:
         now.fingerprint, now.num_writes = before.fingerprint, before.num_writes
-        store.snapshot = now
+        state.snapshot = now
 
 
 # ── weights that were modified outside the optimizer ────────────────────────────────────────────────────────────────────
 
-OFTEN = 2
-"""Modifications after which a copy of the visible weight is stored, so that the next one is adopted element by element."""
 
-
-def snapshot_of(store: ParameterState, *, bound: bool = True) -> Snapshot:
+def snapshot_of(state: ParameterState, *, bound: bool = True) -> Snapshot:
     """A snapshot of a parameter now; with ``bound=False`` the value that it has at its next step belongs to its states."""
-    weight = store.parameter
-    version = _version(store) if bound else None
+    weight = state.parameter
+    version = _version(state) if bound else None
     return Snapshot(weight.detach(), weight.data_ptr(), weight.shape, weight.stride(), weight.dtype, version)
 
 
-def _version(store: ParameterState) -> int:
-    version: int = store.owner._version
-    return version if store.parameter is store.owner else version + store.parameter._version
+def _version(state: ParameterState) -> int:
+    version: int = state.owner._version
+    return version if state.parameter is state.owner else version + state.parameter._version
 
 
-def has_tail(store: ParameterState) -> bool:
+def has_tail(state: ParameterState) -> bool:
     """Whether the stored weight has a part that does not say which visible weight it belongs to."""
-    return bool(store.storage.beside) and not store.storage.master
+    return bool(state.storage.beside) and not state.storage.master
 
 
-def is_unmodified(store: ParameterState) -> bool:
+def is_unmodified(state: ParameterState) -> bool:
     """Whether a parameter was neither moved, replaced nor (but through ``.data``) written to since its last step."""
-    weight, snapshot, owner = store.parameter, store.snapshot, store.owner
+    weight, snapshot, owner = state.parameter, state.snapshot, state.owner
     if weight is owner:
         version: int = owner._version
     else:
-        weight = store.parameter = local_of(owner)  # the local tensor of a DTensor may have been replaced
-        version = _version(store)
+        weight = state.parameter = local_of(owner)  # the local tensor of a DTensor may have been replaced
+        version = _version(state)
     return (
         snapshot is not None
         and version == snapshot.version
@@ -553,67 +640,45 @@ def is_unmodified(store: ParameterState) -> bool:
     )
 
 
-def check_matches_states(store: ParameterState, name: str) -> None:
-    """Refuse a parameter that its states do not fit any more.
-
-    Raises:
-        RecipeError: its shape, dtype or device is not what it was.
-    """
-    snapshot, weight = store.snapshot, store.parameter
-    device = next((kept.device for kept in store.tensors()), weight.device)
-    if snapshot is None or (weight.shape, weight.dtype, weight.device) == (snapshot.shape, snapshot.dtype, device):
-        return
-    now, then = (_described(*kind) for kind in ((weight.dtype, weight.shape), (snapshot.dtype, snapshot.shape)))
-    raise RecipeError(
-        f"parameter '{name}' is {now} on {weight.device} now, and its states were made for {then} on {device}.",
-        "Change a model before its optimizer is built: build a new one for it as it is, and load or ng.convert what was "
-        "saved from before.",
-    )
-
-
-def _described(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')} of shape {tuple(shape)}"
-
-
-def snapshot_after_step(stores: Sequence[ParameterState], audit_every: int) -> None:
+def snapshot_after_step(states: Sequence[ParameterState], audit_every: int) -> None:
     """Take snapshots of parameters after a step."""
-    for store in stores:
-        snapshot = store.snapshot
+    for state in states:
+        snapshot = state.snapshot
         assert snapshot is not None
-        weight = store.parameter
-        snapshot.version = weight._version if weight is store.owner else _version(store)
+        weight = state.parameter
+        snapshot.version = weight._version if weight is state.owner else _version(state)
         snapshot.fingerprint = None
-        if store.owns_copy:
-            assert store.last_visible is not None
-            store.last_visible.copy_(store.parameter.detach())
-        if audit_every and (snapshot.checksum is not None or (store.step + 1) % audit_every == 0):
-            audited = (store.step + 1) % audit_every == 0 and store.last_visible is None and has_tail(store)
-            snapshot.checksum = checksum(store, (store.step + 1) // audit_every) if audited else None
+        if state.owns_copy:
+            assert state.last_visible is not None
+            state.last_visible.copy_(state.parameter.detach())
+        if audit_every and (snapshot.checksum is not None or (state.step + 1) % audit_every == 0):
+            audited = (state.step + 1) % audit_every == 0 and state.last_visible is None and has_tail(state)
+            snapshot.checksum = checksum(state, (state.step + 1) // audit_every) if audited else None
 
 
-def modified_silently(stores: Sequence[ParameterState], audit_every: int) -> list[ParameterState]:
+def modified_silently(states: Sequence[ParameterState], audit_every: int) -> list[ParameterState]:
     """Those whose next step is audited and whose bits have changed although their version counters have not."""
     found = []
-    for store in stores:
-        if (store.step + 1) % audit_every == 0 and has_tail(store) and store.snapshot is not None:
-            if store.last_visible is not None:
-                found.append((store, (_bits(store.last_visible) != _bits(store.parameter.detach())).any()))
-            elif (spot := store.snapshot.checksum) is not None:
-                now = checksum(store, (store.step + 1) // audit_every)
-                found.append((store, spot != (spot + 1 if now is None else now)))
+    for state in states:
+        if (state.step + 1) % audit_every == 0 and has_tail(state) and state.snapshot is not None:
+            if state.last_visible is not None:
+                found.append((state, (_bits(state.last_visible) != _bits(state.parameter.detach())).any()))
+            elif (before := state.snapshot.checksum) is not None:
+                now = checksum(state, (state.step + 1) // audit_every)
+                found.append((state, before != (before + 1 if now is None else now)))
     flags = torch.stack([flag for _, flag in found]).tolist() if found else []  # one wait for a device, not many
-    return [store for (store, _), flag in zip(found, flags, strict=True) if flag]
+    return [state for (state, _), flag in zip(found, flags, strict=True) if flag]
 
 
-def snapshot_adopted(store: ParameterState) -> None:
+def snapshot_adopted(state: ParameterState) -> None:
     """Take a snapshot of a parameter whose value was just stored; a fingerprint finds any write before the first step."""
-    store.snapshot = snapshot_of(store)
-    store.snapshot.fingerprint = fingerprint(store.parameter) if has_tail(store) else None
+    state.snapshot = snapshot_of(state)
+    state.snapshot.fingerprint = fingerprint(state.parameter) if has_tail(state) else None
 
 
-def checksum(store: ParameterState, turn: int) -> Tensor | None:
+def checksum(state: ParameterState, turn: int) -> Tensor | None:
     """Checksum of the words that audit number ``turn`` covers, int64 0-d; ``None`` where they cannot be read as words."""
-    words = store.weight_words()
+    words = state.weight_words()
     if words is None or not words[0].numel():
         return None
     row = words[0][0].numel()
@@ -621,31 +686,31 @@ def checksum(store: ParameterState, turn: int) -> Tensor | None:
     return torch.stack([half[part].sum(dtype=torch.int64) for half in words]).sum()
 
 
-def adopt_modified(store: ParameterState) -> int:
+def adopt_modified(state: ParameterState) -> int:
     """Adopt the value of a parameter that was modified.
 
     Returns:
         How many elements were adopted: those that changed, or all where that is unknown.
     """
-    weight = store.parameter.detach()
-    before, store.snapshot = store.snapshot, snapshot_of(store)
-    if before is None or before.version is None or not store.storage.beside:
+    weight = state.parameter.detach()
+    before, state.snapshot = state.snapshot, snapshot_of(state)
+    if before is None or before.version is None or not state.storage.beside:
         return 0
-    store.snapshot.num_writes = before.num_writes
-    if store.storage.master:
-        return int(store.outdated().sum())  # the next step adopts them
+    state.snapshot.num_writes = before.num_writes
+    if state.storage.master:
+        return int(state.outdated().sum())  # the next step adopts them
     if before.fingerprint is not None and before.fingerprint == fingerprint(weight):
-        store.snapshot.fingerprint = before.fingerprint
+        state.snapshot.fingerprint = before.fingerprint
         return 0
     changed = torch.ones_like(weight, dtype=torch.bool)
-    if store.last_visible is not None:
-        changed = (_bits(store.last_visible) != _bits(weight)).view(weight.shape)
+    if state.last_visible is not None:
+        changed = (_bits(state.last_visible) != _bits(weight)).view(weight.shape)
     count = int(changed.sum())
     if count:
-        store.discard_tails(changed)
-        store.snapshot.num_writes += 1
-    if store.snapshot.num_writes >= OFTEN and store.last_visible is None:
-        store.last_visible, store.owns_copy = weight.clone(memory_format=torch.contiguous_format), True
+        state.discard_tails(changed)
+        state.snapshot.num_writes += 1
+    if state.snapshot.num_writes >= OFTEN and state.last_visible is None:
+        state.last_visible, state.owns_copy = weight.clone(memory_format=torch.contiguous_format), True
     return count
 
 

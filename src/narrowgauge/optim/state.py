@@ -118,7 +118,7 @@ class ParameterState:
     @property
     def num_rows(self) -> int:
         """Rows of the parameter as a matrix, for storages laid out in rows."""
-        return codec.matrix_of(self.storage, self.parameter.shape)[0]
+        return self._matrix[0]
 
     @cached_property
     def plane_words(self) -> list[Tensor]:
@@ -182,7 +182,7 @@ class ParameterState:
         return {**kept, **{name: tuple(extra.shape) for name, extra in self.extras.items()}}
 
     def inherit(self, old: ParameterState) -> None:
-        """Copy the state of another store of the parameter, bit for bit; states that it lacks begin as zeros."""
+        """Copy an older state of the parameter, bit for bit; what that lacks begins as zeros."""
         kept, places, fields = old._lane().fields, codec.places(self.storage), {}
         widths = dict(self.storage.fields)
         for name in places.keys() & kept.keys():
@@ -195,22 +195,17 @@ class ParameterState:
                 mine[name].copy_(theirs[name])
         self.step = self.begun = old.step
 
-    def _bits(self, plane: codec.Plane) -> Tensor:
-        """A plane's bits in the parameter's order and shape, int32."""
-        words = codec.to_parameter_order(self.storage, plane, self.words[plane.name], self.parameter.shape)
-        return words.view(codec.INTEGER[plane.bits]).to(torch.int32)
-
     def _lane(self) -> codec.Lane:
-        """The store as one lane in the parameter's order, a matrix or flat."""
-        matrix = codec.matrix_of(self.storage, self.parameter.shape)
-        fields = {}
-        for plane in codec.planes(self.storage):
-            raw = self._bits(plane).reshape(matrix)
-            fields.update({name: (raw, shift) for name, shift, _ in plane.fields})
+        """The state as one lane in the parameter's order, a matrix or flat."""
         scales = {n: codec.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
-        weight = self.parameter.detach().float().reshape(matrix).contiguous()
+        weight = self.parameter.detach().float().reshape(self._matrix).contiguous()
         visible = codec.visible_bits(self.storage.visible, weight)
+        fields = codec.fields_of(self.storage, self.words, self.parameter.shape)
         return codec.Lane(visible, visible, fields, scales)
+
+    @property
+    def _matrix(self) -> tuple[int, ...]:
+        return codec.matrix_of(self.storage, self.parameter.shape)
 
     def stored(self, name: str) -> Tensor:
         """The stored weight (``"weight"``) or a state, by name, as float32 of the parameter's shape (a copy)."""
@@ -268,7 +263,7 @@ class ParameterState:
 
     def _fresh(self, name: str, values: Tensor) -> Tensor:
         """Values as a matrix; sets the bounds of their rows."""
-        value = quiet(values.detach().float().contiguous()).reshape(codec.matrix_of(self.storage, self.parameter.shape))
+        value = quiet(values.detach().float().contiguous()).reshape(self._matrix)
         if name in self.bounds:
             peaks = self.peaks_of(value)
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
@@ -282,18 +277,7 @@ class ParameterState:
         return codec.addends(self.storage, weight, torch.zeros_like(lane.visible), seed)[name]
 
     def _fill(self, fields: dict[str, Tensor]) -> None:
-        """Overwrite fields, given in the parameter's order and in their bits of a word."""
-        shape = self.parameter.shape
-        for plane in codec.planes(self.storage):
-            mine = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
-            if not mine:
-                continue
-            raw = self._bits(plane)
-            for name, shift, bits in mine:
-                mask = ((1 << bits) - 1) << shift if bits < 32 else -1
-                raw = (raw & ~mask) | (fields[name].reshape(shape) & mask)
-            value = raw.to(codec.INTEGER[plane.bits]).view(plane.dtype)
-            self.words[plane.name].copy_(codec.from_parameter_order(self.storage, plane, value))
+        codec.set_fields(self.storage, self.words, self.parameter.shape, fields)
 
     def detached(self) -> Tensor:
         """The parameter, detached: the view of its snapshot where there is one."""
@@ -303,7 +287,7 @@ class ParameterState:
 
     def peaks_of(self, values: Tensor) -> Tensor:
         """The largest magnitude of each row, float32 ``[rows, 1]``."""
-        matrix = codec.matrix_of(self.storage, self.parameter.shape)
+        matrix = self._matrix
         if not values.numel():
             return values.new_zeros(matrix[0], 1, dtype=torch.float32)
         words = None
@@ -371,6 +355,59 @@ def _filled(rows: Tensor, count: int) -> Tensor:
     return rows if rows.shape[0] == count else torch.cat([rows, rows.new_ones(count - rows.shape[0], 1)])
 
 
+def read_leading(states: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:
+    """The first values of each state's weight or state.
+
+    Unpacking costs the same for one value as for a thousand, so the leading words of all states of one storage are joined
+    and unpacked at once; storages that lie in rows, whose scales differ, are unpacked one by one.
+
+    Invariant: they are those of ``state.stored(name)``, bit for bit.
+
+    Args:
+        states: each has a weight or state of that name.
+        count: how many values of each.
+        name: ``weight`` or a state.
+    Returns:
+        float32 ``[count]`` for each, fewer where there are fewer.
+    """
+    first = [leading(state, count) for state in states]
+    found: dict[int, Tensor] = {}
+    alike: dict[Storage, list[int]] = {}
+    for place, state in enumerate(first):
+        if state is states[place] or codec.by_rows(state.storage):
+            found[place] = state.stored(name)
+        else:
+            alike.setdefault(state.storage, []).append(place)
+    for storage, places in alike.items():
+        members = [first[place] for place in places]
+        words = {key: torch.cat([state.words[key] for state in members], 1) for key in members[0].words}
+        joined = torch.cat([state.parameter for state in members])
+        values = ParameterState(joined, joined, storage, members[0].kernel, words).stored(name)
+        found.update(zip(places, values.split([len(state.parameter) for state in members]), strict=True))
+    return [found[place].reshape(-1)[:count] for place in range(len(states))]
+
+
+def leading(state: ParameterState, count: int) -> ParameterState:
+    """A state of the first elements alone, at least ``count`` or all: whole words, and whole rows where it has rows.
+
+    It is only for reading: its words are copies or views.
+    """
+    matrix = codec.matrix_of(state.storage, state.parameter.shape)
+    lanes = codec.num_lanes(state.storage)
+    wanted = -(-count // matrix[1]) if len(matrix) == 2 else -(-count // lanes) * lanes
+    if wanted >= matrix[0]:
+        return state
+    groups = wanted if len(matrix) == 2 else wanted // lanes
+    return ParameterState(
+        state.owner,
+        state.parameter.detach().reshape(matrix)[:wanted],
+        state.storage,
+        state.kernel,
+        {name: words[:, :groups] for name, words in state.words.items()},
+        {name: bound[:wanted] for name, bound in state.bounds.items()},
+    )
+
+
 # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 BUCKET_WORDS = 1 << 16
@@ -416,38 +453,38 @@ class Bucket:
         ]
 
 
-def make_stores(
+def make_states(
     parameters: Sequence[Tensor], storage: Storage, kernel: Kernel, *, joined: bool = True
 ) -> tuple[list[ParameterState], list[Bucket]]:
-    """Stores with zeroed states for parameters of one storage and device, and the buckets of the small ones.
+    """Zeroed states of parameters of one storage and device, and the buckets of the small ones.
 
     Args:
         parameters: the parameters.
         storage, kernel: how they are stored and stepped.
         joined: whether small ones may share a bucket.
     """
-    stores, small = [], []
+    states, small = [], []
     # Neither rows with scales of their own nor whole matrices can be joined.
     shared = kernel if joined and isinstance(kernel, StepKernel) and not codec.by_rows(storage) else None
     for owner in parameters:
         parameter = local_of(owner)
-        store = ParameterState(owner, parameter, storage, kernel)
-        stores.append(store)
+        state = ParameterState(owner, parameter, storage, kernel)
+        states.append(state)
         odd = as_words(parameter) is None and parameter.numel() <= BUCKET_WORDS
         if shared is not None and (parameter.numel() <= SMALL or odd):
-            small.append(store)
+            small.append(state)
         else:
-            store.allocate()
-    return stores, [] if shared is None else [_make_bucket(members, shared) for members in _batches(small)]
+            state.allocate()
+    return states, [] if shared is None else [_make_bucket(members, shared) for members in _batches(small)]
 
 
 def _batches(small: Sequence[ParameterState]) -> Iterator[list[ParameterState]]:
-    """Stores in groups of about ``BUCKET_WORDS`` words."""
+    """States in groups of about ``BUCKET_WORDS`` words."""
     batch: list[ParameterState] = []
     total = 0
-    for store in small:
-        total += codec.extent(store.storage, store.parameter.shape)[0]
-        batch.append(store)
+    for state in small:
+        total += codec.extent(state.storage, state.parameter.shape)[0]
+        batch.append(state)
         if total >= BUCKET_WORDS:
             yield batch
             batch, total = [], 0

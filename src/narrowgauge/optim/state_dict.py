@@ -69,49 +69,49 @@ def taken_steps(entry: SavedEntry, rule: str) -> int:
 
 
 def take_plain(
-    store: ParameterState, entry: SavedEntry, old: ParameterState | None, seed: Tensor, losses: Losses
+    state: ParameterState, entry: SavedEntry, old: ParameterState | None, seed: Tensor, losses: Losses
 ) -> None:
     """Take a parameter's state of ``torch.optim``: moments are cut, stochastically where their code is.
 
     Args:
-        store: a new one; it takes the weight of ``old`` where that is still the visible one.
+        state: a new one; it takes the weight of ``old`` where that is still the visible one.
         entry: moments by name.
-        old: the parameter's store until now.
+        old: the parameter's state until now.
         seed: 0-d int32, of the stochastic rounding.
         losses: collects what lost bits.
     Raises:
         RecipeError: other names or shapes than the rule's.
     """
-    given, wanted = entry.keys() - {"step"}, store.shapes_of_states
+    given, wanted = entry.keys() - {"step"}, state.shapes_of_states
     if strange := sorted(given - wanted.keys()) or sorted(wanted.keys() - given):
         what = "which it does not have" if strange[0] in given else "which is missing"
         raise RecipeError(
-            f"the state to load holds {sorted(given)}, and rule '{store.kernel.rule.name}' has {sorted(wanted)}: "
+            f"the state to load holds {sorted(given)}, and rule '{state.kernel.rule.name}' has {sorted(wanted)}: "
             f"'{strange[0]}', {what}.",
             _ADVICE,
         )
     if old is not None:
-        _keep_weight(store, old.stored("weight"))
+        _keep_weight(state, old.stored("weight"))
     for name in wanted:
-        value = entry[name].to(store.parameter.device)
-        if value.shape != store.stored(name).shape or not value.is_floating_point():
+        value = entry[name].to(state.parameter.device)
+        if value.shape != state.stored(name).shape or not value.is_floating_point():
             raise RecipeError(
                 f"'{name}' to load is {value.dtype} of shape {tuple(value.shape)}, and a parameter's is a float of shape "
-                f"{tuple(store.stored(name).shape)}.",
+                f"{tuple(state.stored(name).shape)}.",
                 _ADVICE,
             )
-        store.put(name, value.float(), seed)
-        if name not in store.extras and not torch.equal(store.stored(name), value.float()):
-            losses.cut[store.storage.name, name, store.storage.code(name).bits] = None
+        state.put(name, value.float(), seed)
+        if name not in state.extras and not torch.equal(state.stored(name), value.float()):
+            losses.cut[state.storage.name, name, state.storage.code(name).bits] = None
 
 
-def _keep_weight(store: ParameterState, value: Tensor) -> None:
+def _keep_weight(state: ParameterState, value: Tensor) -> None:
     """Store a weight where it is still the visible one; elsewhere the parameter was modified, and its value stands."""
-    shown = store.parameter.detach().clone()
-    store.adopt(value)
-    moved = store.parameter.detach() != shown
+    shown = state.parameter.detach().clone()
+    state.adopt(value)
+    moved = state.parameter.detach() != shown
     if bool(moved.any()):
-        store.adopt(torch.where(moved, shown.float(), value))
+        state.adopt(torch.where(moved, shown.float(), value))
 
 
 def without_none(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -127,21 +127,21 @@ def without_none(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def seed_of(group: Group, store: ParameterState, index: int) -> Tensor:
+def seed_of(group: Group, state: ParameterState, index: int) -> Tensor:
     """The seed by which the state of a group's parameter is cut when it is loaded: no step has it."""
-    return torch.tensor(step_seed(group["seed"], -1 - index), dtype=torch.int32, device=store.parameter.device)
+    return torch.tensor(step_seed(group["seed"], -1 - index), dtype=torch.int32, device=state.parameter.device)
 
 
 def save_states(registry: Registry) -> dict[Tensor, dict[str, Any]]:
     """The state of every parameter that has one, lossless: see :meth:`narrowgauge.Optimizer.state_dict`."""
-    registry.adopt_writes(registry.stores.values(), loaded=False)
+    registry.for_reading(registry.states)
     result: dict[Tensor, dict[str, Any]] = {}
-    for parameter, store in registry.stores.items():
+    for parameter, state in registry.states.items():
         values = {
-            name: value if name in store.extras else placed_like(parameter, value)
-            for name, value in store.in_parameter_order().items()
+            name: value if name in state.extras else placed_like(parameter, value)
+            for name, value in state.in_parameter_order().items()
         }
-        result[parameter] = {"step": torch.tensor(float(store.step), dtype=torch.float32), **values, **store.notes}
+        result[parameter] = {"step": torch.tensor(float(state.step), dtype=torch.float32), **values, **state.notes}
     return result
 
 
@@ -165,7 +165,7 @@ def load_states(
     """Replace all states by loaded ones; a state that is refused changes nothing.
 
     Args:
-        registry: of the optimizer's stores.
+        registry: of the optimizer's states.
         groups: the optimizer's param groups.
         entries: the state of each parameter, from :func:`save_states` or a plain ``torch.optim``.
         saved_groups: the options that the states were saved under; a group without ``storage`` is of a plain ``torch.optim``.
@@ -173,9 +173,9 @@ def load_states(
         RecipeError: a state was saved from another storage, rule or shape.
     """
     if any("storage" not in group for group in saved_groups):
-        registry.adopt_writes(registry.stores.values(), loaded=False)  # a plain state leaves weights as they are
-    before = registry.stores, registry.buckets
-    registry.stores, registry.buckets = {}, []
+        registry.for_reading(registry.states)  # a plain state leaves weights as they are
+    before = registry.states, registry.buckets
+    registry.states, registry.buckets = {}, []
     losses = Losses()
     try:
         for mine, saved in zip(groups, saved_groups, strict=True):
@@ -186,17 +186,17 @@ def load_states(
             }
             registry.make(group, loaded, loaded)
             for index, (parameter, entry) in enumerate(loaded.items()):
-                store = registry.stores[parameter]
+                state = registry.states[parameter]
                 if is_plain:
-                    take_plain(store, entry, before[0].get(parameter), seed_of(group, store, index), losses)
+                    take_plain(state, entry, before[0].get(parameter), seed_of(group, state, index), losses)
                 else:
-                    store.take(entry)
-                    store.notes = notes_of(store, entry)
-                store.step = taken_steps(entry, store.kernel.rule.name)
+                    state.take(entry)
+                    state.notes = notes_of(state, entry)
+                state.step = taken_steps(entry, state.kernel.rule.name)
                 # The weights that belong to it may have been loaded before, or will be after.
-                store.snapshot = snapshot_of(store, bound=False)
+                state.snapshot = snapshot_of(state, bound=False)
     except BaseException:
-        registry.stores, registry.buckets = before
+        registry.states, registry.buckets = before
         raise
     losses.warn()
 
@@ -235,40 +235,40 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 # ── optimizer.state ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WEIGHT = "master"
-"""The name of the stored float32 weight, in storages that store more than the visible one."""
+"""The name of the stored float32 weight, in storages that state more than the visible one."""
 
 
 class StateView(MutableMapping[Any, Any]):
-    """The mapping from parameters to entries, and from any other key to what a hook or user stores there.
+    """The mapping from parameters to entries, and from any other key to what a hook or user states there.
 
     Args:
-        registry: of the optimizer's stores.
+        registry: of the optimizer's states.
         settle: finishes the last step, whose decision to skip may still be on a device.
     """
 
     def __init__(self, registry: Registry, settle: Callable[[], None]) -> None:
         self._registry, self._settle = registry, settle
         self.free: dict[Any, Any] = {}
-        self._handed: dict[ParameterState, dict[str, tuple[Tensor, int]]] = {}
+        self.handed: dict[ParameterState, dict[str, tuple[Tensor, int]]] = {}
 
     def _is_parameter(self, key: object) -> bool:
         return isinstance(key, Tensor) and self._registry.group_of(key) is not None
 
-    def store_of(self, parameter: Tensor) -> ParameterState | None:
-        """The store of a parameter, with all that was written to it; ``None`` where there is none."""
+    def state_of(self, parameter: Tensor) -> ParameterState | None:
+        """The state of a parameter, with all that was written to it; ``None`` where there is none."""
         self._settle()
         return self._registry.get(parameter)
 
     def begin(self, parameter: Tensor, name: str) -> ParameterState:
-        """Make the store of a parameter, with a state called ``name`` if the rule has one."""
+        """Make the state of a parameter, with a state called ``name`` if the rule has one."""
         return self._registry.begin(parameter, name)
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
         """Remove the states of parameters: they start again from their visible weights."""
         self._settle()
         self.take_writes()
-        for store in self._registry.remove(list(parameters)):
-            self.forget(store)
+        for state in self._registry.remove(list(parameters)):
+            self.forget(state)
 
     def __getitem__(self, key: Any) -> Any:
         if self._is_parameter(key):
@@ -310,50 +310,52 @@ class StateView(MutableMapping[Any, Any]):
     def clear(self) -> None:
         """Remove all states: parameters start again from their visible weights."""
         self.free.clear()
-        self.discard(self._registry.stores)
+        self.discard(self._registry.states)
 
     def __repr__(self) -> str:
         return repr({key: dict(value) if isinstance(value, StateEntry) else value for key, value in self.items()})
 
     # ── tensors that were read ─────────────────────────────────────────────────────────────────────────────────────────
 
-    def read(self, parameter: Tensor, store: ParameterState, name: str) -> Tensor:
+    def read(self, parameter: Tensor, state: ParameterState, name: str) -> Tensor:
         """A state as a tensor, the same one until a step; :meth:`take_writes` packs what is done to it in place."""
-        if name in store.extras:
-            return store.extras[name]
-        handed = self._handed.setdefault(store, {})
+        if name in state.extras:
+            return state.extras[name]
+        handed = self.handed.setdefault(state, {})
         if name not in handed:
             if name == "step":
-                value = torch.tensor(float(store.step), dtype=torch.float32)
-            elif name in _packed(store):
-                value = placed_like(parameter, store.in_parameter_order()[name])
+                value = torch.tensor(float(state.step), dtype=torch.float32)
+            elif name in _packed(state):
+                value = placed_like(parameter, state.in_parameter_order()[name])
             else:
-                value = placed_like(parameter, store.stored("weight" if name == WEIGHT else name))
+                value = placed_like(parameter, state.stored("weight" if name == WEIGHT else name))
             handed[name] = value, value._version
         return handed[name][0]
 
     def take_writes(self) -> None:
         """Pack all tensors that were modified in place after they were read."""
-        for store, handed in self._handed.items():
+        for state, handed in self.handed.items():
             for name, (value, version) in handed.items():
                 if value._version != version:
-                    write(store, name, value)
+                    write(state, name, value)
                     handed[name] = value, value._version
 
-    def is_what_was_read(self, store: ParameterState, name: str, value: Any) -> bool:
+    def is_what_was_read(self, state: ParameterState, name: str, value: Any) -> bool:
         """Whether a value is put back as it was read: frameworks move each state to where it is already.
 
         Storing it again would cut it again, and a pair of bfloat16 can hold more than the float32 that was read.
         """
-        read, version = self._handed.get(store, {}).get(name, (None, 0))
+        read, version = self.handed.get(state, {}).get(name, (None, 0))
         return read is not None and value is read and read._version == version
 
-    def forget(self, store: ParameterState | None = None) -> None:
-        """Forget the tensors that were read: the words have changed."""
-        if store is None:
-            self._handed.clear()
-        else:
-            self._handed.pop(store, None)
+    def flush(self) -> None:
+        """Pack what was done to the tensors that were read, and forget them: a step changes the words."""
+        self.take_writes()
+        self.handed.clear()
+
+    def forget(self, state: ParameterState) -> None:
+        """Forget the tensors that were read of a state whose words have changed."""
+        self.handed.pop(state, None)
 
 
 class StateEntry(MutableMapping[str, Any]):
@@ -363,104 +365,104 @@ class StateEntry(MutableMapping[str, Any]):
     distributed checkpoint that flattens its state takes the names from an entry, not from ``state_dict()``.
 
     Args:
-        states: the mapping that it belongs to.
+        view: the mapping that it belongs to.
         parameter: the parameter; one without states has an empty entry, and the first write makes all of them.
     """
 
-    def __init__(self, states: StateView, parameter: Tensor) -> None:
-        self._states, self._parameter = states, parameter
+    def __init__(self, view: StateView, parameter: Tensor) -> None:
+        self._view, self._parameter = view, parameter
 
     @property
-    def _store(self) -> ParameterState | None:
-        return self._states.store_of(self._parameter)
+    def _state(self) -> ParameterState | None:
+        return self._view.state_of(self._parameter)
 
     def __getitem__(self, name: str) -> Any:
-        store = self._store
-        if store is None or name not in _names(store):
+        state = self._state
+        if state is None or name not in _names(state):
             raise KeyError(name)
-        return store.notes[name] if name in store.notes else self._states.read(self._parameter, store, name)
+        return state.notes[name] if name in state.notes else self._view.read(self._parameter, state, name)
 
     def __setitem__(self, name: str, value: Any) -> None:
-        if (known := self._store) is not None and self._states.is_what_was_read(known, name, value):
+        if (known := self._state) is not None and self._view.is_what_was_read(known, name, value):
             return
-        store = self._store or self._states.begin(self._parameter, name)
-        self._states.take_writes()
-        if name in _names(store) and name not in store.notes:
-            write(store, name, value)
-            self._states.forget(store)
+        state = self._state or self._view.begin(self._parameter, name)
+        self._view.take_writes()
+        if name in _names(state) and name not in state.notes:
+            write(state, name, value)
+            self._view.forget(state)
         else:
-            store.notes[name] = value
+            state.notes[name] = value
 
     def __delitem__(self, name: str) -> None:
-        store = self._store
-        if store is None or name not in _names(store):
+        state = self._state
+        if state is None or name not in _names(state):
             raise KeyError(name)
-        if name in store.notes:
-            del store.notes[name]
+        if name in state.notes:
+            del state.notes[name]
             return
         shown = local_of(self._parameter).detach().float()
         self[name] = 0 if name == "step" else shown if name == WEIGHT else torch.zeros_like(local_of(self[name]))
 
     def __iter__(self) -> Iterator[str]:
-        store = self._store
-        return iter([] if store is None else _names(store))
+        state = self._state
+        return iter([] if state is None else _names(state))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def clear(self) -> None:
         """Remove the state: the parameter starts again from its visible weight."""
-        self._states.discard([self._parameter])
+        self._view.discard([self._parameter])
 
     def __repr__(self) -> str:
         return repr(dict(self))
 
 
-def _names(store: ParameterState) -> list[str]:
-    return [*_readable(store), *_packed(store), *store.extras, *store.notes]
+def _names(state: ParameterState) -> list[str]:
+    return [*_readable(state), *_packed(state), *state.extras, *state.notes]
 
 
-def _readable(store: ParameterState) -> list[str]:
+def _readable(state: ParameterState) -> list[str]:
     """Names of entries that are read as float32 values."""
-    return ["step", *(name for name, _ in store.storage.states), *([WEIGHT] if store.storage.beside else [])]
+    return ["step", *(name for name, _ in state.storage.states), *([WEIGHT] if state.storage.beside else [])]
 
 
-def _packed(store: ParameterState) -> list[str]:
+def _packed(state: ParameterState) -> list[str]:
     """Names of entries that are read packed; none where they have no meaning without the scales of their rows."""
-    return [] if store.bounds else [name for name in store.words if name not in _readable(store)]
+    return [] if state.bounds else [name for name in state.words if name not in _readable(state)]
 
 
-def write(store: ParameterState, name: str, value: Any) -> None:
-    """Pack a value into a store.
+def write(state: ParameterState, name: str, value: Any) -> None:
+    """Pack a value into a state.
 
     Raises:
         RecipeError: it has another shape than the state.
     """
     if name == "step":
-        store.step = int(value)
+        state.step = int(value)
         return
     given = local_of(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float32))
-    if name in _packed(store):
-        store.take({**store.in_parameter_order(), name: given.detach()})
+    if name in _packed(state):
+        state.take({**state.in_parameter_order(), name: given.detach()})
         return
-    shape = store.extras[name].shape if name in store.extras else store.parameter.shape
+    shape = state.extras[name].shape if name in state.extras else state.parameter.shape
     if given.shape != shape:
         raise RecipeError(
             f"'{name}' of shape {tuple(given.shape)} was written to the state of a parameter whose own has {tuple(shape)}.",
             "Give a tensor of that shape.",
         )
     with torch.no_grad():
-        given = given.detach().to(store.parameter.device)
+        given = given.detach().to(state.parameter.device)
         if name == WEIGHT:
-            store.adopt(given)
-            snapshot_adopted(store)
+            state.adopt(given)
+            snapshot_adopted(state)
         else:
-            store.put(name, given)
+            state.put(name, given)
 
 
-def notes_of(store: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
+def notes_of(state: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a saved entry that hooks and users added."""
-    own = {"step", *store.words, *(f"{name}_bound" for name in store.bounds), *store.extras}
+    own = {"step", *state.words, *(f"{name}_bound" for name in state.bounds), *state.extras}
     return {name: value for name, value in entry.items() if name not in own}
 
 
@@ -487,21 +489,21 @@ def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
         ['exp_avg of weight', 'exp_avg_sq of weight', 'weight']
     """
     optimizer.settle()
-    stores = optimizer._registry.stores
+    known = optimizer._registry.states
     for parameter, name in optimizer.parameter_names().items():
-        store = stores.get(parameter)
-        states, tails = ({}, {}) if store is None else _planes(store)
-        for what, tensor in (*states.items(), ("", local_of(parameter).detach()), *tails.items()):
+        state = known.get(parameter)
+        moments, tails = ({}, {}) if state is None else _planes(state)
+        for what, tensor in (*moments.items(), ("", local_of(parameter).detach()), *tails.items()):
             yield f"{what} of {name}" if what else name, tensor, parameter
 
 
-def _planes(store: ParameterState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The tensors of a store: those that hold states, and those that belong to the weight alone."""
+def _planes(state: ParameterState) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of a state: those that hold states, and those that belong to the weight alone."""
     kept: tuple[dict[str, Tensor], dict[str, Tensor]] = {}, {}
-    for plane in codec.planes(store.storage):
+    for plane in codec.planes(state.storage):
         fields = [field for field, _, _ in plane.fields]
-        kept[set(fields) <= set(store.storage.beside)][", ".join(fields)] = store.words[plane.name].view(plane.dtype)
-    for name, bound in store.bounds.items():
+        kept[set(fields) <= set(state.storage.beside)][", ".join(fields)] = state.words[plane.name].view(plane.dtype)
+    for name, bound in state.bounds.items():
         kept[name == "weight"][f"{name} bound"] = bound
-    kept[0].update(store.extras)
+    kept[0].update(state.extras)
     return kept

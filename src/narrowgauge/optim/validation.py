@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import _torch
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine.processor import care_for, is_left_slow
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, SGD, Rule
@@ -250,15 +249,6 @@ def check_real(parameter: Tensor) -> None:
         )
 
 
-def check_storage(asked: str, made: str) -> None:
-    """Refuse another storage of a group than its states were made in."""
-    if asked != made:
-        raise RecipeError(
-            f"a group's storage was changed to '{asked}', and its states are stored in '{made}'.",
-            "Build a new optimizer with that storage, and take the state over with ng.convert, or clear optimizer.state.",
-        )
-
-
 def check_rule(rule: object, storage: Storage) -> None:
     """Refuse a rule whose arithmetic the storage's own cannot be."""
     if isinstance(rule, MatrixRule) and storage.arithmetic != "float32":
@@ -267,25 +257,6 @@ def check_rule(rule: object, storage: Storage) -> None:
             "product is not defined.",
             f"Take '{storage.cure}', or an elementwise rule.",
         )
-
-
-def check_unchanged(rule: str, shapes: Mapping[str, Any], new_rule: str, wanted: Mapping[str, Any]) -> None:
-    """Refuse options that a parameter's states were not made for: another rule, or states of other shapes.
-
-    Args:
-        rule, shapes: what steps the parameter, and its states' shapes by name.
-        new_rule, wanted: the same, as the options now require.
-    """
-    advice = "Set it before the first step, or build a new optimizer."
-    if new_rule != rule:
-        raise RecipeError(f"rule '{new_rule}' was set for a parameter whose states are those of '{rule}'.", advice)
-    for name in wanted.keys() & shapes.keys():
-        if tuple(wanted[name]) != tuple(shapes[name]):
-            raise RecipeError(
-                f"an option was set under which '{name}' of rule '{rule}' has the shape {tuple(wanted[name])}, and it was "
-                f"made with {tuple(shapes[name])}.",
-                advice,
-            )
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
@@ -307,36 +278,6 @@ def gradient_of(parameter: Tensor) -> Tensor:
             "Drop the gradients (zero_grad) when a parameter is resized.",
         )
     return gradient
-
-
-def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
-    """Refuse parameters that never get a gradient, since others have taken their places in the model.
-
-    Args:
-        names: the optimizer's parameters, with their names.
-        model: whose they are, where it is known.
-    Raises:
-        RecipeError: naming the first.
-    """
-    held: dict[str, Tensor] = {}
-    ours: set[int] = set()
-    if model is not None:
-        held = {_torch.plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-        # FSDP2's own stand in the modules, or what it has gathered of them.
-        of_fsdp = [
-            p for _, g in _torch.fsdp_groups(model) for p in (*_torch.fsdp_parameters(g), *_torch.fsdp_gathered(g))
-        ]
-        ours = {id(parameter) for parameter in (*held.values(), *of_fsdp)}
-    for parameter, name in names.items():
-        if not parameter.requires_grad or parameter.grad is not None:
-            continue
-        if _torch.was_taken_by_fsdp(parameter) or (name in held and id(parameter) not in ours):
-            raise RecipeError(
-                f"parameter '{name}' of the optimizer has no gradient and never gets one: another has taken its place in the "
-                "model.",
-                "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer or call "
-                "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a forward pass.",
-            )
 
 
 class SlowMatmulNotice(UserWarning):

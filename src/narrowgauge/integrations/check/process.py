@@ -106,7 +106,7 @@ def _stored(each: Held) -> Tensor:
 
 
 def _step_of(each: Held) -> int:
-    store = each.optimizer._registry.stores.get(each.parameter) if isinstance(each.optimizer, Optimizer) else None
+    store = each.optimizer._registry.states.get(each.parameter) if isinstance(each.optimizer, Optimizer) else None
     return 0 if store is None else store.step
 
 

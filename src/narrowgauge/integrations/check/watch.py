@@ -260,7 +260,7 @@ class Watch:
 def _written(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[int, object]:
     """The version of a parameter, and what its optimizer of ours remembers of it: a new object where it adopted a write."""
     weight = local_of(parameter)
-    store = optimizer._registry.stores.get(parameter) if isinstance(optimizer, Optimizer) else None
+    store = optimizer._registry.states.get(parameter) if isinstance(optimizer, Optimizer) else None
     return parameter._version + (0 if weight is parameter else weight._version), getattr(store, "snapshot", None)
 
 
