@@ -390,7 +390,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @property  # type: ignore[override]
     def state(self) -> StateView:
-        """The state of each parameter: ``state[p]["exp_avg"]`` as in ``torch.optim``; see :class:`~narrowgauge.optim.state_dict.StateView`."""
+        """The state of each parameter, as in ``torch.optim``; see :mod:`narrowgauge.optim.state_dict`."""
         return self._states
 
     @state.setter
