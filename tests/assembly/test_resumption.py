@@ -19,8 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.assembly.preparation import assemble
-from narrowgauge.integrations import carried_state
+from narrowgauge.assembly import resumption
 from narrowgauge.spec.notation import default_storage
 from tensors import assert_same_bits, random_tokens
 
@@ -148,9 +147,9 @@ def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
     assert optimizer.state_dict()["param_groups"][0]["narrowgauge"]["matmul_step"] == 2
 
     plain = LlamaForCausalLM(LlamaConfig(**SHAPE))
-    _, stepped = assemble(plain, ng.parse("bfloat16/word"), lr=1e-3, weight_decay=0.0)
+    _, stepped = ng.prepare(plain, "bfloat16/word")
     ng.swap_linears(plain, "bfloat16").step = 5
-    assert carried_state.carried(stepped, plain)["matmul_step"] == 5  # a later phase may take some
+    assert resumption.carried_with_audit(stepped, plain)["matmul_step"] == 5  # a later phase may take some
 
 
 @pytest.mark.parametrize("from_loop", [False, True])
@@ -161,8 +160,8 @@ def test_a_loop_and_a_framework_load_each_others_states(from_loop: bool) -> None
         if by_loop:
             return prepared("int8-row/word", seed=0)
         plain = LlamaForCausalLM(LlamaConfig(**SHAPE)).train()
-        model, optimizer = assemble(plain, ng.parse("int8-row/word"), lr=3e-3, weight_decay=0.0)
-        carried_state.carry_state(optimizer, model)
+        model, optimizer = ng.prepare(plain, "int8-row/word", lr=3e-3, weight_decay=0.0)
+        resumption.carry_state_and_audit(optimizer, model)
         return model, optimizer
 
     model, optimizer = made(from_loop)

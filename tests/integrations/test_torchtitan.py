@@ -224,10 +224,10 @@ def test_a_converted_model_without_our_optimizer_refuses_to_run(tmp_path: Path) 
 
 
 def test_the_command_line_names_the_recipe_and_the_record_of_any_config(tmp_path: Path) -> None:
-    here = "narrowgauge.integrations.torchtitan_"
+    here = "narrowgauge.integrations.torchtitan."
     words = [
         f'{here}converter.linears={{"recipe": "int8-row/split"}}',
-        f"{here}optimizer.optimizer",
+        f"{here}optimizers_container.optimizer",
         f'{here}metrics.metrics={{"run_folder": "record"}}',
     ]
     parsed: Any = ConfigManager().parse_args(

@@ -1,48 +1,66 @@
 """Delayed scales of several ranks: one set for all that train together, as if one process had seen all of their data.
 
-A loop that calls :func:`narrowgauge.prepare` alone (DDP around its model, Accelerate, a plain Trainer) tells nobody when a step's
-backward passes are over, so the optimizer's step joins the histories. Frameworks whose hooks say so join them themselves.
+A loop tells nobody when a step's backward passes are over, so the optimizer's step joins the amax histories first. A framework
+whose optimizer runs the backward passes itself, in a closure, or whose wrapper copies buffers between micro-batches, joins them
+where it must, by the same :func:`sync_amax`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.sharding import mesh_of
+from narrowgauge.matmul.linears import Linears
 from narrowgauge.matmul.swapping import linears_of
 from narrowgauge.numerics.shards import add_up
 from narrowgauge.optim.optimizer import Optimizer
 
+_hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
-def join_histories(model: nn.Module, optimizer: Optimizer) -> None:
-    """Let delayed scales take the maximum over the ranks that train together, before each step, where there are several.
 
-    These are the ranks of the optimizer's reduction, else those that the model is sharded over by then, else all.
+def sync_amax(model: nn.Module, linears: Linears, optimizer: Optimizer | None = None) -> None:
+    """Take the elementwise maximum of the amax histories over the ranks that train together, where there are several.
+
+    These are the ranks of the optimizer's reduction, else those that the model is sharded over by now, else all.
 
     Args:
         model: prepared; all of these ranks step it.
+        linears: its narrow layers.
+        optimizer: of the model, whose reduction says which ranks.
+    """
+    if all_ranks().size > 1:
+        linears.join_histories(_largest(model, optimizer))
+
+
+def sync_amax_before_steps(model: nn.Module, optimizer: Optimizer) -> None:
+    """:func:`sync_amax` before each step of an optimizer, if the model has narrow layers.
+
+    Args:
+        model: prepared.
         optimizer: of the model.
     """
-    narrow = linears_of(model)
-    if narrow is None:
-        return
-
-    def join(*_: Any) -> None:
-        if all_ranks().size > 1:
-            narrow.join_histories(_largest(model, optimizer))
-
-    optimizer.register_step_pre_hook(join)
+    if (linears := linears_of(model)) is not None:
+        _hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: sync_amax(model, linears, optimizer))
 
 
-def _largest(model: nn.Module, optimizer: Optimizer) -> Callable[[Tensor], Tensor]:
+def sync_no_amax(optimizer: Optimizer) -> None:
+    """Undo :func:`sync_amax_before_steps`, where no other rank trains this model."""
+    if (hook := _hooks.pop(optimizer, None)) is not None:
+        hook.remove()
+
+
+def _largest(model: nn.Module, optimizer: Optimizer | None) -> Callable[[Tensor], Tensor]:
     """The elementwise maximum over these ranks."""
-    if optimizer.reduction is not None:
-        largest: Callable[[Tensor], Tensor] = optimizer.reduction.largest
+    reduction: Any = None if optimizer is None else optimizer.reduction
+    if reduction is not None:
+        largest: Callable[[Tensor], Tensor] = reduction.largest
         return largest
     mesh = mesh_of(model)
     return largest_of_ranks if mesh is None else partial(add_up, groups=mesh.get_all_groups(), how="max")

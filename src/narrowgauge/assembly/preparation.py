@@ -1,5 +1,8 @@
 """``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
 
+It is the one door: the trainer and the integrations call it as any loop does. A framework that wraps the model between the
+conversion and the optimizer takes its two halves, :func:`convert_model` and :func:`optimizer_for`.
+
 The order of the steps matters. Unit scaling redraws the weights, so it comes first. The optimizer takes its tails from the
 float32 weights *before* they are rounded, and its parameter groups from the parameters *after*. On many ranks the rounded
 model is sharded in between, since FSDP2 gathers a group of parameters in one format. Propagated scales, autocast and the casts
@@ -13,12 +16,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeVar
 
-from narrowgauge.assembly.amax_sync import join_histories
+from narrowgauge.assembly.amax_sync import sync_amax_before_steps
 from narrowgauge.assembly.parameter_rounding import cut_parameters
 from narrowgauge.assembly.resumption import carry_state
 from narrowgauge.assembly.trainable import require_contiguous, require_summable, require_trainable, unwrapped
@@ -38,7 +42,7 @@ from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
-Made = TypeVar("Made", bound=Optimizer)
+Made = TypeVar("Made", bound=Optimizer, default=AdamW)
 
 
 def is_any(name: str, parameter: Tensor) -> bool:
@@ -51,15 +55,22 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
     return parameter.ndim >= 2
 
 
+def no_options(name: str) -> Mapping[str, Any]:
+    """No options of its own: every parameter is stepped as the optimizer says."""
+    return {}
+
+
 def prepare(
     model: nn.Module,
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
-    lr: float | Tensor = 1e-3,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
+    optimizer: Callable[..., Made] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of Made
+    lr: float | Tensor | None = None,
+    betas: tuple[float, float] | None = None,
+    eps: float | None = None,
+    weight_decay: float | None = None,
     decays: Callable[[str, Tensor], bool] = is_any,
+    options_of: Callable[[str], Mapping[str, Any]] = no_options,
     max_grad_norm: float | None = None,
     seed: int = 0,
     audit_every: int = 10,
@@ -70,7 +81,8 @@ def prepare(
     offload: bool = False,
     narrow_gather: bool = False,
     average: bool = True,
-) -> tuple[nn.Module, AdamW]:
+    **options: Any,
+) -> tuple[nn.Module, Made]:
     """Prepare a float32 model for training with a recipe, on one process or on the ranks of a mesh.
 
     Invariant: the model computes with each weight in its visible format, and the optimizer holds the remaining bits. Before
@@ -85,10 +97,13 @@ def prepare(
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero,
             since bits that were rounded away earlier cannot be recovered.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
-        lr, betas, eps: as in AdamW.
-        weight_decay: decoupled weight decay.
+        optimizer: the class of the optimizer, one of Narrowgauge's.
+        lr, betas, eps, weight_decay: of the optimizer; left out they are its own defaults, for AdamW those of
+            ``torch.optim.AdamW``: 1e-3, (0.9, 0.999), 1e-8 and a decoupled decay of 0.01.
         decays: whether a parameter is decayed, by its name and itself; left out all are, as in PyTorch. For matrices alone:
             ``decays=lambda name, parameter: parameter.ndim >= 2``.
+        options_of: the options of a parameter that differ from the optimizer's, by its name: ``{"lr": 1e-4}``, or
+            ``{"rule": "adamw"}`` where the optimizer has a matrix rule.
         max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
             PyTorch's ``clip_grad_norm_`` refuses a model with shards beside parameters that stay whole (``keep``).
         seed: seed of the stochastic rounding.
@@ -105,6 +120,7 @@ def prepare(
             gathers``): half of bfloat16's bytes, the same bits. With a mesh, or a model sharded by the caller.
         average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up, for losses that are a
             micro-batch's share of the step's: needed for the same bits on any number of ranks.
+        options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Its ``reduction`` is what sums gradients
         over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several. The model's and
@@ -128,59 +144,33 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    _, optimizer = prepare_with(
-        model,
-        parse(recipe),
-        average=average,
-        lr=lr,
-        betas=betas,
-        eps=eps,
-        weight_decay=weight_decay,
+    policy, inner = parse(recipe), unwrapped(model)
+    require_summable(model, policy, mesh)
+    converted = convert_model(inner, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
+    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    made = optimizer_for(
+        converted,
+        optimizer,
         decays=decays,
+        options_of=options_of,
         max_grad_norm=max_grad_norm,
         seed=seed,
         audit_every=audit_every,
         compile=compile,
         loss_scaler=loss_scaler,
-        mesh=mesh,
-        shard=shard,
-        offload=offload,
-        narrow_gather=narrow_gather,
+        **{name: value for name, value in named.items() if value is not None},
+        **options,
     )
-    join_histories(unwrapped(model), optimizer)
-    carry_state(optimizer, unwrapped(model))
-    return model, optimizer
-
-
-_OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "max_grad_norm")
-DEFAULTS = {name: inspect.signature(prepare).parameters[name].default for name in _OF_OPTIMIZER}
-"""The defaults of :func:`prepare` for the optimizer's options, which are those of ``torch.optim.AdamW``."""
-
-
-def prepare_with(
-    model: nn.Module, policy: Recipe, *, average: bool = True, mesh: Any = None, seed: int = 0, **settings: Any
-) -> tuple[nn.Module, AdamW]:
-    """:func:`prepare` for frameworks, in which parameters have options of their own; they join the delayed scales of ranks.
-
-    Args:
-        model, average, mesh, seed: as for :func:`prepare`.
-        policy: the recipe.
-        settings: as for :func:`assemble_with`.
-    Returns:
-        As :func:`prepare`.
-    Raises:
-        RecipeError: as :func:`prepare`.
-    """
-    inner = unwrapped(model)
-    require_summable(model, policy, mesh)
-    _, optimizer = assemble(inner, policy, mesh=mesh, seed=seed, **settings)
+    if narrow_gather:
+        _gather_narrow(inner, policy)
     # FSDP2 and DDP average by themselves, and add up nothing.
     adds_up = not average and (inner is not model or has_shards(inner))
     if mesh is not None or policy.reduction.name != "native" or adds_up:
-        name = policy.reduction.name
-        optimizer.reduction = reduce_gradients_with(model, name, average=average, seed=seed, mesh=mesh)
-    say_what_differs(optimizer, policy)
-    return model, optimizer
+        made.reduction = reduce_gradients_with(model, policy.reduction, average=average, seed=seed, mesh=mesh)
+    sync_amax_before_steps(inner, made)
+    carry_state(made, inner)
+    say_what_differs(made, policy)
+    return model, made
 
 
 class DifferenceNotice(UserWarning):
@@ -200,7 +190,7 @@ def say_what_differs(optimizer: Optimizer, recipe: Recipe) -> None:
     for text in _differences(optimizer, recipe):
         if text not in _SAID:
             _SAID.add(text)
-            warnings.warn(text, DifferenceNotice, stacklevel=4)
+            warnings.warn(text, DifferenceNotice, stacklevel=3)
 
 
 def _differences(optimizer: Optimizer, recipe: Recipe) -> Iterator[str]:
@@ -221,21 +211,7 @@ def _differences(optimizer: Optimizer, recipe: Recipe) -> Iterator[str]:
             return
 
 
-def assemble(model: nn.Module, policy: Recipe, **settings: Any) -> tuple[nn.Module, AdamW]:
-    """:func:`prepare` without the sum of gradients over ranks, for callers that divide a step into micro-batches themselves.
-
-    Args:
-        model, policy, settings: as for :func:`assemble_with`.
-    Returns:
-        As :func:`prepare`.
-    Raises:
-        RecipeError: as :func:`prepare`.
-    """
-    return assemble_with(AdamW, model, policy, **settings)
-
-
-def assemble_with(
-    optimizer_class: Callable[..., Made],
+def assemble(
     model: nn.Module,
     policy: Recipe,
     *,
@@ -244,23 +220,11 @@ def assemble_with(
     shard: str = "full",
     offload: bool = False,
     narrow_gather: bool = False,
-    **options: Any,
-) -> tuple[nn.Module, Made]:
-    """:func:`assemble` for any optimizer of ours.
-
-    Args:
-        optimizer_class: the optimizer.
-        model, policy, seed, mesh, shard, offload, narrow_gather: as for :func:`prepare`.
-        options: of the optimizer, ``weight_decay``, ``lr`` and ``loss_scaler`` among them; ``decays(name, parameter)``, whether
-            a parameter is decayed (left out all are); ``options_of(name)``, the options of a parameter that are not the
-            optimizer's, such as ``{"lr": 1e-4}``, or ``{"rule": "adamw"}`` where the optimizer has a matrix rule.
-    Returns:
-        The model and its optimizer.
-    Raises:
-        RecipeError: as :func:`prepare`.
-    """
+    **settings: Any,
+) -> tuple[nn.Module, AdamW]:
+    """:func:`prepare` without the sum of gradients over ranks; the trainer is about to call :func:`prepare` instead."""
     converted = convert_model(model, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
-    optimizer = optimizer_for(optimizer_class, converted, seed=seed, **options)
+    optimizer = optimizer_for(converted, AdamW, seed=seed, **settings)
     if narrow_gather:
         _gather_narrow(model, policy)
     return model, optimizer
@@ -287,7 +251,7 @@ class Converted:
 def convert_model(
     model: nn.Module, recipe: Recipe, *, seed: int = 0, mesh: Any = None, shard: str = "full", offload: bool = False
 ) -> Converted:
-    """The half of :func:`assemble` that needs no optimizer, for frameworks that make theirs later.
+    """The first half of :func:`prepare`, which needs no optimizer.
 
     Args:
         model, recipe, seed, mesh, shard, offload: as for :func:`prepare`.
@@ -315,22 +279,21 @@ def convert_model(
 
 
 def optimizer_for(
-    optimizer_class: Callable[..., Made],
     converted: Converted,
+    optimizer_class: Callable[..., Made] = AdamW,  # type: ignore[assignment]  # as for prepare
     *,
-    weight_decay: float,
-    lr: float | Tensor,
     seed: int = 0,
     loss_scaler: LossScaler | None = None,
     decays: Callable[[str, Tensor], bool] = is_any,
-    options_of: Callable[[str], Mapping[str, Any]] = lambda name: {},
+    options_of: Callable[[str], Mapping[str, Any]] = no_options,
     **options: Any,
 ) -> Made:
-    """The optimizer of a converted model.
+    """The second half of :func:`prepare`: the optimizer of a converted model.
 
     Args:
         converted: the model, whose float32 values the optimizer takes over.
-        optimizer_class, weight_decay, lr, seed, loss_scaler, decays, options_of, options: as for :func:`assemble_with`.
+        optimizer_class, seed, loss_scaler, decays, options_of: as for :func:`prepare`.
+        options: of the optimizer, ``lr`` and ``weight_decay`` among them; its own defaults where left out.
     Returns:
         The optimizer; the stored weights are the float32 values, rounded once to the storage's code.
     Raises:
@@ -342,10 +305,10 @@ def optimizer_for(
             f"storage '{options['storage']}' was requested beside recipe '{policy.name}', which says how everything is stored.",
             "Leave it out, or name it in the recipe.",
         )
+    defaults = inspect.signature(optimizer_class).parameters
+    options = {**{name: defaults[name].default for name in ("lr", "weight_decay")}, **options}
     optimizer = optimizer_class(
-        _groups(converted, {"weight_decay": weight_decay, "lr": lr}, decays, options_of),
-        lr=lr,
-        weight_decay=weight_decay,
+        _groups(converted, options, decays, options_of),
         storage=policy.storage,
         seed=seed,
         loss_scaler=(loss_scaler or LossScaler()) if scales_loss(policy) else loss_scaler,
@@ -437,7 +400,7 @@ def _groups(
 ) -> list[dict[str, Any]]:
     """Named parameter groups by storage, weight decay, learning-rate factor and options of their own.
 
-    ``whole`` is the optimizer's ``lr`` and ``weight_decay``.
+    ``whole`` has the optimizer's ``lr`` and ``weight_decay``.
     """
     groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
     for name, parameter in converted.model.named_parameters():

@@ -1,26 +1,36 @@
 """What a resumed step takes besides weights and moments, carried in the optimizer's ``state_dict()``.
 
 The same bits after a resume need the step that stochastic casts are keyed by, the amax histories of delayed scales, the step of a
-reduction that rounds stochastically, and the loss scale. Our own trainer and some integrations save these beside the optimizer. A
-loop that saves ``model.state_dict()`` and ``optimizer.state_dict()`` saves them here, without having to know of them.
+reduction that rounds stochastically, and the loss scale. Our own trainer saves these in its checkpoints. A loop that saves
+``model.state_dict()`` and ``optimizer.state_dict()`` saves them here, without having to know of them.
 
-They stand in the first param group. The model's ``state_dict()`` stays that of the plain model, which others load with
-``strict=True``, and ``torch.distributed.checkpoint`` keeps of an optimizer's state only what belongs to parameters and groups. It
-reads a checkpoint into the state of an optimizer at hand, so nothing is added where nothing is needed: then checkpoints that were
-written before fit as they did.
+They stand in the first param group (:func:`carry_state`). The model's ``state_dict()`` stays that of the plain model, which
+others load with ``strict=True``, and ``torch.distributed.checkpoint`` keeps of an optimizer's state only what belongs to
+parameters and groups. It reads a checkpoint into the state of an optimizer at hand, so nothing is added where nothing is needed:
+then checkpoints that were written before fit as they did.
+
+A framework that saves the optimizer's state and nothing else of ours also gets the windows of the audit
+(:func:`carry_state_and_audit`). They stand beside the param groups, not in one: a framework that saves through
+``torch.distributed.checkpoint`` drops them there, and saves them in a file of its own.
 """
 
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.matmul.swapping import Linears, linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
 KEY = "narrowgauge"
+
+_hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.WeakKeyDictionary()
 
 
 def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
@@ -38,31 +48,78 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
         >>> optimizer.state_dict()["param_groups"][0]["narrowgauge"]["matmul_step"]
         0
     """
-    given: dict[str, Any] = {}
 
-    def add(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def add(state_dict: dict[str, Any]) -> dict[str, Any]:
         groups, state = state_dict["param_groups"], carried(optimizer, model)
         return {**state_dict, "param_groups": [{**groups[0], KEY: state}, *groups[1:]]} if state else state_dict
 
-    def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        found, rest = separated(state_dict)
-        given.clear()
-        given.update(found, is_ours=any("storage" in group for group in rest["param_groups"]))
-        return rest
-
-    def put(_: Any) -> None:
+    def put(given: dict[str, Any], is_ours: bool) -> None:
         restore(optimizer, model, given)
-        if given["is_ours"] and (lacks := sorted(carried(optimizer, model).keys() - given.keys())):
+        if is_ours and (lacks := sorted(carried(optimizer, model).keys() - given.keys())):
             warnings.warn(
                 f"the optimizer state that was loaded lacks {', '.join(lacks)} of this recipe, without which training does not "
                 "go on with the same bits: an earlier version saved it, or it was edited. Load ng.linears_of(model)'s and "
                 "optimizer.loss_scaler's own state after it, if you saved them.",
-                stacklevel=4,
+                stacklevel=5,
             )
 
-    optimizer.register_state_dict_post_hook(add)
-    optimizer.register_load_state_dict_pre_hook(take)
-    optimizer.register_load_state_dict_post_hook(put)
+    _install(optimizer, add, put)
+
+
+def carry_state_and_audit(optimizer: Optimizer, model: nn.Module) -> None:
+    """:func:`carry_state` for a framework, which saves nothing else of ours; it takes the place of that.
+
+    Args:
+        optimizer, model: as for :func:`carry_state`.
+
+    Example:
+        >>> import torch, narrowgauge as ng
+        >>> model, optimizer = ng.prepare(torch.nn.Linear(16, 4), "int8/word")
+        >>> carry_state_and_audit(optimizer, model)
+        >>> optimizer.state_dict()["narrowgauge"]["matmul_step"]
+        0
+    """
+
+    def add(state_dict: dict[str, Any]) -> dict[str, Any]:
+        return {**state_dict, KEY: carried_with_audit(optimizer, model)}
+
+    _install(optimizer, add, lambda given, _: restore_with_audit(optimizer, model, given))
+
+
+def carry_nothing(optimizer: Optimizer) -> None:
+    """Undo :func:`carry_state`, where a framework saves all of it itself."""
+    for hook in _hooks.pop(optimizer, ()):
+        hook.remove()
+
+
+def _install(
+    optimizer: Optimizer,
+    add: Callable[[dict[str, Any]], dict[str, Any]],
+    put: Callable[[dict[str, Any], bool], None],
+) -> None:
+    """Hook an optimizer's ``state_dict`` and ``load_state_dict``, instead of what was hooked before.
+
+    Args:
+        add: to a state that is saved.
+        put: back what a loaded state held; and whether one of ours saved it.
+    """
+    given: dict[str, Any] = {}
+    is_ours: list[bool] = []
+
+    def take(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        found, rest = separated(state_dict)
+        given.clear()
+        given.update(found)
+        is_ours[:] = [any("storage" in group for group in rest["param_groups"])]
+        return rest
+
+    carry_nothing(optimizer)
+    _hooks[optimizer] = [
+        optimizer.register_state_dict_post_hook(lambda _, state_dict: add(state_dict)),
+        optimizer.register_load_state_dict_pre_hook(take),
+        # Not before: loading states begins an audit of its own.
+        optimizer.register_load_state_dict_post_hook(lambda _: put(given, is_ours[0])),
+    ]
 
 
 def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
@@ -74,6 +131,50 @@ def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
         state["reduction_step"] = optimizer.reduction.step
     linears = linears_of(model)
     return state if linears is None or not _remembers(linears) else {**state, **linears.state_dict()}
+
+
+def restore(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give back what :func:`carried` returned."""
+    if optimizer.loss_scaler is not None and "loss_scaler" in state:
+        optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
+    if optimizer.reduction is not None and "reduction_step" in state:
+        optimizer.reduction.set_step(state["reduction_step"])
+    linears = linears_of(model)
+    if linears is not None and "matmul_step" in state:
+        linears.load_state_dict(state)
+
+
+def carried_with_audit(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
+    """What a resumed run needs besides weights and states, and the windows of its audit.
+
+    The layers' step is there whatever they compute in: a recipe may change it, in a later phase or for an evaluation.
+    """
+    linears = linears_of(model)
+    own = {} if linears is None else linears.state_dict()
+    return {**saved_audit(optimizer), **carried(optimizer, model), **own}
+
+
+def restore_with_audit(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Give back what :func:`carried_with_audit` returned."""
+    if "windows" in state:
+        restore_audit(optimizer, state)
+    restore(optimizer, model, state)
+
+
+def saved_audit(optimizer: Optimizer) -> dict[str, Any]:
+    """The windows of an optimizer's audit and its count of skipped steps, which its own state does not hold."""
+    optimizer.settle()
+    names = optimizer.parameter_names()
+    windows = {names[p]: torch.stack(list(rows)) for p, rows in optimizer.auditor.windows.items() if p in names}
+    return {"num_skipped": optimizer.num_skipped, "windows": windows}
+
+
+def restore_audit(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give an optimizer what :func:`saved_audit` returned."""
+    optimizer.num_skipped = int(saved["num_skipped"])
+    for parameter, name in optimizer.parameter_names().items():
+        if name in saved["windows"]:
+            optimizer.auditor.restore(parameter, saved["windows"][name])
 
 
 def separated(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -91,14 +192,3 @@ def separated(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 def _remembers(linears: Linears) -> bool:
     """Whether a step of these layers depends on earlier ones, or on how many there were, in any compute that they had."""
     return bool(linears.histories()) or any(layer.is_keyed for layer in linears.layers.values())
-
-
-def restore(optimizer: Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    """Give back what :func:`carried` returned."""
-    if optimizer.loss_scaler is not None and "loss_scaler" in state:
-        optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
-    if optimizer.reduction is not None and "reduction_step" in state:
-        optimizer.reduction.set_step(state["reduction_step"])
-    linears = linears_of(model)
-    if linears is not None and "matmul_step" in state:
-        linears.load_state_dict(state)

@@ -78,7 +78,7 @@ class Accumulator(Protocol):
 
 def reduce_gradients_with(
     model: nn.Module,
-    name: str,
+    name: str | Reduction,
     *,
     average: bool = True,
     accumulator: Accumulator | None = None,
@@ -91,7 +91,7 @@ def reduce_gradients_with(
     Args:
         model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with equal weights on all ranks.
             Parameters beside those that FSDP2 shards must be equal on all ranks. Freeze parameters before.
-        name: a row of ``REDUCTIONS``.
+        name: a row of ``REDUCTIONS``, or its name.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do; if not, the loss of each micro-batch is its share of
             the step's.
         accumulator: sums the micro-batches of a step, in a format of its own; without one autograd and FSDP2 do. An
@@ -117,7 +117,9 @@ def reduce_gradients_with(
         >>> model.weight.grad
         tensor([[3., 6.]])
     """
-    if name not in EXCHANGES:
+    row = REDUCTIONS.get(name) if isinstance(name, str) else name
+    name = name if isinstance(name, str) else name.name
+    if row is None or name not in EXCHANGES:
         known = suggestion(name, EXCHANGES) or f"There are {', '.join(EXCHANGES)}."
         raise RecipeError(f"no reduction is named '{name}'.", known)
     if sums == "unsharded" and EXCHANGES[name].sums_leaves:
@@ -131,8 +133,8 @@ def reduce_gradients_with(
             f"reduction '{name}' was requested for a model whose gradients are summed by '{other.row.name}' already.",
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
-    make = partial(EXCHANGES[name], row=REDUCTIONS[name], average=average, seed=seed)
-    reduction = GradientReduction(model, REDUCTIONS[name], make, average, accumulator, sums, mesh)
+    make = partial(EXCHANGES[name], row=row, average=average, seed=seed)
+    reduction = GradientReduction(model, row, make, average, accumulator, sums, mesh)
     _installed[inner] = weakref.ref(reduction)
     return reduction
 
@@ -267,6 +269,10 @@ class GradientReduction:
             raise
         finally:
             self.now = None
+
+    def accumulate_in(self, accumulator: Accumulator) -> None:
+        """Sum the micro-batches of a step in an accumulator from now on; an order-free reduction leaves it alone."""
+        self._accumulator = None if self._sums_leaves else accumulator
 
     @property
     def step(self) -> int:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly.preparation import DEFAULTS, assemble
+from narrowgauge.assembly.preparation import convert_model, optimizer_for
 from narrowgauge.checkpoints.checkpoint_files import load_whole, saved_tensors
 from narrowgauge.checkpoints.conversion.conversion_report import Kept, Pair, Report, compare
 from narrowgauge.checkpoints.conversion.folders import (
@@ -235,8 +235,9 @@ def take(source: Source, recipe: Recipe) -> tuple[Optimizer, tuple[Kept, ...]]:
         An optimizer with the state, whose parameters have the source's names, and the losses of each kind of value.
     """
     values, moments = _float32(source)
-    model, optimizer = assemble(Checkpoint(values), recipe, **DEFAULTS, audit_every=0, compile=False)
-    named = dict(model.named_parameters())
+    converted = convert_model(Checkpoint(values), recipe)
+    optimizer = optimizer_for(converted, audit_every=0, compile=False)
+    named = dict(converted.model.named_parameters())
     same = {
         name
         for name in named

@@ -31,10 +31,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.distributed.ranks import largest_of_ranks
+from narrowgauge.assembly.amax_sync import sync_amax
+from narrowgauge.assembly.resumption import carried_with_audit, restore_with_audit
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.carried_state import carried, restore
 from narrowgauge.integrations.huggingface.callback import NarrowgaugeCallback
 from narrowgauge.integrations.huggingface.training_arguments import (
     make_optimizer,
@@ -211,7 +211,7 @@ class NarrowgaugeTrainer(_Trainer):
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         if self._accumulator is not None:
             self._accumulator.accumulate()
-            self._join_histories()  # before DDP gives all ranks the first one's
+            self._sync_amax()
         self._micro_batch += 1
         self._callback.take_micro_batch(loss, tokens)
         return loss
@@ -238,11 +238,11 @@ class NarrowgaugeTrainer(_Trainer):
         self._scope.close()
         if self._accumulator is not None:
             self._accumulator.finish()
-        self._join_histories()
 
-    def _join_histories(self) -> None:
-        if self._linears is not None and self.args.world_size > 1:
-            self._linears.join_histories(largest_of_ranks)
+    def _sync_amax(self) -> None:
+        """Join delayed scales before DDP gives all ranks the first one's, in its next forward pass."""
+        if self._linears is not None and self._prepared is not None:
+            sync_amax(self._prepared, self._linears)
 
     def _after_step(self, *_: Any) -> None:
         assert self.recipe_optimizer is not None
@@ -268,12 +268,12 @@ class NarrowgaugeTrainer(_Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self._is_sharded and self.args.should_save:
-            torch.save(carried(*self._carrying), Path(output_dir) / CARRIED)
+            torch.save(carried_with_audit(*self._carrying), Path(output_dir) / CARRIED)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._is_sharded and (place := Path(checkpoint) / CARRIED).exists():
-            restore(*self._carrying, torch.load(place, weights_only=True, map_location="cpu"))
+            restore_with_audit(*self._carrying, torch.load(place, weights_only=True, map_location="cpu"))
 
     @property
     def _is_sharded(self) -> bool:

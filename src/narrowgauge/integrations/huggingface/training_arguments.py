@@ -15,11 +15,10 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import check_target_module_exists
 
-from narrowgauge.assembly.amax_sync import join_histories
-from narrowgauge.assembly.preparation import assemble_with, say_what_differs
+from narrowgauge.assembly.preparation import prepare
+from narrowgauge.assembly.resumption import carry_state_and_audit
 from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
-from narrowgauge.integrations.carried_state import carry_state
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import SGD, Adafactor, AdamW, GaLore, Lion
 from narrowgauge.spec.notation import parse
@@ -221,16 +220,15 @@ def make_optimizer(
     targets = _targets(model, args.optim_target_modules) if is_partial else None
     begin_alike(model)
     optimizer: Optimizer
-    _, optimizer = assemble_with(
-        made,
+    _, optimizer = prepare(
         model,
         recipe,
+        optimizer=made,
         decays=decays,
         options_of=lambda name: {} if targets is None or name in targets else {"rule": "adamw"},
         **{**options, **settings},
     )
-    carry_state(optimizer, model)
-    say_what_differs(optimizer, recipe)
+    carry_state_and_audit(optimizer, model)
     return optimizer
 
 
@@ -260,9 +258,7 @@ class OptimizerFactory:
         """The optimizer of a model, which is prepared with the recipe."""
         # A method of Trainer that reads nothing of the trainer.
         decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
-        optimizer = make_optimizer(model, args, recipe, decays=lambda name, _: name in decayed, **options)
-        join_histories(model, optimizer)
-        return optimizer
+        return make_optimizer(model, args, recipe, decays=lambda name, _: name in decayed, **options)
 
 
 def optimizer_factory(

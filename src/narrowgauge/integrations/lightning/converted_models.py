@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge._torch import plain_name
+from narrowgauge.assembly.amax_sync import sync_amax
 from narrowgauge.assembly.parameter_rounding import visible
 from narrowgauge.assembly.preparation import Converted, convert_model, scales_loss
-from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
+from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import begin_alike, has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.lightning.packages import trainer_of
@@ -137,11 +138,11 @@ class ConvertedModels:
         for linears in self.linears:
             linears.set_first_sequence((here.rank + here.size * micro_batch) * size)
 
-    def join_histories(self) -> None:
-        """Let delayed scales be those of all ranks."""
-        if all_ranks().size > 1:
-            for linears in self.linears:
-                linears.join_histories(largest_of_ranks)
+    def sync_amax(self) -> None:
+        """Join the delayed scales of all ranks; a step's closure has run the backward passes by now."""
+        for converted in self:
+            if converted.linears is not None:
+                sync_amax(converted.model, converted.linears)
 
     def _living(self) -> Iterator[nn.Module]:
         return (module for reference in self._modules if (module := reference()) is not None)
@@ -356,19 +357,3 @@ def _check(optimizer: Optimizer, members: Iterable[Tensor], row: Storage) -> Non
         storage = for_vectors(row) if parameter.ndim < 2 else row
         check_visible(parameter, storage)
         check_rule(optimizer.rule, storage)
-
-
-def saved_audit(optimizer: Optimizer) -> dict[str, Any]:
-    """The windows of an optimizer's audit and its count of skipped steps, which its own state does not hold."""
-    optimizer.settle()
-    names = optimizer.parameter_names()
-    windows = {names[p]: torch.stack(list(rows)) for p, rows in optimizer.auditor.windows.items() if p in names}
-    return {"num_skipped": optimizer.num_skipped, "windows": windows}
-
-
-def restore_audit(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give an optimizer what :func:`saved_audit` returned."""
-    optimizer.num_skipped = int(saved["num_skipped"])
-    for parameter, name in optimizer.parameter_names().items():
-        if name in saved["windows"]:
-            optimizer.auditor.restore(parameter, saved["windows"][name])

@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly.preparation import DEFAULTS, optimizer_for, say_what_differs, scales_loss
+from narrowgauge.assembly.preparation import optimizer_for, say_what_differs, scales_loss
+from narrowgauge.assembly.resumption import restore_audit, saved_audit
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
 from narrowgauge.errors import RecipeError
@@ -34,8 +35,6 @@ from narrowgauge.integrations.lightning.converted_models import (
     require_averages,
     require_constant,
     require_recipe,
-    restore_audit,
-    saved_audit,
     take_back,
 )
 from narrowgauge.integrations.lightning.packages import joined_when_asked, map_tensors, trainer_of
@@ -139,9 +138,9 @@ class RecipePrecision(_Base):
         Raises:
             RecipeError: the plugin has not converted this model.
         """
-        chosen = {**DEFAULTS, **self.options, **options}
         converted = self._models.find(module)
-        made = optimizer_for(AdamW, converted, seed=self.seed, loss_scaler=self.scaler, **chosen)
+        chosen = {**self.options, **options}
+        made = optimizer_for(converted, AdamW, seed=self.seed, loss_scaler=self.scaler, **chosen)
         converted.values.clear()
         say_what_differs(made, self.recipe)
         self._bind(made)
@@ -289,7 +288,7 @@ class RecipePrecision(_Base):
         self._bind(optimizer)
         try:
             if model is None:
-                self._models.join_histories()
+                self._models.sync_amax()
                 given = {} if closure is None else {"closure": closure}
                 return optimizer.step(**given, **kwargs)
             assert closure is not None
@@ -304,7 +303,7 @@ class RecipePrecision(_Base):
         def run() -> Any:
             result = closure()
             self._sums.finish()
-            self._models.join_histories()
+            self._models.sync_amax()
             return result
 
         return run

@@ -20,6 +20,7 @@ which its own subclasses call; looked up in 0.3.0.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,8 +34,9 @@ from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
 from narrowgauge._torch import fsdp_dtypes, plain_name
-from narrowgauge.assembly.amax_sync import join_histories
-from narrowgauge.assembly.preparation import DEFAULTS, prepare_with
+from narrowgauge.assembly.amax_sync import sync_no_amax
+from narrowgauge.assembly.preparation import prepare
+from narrowgauge.assembly.resumption import carry_nothing
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules, mesh_of
 from narrowgauge.errors import RecipeError
@@ -184,10 +186,9 @@ def _groups_of(config: NarrowgaugeAdamW.Config, model_parts: list[nn.Module]) ->
 
 def _optimizer_of(part: nn.Module, recipe: Recipe, groups: ParamGroups, config: NarrowgaugeAdamW.Config) -> AdamW:
     """The optimizer of a part of the model, which is prepared with the recipe."""
-    _, optimizer = prepare_with(
+    _, optimizer = prepare(
         part,
         recipe,
-        **SETTING_DEFAULTS,
         options_of=groups.options_of,
         max_grad_norm=config.max_grad_norm,
         seed=config.seed,
@@ -196,8 +197,9 @@ def _optimizer_of(part: nn.Module, recipe: Recipe, groups: ParamGroups, config: 
     )
     for group in optimizer.param_groups:
         group["param_names"] = [plain_name(name) for name in group["param_names"]]
-    if mesh_of(part) is not None:  # the ranks of an unsharded part are not known
-        join_histories(part, optimizer)
+    carry_nothing(optimizer)  # state_dict() above does, under torchtitan's flat names
+    if mesh_of(part) is None:
+        sync_no_amax(optimizer)  # the ranks of an unsharded part are not known
     return optimizer
 
 
@@ -279,7 +281,7 @@ SETTINGS = ("lr", "betas", "eps", "weight_decay")
 _IGNORED = {"fused", "foreach"}  # what torchtitan chooses between implementations of torch.optim by
 
 
-SETTING_DEFAULTS = {name: DEFAULTS[name] for name in SETTINGS}
+SETTING_DEFAULTS = {name: inspect.signature(AdamW).parameters[name].default for name in SETTINGS}
 """What a group takes where it leaves a setting out: as in ``torch.optim.AdamW``."""
 _NAMES = ("AdamW", NAME)  # the optimizers that a group can name
 
