@@ -17,8 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.sharding import mesh_of
-from narrowgauge.matmul.linears import Linears
-from narrowgauge.matmul.swapping import linears_of
+from narrowgauge.matmul.swapping import Linears, linears_of
 from narrowgauge.numerics.shards import add_up
 from narrowgauge.optim.optimizer import Optimizer
 
