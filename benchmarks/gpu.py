@@ -136,7 +136,7 @@ def stall_row(storage: str, case: Stall) -> Row:
     """The stall case on the GPU, compiled."""
     trainee, optimizer = stall_trainee(case, storage, "cuda", compile=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ng.UpdateLossWarning)
+        warnings.simplefilter("ignore", ng.optim.UpdateLossWarning)
         error = case.error(trainee)
     low, high = STALL_BOUNDS[storage]
     reading = ng.audit(optimizer)["weight"]

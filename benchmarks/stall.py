@@ -112,7 +112,7 @@ def our_row(case: Stall, storage: str | Storage) -> Row:
         "EDQ": reading.edq,
         "noise": reading.noise,
         "lost": f"{reading.lost_fraction:.1%}",
-        "warns": "yes" if any(w.category is ng.UpdateLossWarning for w in caught) else "no",
+        "warns": "yes" if any(w.category is ng.optim.UpdateLossWarning for w in caught) else "no",
     }
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import partial
-from itertools import groupby
 from typing import Any
 
-import narrowgauge
+from narrowgauge import errors
+from narrowgauge._public import homes_of, rooms
 from narrowgauge.analysis.diagnosis.causes import cause_table
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
@@ -45,11 +45,12 @@ def table(name: str) -> str:
 
 
 def reference() -> str:
-    """One entry per public name, by module, in the order of ``narrowgauge.__all__``."""
+    """One entry per public name, under the path by which it is reached: those of ``narrowgauge``, then those of each room."""
     parts = []
-    for home, entries in groupby(narrowgauge._HOMES.items(), key=lambda entry: entry[1]):
-        parts.append(f"## {home.replace('.', ' · ')}\n")
-        parts += [f"::: narrowgauge.{home}.{name}\n" for name, _ in entries]
+    for package in ("narrowgauge", *(f"narrowgauge.{room}" for room in rooms())):
+        homes = homes_of(package) or {name: package for name in vars(errors) if name.endswith("Error")}
+        parts.append(f"## {package.replace('narrowgauge', 'ng', 1)}\n")
+        parts += [f"::: {home}.{name}\n" for name, home in homes.items()]
     return "\n".join(parts)
 
 

@@ -36,7 +36,7 @@ def small_model():
 def step(model, linears, optimizer, inputs, targets):
     """One optimizer step of several micro-batches: the mean of their losses."""
     total = 0.0
-    with ng.cached_weights():  # each weight is cast once for all of them
+    with ng.matmul.cached_weights():  # each weight is cast once for all of them
         for first in range(0, len(inputs), MICRO_BATCH):
             linears.set_first_sequence(first)  # stochastic rows then round as they would in one large batch
             part = slice(first, first + MICRO_BATCH)
@@ -66,6 +66,6 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore", ".*emulated here")  # said below
     for compute in ("bfloat16", "float8-row", "float8-delayed"):
         losses, overflows = train(compute)
-        said = f"; its last 16 steps cut {overflows} values off" if ng.COMPUTES[compute].is_delayed else ""
+        said = f"; its last 16 steps cut {overflows} values off" if ng.spec.COMPUTES[compute].is_delayed else ""
         print(f"{compute:14}  loss {losses[0]:.4f} to {losses[-1]:.4f}{said}")
-    print(describe_matmuls(ng.COMPUTES["float8-row"], DEVICE))
+    print(describe_matmuls(ng.spec.COMPUTES["float8-row"], DEVICE))

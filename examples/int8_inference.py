@@ -37,7 +37,7 @@ def main():
     for compute in ("int8-row", "int8-outlier"):
         narrow = ng.quantize_for_inference(copy.deepcopy(model), compute)
         off = (narrow(prompt).logits.float() - exact).norm() / exact.norm()
-        size = ng.inference_bytes(narrow)
+        size = ng.matmul.inference_bytes(narrow)
         print(f"{compute:12}  {size.before / 1e6:.2f} MB became {size.after / 1e6:.2f} MB; logits are off by {off:.1%}")
 
     with tempfile.TemporaryDirectory() as folder:

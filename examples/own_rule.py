@@ -27,7 +27,7 @@ def update(weight, gradient, fast, slow, square, s):
 
 STATES = ("exp_avg", "exp_avg_slow", "exp_avg_sq")  # the last is never negative, and takes the code for second moments
 NUMBERS = ("one_minus_beta1", "one_minus_beta2", "one_minus_beta3", "fast_rate", "slow_rate", "correction")
-ADEMAMIX = ng.Rule("ademamix", STATES, NUMBERS, scalars, update)
+ADEMAMIX = ng.optim.Rule("ademamix", STATES, NUMBERS, scalars, update)
 OPTIONS = {"lr": 2e-3, "betas": (0.9, 0.999, 0.9999), "alpha": 5.0}
 
 
@@ -37,7 +37,7 @@ def train(storage, steps=200):
     inputs = torch.randn(512, 32)
     targets = torch.sin(inputs @ torch.randn(32, 8))
     model = torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 8))
-    model = model.to(getattr(torch, ng.STORAGES[storage].visible))
+    model = model.to(getattr(torch, ng.spec.STORAGES[storage].visible))
     optimizer = ng.Optimizer(model.parameters(), ADEMAMIX, OPTIONS, storage=storage)
     for _ in range(steps):
         optimizer.zero_grad()

@@ -37,9 +37,8 @@ for base in ("bfloat16", "int8-outlier", "nvfp4"):
         optimizer.zero_grad()
         losses.append(loss.item())
     num_states = len(optimizer.state_dict()["state"])
-    print(
-        f"{base:12}  loss {losses[0]:.3f} to {losses[-1]:.3f}  {ng.inference_bytes(model).after:7,} bytes  {num_states} states"
-    )
+    num_bytes = ng.matmul.inference_bytes(model).after
+    print(f"{base:12}  loss {losses[0]:.3f} to {losses[-1]:.3f}  {num_bytes:7,} bytes  {num_states} states")
 
 merged = dequantize_base(model).merge_and_unload()
 print(f"merged: {type(merged).__name__}, {sum('lora' in name for name, _ in merged.named_parameters())} adapters left")

@@ -32,7 +32,7 @@ SHAPE = {
 
 def recipes() -> list[str]:
     """Each storage with its own compute, or with bfloat16; each compute with its default storage."""
-    stored = (name if "/" in name else f"bfloat16/{name}" for name in ng.STORAGES)
+    stored = (name if "/" in name else f"bfloat16/{name}" for name in ng.spec.STORAGES)
     computed = (f"{row['name']}/{default_storage(str(row['name']))}" for row in show.rows("computes"))
     return list(dict.fromkeys([*stored, *computed]))
 

@@ -8,15 +8,32 @@ import re
 import subprocess
 import sys
 import textwrap
+import warnings
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import narrowgauge
+from narrowgauge._public import homes_of, rooms
 
 SOURCE = Path(narrowgauge.__file__).parent
-HOMES: dict[str, str] = narrowgauge._HOMES
+HOMES = homes_of("narrowgauge")
+PACKAGES = ("narrowgauge", *(f"narrowgauge.{room}" for room in rooms() if room != "errors"))
+OFFERED = {package: homes_of(package) for package in PACKAGES}
+FORMER = {
+    "ACCUMULATIONS": "spec", "AccumulationWarning": "optim", "Alarm": "optim", "Alarms": "analysis", "BadValue": "gauges",
+    "CHIPS": "spec", "COMPUTES": "spec", "Cast": "spec", "Chip": "spec", "ChipError": "errors", "Compute": "spec",
+    "CorruptionError": "errors", "DataError": "errors", "FORMATS": "spec", "Finding": "runs", "Format": "spec",
+    "FormatError": "errors", "GaLore": "optim", "GaugeNotice": "gauges", "GradNormLoRP": "optim", "Linears": "matmul",
+    "Product": "spec", "RankError": "errors", "Reading": "optim", "RecipeError": "errors", "RecordError": "errors",
+    "Replay": "gauges", "Rule": "optim", "RunNotice": "gauges", "RunWriter": "runs", "STORAGES": "spec",
+    "SetUpWarning": "integrations", "Storage": "spec", "UpdateLossWarning": "optim", "cached_weights": "matmul",
+    "fingerprint": "numerics", "first_bad_value": "gauges", "inference_bytes": "matmul", "linears_of": "matmul",
+    "release_gradients": "optim", "replay": "gauges", "swap_experts": "matmul",
+}  # fmt: skip
+"""Names that version 0.1.0 had in ``narrowgauge`` itself, and the room that has each now."""
 
 
 def section(title: str, docstring: str) -> bool:
@@ -66,10 +83,32 @@ def missing_sections(thing: Any) -> list[str]:
     return missing
 
 
-@pytest.mark.parametrize("name", narrowgauge.__all__)
-def test_loads_on_first_use(name: str) -> None:
-    assert getattr(narrowgauge, name) is not None
-    assert name in dir(narrowgauge)
+PUBLIC = [(package, name) for package, names in OFFERED.items() for name in names]
+
+
+@pytest.mark.parametrize(("package", "name"), PUBLIC, ids=[f"{package}.{name}" for package, name in PUBLIC])
+def test_loads_on_first_use(package: str, name: str) -> None:
+    module = import_module(package)
+    assert getattr(module, name) is not None
+    assert name in dir(module) and name in module.__all__
+
+
+def test_there_are_few_names_and_each_is_offered_once() -> None:
+    names = [name for offered in OFFERED.values() for name in offered]
+    assert len(HOMES) <= 40
+    assert sorted(names) == sorted(set(names))
+    assert set(rooms()) <= set(dir(narrowgauge))
+
+
+@pytest.mark.parametrize(("name", "room"), FORMER.items())
+def test_a_former_name_works_and_says_the_new_one(name: str, room: str) -> None:
+    vars(narrowgauge).pop(name, None)
+    with pytest.warns(DeprecationWarning, match=rf"narrowgauge\.{name} is now narrowgauge\.{room}\.{name};"):
+        found = getattr(narrowgauge, name)
+    assert found is getattr(import_module(f"narrowgauge.{room}"), name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert getattr(narrowgauge, name) is found
 
 
 def test_an_unknown_name_is_refused() -> None:
@@ -79,15 +118,18 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_each_name_is_defined_where_it_is_said_to_live() -> None:
     astray = []
-    for name, home in HOMES.items():
-        thing = getattr(narrowgauge, name)
-        if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__ != f"narrowgauge.{home}":
-            astray.append(f"{name} is defined in {thing.__module__}, and 'narrowgauge.{home}' is said to hold it")
+    for package, offered in OFFERED.items():
+        for name, home in offered.items():
+            thing = getattr(import_module(package), name)
+            if (inspect.isclass(thing) or inspect.isfunction(thing)) and thing.__module__ != home:
+                astray.append(f"{name} is defined in {thing.__module__}, and '{home}' is said to hold it")
+            if package != "narrowgauge" and not home.startswith(f"{package}."):
+                astray.append(f"{package} offers {name} of another room: {home}")
     assert not astray, "\n".join(astray)
 
 
-def test_no_folder_offers_a_second_path() -> None:
-    """Only the package itself hands names on: an `__init__.py` deeper down that re-exports one would add a path.
+def test_only_packages_with_a_stub_hand_names_on() -> None:
+    """An `__init__.py` that imported a name of its room would add a path that no stub lists.
 
     ``_torch/__init__.py`` is a module itself: it defines what the other names of PyTorch are reached by. The public names of a
     framework's integration have their one path in its package.
@@ -96,42 +138,36 @@ def test_no_folder_offers_a_second_path() -> None:
     frameworks = set((SOURCE / "integrations").rglob("__init__.py"))
     for path in set(SOURCE.rglob("*/__init__.py")) - {SOURCE / "_torch" / "__init__.py"} - frameworks:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.Import, ast.ImportFrom)) and "__future__" not in ast.unparse(node):
+            module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
+            if module.startswith("narrowgauge.") and module not in ("narrowgauge._public", "narrowgauge.errors"):
                 second.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}")
     assert not second, "\n".join(second)
 
 
 def test_no_public_name_is_also_a_module() -> None:
-    """A function named like its file would be replaced by the file as soon as somebody imports that."""
-    files = {path.stem for path in SOURCE.glob("*.py")} | {path.name for path in SOURCE.iterdir() if path.is_dir()}
-    assert not files & set(HOMES)
+    """A function named like a file beside it would be replaced by the file as soon as somebody imports that."""
+    astray = []
+    for package, offered in OFFERED.items():
+        folder = SOURCE.joinpath(*package.split(".")[1:])
+        files = {path.stem for path in folder.glob("*.py")} | {path.name for path in folder.iterdir() if path.is_dir()}
+        astray += [f"{package}.{name} is also a module" for name in sorted(files & set(offered))]
     # Below a room nothing is replaced, but a reader would not know which is meant: only the home of the name itself may have it.
-    below = {path.relative_to(SOURCE).with_suffix("") for path in SOURCE.glob("*/**/*.py") if path.stem in HOMES}
-    astray = [str(path) for path in below if HOMES[path.name] != ".".join(path.parts)]
-    assert not astray, f"named like a public name, and not its home: {', '.join(astray)}"
-
-
-def test_type_checkers_are_told_the_same_paths() -> None:
-    tree = ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8"))
-    told = {
-        alias.name: (node.module or "").removeprefix("narrowgauge.")
-        for block in tree.body
-        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
-        for node in block.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert told == HOMES
+    homes = {name: home for offered in OFFERED.values() for name, home in offered.items()}
+    for path in SOURCE.glob("*/**/*.py"):
+        module = ".".join(("narrowgauge", *path.relative_to(SOURCE).with_suffix("").parts))
+        if path.stem in homes and homes[path.stem] != module:
+            astray.append(f"{module} is named like a public name, and not its home")
+    assert not astray, "\n".join(astray)
 
 
 def test_docstrings_are_complete() -> None:
     incomplete = []
-    for name in HOMES:
-        thing = getattr(narrowgauge, name)
+    for package, name in PUBLIC:
+        thing = getattr(import_module(package), name)
         if inspect.isclass(thing) or inspect.isfunction(thing):
             missing = missing_sections(thing)
             if missing:
-                incomplete.append(f"the docstring of narrowgauge.{name} lacks {', '.join(missing)}")
+                incomplete.append(f"the docstring of {package}.{name} lacks {', '.join(missing)}")
     assert not incomplete, "\n".join(incomplete)
 
 

@@ -339,7 +339,7 @@ def test_only_float32_weights_are_cast_and_to_the_computes_own_dtype(recipe: str
 def test_errors_say_what_where_and_what_to_do(make: Any, recipe: Any, found: str, advice: str) -> None:
     model = make()
     dtypes = [p.dtype for p in model.parameters()]
-    with pytest.raises(ng.RecipeError) as caught:
+    with pytest.raises(ng.errors.RecipeError) as caught:
         ng.prepare(model, recipe)
     assert found in str(caught.value) and advice in (caught.value.advice or str(caught.value))
     assert dtypes == [p.dtype for p in model.parameters()], "nothing is changed"
@@ -350,7 +350,7 @@ def test_a_parameter_that_was_replaced_after_prepare_is_noticed() -> None:
     model, optimizer = ng.prepare(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "float32")
     model[0].weight = nn.Parameter(torch.ones(4, 3))
     model(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(ng.RecipeError, match=r"'0\.weight' of the optimizer has no gradient and never gets one"):
+    with pytest.raises(ng.errors.RecipeError, match=r"'0\.weight' of the optimizer has no gradient and never gets one"):
         optimizer.step()
     model, optimizer = ng.prepare(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), "float32")
     del model[1]  # what nothing replaces is only unused
@@ -580,6 +580,6 @@ def test_a_reduction_that_nothing_applies_is_refused() -> None:
     mine = dataclasses.replace(REDUCTIONS["native"], name="mine")
     recipe = dataclasses.replace(parse("bfloat16/word"), reduction=mine)
     model = nn.Linear(4, 4)
-    with pytest.raises(ng.RecipeError, match="by 'mine', which is not implemented"):
+    with pytest.raises(ng.errors.RecipeError, match="by 'mine', which is not implemented"):
         ng.prepare(model, recipe, lr=1e-3)
     assert model.weight.dtype is torch.float32

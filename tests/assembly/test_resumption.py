@@ -33,7 +33,7 @@ REMEMBERING = [
     "float8-delayed/split", "float8-delayed/compact", "int8-row/compact", "int8-row/exact", "nvfp4/states8", "mxfp4/float32",
 ]  # fmt: skip
 CASES = [
-    *((f"{name}/{default_storage(name)}", "model first") for name in ng.COMPUTES),
+    *((f"{name}/{default_storage(name)}", "model first") for name in ng.spec.COMPUTES),
     *((recipe, order) for recipe in REMEMBERING for order in ("model first", "optimizer first")),
 ]
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -141,9 +141,9 @@ def test_the_step_travels_whatever_is_computed_in_when_it_is_saved() -> None:
     """An evaluation, or an early phase of a recipe, may compute without random bits."""
     model, optimizer = prepared("int8-row/word", seed=0)
     trained(model, optimizer, range(2))
-    linears = ng.linears_of(model)
+    linears = ng.matmul.linears_of(model)
     assert linears is not None
-    linears.set_compute(lambda name: ng.COMPUTES["bfloat16"])
+    linears.set_compute(lambda name: ng.spec.COMPUTES["bfloat16"])
     assert optimizer.state_dict()["param_groups"][0]["narrowgauge"]["matmul_step"] == 2
 
     plain = LlamaForCausalLM(LlamaConfig(**SHAPE))
@@ -170,7 +170,7 @@ def test_a_loop_and_a_framework_load_each_others_states(from_loop: bool) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         its.load_state_dict(through_a_file(optimizer.state_dict()))
-    linears = ng.linears_of(other)
+    linears = ng.matmul.linears_of(other)
     assert linears is not None and linears.step == 2
     assert not any("narrowgauge" in group for group in its.param_groups)
 
@@ -195,5 +195,5 @@ def test_histories_are_found_under_the_names_of_a_compiled_model() -> None:
     for name, layer in list(model.model.layers.named_children()):
         model.model.layers._modules[name] = torch.compile(layer, backend="eager")
     optimizer.load_state_dict(saved)
-    found = {name.replace("_orig_mod.", ""): h for name, h in ng.linears_of(model).histories().items()}  # type: ignore[union-attr]
+    found = {name.replace("_orig_mod.", ""): h for name, h in ng.matmul.linears_of(model).histories().items()}  # type: ignore[union-attr]
     assert_same_bits(found, saved["param_groups"][0]["narrowgauge"]["amax_histories"])

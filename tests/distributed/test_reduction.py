@@ -244,7 +244,7 @@ def released(rank: int) -> tuple[list[dict[str, Tensor]], list[str]]:
             fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
         optimizer = ng.AdamW(model.parameters(), lr=0.1, storage="word", compile=False)
         if releases:
-            ng.release_gradients(optimizer)
+            ng.optim.release_gradients(optimizer)
         reduction = ng.reduce_gradients_with(model, "reproducible")
         try:
             with reduction.micro_batch(is_last=is_last):

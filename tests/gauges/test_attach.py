@@ -372,7 +372,7 @@ def test_a_stale_scale_is_read_as_the_layer_used_it() -> None:
     """Inputs a thousand times larger than those before: the delayed scale cuts them off, and the gauge says so."""
     model, optimizer = made("float8-delayed/word")
     gauges = attach_gauges(model, optimizer, every=4)
-    linears = ng.linears_of(model)
+    linears = ng.matmul.linears_of(model)
     assert linears is not None
     trained(model, optimizer, 3)
     trained(model, optimizer, 1, size=1000.0)

@@ -152,7 +152,7 @@ def test_lost_updates_are_told_in_a_loop_of_ones_own() -> None:
     stop = ng.on_event(told.append)
     model, optimizer = ng.prepare(net(), "bfloat16/naive", lr=1e-6, audit_every=2)
     gauges = attach_gauges(model, optimizer, every=2)
-    with pytest.warns(ng.UpdateLossWarning):
+    with pytest.warns(ng.optim.UpdateLossWarning):
         train(model, optimizer, 12)
     gauges.detach()
     stop()

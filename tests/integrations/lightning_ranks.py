@@ -69,7 +69,7 @@ def fits(recipe: str, how: str, folder: Path) -> dict[str, object]:
     resumed, module = fit(how, recipe, 4, path)
     found |= {"parts": first.losses + module.losses, "resumed": weights_of(resumed, module)}
     ranks: list[object] = [None, None]
-    scales = {name: history.tolist() for name, history in ng.linears_of(module).histories().items()}
+    scales = {name: history.tolist() for name, history in ng.matmul.linears_of(module).histories().items()}
     assert scales or "delayed" not in recipe
     torch.distributed.all_gather_object(ranks, (found["resumed"], scales))
     return {**found, "equal": ranks[0] == ranks[1]}

@@ -219,7 +219,7 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Linear(32, 65), nn.GELU(), nn.Linear(65, 32))
     narrow, optimizer = ng.prepare(model, recipe, lr=1e-2)
-    linears = ng.linears_of(narrow)
+    linears = ng.matmul.linears_of(narrow)
     model, optimizer = accelerator.prepare(narrow, optimizer)
     draw = torch.Generator().manual_seed(1 + rank)
     batches = [(torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw)) for _ in range(4)]

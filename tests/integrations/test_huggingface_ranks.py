@@ -60,7 +60,7 @@ def trained(rank: int, kind: str, folder: Path, resume: Path | None = None, sums
     optimizer = trainer.optimizer.optimizer if kind == "factory" else trainer.recipe_optimizer
     assert optimizer is not None
     if kind == "factory":
-        scales = {name: history.tolist() for name, history in ng.linears_of(model).histories().items()}
+        scales = {name: history.tolist() for name, history in ng.matmul.linears_of(model).histories().items()}
         return {"weights": weights_of(optimizer), "scales": scales}
     logged = {name: history(trainer, name) for name in ("loss", "grad_norm", "edq")}
     is_sharded = hasattr(next(trainer.model.parameters()), "full_tensor")

@@ -163,7 +163,7 @@ def test_the_factory_refuses_what_a_plain_trainer_would_round_autocast_or_not_do
         optimizer_factory(plain_arguments(tmp_path))
     with pytest.raises(RecipeError, match="autocast over the bfloat16 weights"):
         optimizer_factory(plain_arguments(tmp_path, max_grad_norm=0, bf16=True))
-    phases = replace(ng.parse("float8-row/word"), phases=(Phase(0.5, ng.COMPUTES["bfloat16"]),))
+    phases = replace(ng.parse("float8-row/word"), phases=(Phase(0.5, ng.spec.COMPUTES["bfloat16"]),))
     with pytest.raises(RecipeError, match="has phases"):
         optimizer_factory(plain_arguments(tmp_path, max_grad_norm=0), phases)
 
@@ -260,7 +260,7 @@ def test_lengths_are_grouped_padded_and_counted(tmp_path: Path) -> None:
 def test_phases_and_the_compute_of_evaluation_are_obeyed(tmp_path: Path) -> None:
     run = reference("bfloat16/word", steps=4)
     recipe = ng.parse("float8-row/word")
-    wide = ng.COMPUTES["bfloat16"]
+    wide = ng.spec.COMPUTES["bfloat16"]
     recipe = replace(recipe, phases=(Phase(0.5, wide),), evaluation=wide)
     trainer = trainer_of(tmp_path, run, mixin={"recipe": recipe})
     seen: list[str] = []

@@ -76,7 +76,7 @@ def test_the_recipe_says_how_an_optimizer_of_ones_own_stores(recipe: str) -> Non
     fabric, _, model, optimizer = begin(run, lambda m: ng.AdamW(m.parameters(), betas=(0.9, 0.95), max_grad_norm=1.0))
     train(run, fabric, model, optimizer, range(1))
     assert {group["storage"] for group in optimizer.optimizer.param_groups} == {parse(recipe).storage.name}
-    with pytest.raises(ng.RecipeError, match="built with storage 'word'"):
+    with pytest.raises(ng.errors.RecipeError, match="built with storage 'word'"):
         begin(reference("bfloat16/exact", 4), lambda m: ng.AdamW(m.parameters(), storage="word"))
 
 
@@ -93,23 +93,27 @@ def test_a_checkpoint_of_fabrics_goes_on_with_the_same_bits(tmp_path: Path) -> N
 def test_gradients_are_clipped_by_one_party() -> None:
     run = reference("bfloat16/word", 4)
     fabric, _, model, optimizer = begin(run)
-    with pytest.raises(ng.RecipeError, match=r"fabric\.clip_gradients\(\) was requested of an optimizer that clips"):
+    with pytest.raises(
+        ng.errors.RecipeError, match=r"fabric\.clip_gradients\(\) was requested of an optimizer that clips"
+    ):
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
     run = reference("float16/word", 4)
     fabric, _, model, optimizer = begin(run, max_grad_norm=None)
-    with pytest.raises(ng.RecipeError, match="scaled loss"):
+    with pytest.raises(ng.errors.RecipeError, match="scaled loss"):
         fabric.clip_gradients(model, optimizer, clip_val=1.0)
 
 
 def test_an_optimizer_for_a_model_that_was_not_set_up_is_refused() -> None:
-    with pytest.raises(ng.RecipeError, match="has not converted"):
+    with pytest.raises(ng.errors.RecipeError, match="has not converted"):
         plugin_of(reference("bfloat16/word", 4)).optimizer(torch.nn.Linear(2, 2))
 
 
 def test_what_fabric_tells_no_plugin_is_refused() -> None:
-    with pytest.raises(ng.RecipeError, match="has reduction 'reproducible', of which Fabric tells a plugin nothing"):
+    with pytest.raises(
+        ng.errors.RecipeError, match="has reduction 'reproducible', of which Fabric tells a plugin nothing"
+    ):
         Fabric(plugins=NarrowgaugePrecision("bfloat16/word/reproducible")).setup_module(torch.nn.Linear(2, 2))
-    with pytest.raises(ng.RecipeError, match="accumulation_dtype='float32' was requested in Fabric"):
+    with pytest.raises(ng.errors.RecipeError, match="accumulation_dtype='float32' was requested in Fabric"):
         Fabric(plugins=NarrowgaugePrecision(accumulation_dtype="float32")).setup_module(torch.nn.Linear(2, 2))
 
 

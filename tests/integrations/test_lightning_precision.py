@@ -59,7 +59,7 @@ def test_an_optimizer_of_ones_own_starts_from_the_float32_weights(name: str) -> 
     ng.prepare(model, "bfloat16/split")
     beside = OPTIMIZERS[name](model)
     beside.param_groups[0]["storage"] = "split"
-    beside.rows["split"] = ng.STORAGES["split"]
+    beside.rows["split"] = ng.spec.STORAGES["split"]
     beside.adopt({p: before[n] for n, p in model.named_parameters()})
     beside.param_groups[0]["lr"] = run.rates[0]
     run.loss(model, run.batches[0]).backward()
@@ -123,7 +123,7 @@ def test_what_is_said_twice_in_the_same_words_is_done_once() -> None:
     "options", [{"gradient_clip_val": 0.5}, {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"}]
 )
 def test_two_clippings_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ng.RecipeError, match=r"clips gradients to max_grad_norm = 1\.0 itself"):
+    with pytest.raises(ng.errors.RecipeError, match=r"clips gradients to max_grad_norm = 1\.0 itself"):
         fit(reference("bfloat16/word", 4), steps=1, **options)
 
 
@@ -176,7 +176,7 @@ def test_manual_optimization_is_the_same_arithmetic() -> None:
     plugin = plugin_of(run, max_grad_norm=None)
     module, _ = fit(run, plugin=plugin, module=Manual(run, clip=0.25))
     assert same(module.model.state_dict(), run.state)
-    with pytest.raises(ng.RecipeError, match="accumulation_dtype='kahan' was requested for manual optimization"):
+    with pytest.raises(ng.errors.RecipeError, match="accumulation_dtype='kahan' was requested for manual optimization"):
         fit(run, plugin=plugin_of(run, accumulation_dtype="kahan"), module=Manual(run))
 
 
@@ -214,7 +214,7 @@ def test_several_optimizers_of_a_scaled_loss_are_refused() -> None:
             halves = self.model.model.parameters(), self.model.lm_head.parameters()
             return tuple(ng.AdamW(half, storage="float32") for half in halves)
 
-    with pytest.raises(ng.RecipeError, match="2 optimizers were given, and the loss"):
+    with pytest.raises(ng.errors.RecipeError, match="2 optimizers were given, and the loss"):
         fit(run, module=Wide(run))
 
 
@@ -231,7 +231,7 @@ def test_several_optimizers_of_a_scaled_loss_are_refused() -> None:
     ],
 )
 def test_an_optimizer_that_cannot_do_what_the_recipe_says_is_refused(recipe: str, make: Any, says: str) -> None:
-    with pytest.raises(ng.RecipeError, match=says):
+    with pytest.raises(ng.errors.RecipeError, match=says):
         fit(reference(recipe, 4), make, steps=1)
 
 
@@ -252,7 +252,9 @@ def half_of_its_own(storage: str) -> Any:
 @pytest.mark.parametrize("make", [lambda s: lambda m: ng.AdamW(m.parameters(), storage=s), half_of_its_own])
 def test_a_storage_that_is_named_runs_or_nothing_does(recipe: str, named: str, make: Any) -> None:
     """``word`` is what an optimizer stores by itself; named, it is asked for like any other."""
-    with pytest.raises(ng.RecipeError, match=f"built with storage '{named}', and .* stores '.*Leave storage out"):
+    with pytest.raises(
+        ng.errors.RecipeError, match=f"built with storage '{named}', and .* stores '.*Leave storage out"
+    ):
         fit(untied(recipe), make(named), steps=1)
 
 
@@ -269,13 +271,13 @@ def untied(recipe: str) -> Any:
 
 
 def test_a_storage_beside_the_plugins_recipe_is_refused() -> None:
-    with pytest.raises(ng.RecipeError, match=r"storage 'word' was requested beside recipe 'bfloat16/exact'"):
+    with pytest.raises(ng.errors.RecipeError, match=r"storage 'word' was requested beside recipe 'bfloat16/exact'"):
         fit(reference("bfloat16/exact", 4), plugin=NarrowgaugePrecision("bfloat16/exact", storage="word"), steps=1)
 
 
 def test_a_group_that_a_recipe_splits_is_told_to_take_the_recipes_groups() -> None:
     recipe = parse_table({"recipe": "bfloat16/word", "keep": ["lm_head"]})
-    with pytest.raises(ng.RecipeError, match=r"stores as 'float32' and 'word'\. Take the groups of the recipe"):
+    with pytest.raises(ng.errors.RecipeError, match=r"stores as 'float32' and 'word'\. Take the groups of the recipe"):
         fit(untied("bfloat16/word"), lambda m: ng.AdamW(m.parameters()), plugin=NarrowgaugePrecision(recipe), steps=1)
 
 
@@ -294,15 +296,15 @@ def test_an_optimizer_of_torch_steps_float32_weights() -> None:
 
 def test_phases_of_a_training_without_a_known_end_are_refused(tmp_path: Path) -> None:
     run, plugin = reference("bfloat16/word", 4), NarrowgaugePrecision(changing(tmp_path))
-    with pytest.raises(ng.RecipeError, match=r"has no end\. Give the Trainer max_steps or max_epochs"):
+    with pytest.raises(ng.errors.RecipeError, match=r"has no end\. Give the Trainer max_steps or max_epochs"):
         fit(run, steps=-1, plugin=plugin)
-    with pytest.raises(ng.RecipeError, match="is manual, so that steps are yours to count"):
+    with pytest.raises(ng.errors.RecipeError, match="is manual, so that steps are yours to count"):
         fit(run, plugin=plugin, module=Manual(run))
 
 
 def test_sums_that_are_made_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     run = reference("bfloat16/word/reproducible", 4)
-    with pytest.raises(ng.RecipeError, match=r"reduction 'reproducible' .* accumulate_grad_batches = 2"):
+    with pytest.raises(ng.errors.RecipeError, match=r"reduction 'reproducible' .* accumulate_grad_batches = 2"):
         fit(run, callbacks=[GradientAccumulationScheduler({0: 2})])
     sums = MicroBatchSums("kahan", 0)
     sums.index = 1
@@ -310,7 +312,7 @@ def test_sums_that_are_made_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatc
     assert sums.index == 0
     monkeypatch.setattr(precision, "all_ranks", lambda: Ranks(0, 2))
     MicroBatchSums(None, 0).take_in([])
-    with pytest.raises(ng.RecipeError, match="accumulation_dtype='kahan' was requested on several ranks"):
+    with pytest.raises(ng.errors.RecipeError, match="accumulation_dtype='kahan' was requested on several ranks"):
         sums.take_in([])
 
 
@@ -352,7 +354,7 @@ def test_a_second_fit_begins_with_the_stored_weights_of_the_first_or_says_that_t
 def test_a_second_recipe_is_refused() -> None:
     run = reference("bfloat16/word", 4)
     module, _ = fit(run, steps=1)
-    with pytest.raises(ng.RecipeError, match="was converted for 'bfloat16/word' before"):
+    with pytest.raises(ng.errors.RecipeError, match="was converted for 'bfloat16/word' before"):
         trainer_of(NarrowgaugePrecision("bfloat16/compact"), 1).fit(module, loader())
 
 
@@ -380,7 +382,7 @@ def test_the_compute_changes_where_ours_does_and_after_a_resume(tmp_path: Path) 
     assert module.losses == run.losses and same(module.model.state_dict(), run.state)
     found = []
     for compute in ("float32", "float8-delayed"):
-        ng.linears_of(module).set_compute(lambda name, row=ng.COMPUTES[compute]: row)
+        ng.matmul.linears_of(module).set_compute(lambda name, row=ng.spec.COMPUTES[compute]: row)
         found.append(float(run.loss(module.model, run.batches[0])))
     assert shown[-1] == found[0] != found[1]
     _, stopped = fit(run, callbacks=[Until(3)])

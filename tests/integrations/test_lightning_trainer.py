@@ -155,7 +155,7 @@ def test_averages_are_taken_and_given_back_without_a_trace() -> None:
 
 
 def test_an_average_that_would_mix_buffers_is_refused() -> None:
-    with pytest.raises(ng.RecipeError, match="EMAWeightAveraging was requested for a model with buffers"):
+    with pytest.raises(ng.errors.RecipeError, match="EMAWeightAveraging was requested for a model with buffers"):
         fit(reference("int8-row/states8", 4), callbacks=[EMAWeightAveraging()])
 
 

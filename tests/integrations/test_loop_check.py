@@ -216,7 +216,7 @@ def two_scalers(_: Path) -> ng.Findings:
 def unscaled_loss(_: Path) -> ng.Findings:
     model, optimizer = prepared("float16/split")
     found = ng.check(model, optimizer)
-    with found, pytest.raises(ng.RecipeError):
+    with found, pytest.raises(ng.errors.RecipeError):
         train(model, optimizer)
     return found
 

@@ -231,7 +231,7 @@ def test_a_watch_reports_by_a_warning_and_events() -> None:
     events: list[ng.Event] = []
     stop = on_event(events.append)
     handle = ng.check(model, optimizer, steps=2)
-    with pytest.warns(ng.SetUpWarning, match=r"watched 2 steps[\s\S]*stale-gradients"):
+    with pytest.warns(ng.integrations.SetUpWarning, match=r"watched 2 steps[\s\S]*stale-gradients"):
         for _ in range(3):
             loss_of(model).backward()
             optimizer.step()
@@ -244,7 +244,7 @@ def test_a_clean_watch_says_nothing() -> None:
     model, optimizer = prepared()
     ng.check(model, optimizer, steps=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", ng.SetUpWarning)
+        warnings.simplefilter("error", ng.integrations.SetUpWarning)
         steps_of(model, optimizer)
 
 
@@ -338,7 +338,7 @@ def test_findings_print_and_raise(monkeypatch: pytest.MonkeyPatch) -> None:
         "torch.AdamW, stores naive: lr 0.0001, betas (0.9, 0.999), weight_decay 0.01\nerror: lost-updates"
     )
     assert found[0].severity == "error" and found[-1].severity == "warning" and len(found[:2]) == 2
-    with pytest.raises(ng.RecipeError, match="lost-updates") as raised:
+    with pytest.raises(ng.errors.RecipeError, match="lost-updates") as raised:
         found.require()
     assert 'storage="word"' in raised.value.advice
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
@@ -360,9 +360,9 @@ def test_the_options_in_use_are_told() -> None:
 def test_what_is_no_model_or_optimizer_is_refused() -> None:
     model = LanguageModel()
     for wrong in ((model, model), (model.parameters(), torch.optim.SGD(model.parameters()))):
-        with pytest.raises(ng.RecipeError, match="check was given a"):
+        with pytest.raises(ng.errors.RecipeError, match="check was given a"):
             ng.check(*wrong)
-    with pytest.raises(ng.RecipeError, match="steps"):
+    with pytest.raises(ng.errors.RecipeError, match="steps"):
         ng.check(model, torch.optim.SGD(model.parameters()), steps=-1)
     assert told("abcde") == "a, b, c and 2 others" and told("ab") == "a, b"
     assert len(optimizers_of((torch.optim.SGD(model.parameters()),))) == 1

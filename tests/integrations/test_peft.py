@@ -50,7 +50,7 @@ def weights_of(model: nn.Module, mark: str = "lora_") -> dict[str, Tensor]:
 def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> None:
     run = reference()
     model = adapted(run.model())
-    before = ng.inference_bytes(model).after
+    before = ng.matmul.inference_bytes(model).after
     if compute:
         assert quantize_base(model, compute) is model and model.training
     model, optimizer = ng.prepare(model, "bfloat16/word", lr=1e-2)
@@ -65,7 +65,7 @@ def test_only_adapters_train_and_only_they_have_states(compute: str | None) -> N
     if compute:
         # All linear layers but the head; those of the adapters are not among them.
         assert sum(isinstance(module, FrozenLinear) for module in model.modules()) == 14
-        assert ng.inference_bytes(model).after < 0.55 * before
+        assert ng.matmul.inference_bytes(model).after < 0.55 * before
 
 
 @pytest.mark.parametrize("compute", FORMATS)
@@ -115,7 +115,7 @@ def test_codes_are_those_of_the_compute_and_two_share_a_byte() -> None:
     quantize_base(nn.Sequential(linear), "nvfp4")
     layer: Any = linear
     assert layer.weight_codes.shape == (6, 32) and layer.weight_scales.dtype is torch.float8_e4m3fn
-    right = ng.COMPUTES["nvfp4"].output.right
+    right = ng.spec.COMPUTES["nvfp4"].output.right
     assert torch.equal(layer.dequantize(), values_of(weight, right))
 
 

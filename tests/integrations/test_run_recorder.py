@@ -97,7 +97,7 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     again.load(checkpoint)
     options: dict[str, Any] = {"recipe": run.recipe, "settings": {"model": "tiny"}, "resume": True}
     with ng.RunRecorder(tmp_path / "cut", again.model, again.optimizer, **options) as recorder:
-        with pytest.raises(ng.RecordError, match="go_back"):
+        with pytest.raises(ng.errors.RecordError, match="go_back"):
             recorder.step(1.0)
         recorder.go_back(3)
         again.take(range(3, 6), recorder)
@@ -165,7 +165,7 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
     model, optimizer = small("split")
     ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
     assert ng.read_run(tmp_path / "run").config["recipe"] == "bfloat16/split"
-    with pytest.raises(ng.RecipeError, match="storage is 'split'"):
+    with pytest.raises(ng.errors.RecipeError, match="storage is 'split'"):
         ng.RunRecorder(tmp_path / "other", model, optimizer, recipe="bfloat16/word")
     assert not (tmp_path / "other").exists()
     with pytest.MonkeyPatch.context() as patch:
@@ -173,7 +173,7 @@ def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_
         with pytest.raises(ZeroDivisionError):
             ng.RunRecorder(tmp_path / "other", model, optimizer, gauges_every=1)
     ng.RunRecorder(tmp_path / "other", model, optimizer).close(finished=False)  # nothing was left, no lock either
-    with pytest.raises(ng.RecordError, match="a run is there already"):
+    with pytest.raises(ng.errors.RecordError, match="a run is there already"):
         ng.RunRecorder(tmp_path / "run", model, optimizer)
 
 
@@ -181,9 +181,9 @@ def test_a_skipped_step_and_a_spike_are_events_and_warnings(tmp_path: Path) -> N
     model, optimizer = small()
     with ng.RunRecorder(tmp_path / "run", model, optimizer, settings={"steps": 6}) as recorder:
         train(model, optimizer, recorder, 5)
-        with pytest.warns(ng.RunNotice, match="nonfinite"):
+        with pytest.warns(ng.gauges.RunNotice, match="nonfinite"):
             train(model, optimizer, recorder, 1, scale=float("inf"))
-        with pytest.warns(ng.RunNotice, match="loss spike: the loss jumped to 1e"):
+        with pytest.warns(ng.gauges.RunNotice, match="loss spike: the loss jumped to 1e"):
             recorder.step(1e6)
     found = ng.read_run(tmp_path / "run")
     assert [row["skipped"] for row in found.steps[:6]] == [False] * 5 + [True]
@@ -237,7 +237,7 @@ def test_a_logger_that_fails_is_one_event_and_changes_nothing(tmp_path: Path, mo
     assert lasting(found.steps) == lasting(run.rows) and found.summary is not None
     (event,) = [event for event in found.events if event["kind"] == "warning"]
     assert event["message"] == "Failing receives nothing more: no route to host"
-    assert len([each for each in told if issubclass(each.category, ng.RunNotice)]) == 1
+    assert len([each for each in told if issubclass(each.category, ng.gauges.RunNotice)]) == 1
     assert all(torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items())
 
 

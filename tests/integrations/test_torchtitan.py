@@ -211,7 +211,7 @@ def test_the_converter_names_the_recipe_and_the_optimizer_obeys_it(tmp_path: Pat
     config = configured(tmp_path, narrowgauge_adamw(lr=1e-3))
     NarrowgaugeConverter.Config(recipe="float8-row/word").build().convert(config.model_spec.model)  # type: ignore[union-attr]
     found = train(config, 1)
-    linears = ng.linears_of(found.trainer.model_parts[0])
+    linears = ng.matmul.linears_of(found.trainer.model_parts[0])
     assert linears is not None and len(found.losses) == 1 and linears.step == 1
     assert {layer.compute.name for name, layer in linears.layers.items() if "lm_head" not in name} == {"float8-row"}
 
@@ -239,7 +239,7 @@ def test_the_command_line_names_the_recipe_and_the_record_of_any_config(tmp_path
     optimizers = found.trainer.optimizers
     assert isinstance(optimizers, NarrowgaugeAdamW) and len(found.losses) == 2
     assert {group["storage"] for optimizer in optimizers for group in optimizer.param_groups} == {"split"}
-    linears = ng.linears_of(found.trainer.model_parts[0])
+    linears = ng.matmul.linears_of(found.trainer.model_parts[0])
     assert linears is not None and "int8-row" in {layer.compute.name for layer in linears.layers.values()}
     # torchtitan clips, once, and its norm is recorded.
     assert [optimizer.max_grad_norm for optimizer in optimizers] == [None] and found.norms[0] > 0.5

@@ -107,7 +107,7 @@ def test_functions_may_return_names() -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     linears = swap_linears(model, lambda name: {"0": "int8-row", "1": COMPUTES["float8-row"]}[name])
     assert [layer.compute.name for layer in linears.layers.values()] == ["int8-row", "float8-row"]
-    with pytest.raises(ng.RecipeError, match=r"int8-raw.*int8-row"):
+    with pytest.raises(ng.errors.RecipeError, match=r"int8-raw.*int8-row"):
         swap_linears(nn.Sequential(nn.Linear(8, 8)), lambda name: "int8-raw")
 
 

@@ -82,8 +82,8 @@ RULES = {
     "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
     "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),
     "adafactor": Row(ng.Adafactor, {"lr": 0.3, "beta1": 0.9, **OWN_RATE}, 0.029, matrix=True),
-    "galore": Row(ng.GaLore, SUBSPACE, 0.052, matrix=True),
-    "gradnorm_lorp": Row(ng.GradNormLoRP, SUBSPACE, 0.083, matrix=True),
+    "galore": Row(ng.optim.GaLore, SUBSPACE, 0.052, matrix=True),
+    "gradnorm_lorp": Row(ng.optim.GradNormLoRP, SUBSPACE, 0.083, matrix=True),
 }
 
 

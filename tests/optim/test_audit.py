@@ -319,5 +319,5 @@ def test_gauges_of_a_wrapped_optimizer_are_those_of_the_one_inside() -> None:
 
 
 def test_an_optimizer_that_does_not_audit_is_refused() -> None:
-    with pytest.raises(ng.RecipeError, match="an audit of a SGD was requested"):
+    with pytest.raises(ng.errors.RecipeError, match="an audit of a SGD was requested"):
         ng.audit(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]))  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ Named = dict[str, nn.Parameter]
 
 def made(storage: str, kind: str = "named") -> tuple[ng.AdamW, Named]:
     generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, ng.STORAGES[storage].visible)
+    dtype = getattr(torch, ng.spec.STORAGES[storage].visible)
     named = {name: nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for name, shape in SHAPES.items()}
     groups = [
         {"params": [(name, named[name]) if kind == "named" else named[name] for name in members]} for members in GROUPS
@@ -169,7 +169,7 @@ def test_one_of_another_shape_starts_afresh_and_the_others_stay() -> None:
 def test_gradients_are_released_by_what_is_there() -> None:
     weights = [nn.Parameter(torch.ones(128, 64, dtype=torch.bfloat16)) for _ in range(3)]
     optimizer = ng.AdamW([{"params": [w], "lr": 0.1 * k} for k, w in enumerate(weights, 1)], storage="word")
-    handle = ng.release_gradients(optimizer)
+    handle = ng.optim.release_gradients(optimizer)
 
     def backward() -> None:
         sum(w.float().sum() for w in weights).backward()
@@ -192,7 +192,7 @@ def test_bits_that_a_weight_cuts_pass_on_before_gradients_are_released() -> None
     model, optimizer = ng.prepare(model, compile=False, lr=0.0, weight_decay=0.0)
     stored, old = optimizer.stored(model.weight), model.weight
     model.weight = optimizer.param_groups[0]["params"][0] = nn.Parameter(old.detach().clone())
-    handle = ng.release_gradients(optimizer)
+    handle = ng.optim.release_gradients(optimizer)
     model(torch.ones(4, 128, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     handle.remove()

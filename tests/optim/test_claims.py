@@ -55,7 +55,7 @@ def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(stora
     ],
 )
 def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str, cure: str) -> None:
-    with pytest.warns(ng.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{cure}' would keep it"):
+    with pytest.warns(ng.optim.UpdateLossWarning, match=rf"'weight' loses \d+% .* '{cure}' would keep it"):
         result = stall(storage, side=128)
     bare = storage in ("naive", "no-master")  # float16 has room for the updates of its smallest weights
     assert result.error > (0.9 if bare else 0.5)

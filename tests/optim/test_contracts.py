@@ -37,7 +37,9 @@ def test_what_a_rule_cannot_use_is_refused_with_the_reason(rule: str) -> None:
         if is_legal(rule, name):
             check_rule(build(rule, parameters(name), name).rule, row)
             continue
-        with pytest.raises(ng.RecipeError, match="arithmetic of expansions a matrix product is not defined") as refused:
+        with pytest.raises(
+            ng.errors.RecipeError, match="arithmetic of expansions a matrix product is not defined"
+        ) as refused:
             build(rule, parameters(name), name)
         assert f"Take '{row.cure}', or an elementwise rule." in str(refused.value)
 
@@ -290,8 +292,8 @@ COLUMNS: dict[str, Callable[..., ng.Optimizer]] = {
     "AdEMAMix": functools.partial(own, lr=1e-3, betas=(0.9, 0.999, 0.9999), alpha=5.0),
     "Muon": ng.Muon,
     "Adafactor": ng.Adafactor,
-    "GaLore": ng.GaLore,
-    "GradNormLoRP": ng.GradNormLoRP,
+    "GaLore": ng.optim.GaLore,
+    "GradNormLoRP": ng.optim.GradNormLoRP,
 }
 
 
@@ -303,7 +305,7 @@ def table_of_rules() -> str:
         for make in COLUMNS.values():
             try:
                 size = size_of(make(parameters(name, [(2, 2)]), storage=name), 4096, 4096)
-            except ng.RecipeError:
+            except ng.errors.RecipeError:
                 size = math.nan
             cells.append("–" if math.isnan(size) else f"{size:.2f}".rstrip("0").rstrip("."))
         lines.append(cells)

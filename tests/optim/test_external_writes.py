@@ -317,7 +317,7 @@ else:
     w.data = getattr(w.data, change)()
 try:
     step()
-except ng.RecipeError as error:
+except ng.errors.RecipeError as error:
     print("refused:", error)
 """
 

@@ -122,10 +122,10 @@ def test_a_state_of_another_storage_or_shape_is_refused() -> None:
     word, split = adamw(parameters("word"), "word"), adamw(parameters("split"), "split")
     take_steps(word, range(1))
     state = {**word.state_dict(), "param_groups": split.state_dict()["param_groups"]}
-    with pytest.raises(ng.RecipeError, match="storage 'split' needs"):
+    with pytest.raises(ng.errors.RecipeError, match="storage 'split' needs"):
         split.load_state_dict(state)
     shapes: list[tuple[int, ...]] = [(6, 4), *SHAPES[1:]]
-    with pytest.raises(ng.RecipeError, match="of shape"):
+    with pytest.raises(ng.errors.RecipeError, match="of shape"):
         adamw(parameters("word", shapes), "word").load_state_dict(word.state_dict())
     with pytest.raises(ValueError, match="parameter group"):
         adamw(parameters("word")[:2], "word").load_state_dict(word.state_dict())
@@ -238,7 +238,7 @@ def test_groups_are_added_later_with_their_own_storage() -> None:
 def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
     optimizer = adamw(parameters("word"), "word")
     for group in ({"params": parameters("float32")}, {"params": parameters("exact"), "storage": "exakt"}):
-        with pytest.raises(ng.RecipeError):
+        with pytest.raises(ng.errors.RecipeError):
             optimizer.add_param_group(group)
     assert len(optimizer.param_groups) == 1
     take_steps(optimizer, range(1))
@@ -257,13 +257,13 @@ def test_a_wrong_group_leaves_the_optimizer_as_it_was() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ng.RecipeError) as caught:
+    with pytest.raises(ng.errors.RecipeError) as caught:
         ng.AdamW(parameters("word"), **options)
     assert says in str(caught.value)
 
 
 def test_weights_in_another_format_are_refused_with_advice() -> None:
-    with pytest.raises(ng.RecipeError, match="holds bfloat16 weights, and a parameter of shape") as caught:
+    with pytest.raises(ng.errors.RecipeError, match="holds bfloat16 weights, and a parameter of shape") as caught:
         adamw(parameters("float32"), "word")
     assert "narrowgauge.prepare" in str(caught.value)
 
@@ -372,7 +372,7 @@ def test_a_sparse_gradient_is_refused(max_grad_norm: float | None) -> None:
     embedding = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
     optimizer = adamw(embedding.parameters(), "word", max_grad_norm=max_grad_norm)
     embedding(torch.tensor([1])).float().sum().backward()
-    with pytest.raises(ng.RecipeError, match="sparse"):
+    with pytest.raises(ng.errors.RecipeError, match="sparse"):
         optimizer.step()
 
 
@@ -383,7 +383,7 @@ def test_a_step_that_is_refused_changes_nothing(storage: str) -> None:
     optimizer = adamw([dense, *embedding.parameters()], storage)
     embedding(torch.tensor([1])).float().sum().backward()
     dense.grad = torch.ones_like(dense)
-    with pytest.raises(ng.RecipeError, match="sparse"):
+    with pytest.raises(ng.errors.RecipeError, match="sparse"):
         optimizer.step()
     assert (dense == 1).all()
 

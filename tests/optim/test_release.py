@@ -55,7 +55,7 @@ def everything(optimizer: ng.Optimizer) -> dict[str, Tensor]:
 def test_the_bits_and_the_audit_are_those_of_a_step_after_backward(storage: str) -> None:
     plain, released = Layers(storage), Layers(storage)
     one, other = build(plain, storage), build(released, storage)
-    ng.release_gradients(other)
+    ng.optim.release_gradients(other)
     learn(plain, one, range(5))
     learn(released, other, range(5))
     assert_same_bits(everything(one), everything(other))
@@ -67,7 +67,7 @@ def test_the_bits_and_the_audit_are_those_of_a_step_after_backward(storage: str)
 def test_large_gradients_are_gone_after_backward_and_small_ones_wait() -> None:
     model = Layers("word")
     optimizer = build(model, "word")
-    ng.release_gradients(optimizer)
+    ng.optim.release_gradients(optimizer)
     learn(model, optimizer, range(1))  # the first step makes states
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer.zero_grad()
@@ -88,7 +88,7 @@ def test_two_bytes_less_are_counted(storage: str, size: float, scales: float) ->
     """Two scales of four bytes for each row of 128 beside."""
     layer = nn.Linear(128, 96, bias=False, dtype=torch.bfloat16)
     optimizer = ng.AdamW(layer.parameters(), storage=storage, compile=False)
-    handle = ng.release_gradients(optimizer)
+    handle = ng.optim.release_gradients(optimizer)
     layer(torch.ones(2, 128, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     assert layer.weight.grad is None and optimizer.bytes_per_param() == size + scales
@@ -99,7 +99,7 @@ def test_two_bytes_less_are_counted(storage: str, size: float, scales: float) ->
 def test_removed_it_is_over() -> None:
     model, plain = Layers("word"), Layers("word")
     optimizer, twin = build(model, "word"), build(plain, "word")
-    handle = ng.release_gradients(optimizer)
+    handle = ng.optim.release_gradients(optimizer)
     learn(model, optimizer, range(2))
     handle.remove()
     model(torch.ones(4, 64, dtype=torch.bfloat16)).backward()
@@ -115,8 +115,8 @@ def test_removed_it_is_over() -> None:
 def test_what_needs_all_gradients_first_is_refused(option: dict[str, Any]) -> None:
     model = Layers("word")
     optimizer = build(model, "word", **option)
-    with pytest.raises(ng.RecipeError, match=f"{next(iter(option))} = .* needs all of them first") as refused:
-        ng.release_gradients(optimizer)
+    with pytest.raises(ng.errors.RecipeError, match=f"{next(iter(option))} = .* needs all of them first") as refused:
+        ng.optim.release_gradients(optimizer)
     assert f"with {next(iter(option))}=None" in str(refused.value)
     model(torch.ones(4, 64, dtype=torch.bfloat16)).backward()
     assert model.up.weight.grad is not None  # nothing is half done
@@ -132,7 +132,7 @@ def test_a_loaded_state_brings_its_rate_and_seed_along() -> None:
         second.load_state_dict(first.state_dict())
         resumed = ng.AdamW(second.named_parameters(), lr=1.0, storage="word", compile=False)
         if release:
-            ng.release_gradients(resumed)
+            ng.optim.release_gradients(resumed)
         resumed.load_state_dict(saved.state_dict())
         learn(second, resumed, range(2, 4))
         finals.append(everything(resumed))
@@ -144,7 +144,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     model.up.weight.requires_grad_(False)
     before = model.up.weight.detach().clone()
     optimizer = build(model, "word")
-    ng.release_gradients(optimizer)
+    ng.optim.release_gradients(optimizer)
     learn(model, optimizer, range(2))
     assert torch.equal(model.up.weight, before) and model.down.weight.grad is None
 
@@ -157,7 +157,7 @@ def test_a_shared_weight_is_stepped_once_all_its_gradient_is_there() -> None:
         layer = nn.Linear(80, 80, bias=False, dtype=torch.bfloat16)
         optimizer = ng.AdamW(layer.parameters(), storage="word", compile=False)
         if release:
-            ng.release_gradients(optimizer)
+            ng.optim.release_gradients(optimizer)
         for _ in range(2):
             optimizer.zero_grad()
             layer(layer(torch.ones(2, 80, dtype=torch.bfloat16))).sum().backward()
@@ -171,7 +171,7 @@ def test_a_schedule_counts_steps_as_ever() -> None:
     layer = nn.Linear(80, 80, bias=False, dtype=torch.bfloat16)
     optimizer = ng.AdamW(layer.parameters(), lr=1.0, storage="word", compile=False)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    ng.release_gradients(optimizer)
+    ng.optim.release_gradients(optimizer)
     for _ in range(3):
         layer(torch.ones(2, 80, dtype=torch.bfloat16)).sum().backward()
         optimizer.step()

@@ -42,11 +42,11 @@ def test_a_loss_that_nobody_scaled_is_refused_and_nothing_changes(storage: str) 
     """Also between steps that were scaled: a scale is good for one step."""
     optimizer, scaler = scaled(storage)
     twin, other = scaled(storage)
-    with pytest.raises(ng.RecipeError, match="loss_scaler has scaled none since its last step"):
+    with pytest.raises(ng.errors.RecipeError, match="loss_scaler has scaled none since its last step"):
         learn(optimizer, None, range(1))
     learn(optimizer, scaler.scale, range(2))
     before = everything(optimizer)
-    with pytest.raises(ng.RecipeError, match=r"optimizer\.loss_scaler\.scale\(loss\)\.backward\(\)"):
+    with pytest.raises(ng.errors.RecipeError, match=r"optimizer\.loss_scaler\.scale\(loss\)\.backward\(\)"):
         learn(optimizer, None, range(2, 3))
     assert_same_bits(before, everything(optimizer))
     learn(optimizer, scaler.scale, range(2, 4))
@@ -70,7 +70,7 @@ def test_one_scaler_serves_many_optimizers() -> None:
     loss_of(parameters_of(second), 2).backward()
     second.step()  # the scale was asked for by then: what it was asked for is not known
     loss_of(parameters_of(second), 3).backward()
-    with pytest.raises(ng.RecipeError, match="was not scaled"):
+    with pytest.raises(ng.errors.RecipeError, match="was not scaled"):
         second.step()
 
 
@@ -109,7 +109,7 @@ def test_a_resumed_run_scales_its_first_loss_or_is_refused(how: str) -> None:
     with torch.no_grad():
         for p, q in zip(parameters_of(twin), parameters_of(optimizer), strict=True):
             p.copy_(q)
-    with pytest.raises(ng.RecipeError, match="was not scaled"):
+    with pytest.raises(ng.errors.RecipeError, match="was not scaled"):
         learn(twin, None, range(2, 3))
     for each, its in ((optimizer, scaler), (twin, other)):
         learn(each, its.scale, range(2, 4))

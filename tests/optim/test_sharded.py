@@ -45,7 +45,7 @@ RULES: dict[str, Callable[..., ng.Optimizer]] = {
     "adamw": ng.AdamW,
     "lion": ng.Lion,
     "muon": ng.Muon,
-    "galore": ng.GaLore,
+    "galore": ng.optim.GaLore,
 }
 KEPT = ("word", "compact", "states8", "exact", "kahan", "float32", "collage-plus")
 CASES = [

@@ -33,7 +33,7 @@ def trained(storage: str, seed: int = 0) -> ng.AdamW:
 def test_a_state_of_another_storage_is_refused_and_nothing_is_lost(saved: str, mine: str) -> None:
     optimizer = trained(mine)
     before = kept(optimizer)
-    with pytest.raises(ng.RecipeError, match=f"storage '{saved}' was given to an optimizer of storage '{mine}'"):
+    with pytest.raises(ng.errors.RecipeError, match=f"storage '{saved}' was given to an optimizer of storage '{mine}'"):
         optimizer.load_state_dict(trained(saved).state_dict())
     assert_same_bits(before, kept(optimizer))
 
@@ -52,7 +52,7 @@ def test_a_damaged_state_is_refused_and_nothing_is_lost(storage: str, place: int
         del state["state"][place][damaged]
     else:
         state["state"][place][damaged] = torch.zeros(3, dtype=state["state"][place][damaged].dtype)
-    with pytest.raises(ng.RecipeError, match="shape" if how == "shape" else f"needs '{damaged}'"):
+    with pytest.raises(ng.errors.RecipeError, match="shape" if how == "shape" else f"needs '{damaged}'"):
         optimizer.load_state_dict(state)
     assert_same_bits(before, kept(optimizer))
     take_steps(optimizer, range(5, 7), scale=0.01)
@@ -78,7 +78,7 @@ def test_a_row_of_ones_own_is_obeyed_and_an_impostor_refused() -> None:
     take_steps(optimizer, range(3), scale=0.01)
     assert set(optimizer.state_dict()["state"][0]) == {"step", "tail", "exp_avg", "exp_avg_sq"}
     assert "word16" not in STORAGES
-    with pytest.raises(ng.RecipeError, match="name of its own"):
+    with pytest.raises(ng.errors.RecipeError, match="name of its own"):
         ng.AdamW(parameters("word", SHAPES), storage=replace(longer, name="word"))
 
 
@@ -95,7 +95,7 @@ def test_a_row_of_ones_own_is_obeyed_and_an_impostor_refused() -> None:
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ng.RecipeError):
+    with pytest.raises(ng.errors.RecipeError):
         ng.AdamW(parameters("word", SHAPES), **options)
 
 

@@ -262,7 +262,7 @@ def test_what_torch_refuses_is_refused(name: str) -> None:
                 make(name, params, options)
         else:
             on_step = error.error_on is OptimizerErrorEnum.STEP_ERROR
-            with pytest.raises((error.error_type, ng.RecipeError) if on_step else error.error_type):
+            with pytest.raises((error.error_type, ng.errors.RecipeError) if on_step else error.error_type):
                 make(name, params, options).step()
         count += 1
     assert count >= 5
@@ -272,7 +272,7 @@ def test_what_torch_refuses_is_refused(name: str) -> None:
 def test_options_that_no_rule_here_has_are_refused_in_a_sentence(name: str) -> None:
     for options in inputs(name):
         if flags := [flag for flag in REFUSED if options.get(flag)]:
-            with pytest.raises(ng.RecipeError, match=f"({'|'.join(flags)}) = True was requested"):
+            with pytest.raises(ng.errors.RecipeError, match=f"({'|'.join(flags)}) = True was requested"):
                 make(name, weights(), options)
-    with pytest.raises(ng.RecipeError, match="foreach = True"):
+    with pytest.raises(ng.errors.RecipeError, match="foreach = True"):
         make(name, weights(), {"foreach": True})

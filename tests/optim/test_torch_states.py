@@ -164,13 +164,13 @@ def test_what_is_no_state_of_the_rule_is_refused_and_nothing_is_lost(
     optimizer, saved = as_if(rule, state, storage)
     take_steps(optimizer, range(2))
     before = everything(optimizer)
-    with pytest.raises(ng.RecipeError, match=answer):
+    with pytest.raises(ng.errors.RecipeError, match=answer):
         optimizer.load_state_dict(saved)
     assert_same_bits(before, everything(optimizer))
 
 
 def test_an_amsgrad_is_refused_by_its_flag_too() -> None:
-    with pytest.raises(ng.RecipeError, match="amsgrad = True"):
+    with pytest.raises(ng.errors.RecipeError, match="amsgrad = True"):
         build("adamw", parameters("word"), "word").load_state_dict(trained("adamw", "word", amsgrad=True).state_dict())
 
 
@@ -182,7 +182,7 @@ def test_a_state_of_ours_without_its_count_is_refused(rule: str) -> None:
     before, saved = everything(optimizer), optimizer.state_dict()
     for nothing in ({}, {"step": None}, {"step": {}}):
         entry = {name: value for name, value in saved["state"][0].items() if name != "step"}
-        with pytest.raises(ng.RecipeError, match=f"rule '{rule}' needs 'step'. ng.convert"):
+        with pytest.raises(ng.errors.RecipeError, match=f"rule '{rule}' needs 'step'. ng.convert"):
             optimizer.load_state_dict({**saved, "state": {**saved["state"], 0: {**entry, **nothing}}})
     assert_same_bits(before, everything(optimizer))
 
@@ -216,7 +216,7 @@ def test_a_flattened_state_is_the_state(rule: str, storage: str) -> None:
     other, ours = begun(1)
     other.load_state_dict(model.state_dict())
     if any(name.endswith("_bound") for name in saved):
-        with pytest.raises(ng.RecipeError, match="needs"):
+        with pytest.raises(ng.errors.RecipeError, match="needs"):
             set_optimizer_state_dict(other, ours, saved, options=flat)
         return
     set_optimizer_state_dict(other, ours, saved, options=flat)

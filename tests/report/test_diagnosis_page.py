@@ -100,7 +100,7 @@ def test_two_runs_have_a_page_with_the_place_where_they_part(spiked: Run) -> Non
 
 def test_the_command_writes_both_pages(tmp_path: Path) -> None:
     for name, last in (("one", 2.0), ("two", 2.5)):
-        with ng.RunWriter.create(tmp_path / name, {"config": {"recipe": "bfloat16/word"}}) as writer:
+        with ng.runs.RunWriter.create(tmp_path / name, {"config": {"recipe": "bfloat16/word"}}) as writer:
             for step in range(1, 41):
                 writer.step({"step": step, "loss": last if step == 40 else 3.0, "grad_norm": 1.0})
     for words in (["one"], ["one", "two"]):

@@ -29,7 +29,7 @@ ROWS = [{"step": step, "loss": 8.0 / step, "grad_norm": float("inf")} for step i
 def folder(tmp_path: Path) -> Path:
     """One small run."""
     folder = tmp_path / "runs" / "first"
-    with ng.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
+    with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
         for row in ROWS:
             writer.step(row)
         writer.summary({"steps": len(ROWS), "val_loss": 2.0})

@@ -49,7 +49,7 @@ def test_a_page_shows_them_beside_ours_and_claims_nothing_that_was_not_logged(tm
     theirs = events(tmp_path / "theirs", {"train/loss": {1: 3.0, 2: 2.5}, "val/loss": {2: 2.4}})
     no_eval = events(tmp_path / "no_eval", {"train/loss": {1: 3.0, 2: 2.6}})
     ours = tmp_path / "ours"
-    with ng.RunWriter.create(ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}) as writer:
+    with ng.runs.RunWriter.create(ours, {"config": {"recipe": "bfloat16/word", "seed": 0, "steps": 2}}) as writer:
         for step, loss in ((1, 3.1), (2, 2.7)):
             writer.step({"step": step, "loss": loss, "lr": 1e-3})
         writer.eval({"step": 2, "val_loss": 2.6})

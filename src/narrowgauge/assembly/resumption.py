@@ -58,7 +58,7 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
         if is_ours and (lacks := sorted(carried(optimizer, model).keys() - given.keys())):
             warnings.warn(
                 f"the optimizer state that was loaded lacks {', '.join(lacks)} of this recipe, without which training does not "
-                "go on with the same bits: an earlier version saved it, or it was edited. Load ng.linears_of(model)'s and "
+                "go on with the same bits: an earlier version saved it, or it was edited. Load ng.matmul.linears_of(model)'s and "
                 "optimizer.loss_scaler's own state after it, if you saved them.",
                 stacklevel=5,
             )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from narrowgauge._public import offer
 
 _MOVED = {
     "huggingface_callback": "huggingface.callback",
@@ -44,19 +46,4 @@ class _MovedModules(MetaPathFinder, Loader):
 
 
 sys.meta_path.append(_MovedModules())
-
-
-def imported_when_asked(package: str, homes: Mapping[str, str]) -> Callable[[str], object]:
-    """The ``__getattr__`` of a package that imports each public name when it is first asked for.
-
-    Args:
-        package: its ``__name__``.
-        homes: the module in it that has each name.
-    """
-
-    def find(name: str) -> object:
-        if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(import_module(f"{package}.{homes[name]}"), name)
-
-    return find
+__getattr__, __dir__ = offer(__name__)

@@ -102,8 +102,8 @@ class Optimizer(torch.optim.Optimizer):
             format (``narrowgauge.prepare`` does that, without losing the bits that it cuts).
         rule: the update rule.
         defaults: the rule's options, per group.
-        storage: a storage of ``narrowgauge.STORAGES``, or its name. Left out it is that of the recipe for which a framework's
-            plugin has converted the parameters, else ``word``.
+        storage: a storage of ``narrowgauge.spec.STORAGES``, or its name. Left out it is that of the recipe for which a
+            framework's plugin has converted the parameters, else ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not. With it, a step whose norm
             is not finite changes nothing and is counted in ``num_skipped``.
         seed: seed of the stochastic rounding.
@@ -497,7 +497,7 @@ class Optimizer(torch.optim.Optimizer):
     def bytes_per_param(self) -> float:
         """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors.
 
-        Gradients that :func:`narrowgauge.release_gradients` releases as they arrive are not counted.
+        Gradients that :func:`narrowgauge.optim.release_gradients` releases as they arrive are not counted.
         """
         everyone = self._registry.parameters()
         parameters = [local_of(p) for p in everyone]

@@ -59,7 +59,7 @@ class AdamW(_Betas):
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
-        options: ``storage`` (one of ``narrowgauge.STORAGES``, or its name), ``max_grad_norm`` (clip to this L2 norm over
+        options: ``storage`` (one of ``narrowgauge.spec.STORAGES``, or its name), ``max_grad_norm`` (clip to this L2 norm over
             all parameters, and skip steps whose norm is not finite), ``seed``, ``audit_every``, ``compile``, ``maximize``
             and ``loss_scaler``, as in :class:`Optimizer`.
 
@@ -418,7 +418,7 @@ class GaLore(_InSubspace):
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.zeros(8, 8, dtype=torch.bfloat16))
-        >>> optimizer = ng.GaLore([weight], lr=1e-3, rank=1, scale=1.0, storage="word")
+        >>> optimizer = ng.optim.GaLore([weight], lr=1e-3, rank=1, scale=1.0, storage="word")
         >>> weight.grad = torch.ones_like(weight)
         >>> optimizer.step()
         >>> round(optimizer.stored(weight).mean().item(), 5)  # lr, spread over 8 columns: lr / sqrt(8)
@@ -474,7 +474,7 @@ class GradNormLoRP(_InSubspace):
     Example:
         >>> import torch, narrowgauge as ng
         >>> weight = torch.nn.Parameter(torch.eye(8).bfloat16())
-        >>> optimizer = ng.GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, storage="split")
+        >>> optimizer = ng.optim.GradNormLoRP([weight], lr=1e-2, rank=2, weight_decay=0.0, storage="split")
         >>> weight.grad = torch.eye(8).bfloat16()  # along the columns: they become shorter by lr
         >>> optimizer.step()
         >>> round(optimizer.stored(weight).diagonal().mean().item(), 4)

@@ -51,7 +51,7 @@ def release_gradients(optimizer: Optimizer) -> Release:
         >>> import torch, narrowgauge as ng
         >>> layer = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
         >>> optimizer = ng.AdamW(layer.parameters(), storage="word")
-        >>> handle = ng.release_gradients(optimizer)
+        >>> handle = ng.optim.release_gradients(optimizer)
         >>> layer(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
         >>> layer.weight.grad is None
         True

@@ -4,3 +4,9 @@
 ``events`` the messages of a run, ``archive`` runs in a zip file, ``atomic_io`` how this package writes files. Nothing here
 needs torch.
 """
+
+from __future__ import annotations
+
+from narrowgauge._public import offer
+
+__getattr__, __dir__ = offer(__name__)

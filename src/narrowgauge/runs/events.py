@@ -81,7 +81,7 @@ class Event:
         advice: what to do.
         detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, or a key of :data:`RAISED_BY`;
             empty where nothing was judged.
-        phase: of a first bad value, where the step made it (:attr:`narrowgauge.BadValue.phase`).
+        phase: of a first bad value, where the step made it (:attr:`narrowgauge.gauges.BadValue.phase`).
 
     Raises:
         ValueError: ``kind`` is not in the table.

@@ -49,7 +49,7 @@ class RunWriter:
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "own")
-        >>> with ng.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
+        >>> with ng.runs.RunWriter.create(folder, {"config": {"recipe": "bfloat16/word", "seed": 0}}) as writer:
         ...     writer.step({"step": 1, "loss": 2.5})
         ...     writer.event(ng.Event("note", 1, "half of the data are seen"))
         >>> ng.read_run(folder).steps

@@ -5,3 +5,9 @@ Tables: ``formats``, ``computes`` (with variants and slots), ``storages`` (with 
 from text. ``show`` prints them through ``tables``. ``significance`` has Student's t. The optimizer, trainer, documentation and
 tests read the same tables.
 """
+
+from __future__ import annotations
+
+from narrowgauge._public import offer
+
+__getattr__, __dir__ = offer(__name__)

@@ -93,7 +93,7 @@ def healthy_run(recipe: str = "bfloat16/word", **config: Any) -> Run:
 
 def written(run: Run, folder: Path) -> Path:
     """A record as a run folder."""
-    with ng.RunWriter.create(folder, {"config": run.config}) as writer:
+    with ng.runs.RunWriter.create(folder, {"config": run.config}) as writer:
         for row in run.steps:
             writer.step(row)
         for sample in run.gauges:

@@ -25,7 +25,7 @@ def rows(num_last: list[int], late: float, num_windows: int = 1, first: int = 0)
 
 
 def run(given: list[Row]) -> list[Event]:
-    alarms = ng.Alarms("bfloat16/word")
+    alarms = ng.analysis.Alarms("bfloat16/word")
     return [event for row in given for event in alarms.on_step(row) if event.kind == "straggler"]
 
 

@@ -180,7 +180,7 @@ def diagnose(
     Example:
         >>> import tempfile, narrowgauge as ng
         >>> folder = Path(tempfile.mkdtemp(), "first")
-        >>> with ng.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        >>> with ng.runs.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
         ...     for step in range(1, 81):
         ...         writer.step({"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step, "grad_norm": 1.0})
         >>> ng.diagnose(folder).findings[0].cause.name

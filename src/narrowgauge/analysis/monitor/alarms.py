@@ -99,7 +99,7 @@ class Alarms:
 
     Example:
         >>> import narrowgauge as ng
-        >>> alarms = ng.Alarms("bfloat16/naive")
+        >>> alarms = ng.analysis.Alarms("bfloat16/naive")
         >>> for step in (20, 40, 60):
         ...     events = alarms.on_gauges({"step": step, "updates": {"model.norm.weight": [0.2, 0.9, 0.8, 0.8, 0, 0]}})
         >>> print(events[0].message, "|", events[0].advice)

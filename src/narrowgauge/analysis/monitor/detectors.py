@@ -206,8 +206,8 @@ _WORTMAN = "Wortsman et al. 2023, Small-scale proxies for large-scale Transforme
 _KEEP = 'leave the layer wide: in a recipe file [[override]] pattern = "{module}", compute = "bfloat16"'
 _DECAY = "Check that weight decay reaches '{module}', or lower the learning rate: an update moves a larger weight less."
 _FIRST = (
-    "Find the operation that made the first (event first_bad_value; ng.first_bad_value in your own loop), and go back to a "
-    "good checkpoint."
+    "Find the operation that made the first (event first_bad_value; ng.gauges.first_bad_value in your own loop), and go back to "
+    "a good checkpoint."
 )
 _BACK = "go back to a checkpoint, lower the learning rate, or skip such batches with --on-spike skip"
 

@@ -197,7 +197,7 @@ def check(
         model: as the loop calls it, perhaps wrapped.
         optimizer: any ``torch.optim.Optimizer``, of this or another library, perhaps wrapped; or a list of several.
         steps: optimizer steps to watch from now on; after the last, all findings are reported once, by a
-            :class:`SetUpWarning <narrowgauge.SetUpWarning>` and by events. 0 watches none but those inside
+            :class:`SetUpWarning <narrowgauge.integrations.SetUpWarning>` and by events. 0 watches none but those inside
             ``with ng.check(…) as watched:``.
         scheduler: a learning-rate schedule that is no ``LRScheduler``.
         scaler: a loss scaler.

@@ -73,7 +73,7 @@ class NarrowgaugeTrainer(_Trainer):
             another optimizer of ours.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         accumulation_dtype: in which format the gradients of a step's micro-batches are summed, a row of
-            ``narrowgauge.ACCUMULATIONS``. ``None`` is float32 in one process, and on several ranks the parameters' own,
+            ``narrowgauge.spec.ACCUMULATIONS``. ``None`` is float32 in one process, and on several ranks the parameters' own,
             where DDP and FSDP2 sum them before they communicate; a row that is named is obeyed there too, and the ranks
             communicate each micro-batch.
         audit_every: steps between audits; 0 disables them.

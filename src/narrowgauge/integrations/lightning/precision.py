@@ -64,7 +64,7 @@ class RecipePrecision(_Base):
         recipe: a name such as ``"float8-row/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         seed: of the stochastic casts and of the recipe's own optimizer.
         loss_scaler: the scaler of the loss; ``None`` makes one where the compute is float16.
-        accumulation_dtype: how the micro-batches of ``accumulate_grad_batches`` are summed, a row of ``ng.ACCUMULATIONS``.
+        accumulation_dtype: how the micro-batches of ``accumulate_grad_batches`` are summed, a row of ``ng.spec.ACCUMULATIONS``.
             ``None`` is float32 on one rank, and on several the gradients' own, in which DDP and FSDP2 sum them. A row that is
             named is refused there, in Fabric and for manual optimization.
         options: of the recipe's own optimizer: ``lr``, ``betas``, ``weight_decay``, ``decays``, ``max_grad_norm`` and others,
@@ -409,7 +409,7 @@ class MicroBatchSums:
     """The gradients of a step's micro-batches on one rank, summed in a format of their own.
 
     Args:
-        dtype: a row of ``ng.ACCUMULATIONS``; ``None`` for float32.
+        dtype: a row of ``ng.spec.ACCUMULATIONS``; ``None`` for float32.
         seed: of stochastic sums.
 
     Attributes:

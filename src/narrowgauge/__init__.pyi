@@ -1,0 +1,50 @@
+"""The public names, each typed here alone; all others are under the rooms that are imported first."""
+
+from narrowgauge import analysis as analysis
+from narrowgauge import errors as errors
+from narrowgauge import gauges as gauges
+from narrowgauge import integrations as integrations
+from narrowgauge import matmul as matmul
+from narrowgauge import numerics as numerics
+from narrowgauge import optim as optim
+from narrowgauge import runs as runs
+from narrowgauge import spec as spec
+from narrowgauge.analysis.comparison.comparison import Comparison as Comparison
+from narrowgauge.analysis.comparison.comparison import compare_runs as compare_runs
+from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis as Diagnosis
+from narrowgauge.analysis.diagnosis.diagnosis import diagnose as diagnose
+from narrowgauge.assembly.preparation import prepare as prepare
+from narrowgauge.checkpoints.conversion.states import convert as convert
+from narrowgauge.checkpoints.conversion.states import restore as restore
+from narrowgauge.distributed.reduction import reduce_gradients_with as reduce_gradients_with
+from narrowgauge.errors import NarrowgaugeError as NarrowgaugeError
+from narrowgauge.gauges.attach import Gauges as Gauges
+from narrowgauge.gauges.attach import attach_gauges as attach_gauges
+from narrowgauge.gauges.recording.run_recorder import RunRecorder as RunRecorder
+from narrowgauge.integrations.check.findings import Findings as Findings
+from narrowgauge.integrations.check.findings import check as check
+from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
+from narrowgauge.matmul.swapping import swap_linears as swap_linears
+from narrowgauge.numerics.casting import round_to as round_to
+from narrowgauge.numerics.scaling import LossScaler as LossScaler
+from narrowgauge.optim.accumulation import GradientAccumulator as GradientAccumulator
+from narrowgauge.optim.audit import audit as audit
+from narrowgauge.optim.optimizer import Optimizer as Optimizer
+from narrowgauge.optim.optimizers import SGD as SGD
+from narrowgauge.optim.optimizers import Adafactor as Adafactor
+from narrowgauge.optim.optimizers import Adam as Adam
+from narrowgauge.optim.optimizers import AdamW as AdamW
+from narrowgauge.optim.optimizers import Lion as Lion
+from narrowgauge.optim.optimizers import Muon as Muon
+from narrowgauge.planner.plan import plan as plan
+from narrowgauge.planner.plan_report import Plan as Plan
+from narrowgauge.runs.events import Event as Event
+from narrowgauge.runs.events import on_event as on_event
+from narrowgauge.runs.record import Run as Run
+from narrowgauge.runs.record import read_run as read_run
+from narrowgauge.spec.notation import parse as parse
+from narrowgauge.spec.recipes import Recipe as Recipe
+from narrowgauge.trainer.experiment.harness import compare as compare
+from narrowgauge.trainer.replays.step_replay import replay_step as replay_step
+
+__version__: str

@@ -1,0 +1,1 @@
+from narrowgauge.analysis.monitor.alarms import Alarms as Alarms

@@ -1,0 +1,1 @@
+from narrowgauge.integrations.check.findings import SetUpWarning as SetUpWarning

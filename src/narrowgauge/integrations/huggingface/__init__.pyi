@@ -1,0 +1,3 @@
+from narrowgauge.integrations.huggingface.callback import NarrowgaugeCallback as NarrowgaugeCallback
+from narrowgauge.integrations.huggingface.trainer import NarrowgaugeTrainer as NarrowgaugeTrainer
+from narrowgauge.integrations.huggingface.training_arguments import optimizer_factory as optimizer_factory

@@ -1,0 +1,2 @@
+from narrowgauge.integrations.lightning.monitor import NarrowgaugeMonitor as NarrowgaugeMonitor
+from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision as NarrowgaugePrecision

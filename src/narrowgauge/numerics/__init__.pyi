@@ -1,0 +1,1 @@
+from narrowgauge.numerics.summation import fingerprint as fingerprint

@@ -1,0 +1,11 @@
+from narrowgauge.spec.chips import CHIPS as CHIPS
+from narrowgauge.spec.chips import Chip as Chip
+from narrowgauge.spec.computes import COMPUTES as COMPUTES
+from narrowgauge.spec.computes import Cast as Cast
+from narrowgauge.spec.computes import Compute as Compute
+from narrowgauge.spec.computes import Product as Product
+from narrowgauge.spec.formats import FORMATS as FORMATS
+from narrowgauge.spec.formats import Format as Format
+from narrowgauge.spec.storages import STORAGES as STORAGES
+from narrowgauge.spec.storages import Storage as Storage
+from narrowgauge.spec.sums import ACCUMULATIONS as ACCUMULATIONS
