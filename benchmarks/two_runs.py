@@ -138,7 +138,7 @@ class Outcome:
         """The table's row."""
         found = compare_two(self.one, self.other)
         wrong = ", ".join(self.wrong(found))
-        parting = found.alignment.parting
+        parting = found.alignment.first_difference
         said = "the same" if parting is None else f"{found.reason.name if found.reason else 'not known'}"
         where = "" if parting is None else f"{parting.step} {parting.tensor or parting.stage}"
         ranks = "" if parting is None or not parting.ranks else f" rank {', '.join(map(str, parting.ranks))}"
@@ -154,7 +154,7 @@ class Outcome:
 
     def wrong(self, found: TwoRuns) -> list[str]:
         """What of the answer is not as in the row; nothing where it is right."""
-        pair, parting = self.pair, found.alignment.parting
+        pair, parting = self.pair, found.alignment.first_difference
         if self.is_same or parting is None:
             return [] if self.is_same == (parting is None) else ["sameness"]
         checks: Mapping[str, bool] = {

@@ -13,7 +13,7 @@ import numpy as np
 
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, Diagnosis
 from narrowgauge.analysis.diagnosis.evidence import step_of
-from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting
+from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
 from narrowgauge.analysis.diagnosis.replay_findings import RESULT_COLUMNS, variant_results
 from narrowgauge.analysis.diagnosis.signs.replay_signs import SIGNS_OF_REPLAYS
@@ -121,7 +121,7 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
     Raises:
         NarrowgaugeError: plotly is not installed.
     """
-    parting = found.alignment.parting
+    difference = found.alignment.first_difference
     remedy = [found.reason.remedy] if found.reason is not None else []
     parts = [
         Part("change", "What to do", sentences=[*remedy, *([_next_step(found)] if found.next_measurement else [])]),
@@ -129,7 +129,11 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
         Part("evidence", "Evidence", sentences=[_capital(said) for said in found.evidence]),
         Part("else", "What else it could be", "Alternatives", tables=_reasons(found)),
         Part("given", "What they were given differently", "Differences", tables=_differences(found)),
-        Part("earlier", "Caught earlier", sentences=_since(found, parting, one, other) if parting is not None else ()),
+        Part(
+            "earlier",
+            "Caught earlier",
+            sentences=_since(found, difference, one, other) if difference is not None else (),
+        ),
         Part("ticket", "For a ticket", "Ticket", text=found.text()),
         Part("missing", "What the records do not say", "Missing", sentences=found.alignment.notes),
     ]
@@ -303,12 +307,12 @@ def _differences(found: TwoRuns) -> list[Table]:
     return [Table(_GIVEN, rows, "Differences")] if rows else []
 
 
-def _since(found: TwoRuns, parting: Parting, one: Run, other: Run) -> list[str]:
+def _since(found: TwoRuns, difference: FirstDifference, one: Run, other: Run) -> list[str]:
     said = [
-        f"Trained after they parted, by {name}: {trained_after(run, parting.step)}."
+        f"Trained after they parted, by {name}: {trained_after(run, difference.step)}."
         for name, run in zip(found.names, (one, other), strict=True)
     ]
-    if not found.alignment.has_prints:
+    if not found.alignment.has_fingerprints:
         said.append(
             "--fingerprints-every N in both names the tensor, at the cost of one more read of every tensor in each N-th step."
         )
@@ -464,14 +468,16 @@ def pair_figures(found: TwoRuns, one: Run, other: Run) -> list[Figure]:
 
 def _marks(found: TwoRuns) -> list[Row]:
     alignment = found.alignment
-    marks = [_parting(alignment.parting, "they part", 2, "dot")] if alignment.parting is not None else []
+    marks = (
+        [_parting(alignment.first_difference, "they part", 2, "dot")] if alignment.first_difference is not None else []
+    )
     if alignment.rounded is not None:
         marks.append(_parting(alignment.rounded, "they differ by rounding", 3, "dash"))
     return marks
 
 
-def _parting(parting: Parting, words: str, place: int, dash: str) -> Row:
-    return mark(parting.step, f"{words}: step {parting.step}", place, dash)
+def _parting(difference: FirstDifference, words: str, place: int, dash: str) -> Row:
+    return mark(difference.step, f"{words}: step {difference.step}", place, dash)
 
 
 def _pair(found: TwoRuns, one: Run, other: Run, name: str) -> Figure | None:

@@ -230,7 +230,7 @@ class Arithmetic:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ArithmeticDifference:
     """One property of the arithmetic that differs.
 
     Args:
@@ -250,7 +250,9 @@ class Difference:
         return f"{self.probe.name}: {self.one} and {self.other}" + (f" ({why})" if why else "")
 
 
-def differences(one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | Arithmetic) -> list[Difference]:
+def differences(
+    one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | Arithmetic
+) -> list[ArithmeticDifference]:
     """What parts two machines, in the order of the table.
 
     Args:
@@ -270,11 +272,11 @@ def differences(one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | 
         left, right = one.results.get(name, UNAVAILABLE), other.results.get(name, UNAVAILABLE)
         if left != right and not (left.startswith(UNAVAILABLE) or right.startswith(UNAVAILABLE)):
             probe = PROBES.get(name) or Probe(name, "", "", tuple(sorted({*one.settings, *other.settings})), "")
-            found.append(Difference(probe, left, right, changed_settings(one, other, probe.settings)))
+            found.append(ArithmeticDifference(probe, left, right, changed_settings(one, other, probe.settings)))
     return found
 
 
-def origin(found: list[Difference]) -> str:
+def origin(found: list[ArithmeticDifference]) -> str:
     """Where the differences between two machines come from, by the settings that may be why and by what they are.
 
     Returns:

@@ -11,7 +11,7 @@ import pytest
 from analysis.comparison.made_runs import MASTER, made, seeds
 from narrowgauge.analysis.comparison.classification import Classes, Rank, rank
 from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.analysis.comparison.intervals import Difference
+from narrowgauge.analysis.comparison.intervals import PairedDifference
 from narrowgauge.runs.record import Run
 
 EQUAL = (4.0, 4.1, 4.2)
@@ -49,16 +49,16 @@ def sized(runs: list[Run], size: float | None) -> list[Run]:
     ],
 )
 def test_the_interval_of_a_difference_decides_its_rank(mean: float, half: float, found: Rank) -> None:
-    assert rank(Difference("a", mean, half, 3), 4.0) is found
+    assert rank(PairedDifference("a", mean, half, 3), 4.0) is found
 
 
 def test_a_rank_is_inconclusive_where_the_interval_reaches_too_high_or_is_too_wide() -> None:
-    difference = Difference("a", 0.01, 0.05, 3)
+    difference = PairedDifference("a", 0.01, 0.05, 3)
     assert rank(difference, 4.0, max_high=0.07) is rank(difference, 4.0, max_half=0.06) is Rank.WITHIN_NOISE
     assert rank(difference, 4.0, max_high=0.04) is rank(difference, 4.0, max_half=0.04) is Rank.INCONCLUSIVE
     # A certain difference is one however high its interval reaches, but not where the interval is dwarfing.
-    assert rank(Difference("a", 0.2, 0.1, 3), 4.0, max_high=0.04) is Rank.WORSE
-    assert rank(Difference("a", 0.2, 0.1, 3), 4.0, max_half=0.04) is Rank.INCONCLUSIVE
+    assert rank(PairedDifference("a", 0.2, 0.1, 3), 4.0, max_high=0.04) is Rank.WORSE
+    assert rank(PairedDifference("a", 0.2, 0.1, 3), 4.0, max_half=0.04) is Rank.INCONCLUSIVE
     assert rank(None, 4.0) is Rank.NO_INTERVAL
 
 

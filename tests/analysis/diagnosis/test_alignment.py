@@ -89,7 +89,7 @@ def test_every_reason_acts_at_stages_of_the_table_and_says_what_to_do() -> None:
 
 def test_equal_records_are_the_same_run_whatever_was_written_about_the_machine(tmp_path: Path) -> None:
     found = compare_two(write(tmp_path / "a"), write(tmp_path / "b", machine={"num_threads": 1}))
-    assert found.alignment.parting is None and found.reason is None and not found.reasons
+    assert found.alignment.first_difference is None and found.reason is None and not found.reasons
     assert (
         found.verdict == "The same in all that both recorded (4 steps), although they were given num_threads 2 and 1."
     )
@@ -134,7 +134,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, int, str]] = {
 def test_the_reason_the_step_and_the_tensor_are_named(case: str, tmp_path: Path) -> None:
     given, reason, stage, step, tensor = CASES[case]
     found = compare_two(write(tmp_path / "a"), write(tmp_path / "b", **given))
-    parting = found.alignment.parting
+    parting = found.alignment.first_difference
     assert parting is not None
     assert (parting.stage, parting.step, parting.tensor) == (stage, step, tensor)
     assert found.reason is not None and found.reason.name == reason, found.text()
@@ -187,7 +187,7 @@ def test_without_fingerprints_the_columns_name_step_and_stage_and_the_answer_say
 ) -> None:
     changed = {(3, "grad:layers.0"): 1.01}
     found = compare_two(write(tmp_path / "a", prints=False), write(tmp_path / "b", prints=False, changed=changed))
-    parting = found.alignment.parting
+    parting = found.alignment.first_difference
     assert parting is not None and (parting.step, parting.stage, parting.tensor) == (3, "norm", "")
     assert "--fingerprints-every 1" in found.next_measurement
 
@@ -199,7 +199,7 @@ def test_steps_between_two_recorded_ones_are_asked_for(tmp_path: Path) -> None:
     for run in runs:
         del run.fingerprints[1:3]
     found = compare_two(*runs)
-    assert found.alignment.parting is not None and found.alignment.parting.equal_until == 1
+    assert found.alignment.first_difference is not None and found.alignment.first_difference.equal_until == 1
     assert "--stop-after 4: nothing was hashed between steps 1 and 4" in found.next_measurement
 
 
@@ -222,7 +222,7 @@ def test_a_bug_is_found_behind_rounding_that_began_earlier(tmp_path: Path) -> No
     changed = {(2, "grad:layers.1"): 1 + 1e-6, (4, "grad:layers.0"): 1.01}
     found = diagnose(tmp_path, machine={"num_threads": 1}, changed=changed)
     assert found.reason is not None and found.reason.name == "bug", found.text()
-    parting, rounded = found.alignment.parting, found.alignment.rounded
+    parting, rounded = found.alignment.first_difference, found.alignment.rounded
     assert parting is not None and (parting.step, parting.tensor) == (4, "grad:layers.0")
     assert rounded is not None and (rounded.step, rounded.tensor) == (2, "grad:layers.1")
     assert found.to_dict()["rounding_since"] == 2 and not found.next_measurement
@@ -259,10 +259,8 @@ def test_the_checksum_of_the_tokens_tells_other_batches_where_nothing_was_hashed
         for row in run.steps:
             row["batch_crc"] = f"{row['step'] + 7 * (other and row['step'] >= 3):08x}"
     found = compare_two(*runs)
-    assert found.alignment.parting is not None and (found.alignment.parting.step, found.alignment.parting.stage) == (
-        3,
-        "tokens",
-    )
+    first = found.alignment.first_difference
+    assert first is not None and (first.step, first.stage) == (3, "tokens")
     assert found.reason is not None and found.reason.name == "data-order", found.text()
 
 
@@ -296,7 +294,7 @@ def with_ranks(run: Run, changed: dict[tuple[int, str], dict[int, float]], num_r
 def test_the_rank_is_named_that_alone_is_not_as_in_the_other_run(case: str, tmp_path: Path) -> None:
     changed, reason, stage, said = ON_RANKS[case]
     found = compare_two(with_ranks(write(tmp_path / "a"), {}), with_ranks(write(tmp_path / "b"), changed))
-    parting = found.alignment.parting
+    parting = found.alignment.first_difference
     assert parting is not None and (parting.step, parting.stage, parting.ranks) == (4, stage, (1,)), found.text()
     assert found.reason is not None and found.reason.name == reason, found.text()
     if stage != "clip":
@@ -311,7 +309,7 @@ def test_another_layout_of_the_same_run_is_no_difference_of_one_rank(tmp_path: P
     other_parts = {(step, kind): dict.fromkeys(range(3), 7) for step in range(1, 5) for kind in ("grad", "weight")}
     one = with_ranks(write(tmp_path / "a"), {})
     for other in (with_ranks(write(tmp_path / "b"), other_parts), with_ranks(write(tmp_path / "c"), {}, 2)):
-        assert compare_two(one, other).alignment.parting is None
+        assert compare_two(one, other).alignment.first_difference is None
 
 
 def test_runs_with_other_batches_are_compared_at_equal_tokens_too(tmp_path: Path) -> None:
@@ -345,6 +343,6 @@ def test_a_run_that_its_ranks_stopped_parts_where_they_found_the_damage(tmp_path
         {"kind": "corruption", "step": 2, "message": message, "tensor": name, "rank": 1, "detector": "rest"}
     )
     found = compare_two(one, other)
-    parting = found.alignment.parting
+    parting = found.alignment.first_difference
     assert parting is not None and (parting.step, parting.tensor, parting.ranks) == (3, "held:exp_avg:layers.0", (1,))
     assert found.reason is not None and found.reason.name == "silent-corruption" and message in found.text()

@@ -27,7 +27,7 @@ from analysis.diagnosis.records import (
 from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY
 from narrowgauge.analysis.diagnosis.evidence import gather
 from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
-from narrowgauge.analysis.diagnosis.replay_findings import Departure, ReplayedStep
+from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep, ReplayMismatch
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
 from narrowgauge.cli.main import main
 from narrowgauge.runs.record import Run
@@ -253,8 +253,8 @@ def test_the_cause_is_named_first(name: str) -> None:
 
 
 def test_a_replay_that_parts_without_a_reason_is_no_healthy_run() -> None:
-    departure = Departure(7, "loss", 5.25, 5.24)
-    replay = ReplayedStep("run", 9, 0, departure, 5.1, 1.0)
+    mismatch = ReplayMismatch(7, "loss", 5.25, 5.24)
+    replay = ReplayedStep("run", 9, 0, mismatch, 5.1, 1.0)
     found = ng.diagnose(healthy_run(), replay=replay)
     assert [(each.cause.name, each.step) for each in found.findings] == [("silent-corruption", 7)], found.text()
     explained = dataclasses.replace(replay, reasons=("the run noted after step 5: other software",))

@@ -99,8 +99,8 @@ def test_what_was_changed_is_named_with_its_step_and_tensor(case: str, place: Pa
     strike, changes, reason, step, tensor = CASES[case]
     found = compare_two(plain, run_with(place, tmp_path / "run", strike, **changes))
     assert found.reason is not None and found.reason.name == reason, found.text()
-    assert found.alignment.parting is not None and found.alignment.parting.step == step, found.text()
-    assert found.alignment.parting.tensor == tensor or not tensor, found.text()
+    assert found.alignment.first_difference is not None and found.alignment.first_difference.step == step, found.text()
+    assert found.alignment.first_difference.tensor == tensor or not tensor, found.text()
 
 
 def test_the_same_run_twice_is_the_same_and_hashes_change_no_bit(place: Path, plain: Run, tmp_path: Path) -> None:
@@ -119,9 +119,9 @@ def test_a_clip_that_is_dropped_without_a_setting_is_a_bug_in_the_clip(place: Pa
     ]
     found = compare_two(*runs)
     assert found.reason is not None and found.reason.name == "bug", found.text()
-    assert found.alignment.parting is not None
-    assert (found.alignment.parting.step, found.alignment.parting.stage) == (AT, "clip")
-    assert found.alignment.parting.tensor == "clip:factor"
+    assert found.alignment.first_difference is not None
+    assert (found.alignment.first_difference.step, found.alignment.first_difference.stage) == (AT, "clip")
+    assert found.alignment.first_difference.tensor == "clip:factor"
 
 
 def on_ranks(rank: int, place: Path, folder: Path, shard: str) -> list[str]:
@@ -164,5 +164,9 @@ def test_training_amplifies_rounding_and_stays_within_the_envelope(place: Path, 
         run_with(place, tmp_path / name, strike, **given) for name, strike in (("a", None), ("b", rounded_gradients))
     ]
     found = compare_two(*runs)
-    assert found.alignment.rounded is None and found.alignment.parting is not None, found.text()
-    assert found.alignment.parting.step == AT and found.reason is not None and found.reason.name == "nondeterminism"
+    assert found.alignment.rounded is None and found.alignment.first_difference is not None, found.text()
+    assert (
+        found.alignment.first_difference.step == AT
+        and found.reason is not None
+        and found.reason.name == "nondeterminism"
+    )

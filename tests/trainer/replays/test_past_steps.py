@@ -48,7 +48,7 @@ def test_a_replayed_step_is_the_recorded_one_to_the_last_bit(case: str, place: P
         state.put(past.session)
         row, tensors = tensors_of_step(past.session, past.advance)
         weights = past.session.fingerprint()
-    assert lasting(row) == lasting(first) == lasting(recorded[5]) and past.departure is None
+    assert lasting(row) == lasting(first) == lasting(recorded[5]) and past.mismatch is None
     assert next(iter(tensors)) == "tokens:batch" and {key.partition(":")[0] for key in tensors} >= {
         "output",
         "grad",
@@ -71,8 +71,8 @@ def test_a_replay_that_is_not_the_run_says_where_it_parts(place: Path, tmp_path:
 
     with replaying(folder, 4, prepared=hooked) as past:
         past.advance()
-    assert past.departure is not None
-    assert (past.departure.step, past.departure.what) == (3, "output:model.norm"), past.departure.message
+    assert past.mismatch is not None
+    assert (past.mismatch.step, past.mismatch.what) == (3, "output:model.norm"), past.mismatch.message
     for step, said in ((0, "steps 1 to 4"), (5, "steps 1 to 4")):
         with pytest.raises(NarrowgaugeError, match=said), replaying(folder, step):
             pass
@@ -123,4 +123,4 @@ def test_updates_and_batches_that_a_run_left_out_are_left_out(
     with replaying(folder, step) as past:
         assert past.started == 20
         past.advance()
-    assert past.departure is None, past.departure
+    assert past.mismatch is None, past.mismatch

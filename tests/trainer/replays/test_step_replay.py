@@ -61,15 +61,13 @@ def narrow_inputs(session: Session) -> None:
 def test_a_step_in_float32_differs_by_nothing_and_an_injected_cast_is_named(runs: Callable[..., Path]) -> None:
     folder = runs("float32/float32")
     plain = replay_step(folder, 3)
-    assert (
-        plain.started == 2 and not plain.departure and plain.is_order and plain.cause is plain.cause_of_update is None
-    )
+    assert plain.started == 2 and not plain.mismatch and plain.is_order and plain.cause is plain.cause_of_update is None
     struck = replay_step(folder, 3, prepared=narrow_inputs)
-    assert struck.departure and struck.cause is not None and struck.cause.name == "own-casts", struck.lines()
+    assert struck.mismatch and struck.cause is not None and struck.cause.name == "own-casts", struck.lines()
     assert struck.share_of("own-casts") > 0.99 and not struck.is_order
     assert not ng.diagnose(folder, replay=plain).findings
     # A run whose own code has the cast repeats it, and does not part.
-    found = ng.diagnose(folder, replay=dataclasses.replace(struck, departure=None)).findings
+    found = ng.diagnose(folder, replay=dataclasses.replace(struck, mismatch=None)).findings
     assert "cast-inputs" in [each.cause.name for each in found], found
 
 
@@ -87,7 +85,7 @@ CASES: dict[str, tuple[str, dict[str, Any], str, str]] = {
 def test_the_widening_that_removes_most_is_named(case: str, runs: Callable[..., Path]) -> None:
     recipe, changes, cause, of_update = CASES[case]
     found = replay_step(runs(recipe, **changes), 3)
-    assert not found.departure and not found.is_order
+    assert not found.mismatch and not found.is_order
     first = max(found.variants, key=lambda row: row.gradient_share or 0.0)
     assert not cause or first.name in cause.split(), found.lines()
     assert not of_update or (found.cause_of_update is not None and found.cause_of_update.name == of_update), (

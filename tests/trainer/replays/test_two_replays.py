@@ -51,7 +51,7 @@ def test_where_settings_differ_the_first_tensor_is_found_and_rounding_is_measure
     recorded = compare_two(read_run(plain), read_run(other))
     assert "--exact" in recorded.next_measurement
     found = compare_exactly(plain, other, say=said.append)
-    parting, replayed = found.alignment.parting, found.alignment.replayed
+    parting, replayed = found.alignment.first_difference, found.alignment.replayed
     assert replayed is not None and replayed.repeats == (True, True) and replayed.since == 0, found.text()
     assert parting is not None and parting.step == 1, found.text()
     assert found.reason is not None and found.reason.name == "order-of-sums", found.text()

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from narrowgauge.analysis.comparison.intervals import Difference, interval
+from narrowgauge.analysis.comparison.intervals import PairedDifference, interval
 from narrowgauge.analysis.comparison.labels import counted
 from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE, RunStats, late_median, requested_steps
 from narrowgauge.runs.schema import Row
@@ -50,7 +50,9 @@ class Rank(Enum):
     NO_LOSS = "no loss"
 
 
-def rank(difference: Difference | None, loss: float, *, max_high: float = math.inf, max_half: float = math.inf) -> Rank:
+def rank(
+    difference: PairedDifference | None, loss: float, *, max_high: float = math.inf, max_half: float = math.inf
+) -> Rank:
     """The rank of a recipe other than the baseline.
 
     Args:
@@ -59,7 +61,7 @@ def rank(difference: Difference | None, loss: float, *, max_high: float = math.i
         max_high: inconclusive where the interval is not clearly better or worse and reaches higher.
         max_half: inconclusive where the interval's half width is larger.
     Example:
-        >>> rank(Difference("a", 0.1, 0.02, 3), 4.0), rank(Difference("a", 0.01, 0.02, 3), 4.0)
+        >>> rank(PairedDifference("a", 0.1, 0.02, 3), 4.0), rank(PairedDifference("a", 0.01, 0.02, 3), 4.0)
         (<Rank.WORSE: 'worse'>, <Rank.WITHIN_NOISE: 'within the noise'>)
     """
     if difference is None or not math.isfinite(difference.half):
@@ -109,7 +111,7 @@ class Classification:
     runs: tuple[RunStats, ...]
     row: Row
     rank: Rank
-    difference: Difference | None = None
+    difference: PairedDifference | None = None
     equal_time: Row | None = None
     rank_at_equal_time: Rank = Rank.NO_LOSS
     faults: tuple[Fault, ...] = ()
@@ -274,13 +276,13 @@ def _loss(row: Row) -> float:
     return float(row["val_loss"] or 0.0)
 
 
-def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> Difference | None:
+def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> PairedDifference | None:
     """From the baseline, over the seeds that both have."""
     if baseline is None or label == baseline:
         return None
     base = {run.seed: run.loss for run in groups[baseline] if run.counts}
     pairs = [run.loss - base[run.seed] for run in groups[label] if run.counts and run.seed in base]
-    return Difference(label, *interval([pairs]), len(pairs)) if pairs else None
+    return PairedDifference(label, *interval([pairs]), len(pairs)) if pairs else None
 
 
 def _ranks_at_equal_time(rows: Sequence[Row], baseline: str | None) -> dict[str, Rank]:
@@ -292,7 +294,7 @@ def _ranks_at_equal_time(rows: Sequence[Row], baseline: str | None) -> dict[str,
     for row in rows:
         difference = None
         if row["half"] is not None:
-            difference = Difference(row["recipe"], row["difference"], row["half"], row["num_seeds"])
+            difference = PairedDifference(row["recipe"], row["difference"], row["half"], row["num_seeds"])
         found[row["recipe"]] = Rank.BASELINE if row["recipe"] == baseline else rank(difference, loss, max_half=most)
     return found
 

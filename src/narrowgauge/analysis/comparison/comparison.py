@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.analysis.comparison.classification import Classes, classify, run_faults
-from narrowgauge.analysis.comparison.intervals import Difference, shown_loss
+from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.comparison.verdict import losses_at_equal_time, sentences
@@ -65,7 +65,7 @@ class Comparison:
         return self.baseline
 
     @property
-    def differences(self) -> tuple[Difference, ...]:
+    def differences(self) -> tuple[PairedDifference, ...]:
         """From the baseline, one per other recipe that has a seed in common with it."""
         return tuple(one.difference for one in self.classes.values() if one.difference is not None)
 

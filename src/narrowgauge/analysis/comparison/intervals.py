@@ -43,7 +43,7 @@ def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class PairedDifference:
     """A recipe's validation loss minus the baseline's, over the seeds that both have.
 
     Args:

@@ -20,7 +20,7 @@ HELD = "held:"
 
 
 @dataclass(frozen=True, slots=True)
-class Departure:
+class ReplayMismatch:
     """Where a replay parts from the record.
 
     Args:
@@ -163,7 +163,7 @@ class ReplayedStep:
         run: the run's name.
         step: its number.
         started: the step of the checkpoint that the replay began from; 0 for the initial weights.
-        departure: where the replay parts from the record, if it does.
+        mismatch: where the replay parts from the record, if it does.
         loss, grad_norm: of the replayed step.
         bad_value: the operation that made the first value that is not finite, or empty.
         variants: by the table's order.
@@ -180,7 +180,7 @@ class ReplayedStep:
     run: str
     step: int
     started: int
-    departure: Departure | None
+    mismatch: ReplayMismatch | None
     loss: float
     grad_norm: float | None
     bad_value: str = ""
@@ -197,7 +197,7 @@ class ReplayedStep:
     @property
     def is_the_run(self) -> bool | None:
         """Whether it is the run's own step to the last digit; ``None`` where nothing tells."""
-        return False if self.departure is not None else True if self.is_compared else None
+        return False if self.mismatch is not None else True if self.is_compared else None
 
     def variant(self, name: str) -> VariantResult | None:
         """The result of one row of the table, if it was computed."""
@@ -244,7 +244,7 @@ class ReplayedStep:
             "step": self.step,
             "started": self.started,
             "is_the_run": self.is_the_run,
-            "departure": self.departure and self.departure.message,
+            "departure": self.mismatch and self.mismatch.message,
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "bad_value": self.bad_value,
@@ -272,8 +272,8 @@ class ReplayedStep:
         """What it has shown, the most important first."""
         since = f"checkpoint {self.started}" if self.started else "the initial weights"
         is_the_run = "the bits of the record" if self.is_compared else "the record holds nothing of it to compare with"
-        if self.departure is not None:
-            is_the_run = self.departure.message
+        if self.mismatch is not None:
+            is_the_run = self.mismatch.message
         norm = "" if self.grad_norm is None else f", gradient norm {self.grad_norm:.4g}"
         lines = [f"replay of step {self.step} from {since}: loss {self.loss:.6g}{norm}; {is_the_run}"]
         lines += [f"  note: {said}" for said in self.reasons]
@@ -421,7 +421,7 @@ class MeasuredEnvelope:
 
 
 @dataclass(frozen=True, slots=True)
-class Replayed:
+class ReplayedPair:
     """Both runs computed again, from the last state that they have in common.
 
     Args:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.analysis.diagnosis.pairs.alignment import same_value
-from narrowgauge.analysis.diagnosis.replay_findings import HELD, Departure
+from narrowgauge.analysis.diagnosis.replay_findings import HELD, ReplayMismatch
 from narrowgauge.analysis.monitor.spikes import Spike
 from narrowgauge.checkpoints.saving import checkpoint_before
 from narrowgauge.errors import NarrowgaugeError
@@ -96,7 +96,7 @@ class PastStep:
         notes: what else is worth a sentence.
 
     Attributes:
-        departure: where the replay first parts from the record, while it does not ``None``.
+        mismatch: where the replay first parts from the record, while it does not ``None``.
         not_compared: steps of which the record holds nothing to compare.
     """
 
@@ -105,7 +105,7 @@ class PastStep:
     started: int
     reasons: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    departure: Departure | None = None
+    mismatch: ReplayMismatch | None = None
     not_compared: list[int] = field(default_factory=list)
 
     def advance(self) -> Row:
@@ -114,14 +114,14 @@ class PastStep:
         recorded = _row_of(self.record.steps, number) or {}
         judgement: Any = RecordedJudgement(recorded) if self.session.config.on_spike != "report" else None
         row = train_step(self.session, judgement)
-        if self.departure is None:
+        if self.mismatch is None:
             printed = self.session.prints.last
             is_printed = printed is not None and printed["step"] == number
             prints = _row_of(self.record.fingerprints, number) if is_printed else None
             if not is_compared(recorded, prints):
                 self.not_compared.append(number)
-            self.departure = departure(recorded, row, prints, printed)
-            if self.departure is not None:
+            self.mismatch = first_mismatch(recorded, row, prints, printed)
+            if self.mismatch is not None:
                 self.reasons += differences(self.record.run, describe(self.session), "is replayed")
                 self.reasons += _changes_on_the_way(self.record)
         return row
@@ -290,7 +290,9 @@ COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
 """Columns that the arithmetic of a step gives, in the order in which it gives them."""
 
 
-def departure(recorded: Row, replayed: Row, prints: Row | None = None, printed: Row | None = None) -> Departure | None:
+def first_mismatch(
+    recorded: Row, replayed: Row, prints: Row | None = None, printed: Row | None = None
+) -> ReplayMismatch | None:
     """Where a replayed step parts from the recorded one.
 
     Args:
@@ -300,17 +302,17 @@ def departure(recorded: Row, replayed: Row, prints: Row | None = None, printed: 
         The first column or tensor that differs, or ``None``.
     Example:
         >>> row = {"step": 3, "loss": 2.5, "grad_norm": 1.0}
-        >>> departure(row, {**row, "grad_norm": 1.25}).message
+        >>> first_mismatch(row, {**row, "grad_norm": 1.25}).message
         'the replay parts from the record at step 3: grad_norm is 1.25 and was 1.0'
     """
     step = replayed["step"]
     if prints is not None and printed is not None:
         found = _first_tensor(prints["tensors"], printed["tensors"])
         if found is not None:
-            return Departure(step, *found)
+            return ReplayMismatch(step, *found)
     for name in COLUMNS:
         if name in recorded and name in replayed and not same_value(recorded[name], replayed[name]):
-            return Departure(step, name, recorded[name], replayed[name])
+            return ReplayMismatch(step, name, recorded[name], replayed[name])
     return None
 
 

@@ -76,7 +76,7 @@ def replay_step(
             Path(folder).name,
             step,
             past.started,
-            past.departure,
+            past.mismatch,
             row["loss"],
             row["grad_norm"],
             bad,

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting, by_step, relative_difference
+from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference, by_step, relative_difference
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
-from narrowgauge.analysis.diagnosis.replay_findings import Departure, MeasuredEnvelope, Replayed
+from narrowgauge.analysis.diagnosis.replay_findings import MeasuredEnvelope, ReplayedPair, ReplayMismatch
 from narrowgauge.checkpoints.saving import checkpoint_before
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
@@ -39,14 +39,14 @@ class _Repeated:
     """Some steps of a run, computed again."""
 
     prints: list[Row]
-    departure: Departure | None
+    mismatch: ReplayMismatch | None
     untold: str
     notes: list[str]
 
     @property
     def repeats(self) -> bool | None:
         """Whether it has the bits of the record; ``None`` where nothing tells it, for the reason ``untold``."""
-        return None if self.untold else self.departure is None
+        return None if self.untold else self.mismatch is None
 
 
 def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3, say: Say = lambda _: None) -> TwoRuns:
@@ -67,12 +67,12 @@ def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3,
     """
     runs = read_run(Path(one)), read_run(Path(other))
     found = compare_two(*runs)
-    parting = found.alignment.parting
-    if parting is None or parting.step == 0:
+    difference = found.alignment.first_difference
+    if difference is None or difference.step == 0:
         return found
-    since = common_state(*runs, before=parting.step - (1 if _is_located(parting) else 2))
+    since = common_state(*runs, before=difference.step - (1 if _is_located(difference) else 2))
     while True:
-        repeated = [_repeat(run, since, parting.step, say) for run in runs]
+        repeated = [_repeat(run, since, difference.step, say) for run in runs]
         first, second = (each.prints[0]["tensors"] for each in repeated)
         if since == 0 or {key: entry[0] for key, entry in first.items()} == {
             key: entry[0] for key, entry in second.items()
@@ -82,15 +82,15 @@ def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3,
     replayed = _replayed(runs, since, repeated, say)
     if replayed.repeats == (True, True):
         runs = _with_prints(runs[0], repeated[0].prints), _with_prints(runs[1], repeated[1].prints)
-    located = compare_two(*runs, replayed).alignment.parting
+    located = compare_two(*runs, replayed).alignment.first_difference
     if located is not None and num_replays > 0 and located.tensor and located.stage in _ROUNDED:
         envelope = measure_envelope(runs[0], located.step, located.tensor, num_replays, say)
         replayed = dataclasses.replace(replayed, envelope=envelope)
     return compare_two(*runs, replayed)
 
 
-def _is_located(parting: Parting) -> bool:
-    return bool(parting.tensor) and parting.equal_until == parting.step - 1
+def _is_located(difference: FirstDifference) -> bool:
+    return bool(difference.tensor) and difference.equal_until == difference.step - 1
 
 
 def common_state(one: Run, other: Run, before: int) -> int:
@@ -127,7 +127,7 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
             rows.append(prints.last)
         found = [row for row in rows if row is not None]
         untold = _untold(past)
-        return _Repeated(found, past.departure, untold, past.notes + ([] if untold else past.reasons))
+        return _Repeated(found, past.mismatch, untold, past.notes + ([] if untold else past.reasons))
 
 
 def _untold(past: PastStep) -> str:
@@ -135,12 +135,12 @@ def _untold(past: PastStep) -> str:
     ranks = past.record.run.get("machine", {}).get("ranks", 1)
     if ranks > 1 and not past.session.config.recipe.reduction.order_free:
         return "was trained on several ranks, which sum in another order than the process of a replay"
-    if past.departure is None and past.not_compared:
+    if past.mismatch is None and past.not_compared:
         return f"has no loss of step {past.not_compared[0]} to compare with"
     return ""
 
 
-def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say: Say) -> Replayed:
+def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say: Say) -> ReplayedPair:
     """What the replays say of the two runs."""
     said: list[str] = []
     again: list[bool | None] = []
@@ -148,16 +148,16 @@ def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say:
         said += [f"{run.path.name}: {note}" for note in each.notes]
         if each.untold:
             said.append(f"{run.path.name} {each.untold}")
-        elif each.departure is not None:
-            said.append(f"of {run.path.name}, {each.departure.message}")
-            again.append(_persists(run, each.departure.step, say))
+        elif each.mismatch is not None:
+            said.append(f"of {run.path.name}, {each.mismatch.message}")
+            again.append(_persists(run, each.mismatch.step, say))
             if again[-1] is not None:
                 how = "parts from its replay again" if again[-1] else "has the bits of its replay again"
                 said.append(f"from a later checkpoint on, {run.path.name} {how}")
     persists = None if not again or None in again else True in again
     tables = [[{key: entry[0] for key, entry in row["tensors"].items()} for row in each.prints] for each in repeated]
     one, other = repeated
-    return Replayed(since, (one.repeats, other.repeats), tables[0] == tables[1], tuple(said), persists)
+    return ReplayedPair(since, (one.repeats, other.repeats), tables[0] == tables[1], tuple(said), persists)
 
 
 def _persists(run: Run, step: int, say: Say) -> bool | None:
@@ -169,7 +169,7 @@ def _persists(run: Run, step: int, say: Say) -> bool | None:
     say(f"Repeating step {later.step + 1} of {run.path}.")
     with replaying(run.path, later.step + 1) as past:
         past.advance()
-        return past.departure is not None
+        return past.mismatch is not None
 
 
 def _with_prints(run: Run, rows: list[Row]) -> Run:

@@ -19,15 +19,15 @@ from typing import Any
 from narrowgauge.analysis.diagnosis.pairs.first_difference import (
     COLUMNS,
     STAGES,
-    Parting,
-    beyond,
+    FirstDifference,
+    beyond_rounding,
     by_step,
     common_steps,
+    differing_steps,
     is_rounding,
-    partings,
     roundoff,
 )
-from narrowgauge.analysis.diagnosis.replay_findings import Replayed
+from narrowgauge.analysis.diagnosis.replay_findings import ReplayedPair
 from narrowgauge.analysis.monitor.alarms import number
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs import arithmetic
@@ -43,7 +43,7 @@ NOT_COMPARED = frozenset({
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class SettingDifference:
     """One thing that the two runs were not given alike.
 
     Args:
@@ -60,7 +60,7 @@ class Difference:
         return f"{self.name} {self.values[0]} and {self.values[1]}"
 
 
-def differences(one: Row, other: Row) -> Iterator[Difference]:
+def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
     """What two runs were not given alike, by their ``run.toml``: settings, data, versions, machine and its arithmetic.
 
     Args:
@@ -76,7 +76,7 @@ def differences(one: Row, other: Row) -> Iterator[Difference]:
             yield from (each for each in found if not (table == "config" and each.name in same and _are_places(each)))
     parted = arithmetic.differences(one, other)
     for each in parted:
-        yield Difference(
+        yield SettingDifference(
             each.probe.name, (_text(each.one), _text(each.other)), f"arithmetic.{arithmetic.origin(parted)}"
         )
 
@@ -85,12 +85,14 @@ _PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
 """By table of ``run.toml``: settings that may be folders, whose content the table describes."""
 
 
-def _are_places(difference: Difference) -> bool:
+def _are_places(difference: SettingDifference) -> bool:
     """Whether both values are paths: the same content in another folder is no difference."""
     return all("/" in value or "\\" in value for value in difference.values)
 
 
-def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[Difference]:
+def _of_table(
+    table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+) -> Iterator[SettingDifference]:
     names = [name for name in one if name in other]
     if table == "machine":  # a run of one process has no count of ranks
         names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
@@ -102,10 +104,10 @@ def _of_table(table: str, one: Mapping[str, Any], other: Mapping[str, Any], pref
             yield from _of_table(table, first, second, f"{prefix}{name}.")
         elif first != second:
             parts = _reductions(first, second) if name == "recipe" else None
-            yield Difference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
+            yield SettingDifference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
 
 
-def _reductions(one: Any, other: Any) -> Difference | None:
+def _reductions(one: Any, other: Any) -> SettingDifference | None:
     """The difference of two recipes that differ in nothing but how gradients are summed; ``None`` of others."""
     try:
         first, second = parse_value(one), parse_value(other)
@@ -113,7 +115,7 @@ def _reductions(one: Any, other: Any) -> Difference | None:
         return None
     if replace(first, reduction=second.reduction) != second:
         return None
-    return Difference("recipe.reduction", (first.reduction.name, second.reduction.name))
+    return SettingDifference("recipe.reduction", (first.reduction.name, second.reduction.name))
 
 
 def _text(value: Any) -> str:
@@ -231,39 +233,39 @@ class Alignment:
 
     Args:
         differences: what they were not given alike.
-        parting: where they part; ``None`` where all that both recorded is equal.
-        beyond: where they part is only rounding: the first tensor that later differs by more than rounding has grown to.
-        rounded: where they part first, by rounding, if ``parting`` is a later place beyond it.
+        first_difference: where they part; ``None`` where all that both recorded is equal.
+        beyond_rounding: where they part is only rounding: the first tensor that later differs by more than rounding has grown to.
+        rounded: where they part first, by rounding, if ``first_difference`` is a later place beyond it.
         roundoff: unit roundoff of the tensors between two matmuls.
         num_common: steps that both recorded.
         is_complete: both are finished, and the hashes of their final weights are known and equal.
-        has_prints: both recorded fingerprints, of at least one common step.
+        has_fingerprints: both recorded fingerprints, of at least one common step.
         at_tokens: the losses at equal tokens, where steps have not equally many.
         replayed: what replays of both say, where there were any.
         notes: what the records do not hold.
     """
 
-    differences: tuple[Difference, ...]
-    parting: Parting | None
+    differences: tuple[SettingDifference, ...]
+    first_difference: FirstDifference | None
     num_common: int
-    beyond: Parting | None = None
-    rounded: Parting | None = None
+    beyond_rounding: FirstDifference | None = None
+    rounded: FirstDifference | None = None
     roundoff: float = 0.0
     is_complete: bool = False
-    has_prints: bool = False
+    has_fingerprints: bool = False
     at_tokens: EqualTokens | None = None
-    replayed: Replayed | None = None
+    replayed: ReplayedPair | None = None
     notes: tuple[str, ...] = field(default_factory=tuple)
 
-    def is_rounding(self, parting: Parting) -> bool | None:
+    def is_rounding(self, difference: FirstDifference) -> bool | None:
         """Whether rounding explains a difference, by the measured envelope where there is one; ``None`` without a size."""
         envelope = self.replayed.envelope if self.replayed is not None else None
-        if envelope is not None and (envelope.step, envelope.tensor) == (parting.step, parting.tensor):
-            return None if math.isnan(parting.relative) else envelope.holds(parting.relative)
-        return is_rounding(parting.relative, parting.numel, self.roundoff)
+        if envelope is not None and (envelope.step, envelope.tensor) == (difference.step, difference.tensor):
+            return None if math.isnan(difference.relative) else envelope.holds(difference.relative)
+        return is_rounding(difference.relative, difference.numel, self.roundoff)
 
 
-def align(one: Run, other: Run, replayed: Replayed | None = None) -> Alignment:
+def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignment:
     """Align two runs by step.
 
     Args:
@@ -274,32 +276,34 @@ def align(one: Run, other: Run, replayed: Replayed | None = None) -> Alignment:
     """
     rows = [{int(row["step"]): row for row in run.steps} for run in (one, other)]
     common = sorted(rows[0].keys() & rows[1].keys())
-    prints = [by_step(run) for run in (one, other)]
+    fingerprints = [by_step(run) for run in (one, other)]
     u = roundoff(one, other)
     first = min(
-        [*_columns(rows, common), *islice(partings(prints), 1), *_stopped(one, other)], key=_order, default=None
+        [*_columns(rows, common), *islice(differing_steps(fingerprints), 1), *_stopped(one, other)],
+        key=_order,
+        default=None,
     )
     small = first is not None and is_rounding(first.relative, first.numel, u)
     ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
     if first is None and None not in ends and ends[0] != ends[1]:
-        first = Parting(common[-1] if common else 0, "update")
+        first = FirstDifference(common[-1] if common else 0, "update")
     has_other = have_other_tokens(one, other)
     at_tokens = at_equal_tokens(one, other) if has_other else None
     return Alignment(
-        differences=tuple(differences(one.run, other.run)),
-        parting=first,
+        differences=tuple(settings_diff(one.run, other.run)),
+        first_difference=first,
         num_common=len(common),
-        beyond=next(beyond(prints, u), None) if small else None,
+        beyond_rounding=next(beyond_rounding(fingerprints, u), None) if small else None,
         roundoff=u,
         is_complete=None not in ends and ends[0] == ends[1],
-        has_prints=bool(common_steps(prints)),
+        has_fingerprints=bool(common_steps(fingerprints)),
         at_tokens=at_tokens,
         replayed=replayed,
         notes=tuple(_notes(one, other, common, has_other, at_tokens)),
     )
 
 
-def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]:
+def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[FirstDifference]:
     """The first step whose rows differ, by its first column that does."""
     for step in common:
         first, second = rows[0][step], rows[1][step]
@@ -308,11 +312,11 @@ def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[Parting]
             if values[0] is not None and values[1] is not None and not same_value(*values):
                 tokens = int((first.get("tokens") or 0) // max(1, step))
                 known = (math.nan, math.nan) if stage == "tokens" else (float(values[0]), float(values[1]))
-                yield Parting(step, stage, values=known, numel=tokens)
+                yield FirstDifference(step, stage, values=known, numel=tokens)
                 return
 
 
-def _stopped(one: Run, other: Run) -> Iterator[Parting]:
+def _stopped(one: Run, other: Run) -> Iterator[FirstDifference]:
     """Where one of the two stopped because its ranks found damage, before the record shows any."""
     found = [next((event for event in run.events if event.get("kind") == "corruption"), None) for run in (one, other)]
     if (found[0] is None) == (found[1] is None):
@@ -324,13 +328,13 @@ def _stopped(one: Run, other: Run) -> Iterator[Parting]:
     ranks = (rank,) if isinstance(rank, int) else ()
     check = event.get("detector")
     if check == "rest":
-        yield Parting(
+        yield FirstDifference(
             step + 1, "held", f"held:{state}:{name}" if state else f"held:{tensor}", ranks=ranks, said=message
         )
     elif check == "recomputation":
-        yield Parting(step + 1, "grad", f"grad:{tensor}", ranks=ranks, said=message)
+        yield FirstDifference(step + 1, "grad", f"grad:{tensor}", ranks=ranks, said=message)
     elif check == "replicas":
-        yield Parting(step, "update", ranks=ranks, said=message)
+        yield FirstDifference(step, "update", ranks=ranks, said=message)
 
 
 def same_value(one: Any, other: Any) -> bool:
@@ -340,9 +344,9 @@ def same_value(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def _order(parting: Parting) -> tuple[int, int, bool]:
+def _order(difference: FirstDifference) -> tuple[int, int, bool]:
     """The earlier step comes first, then the earlier stage; of two such, the one that names a tensor."""
-    return parting.step, list(STAGES).index(parting.stage), not parting.tensor
+    return difference.step, list(STAGES).index(difference.stage), not difference.tensor
 
 
 def _notes(one: Run, other: Run, common: list[int], has_other: bool, at_tokens: EqualTokens | None) -> Iterator[str]:

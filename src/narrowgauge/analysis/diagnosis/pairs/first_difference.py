@@ -57,7 +57,7 @@ COLUMNS: dict[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Parting:
+class FirstDifference:
     """Where two runs part.
 
     Args:
@@ -153,7 +153,7 @@ def is_beyond(relative: float, numel: int, u: float, before: float) -> bool:
 
 # ── fingerprints of two runs ─────────────────────────────────────────────────────────────────────────────────────────────
 
-Prints = list[dict[int, Row]]
+Fingerprints = list[dict[int, Row]]
 """Of two runs: by step, the row of ``fingerprints.jsonl``."""
 
 _AFTER, _STANDS_OUT = 3, 3.0
@@ -168,16 +168,16 @@ def by_step(run: Run) -> dict[int, Row]:
     return found
 
 
-def common_steps(prints: Prints) -> list[int]:
+def common_steps(fingerprints: Fingerprints) -> list[int]:
     """The steps that both have recorded."""
-    return sorted(prints[0].keys() & prints[1].keys())
+    return sorted(fingerprints[0].keys() & fingerprints[1].keys())
 
 
-def partings(prints: Prints) -> Iterator[Parting]:
+def differing_steps(fingerprints: Fingerprints) -> Iterator[FirstDifference]:
     """Each recorded step in which the two runs differ, by the first entry that does."""
     equal: int | None = None
-    for step in common_steps(prints):
-        rows = prints[0][step], prints[1][step]
+    for step in common_steps(fingerprints):
+        rows = fingerprints[0][step], fingerprints[1][step]
         found = [each for each in (_of_tensors(step, *rows), *_of_ranks(step, *rows)) if each is not None]
         if not found:
             equal = step
@@ -190,33 +190,33 @@ def partings(prints: Prints) -> Iterator[Parting]:
             ranks=next((each.ranks for each in alike if each.ranks), ()),
             said=next((each.said for each in alike if each.said), ""),
         )
-        yield replace(joined, equal_until=equal, recurs=_recurs(prints, joined))
+        yield replace(joined, equal_until=equal, recurs=_recurs(fingerprints, joined))
 
 
-def _stage(parting: Parting) -> int:
-    return list(STAGES).index(parting.stage)
+def _stage(difference: FirstDifference) -> int:
+    return list(STAGES).index(difference.stage)
 
 
-def _of_tensors(step: int, one: Row, other: Row) -> Parting | None:
+def _of_tensors(step: int, one: Row, other: Row) -> FirstDifference | None:
     """By the fingerprints of whole tensors."""
     first, second = one["tensors"], other["tensors"]
     held = [key for key in {**first, **second} if key.startswith("held:") and (key in first) != (key in second)]
     if held:
         entry = (first if held[0] in first else second)[held[0]]
-        return Parting(step, "held", held[0], numel=int(entry[2]), others=(len(held) - 1, len(held)))
+        return FirstDifference(step, "held", held[0], numel=int(entry[2]), others=(len(held) - 1, len(held)))
     differing = (key for key in first if key in second and first[key][0] != second[key][0])
     key = next(differing, None)
-    return None if key is None else parting_at(step, key, one, other)
+    return None if key is None else difference_at(step, key, one, other)
 
 
-def parting_at(step: int, key: str, one: Row, other: Row) -> Parting:
-    """The parting at one entry of a step."""
+def difference_at(step: int, key: str, one: Row, other: Row) -> FirstDifference:
+    """The difference at one entry of a step."""
     first, second = one["tensors"], other["tensors"]
     shared = [name for name in first if name in second]
     differing = {name for name in shared if first[name][0] != second[name][0]}
     kind = key.partition(":")[0]
     alike = [name for name in shared if name.startswith(f"{kind}:")]
-    return Parting(
+    return FirstDifference(
         step,
         "start" if step == 0 else KINDS[kind],
         key,
@@ -227,7 +227,7 @@ def parting_at(step: int, key: str, one: Row, other: Row) -> Parting:
     )
 
 
-def _of_ranks(step: int, one: Row, other: Row) -> Iterator[Parting]:
+def _of_ranks(step: int, one: Row, other: Row) -> Iterator[FirstDifference]:
     """By the hashes of each rank's own part, and by what the ranks of one of the two do not agree on."""
     first, second = one.get("ranks") or {}, other.get("ranks") or {}
     for kind, stage in KINDS.items():
@@ -239,52 +239,53 @@ def _of_ranks(step: int, one: Row, other: Row) -> Iterator[Parting]:
             # Where all differ, the layouts may: then a rank's part is another part.
             if len(odd) < len(mine):
                 known = (mine[odd[0]], its[odd[0]]) if kind == "clip" else (math.nan, math.nan)
-                yield Parting(step, "start" if step == 0 else stage, values=known, ranks=odd)
+                yield FirstDifference(step, "start" if step == 0 else stage, values=known, ranks=odd)
             break
     said = [parted_in(row) for row in (one, other)]
     if bool(said[0][0]) != bool(said[1][0]):
         key, odd, words = said[0] if said[0][0] else said[1]
-        yield Parting(step, "start" if step == 0 else KINDS[key.partition(":")[0]], key, ranks=odd, said=words)
+        yield FirstDifference(step, "start" if step == 0 else KINDS[key.partition(":")[0]], key, ranks=odd, said=words)
 
 
-def _recurs(prints: Prints, parting: Parting) -> bool | None:
+def _recurs(fingerprints: Fingerprints, difference: FirstDifference) -> bool | None:
     """Whether a gradient that alone differs stands out in the steps after too: code is wrong again, and one bit is not."""
-    kind = parting.tensor.partition(":")[0]
-    if kind != "grad" or parting.others[0] > 0:
+    kind = difference.tensor.partition(":")[0]
+    if kind != "grad" or difference.others[0] > 0:
         return None
-    later = [step for step in common_steps(prints) if parting.step < step <= parting.step + _AFTER]
+    later = [step for step in common_steps(fingerprints) if difference.step < step <= difference.step + _AFTER]
     seen = []
     for step in later:
-        found = relatives(prints, step).get(kind, {})
-        others = [relative for key, relative in found.items() if key != parting.tensor]
-        if parting.tensor in found and others:
-            seen.append(found[parting.tensor] > _STANDS_OUT * median(others))
+        found = relative_differences(fingerprints, step).get(kind, {})
+        others = [relative for key, relative in found.items() if key != difference.tensor]
+        if difference.tensor in found and others:
+            seen.append(found[difference.tensor] > _STANDS_OUT * median(others))
     return None if not seen else 2 * sum(seen) > len(seen)
 
 
-def beyond(prints: Prints, u: float) -> Iterator[Parting]:
+def beyond_rounding(fingerprints: Fingerprints, u: float) -> Iterator[FirstDifference]:
     """The tensors that suddenly differ by more than rounding, where the step before was recorded too, by step.
 
     Args:
-        prints: of two runs.
+        fingerprints: of two runs.
         u: unit roundoff.
     """
-    for before, step in pairwise(common_steps(prints)):
+    for before, step in pairwise(common_steps(fingerprints)):
         if step != before + 1 or before == 0:  # nothing but weights is recorded before the first step
             continue
-        rows = prints[0][step], prints[1][step]
+        rows = fingerprints[0][step], fingerprints[1][step]
         # The largest of all kinds: what differs in a gradient is in an output after the next update.
-        level = max((each for found in relatives(prints, before).values() for each in found.values()), default=0.0)
-        for found in relatives(prints, step).values():
+        earlier = relative_differences(fingerprints, before)
+        level = max((each for found in earlier.values() for each in found.values()), default=0.0)
+        for found in relative_differences(fingerprints, step).values():
             for key, relative in found.items():
                 if is_beyond(relative, int(rows[0]["tensors"][key][2]), u, level):
-                    yield parting_at(step, key, *rows)
+                    yield difference_at(step, key, *rows)
         yield from (each for each in _of_ranks(step, *rows) if each.said)
 
 
-def relatives(prints: Prints, step: int) -> dict[str, dict[str, float]]:
+def relative_differences(fingerprints: Fingerprints, step: int) -> dict[str, dict[str, float]]:
     """By kind, how much the norm of each tensor differs in a step; tokens have none to compare."""
-    first, second = prints[0][step]["tensors"], prints[1][step]["tensors"]
+    first, second = fingerprints[0][step]["tensors"], fingerprints[1][step]["tensors"]
     found: dict[str, dict[str, float]] = {}
     for key, entry in first.items():
         if key in second and not key.startswith("tokens:"):

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, Difference
-from narrowgauge.analysis.diagnosis.pairs.first_difference import Parting
+from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, SettingDifference
+from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference
 
 _FORWARD = ("output", "loss", "grad", "norm")
 
@@ -135,17 +135,17 @@ REASONS: dict[str, Reason] = {row.name: row for row in _ROWS}
 
 def without_rounding(alignment: Alignment) -> Alignment:
     """The same alignment where the runs part by more than rounding, if rounding is all that explains where they part first."""
-    first = alignment.parting
+    first = alignment.first_difference
     if (
         first is None
-        or alignment.beyond is None
+        or alignment.beyond_rounding is None
         or any(
             row.size == "any" and first.stage in row.stages and deciding(row, alignment.differences)
             for row in REASONS.values()
         )
     ):
-        return replace(alignment, beyond=None)
-    return replace(alignment, parting=alignment.beyond, beyond=None, rounded=first)
+        return replace(alignment, beyond_rounding=None)
+    return replace(alignment, first_difference=alignment.beyond_rounding, beyond_rounding=None, rounded=first)
 
 
 def weigh(alignment: Alignment) -> dict[str, float]:
@@ -154,11 +154,11 @@ def weigh(alignment: Alignment) -> dict[str, float]:
     Returns:
         Reason to probability, the likeliest first; empty where they do not part.
     """
-    parting = alignment.parting
-    if parting is None:
+    difference = alignment.first_difference
+    if difference is None:
         return {}
-    small = alignment.is_rounding(parting)
-    weights = {row.name: _weight(row, alignment, parting, small) for row in REASONS.values()}
+    small = alignment.is_rounding(difference)
+    weights = {row.name: _weight(row, alignment, difference, small) for row in REASONS.values()}
     if any(weights[row.name] > 0 and _explains(row, alignment, small) for row in REASONS.values()):
         # What was given differently and acts there explains it; that something else happened there as well is unlikely.
         weights = {
@@ -185,18 +185,18 @@ _STEPS_IN_DOUBT = 2
 """Steps with equal bits after which an order of sums that varies is half as likely: it acts in every step."""
 
 
-def _weight(row: Reason, alignment: Alignment, parting: Parting, small: bool | None) -> float:
-    if parting.stage not in row.stages or (row.decided_by and not deciding(row, alignment.differences)):
+def _weight(row: Reason, alignment: Alignment, difference: FirstDifference, small: bool | None) -> float:
+    if difference.stage not in row.stages or (row.decided_by and not deciding(row, alignment.differences)):
         return 0.0
     weight = row.weight if _fits(row, small) else _MISFIT[row.size] * row.weight
     if row.size == "rounding":
-        weight /= 1 + max(0, parting.step - 1) / _STEPS_IN_DOUBT
-    return weight * _of_rank(row, parting) * _of_tensor(row, parting) * _of_replays(row, alignment)
+        weight /= 1 + max(0, difference.step - 1) / _STEPS_IN_DOUBT
+    return weight * _of_rank(row, difference) * _of_tensor(row, difference) * _of_replays(row, alignment)
 
 
-def _of_rank(row: Reason, parting: Parting) -> float:
+def _of_rank(row: Reason, difference: FirstDifference) -> float:
     """How much likelier, or less so, a reason is where one rank alone is off."""
-    is_one = bool(parting.ranks or parting.said)
+    is_one = bool(difference.ranks or difference.said)
     if row.of_one_rank:
         return float(is_one)
     return 0.2 if is_one and row.name in ("bug", "nondeterminism") else 1.0
@@ -205,13 +205,13 @@ def _of_rank(row: Reason, parting: Parting) -> float:
 _ALONE, _SPREAD, _AGAIN = 30.0, 0.1, 10.0
 
 
-def _of_tensor(row: Reason, parting: Parting) -> float:
+def _of_tensor(row: Reason, difference: FirstDifference) -> float:
     """How likely it is that one tensor alone is off: once, as a bit of memory; again in the next steps, as code is."""
     if row.name == "silent-corruption":
-        return _ALONE if _is_alone(parting) or parting.recurs is False else _SPREAD if parting.recurs else 1.0
-    if row.name in ("bug", "one-rank") and parting.recurs is not None:
-        return _AGAIN if parting.recurs else _SPREAD
-    if row.name == "nondeterminism" and parting.recurs:
+        return _ALONE if _is_alone(difference) or difference.recurs is False else _SPREAD if difference.recurs else 1.0
+    if row.name in ("bug", "one-rank") and difference.recurs is not None:
+        return _AGAIN if difference.recurs else _SPREAD
+    if row.name == "nondeterminism" and difference.recurs:
         return _SPREAD  # it has no tensor of its own
     return 1.0
 
@@ -235,16 +235,16 @@ def _of_replays(row: Reason, alignment: Alignment) -> float:
     return _EXCLUDED if is_setting and replayed.excludes_settings else 1.0
 
 
-def _is_alone(parting: Parting) -> bool:
+def _is_alone(difference: FirstDifference) -> bool:
     """Whether one weight alone differs, between two steps or although its moments do not: no update does that."""
-    is_weight = parting.tensor.startswith("weight:") and parting.same_after > 0
-    return (parting.stage == "held" or is_weight) and parting.others[0] == 0
+    is_weight = difference.tensor.startswith("weight:") and difference.same_after > 0
+    return (difference.stage == "held" or is_weight) and difference.others[0] == 0
 
 
-def deciding(row: Reason, found: tuple[Difference, ...]) -> tuple[Difference, ...]:
+def deciding(row: Reason, found: tuple[SettingDifference, ...]) -> tuple[SettingDifference, ...]:
     """The differences between two runs that decide a reason."""
     return tuple(each for each in found if _is_named(each, row.decided_by))
 
 
-def _is_named(difference: Difference, names: tuple[str, ...]) -> bool:
+def _is_named(difference: SettingDifference, names: tuple[str, ...]) -> bool:
     return f"{difference.table}.{difference.name}" in names or f"{difference.table}.*" in names

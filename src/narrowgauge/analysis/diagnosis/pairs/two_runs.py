@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
-from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, Parting, rounding_of
+from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, weigh, without_rounding
 from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
-from narrowgauge.analysis.diagnosis.replay_findings import Replayed
+from narrowgauge.analysis.diagnosis.replay_findings import ReplayedPair
 from narrowgauge.runs.fingerprint_rows import APPLIED_NO_CLIP, in_words
 from narrowgauge.runs.record import Run
 
@@ -45,10 +45,10 @@ class TwoRuns:
     @property
     def verdict(self) -> str:
         """One sentence."""
-        parting = self.alignment.parting
-        if parting is None:
+        difference = self.alignment.first_difference
+        if difference is None:
             return _sameness(self.alignment)
-        where = f"The runs part at step {parting.step}, in {_place(parting)}"
+        where = f"The runs part at step {difference.step}, in {_place(difference)}"
         if self.reason is None:
             asked = ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[:_NAMED])
             return f"{where}. Why is not known from these records{f': {asked}' if asked else ''}."
@@ -67,19 +67,19 @@ class TwoRuns:
 
     def to_dict(self) -> dict[str, Any]:
         """The diagnosis as values for JSON."""
-        alignment, parting = self.alignment, self.alignment.parting
+        alignment, difference = self.alignment, self.alignment.first_difference
         return {
             "runs": list(self.names),
             "verdict": self.verdict,
-            "same": parting is None,
-            "step": parting and parting.step,
-            "stage": parting and parting.stage,
-            "tensor": (parting and parting.tensor) or None,
-            "ranks": list(parting.ranks) if parting else [],
+            "same": difference is None,
+            "step": difference and difference.step,
+            "stage": difference and difference.stage,
+            "tensor": (difference and difference.tensor) or None,
+            "ranks": list(difference.ranks) if difference else [],
             "replayed": alignment.replayed and alignment.replayed.to_dict(),
             "equal_tokens": alignment.at_tokens and alignment.at_tokens.to_dict(),
             "rounding_since": alignment.rounded and alignment.rounded.step,
-            "relative": None if parting is None or math.isnan(parting.relative) else parting.relative,
+            "relative": None if difference is None or math.isnan(difference.relative) else difference.relative,
             "reasons": {row.name: share for row, share in self.reasons},
             "differences": [
                 {"name": each.name, "table": each.table, "values": list(each.values)} for each in alignment.differences
@@ -90,7 +90,7 @@ class TwoRuns:
         }
 
 
-def compare_two(one: Run, other: Run, replayed: Replayed | None = None) -> TwoRuns:
+def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> TwoRuns:
     """Say where two runs part, and why.
 
     Invariant: a function of the two records alone; no cause is named below a probability of 0.7.
@@ -119,7 +119,7 @@ def _names(one: Run, other: Run) -> tuple[str, str]:
 
 
 def _sameness(alignment: Alignment) -> str:
-    if not alignment.num_common and not alignment.has_prints:
+    if not alignment.num_common and not alignment.has_fingerprints:
         return "The records have no step in common, so they cannot be compared."
     given = f", although they were given {_listed(alignment)}" if alignment.differences else ""
     if alignment.is_complete:
@@ -133,60 +133,63 @@ def _listed(alignment: Alignment) -> str:
     return ", ".join(shown) + (f" and {more} more differences" if more else "")
 
 
-def _place(parting: Parting) -> str:
-    place = f"{parting.tensor} ({STAGES[parting.stage]})" if parting.tensor else STAGES[parting.stage]
-    return f"{place} of {in_words(parting.ranks)}" if parting.ranks else place
+def _place(difference: FirstDifference) -> str:
+    place = f"{difference.tensor} ({STAGES[difference.stage]})" if difference.tensor else STAGES[difference.stage]
+    return f"{place} of {in_words(difference.ranks)}" if difference.ranks else place
 
 
 def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) -> Iterator[str]:
-    parting = alignment.parting
+    difference = alignment.first_difference
     given = _listed(alignment)
     yield f"given differently: {given}" if given else "given alike: settings, data, versions, machine"
-    if parting is None:
+    if difference is None:
         return
     if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
         yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
-    yield from _of_ranks(parting)
+    yield from _of_ranks(difference)
     yield from alignment.replayed.sentences() if alignment.replayed is not None else ()
     if alignment.at_tokens is not None:
         yield str(alignment.at_tokens)
-    if parting.equal_until is not None:
-        yield f"every tensor was equal up to step {parting.equal_until}"
+    if difference.equal_until is not None:
+        yield f"every tensor was equal up to step {difference.equal_until}"
     if (rounded := alignment.rounded) is not None:
         yield f"before, they differ by rounding alone: since step {rounded.step}, first in {_place(rounded)}"
-    yield from _of_size(alignment, parting)
-    if parting.others[1]:
-        kind, (differing, of) = parting.tensor.partition(":")[0], parting.others
+    yield from _of_size(alignment, difference)
+    if difference.others[1]:
+        kind, (differing, of) = difference.tensor.partition(":")[0], difference.others
         yield f"{differing} of the {of - 1} other tensors of its kind ({kind}) differ in that step"
 
 
-def _of_size(alignment: Alignment, parting: Parting) -> Iterator[str]:
+def _of_size(alignment: Alignment, difference: FirstDifference) -> Iterator[str]:
     """How far the two values lie apart, and how far rounding reaches: measured, or by a formula."""
     replayed = alignment.replayed
-    small = alignment.is_rounding(parting)
+    small = alignment.is_rounding(difference)
     if small is None:
         return
-    what = "norm" if parting.tensor else "value"
-    said = f"its {what} is {parting.values[0]:.6g} and {parting.values[1]:.6g}: a relative difference of {parting.relative:.2g}"
-    if replayed is not None and replayed.envelope is not None and replayed.envelope.tensor == parting.tensor:
+    what = "norm" if difference.tensor else "value"
+    one, other = difference.values
+    said = f"its {what} is {one:.6g} and {other:.6g}: a relative difference of {difference.relative:.2g}"
+    if replayed is not None and replayed.envelope is not None and replayed.envelope.tensor == difference.tensor:
         yield f"{said}; {replayed.envelope}: {'inside' if small else 'outside'} of what rounding does"
         return
-    explains = f"rounding explains ({rounding_of(parting.numel, alignment.roundoff):.2g})"
+    explains = f"rounding explains ({rounding_of(difference.numel, alignment.roundoff):.2g})"
     yield f"{said}, {'as small as' if small else 'more than'} {explains}"
 
 
-def _of_ranks(parting: Parting) -> Iterator[str]:
+def _of_ranks(difference: FirstDifference) -> Iterator[str]:
     """What is known of single ranks."""
-    if parting.said:
-        yield parting.said
-    elif parting.ranks and parting.stage == "clip":
+    if difference.said:
+        yield difference.said
+    elif difference.ranks and difference.stage == "clip":
         which = ("the first run", "the second run")
-        did = [f"by {value:.6g} in {run}" for value, run in zip(parting.values, which, strict=True)]
-        none = [run for value, run in zip(parting.values, which, strict=True) if value == max(parting.values) == 1.0]
+        did = [f"by {value:.6g} in {run}" for value, run in zip(difference.values, which, strict=True)]
+        none = [
+            run for value, run in zip(difference.values, which, strict=True) if value == max(difference.values) == 1.0
+        ]
         told = f"; it {APPLIED_NO_CLIP} in {none[0]}" if none else ""
-        yield f"{in_words(parting.ranks)} multiplied its gradients {' and '.join(did)}{told}"
-    elif parting.ranks:
-        yield f"only {in_words(parting.ranks)} differs: the other ranks computed what they did in the other run"
+        yield f"{in_words(difference.ranks)} multiplied its gradients {' and '.join(did)}{told}"
+    elif difference.ranks:
+        yield f"only {in_words(difference.ranks)} differs: the other ranks computed what they did in the other run"
 
 
 def _can_be_replayed(one: Run, other: Run) -> bool:
@@ -195,18 +198,18 @@ def _can_be_replayed(one: Run, other: Run) -> bool:
 
 
 def _next(alignment: Alignment, can_be_replayed: bool) -> str:
-    parting = alignment.parting
-    if parting is None or parting.stage in ("start", "tokens") or alignment.replayed is not None:
+    difference = alignment.first_difference
+    if difference is None or difference.stage in ("start", "tokens") or alignment.replayed is not None:
         return ""
-    since = 0 if parting.equal_until is None else parting.equal_until
-    is_located = alignment.rounded is not None or (alignment.has_prints and parting.step - since <= 1)
-    if can_be_replayed and parting.step > 0:
+    since = 0 if difference.equal_until is None else difference.equal_until
+    is_located = alignment.rounded is not None or (alignment.has_fingerprints and difference.step - since <= 1)
+    if can_be_replayed and difference.step > 0:
         more = (
             "tells damage from code, and measures how far rounding reaches" if is_located else "names the first tensor"
         )
         return f"narrowgauge diagnose RUN OTHER --exact computes both again, and {more}"
     if is_located:
         return ""
-    hashed = f"nothing was hashed between steps {since} and {parting.step}"
-    why = hashed if alignment.has_prints else "that shows which tensor differs first"
-    return f"repeat both with --fingerprints-every 1 --stop-after {parting.step}: {why}"
+    hashed = f"nothing was hashed between steps {since} and {difference.step}"
+    why = hashed if alignment.has_fingerprints else "that shows which tensor differs first"
+    return f"repeat both with --fingerprints-every 1 --stop-after {difference.step}: {why}"

@@ -21,9 +21,9 @@ def _step(evidence: Evidence) -> ReplayedStep:
 def _parts(evidence: Evidence) -> Observation:
     """Where another machine, software or order of sums is a reason to part, it is no sign of damage."""
     found = _step(evidence)
-    if found.departure is None:
+    if found.mismatch is None:
         return ABSENT if found.is_compared else UNKNOWN
-    return UNKNOWN if found.reasons else present(found.departure.step, found.departure.message)
+    return UNKNOWN if found.reasons else present(found.mismatch.step, found.mismatch.message)
 
 
 def _is_finite(evidence: Evidence) -> Observation:
