@@ -211,25 +211,6 @@ def _differences(optimizer: Optimizer, recipe: Recipe) -> Iterator[str]:
             return
 
 
-def assemble(
-    model: nn.Module,
-    policy: Recipe,
-    *,
-    seed: int = 0,
-    mesh: Any = None,
-    shard: str = "full",
-    offload: bool = False,
-    narrow_gather: bool = False,
-    **settings: Any,
-) -> tuple[nn.Module, AdamW]:
-    """:func:`prepare` without the sum of gradients over ranks; the trainer is about to call :func:`prepare` instead."""
-    converted = convert_model(model, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
-    optimizer = optimizer_for(converted, AdamW, seed=seed, **settings)
-    if narrow_gather:
-        _gather_narrow(model, policy)
-    return model, optimizer
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Converted:
     """A model that computes as a recipe says and has no optimizer yet.

@@ -22,12 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly.preparation import assemble, is_matrix
+from narrowgauge.assembly.preparation import DifferenceNotice, is_matrix, prepare
 from narrowgauge.checkpoints.checkpoint_files import saved_tensors
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
-from narrowgauge.distributed.reduction import GradientReduction, reduce_gradients_with
+from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import Held, Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.distributed.traffic import Traffic
@@ -302,7 +302,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
     mesh = _mesh(config, here, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
-        _, optimizer = assemble(
+        warnings.simplefilter("ignore", DifferenceNotice)  # nobody has changed from torch.optim here
+        _, optimizer = prepare(
             model,
             config.recipe,
             lr=config.lr,
@@ -317,6 +318,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             shard=config.shard,
             offload=config.offload,
             narrow_gather=config.narrow_gather,
+            average=False,
         )
     optimizer.watched = next(model.get_input_embeddings().parameters())
     accumulator, parts = None, len(turns(config.gradient_accumulation_steps, here.rank, here.size))
@@ -325,12 +327,11 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
         )
         accumulator.allocate()  # so that a run resumed at its end counts them too
-    reduction = None
-    if mesh is not None or config.recipe.reduction.order_free:
-        name = config.recipe.reduction.name
-        reduction = reduce_gradients_with(
-            model, name, average=False, accumulator=accumulator, seed=config.seed, mesh=mesh
-        )
+    # One process sums its micro-batches by itself, unless their order must not count.
+    reduction = optimizer.reduction if mesh is not None or config.recipe.reduction.order_free else None
+    if reduction is not None:
+        if accumulator is not None:
+            reduction.accumulate_in(accumulator)
         optimizer.auditor.join = joined_over_ranks(list(optimizer.parameter_names()))
     linears = linears_of(model)
     if config.recipe.compute.transform == "unit":

@@ -17,7 +17,6 @@ from dataclasses import asdict
 import torch
 
 from narrowgauge.analysis.monitor.spikes import StepJudgement
-from narrowgauge.distributed.ranks import largest_of_ranks
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, summary_of
 from narrowgauge.matmul.cast_cache import cached_weights
@@ -52,8 +51,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     with session.prints.sending(session.reduction):
         total = differentiate(session)
     session.prints.gradients()
-    if session.linears is not None and session.here.size > 1:
-        session.linears.join_histories(largest_of_ranks)
     loss = None
     if judgement is not None:
         loss = float(total)
