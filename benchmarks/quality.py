@@ -59,7 +59,8 @@ from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import prepare_data
-from narrowgauge.trainer.loop import resume, train, vocabulary_size
+from narrowgauge.trainer.language_model import vocabulary_size
+from narrowgauge.trainer.loop import resume, train
 
 BETAS, LRS, SEEDS = (0.95, 0.999), (1e-3, 1e-4), (0, 1, 2)
 QUICK: dict[str, Any] = {"steps": 6, "batch_size": 2, "sequence_length": 32, "eval_batches": 2}
@@ -208,7 +209,7 @@ def share_data(config: TrainConfig, folder: Path, out: Path) -> None:
     shared = out / "data" / f"{config.model}-seed{config.seed}"
     with guard(out):
         prepare_data(
-            config.data, shared, vocab_size=vocabulary_size(config), held_out=config.held_out, seed=config.seed
+            config.data, shared, vocab_size=vocabulary_size(config.model), held_out=config.held_out, seed=config.seed
         )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "data").symlink_to(os.path.relpath(shared / "data", folder), target_is_directory=True)

@@ -184,11 +184,11 @@ def test_no_reader_of_a_model_folder_trusts_its_code(tmp_path: Path, monkeypatch
     (folder / "own.py").write_text(OWN_CODE.format(mark=str(mark)))
     (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Own"}}))
     monkeypatch.setattr("builtins.input", lambda *_: "y")
-    for module in (language_model, loop, layer_plan):
+    for module in (language_model, layer_plan):
         monkeypatch.setattr(module, "refuse_own_code", lambda _: None)
     readers = (
         lambda: build(str(folder), seed=0),
-        lambda: loop.vocabulary_size(TrainConfig(model=str(folder))),
+        lambda: language_model.vocabulary_size(str(folder)),
         lambda: layer_plan.read_model(str(folder)),
     )
     for read in readers:

@@ -26,7 +26,7 @@ from narrowgauge.spec.computes import SLOTS, casts_made, named, slot_of_cast
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import prepare_data
-from narrowgauge.trainer.loop import vocabulary_size
+from narrowgauge.trainer.language_model import vocabulary_size
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
@@ -113,7 +113,7 @@ def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, .
     """
     found: dict[Recipe, tuple[Loss, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        vocabulary = vocabulary_size(config)
+        vocabulary = vocabulary_size(config.model)
         data = prepare_data(config.data, Path(folder), vocab_size=vocabulary, seed=config.seed)
         for plain in dict.fromkeys(map(plain_recipe, recipes)):
             own = [recipe for recipe in recipes if plain_recipe(recipe) == plain]

@@ -45,7 +45,7 @@ from narrowgauge.spec.models import Model
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
-from narrowgauge.trainer.loop import vocabulary_size
+from narrowgauge.trainer.language_model import vocabulary_size
 from narrowgauge.trainer.memory import batch_bytes, free_bytes, shape_of
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
@@ -298,7 +298,7 @@ def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
         config: the model, its recipe and the size of a step.
         compile: whether the model is compiled.
     """
-    size = vocabulary_size(config)
+    size = vocabulary_size(config.model)
     assert size is not None
     count = max(_RANDOM_TOKENS, 2 * config.tokens_per_step)
     tokens = np.random.default_rng(config.seed).integers(0, size, count).astype(np.uint32)

@@ -43,7 +43,7 @@ _MIN_CHUNK_TOKENS = 128
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "logits_scale", "lm_head_multiplier")
 
 
-def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrainedModel:
+def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path | None = None) -> PreTrainedModel:
     """A causal language model in float32 on the CPU, ready for ``prepare``.
 
     Invariant: initial weights depend on ``seed`` and the configuration only: not on the recipe, the default dtype or
@@ -58,6 +58,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
         vocab_size: number of token embeddings, instead of the preset's or the configuration's. Loaded weights keep
             their own number, which must be at least this.
         seed: seed of the initial weights.
+        weights: the file of the weights, where :func:`require_initial_weights` has said it already.
 
     Returns:
         The model, in training mode.
@@ -80,7 +81,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int) -> PreTrained
 
     folder = _folder(model)
     refuse_own_code(folder)
-    weights = require_initial_weights(model)
+    weights = weights or require_initial_weights(model)
     try:
         if weights is not None:
             return ready(_loaded(folder, weights, vocab_size, seed))
@@ -109,6 +110,29 @@ def require_initial_weights(model: str) -> Path | None:
     if (file := weights_file(_folder(model))) is not None:
         require_weights(file)
     return file
+
+
+def vocabulary_size(model: str) -> int | None:
+    """The size of the vocabulary that a tokenizer for the model is trained to; ``None`` where its configuration says none.
+
+    Args:
+        model: as in :func:`build`.
+    Raises:
+        DataError: the configuration cannot be read.
+    """
+    if model in MODELS:
+        return MODELS[model].vocab_size
+    from transformers import AutoConfig
+
+    refuse_own_code(Path(model))
+    try:
+        shape = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RecursionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        advice = "It must be one that Hugging Face transformers can read."
+        raise DataError(f"the config.json in {model} cannot be read: {reason}", advice) from error
+    size: int | None = getattr(shape, "vocab_size", None)
+    return size
 
 
 def skeleton(model: str, vocab_size: int) -> PreTrainedModel:

@@ -22,7 +22,7 @@ from narrowgauge._torch.inductor import why_compiling_failed
 from narrowgauge.distributed.launch.process_group import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.errors import ChipError, CorruptionError, DataError, RecordError
+from narrowgauge.errors import ChipError, CorruptionError, RecordError
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.run_reporter import NullScreen, NullWriter, Reporter, Screen
 from narrowgauge.machine.cpp_compiler import compiled_folder
@@ -31,7 +31,7 @@ from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import Run, is_run, read_run, read_settings
 from narrowgauge.runs.writer import RunWriter, remove_leftovers, require_free
-from narrowgauge.spec.models import MODELS, refuse_own_code
+from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console
@@ -109,10 +109,12 @@ def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, sc
     prepared = (folder / "data").exists()
     try:
         all_ranks().of_first(lambda: remove_leftovers(folder))
+        # Before the data are prepared, which may take long.
+        weights = all_ranks().of_first(lambda: language_model.require_initial_weights(config.model))
         data = _prepared_data(config, folder, screen.stage)
         data.require(config.sequence_length)
         screen.stage("building the model")
-        session = build(config, folder, data)
+        session = build(config, folder, data, weights)
         writer = _first_writer(folder, lambda: RunWriter.create(folder, describe(session), beside=("data",)))
     except BaseException:
         if all_ranks().is_first:
@@ -261,7 +263,7 @@ def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], Non
             prepare_data(
                 config.data,
                 folder,
-                vocab_size=vocabulary_size(config),
+                vocab_size=language_model.vocabulary_size(config.model),
                 tokenizer=config.tokenizer,
                 held_out=config.held_out,
                 seed=config.seed,
@@ -271,24 +273,6 @@ def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], Non
 
     all_ranks().of_first(prepare)
     return prepared[0] if prepared else open_data(folder)
-
-
-def vocabulary_size(config: TrainConfig) -> int | None:
-    """The vocabulary size of a tokenizer trained for the model."""
-    if config.model in MODELS:
-        return MODELS[config.model].vocab_size
-    from transformers import AutoConfig
-
-    refuse_own_code(Path(config.model))
-    language_model.require_initial_weights(config.model)  # before the data are prepared
-    try:
-        shape = AutoConfig.from_pretrained(config.model, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RecursionError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        advice = "It must be one that Hugging Face transformers can read."
-        raise DataError(f"the config.json in {config.model} cannot be read: {reason}", advice) from error
-    size: int | None = getattr(shape, "vocab_size", None)
-    return size
 
 
 def _run(session: Session, writer: RunWriter, console: Screen) -> None:
@@ -355,7 +339,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
 def _announce(session: Session, console: Screen) -> None:
     console.say(f"{Path(session.config.model).name} · {session.config.recipe.title} · {session.folder}")
     if session.here.is_first and session.step == 0 and session.config.model.strip().lower() not in MODELS:
-        weights = language_model.require_initial_weights(session.config.model)
+        weights = session.initial_weights
         drawn = f"drawn from seed {session.config.seed}; the model's folder holds none"
         console.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
     for note in session.notes:

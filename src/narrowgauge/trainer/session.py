@@ -68,6 +68,7 @@ class Session:
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process that has nothing to sum.
         here: this process among those that train together.
+        initial_weights: the file that a new run's weights were read from; ``None`` where they were drawn.
         linears: the model's narrow layers, if its recipe has any.
         step: number of optimizer steps done.
         tokens: number of tokens trained on.
@@ -96,6 +97,7 @@ class Session:
     linears: Linears | None = None
     reduction: GradientReduction | None = None
     here: Ranks = ALONE
+    initial_weights: Path | None = None
     step: int = 0
     tokens: int = 0
     seconds: float = 0.0
@@ -277,20 +279,22 @@ class Session:
         self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
 
 
-def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
+def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Path | None = None) -> Session:
     """Build a session at step 0.
 
     Args:
         config: the settings; ``lr`` and ``compile`` may still depend on the model's size.
         folder: the run folder.
         data: the tokens.
+        initial_weights: the file of the weights to start from, where it is known already.
     Returns:
         The session, with the settings filled in.
     Raises:
         ChipError: a compiled model was requested, and nothing can be compiled here.
     """
     keep_pages()
-    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed)
+    initial_weights = initial_weights or language_model.require_initial_weights(config.model)
+    model = language_model.build(config.model, vocab_size=data.vocab_size, seed=config.seed, weights=initial_weights)
     config = config.filled(language_model.num_parameters(model))
     config.require_compiler()
     assert config.lr is not None
@@ -338,7 +342,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset) -> Session:
         from narrowgauge.transforms.unit_scaling import fix_batch
 
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
-    return Session(config, folder, data, model, optimizer, _loss(model, config), accumulator, linears, reduction, here)
+    loss = _loss(model, config)
+    return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here, initial_weights)
 
 
 def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:

@@ -312,11 +312,11 @@ def estimate_run(config: TrainConfig) -> RunEstimate:
 
     from narrowgauge.optim.accumulation import backward_in_parts
     from narrowgauge.trainer.data.dataset import Dataset
-    from narrowgauge.trainer.loop import vocabulary_size
+    from narrowgauge.trainer.language_model import vocabulary_size
     from narrowgauge.trainer.session import build
     from narrowgauge.trainer.step import losses
 
-    vocab_size = vocabulary_size(config) or 1
+    vocab_size = vocabulary_size(config.model) or 1
     tokens = np.arange(config.sequence_length * config.batch_size + 1) % vocab_size
     data = Dataset(Path(), tokens, tokens, {"vocab_size": vocab_size, "request": {"held_out": 0.0}})
     times = [time.monotonic()]
