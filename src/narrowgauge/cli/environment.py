@@ -11,7 +11,6 @@ import platform
 import re
 import shutil
 from contextlib import suppress
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from narrowgauge.runs.arithmetic import Arithmetic, changed_settings, difference
 from narrowgauge.spec import tables
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.formats import FORMATS
-from narrowgauge.spec.frameworks import TESTED_TORCH, untested_torch
+from narrowgauge.spec.frameworks import TESTED_TORCH, installed_version, untested_torch
 from narrowgauge.spec.tables import Column, Row, Table
 
 Environment = dict[str, Any]
@@ -66,7 +65,7 @@ def collect(root: Path = Path("/")) -> Environment:
     return {
         "narrowgauge": narrowgauge.__version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
-        "packages": {name: _version(name) for name in PACKAGES} | {"torch": _torch_version()},
+        "packages": {name: installed_version(name) for name in PACKAGES} | {"torch": _torch_version()},
         "system": platform.platform(),
         "processor": processor_name(root),
         "num_cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -135,20 +134,14 @@ def describe(found: Environment) -> str:
     return "\n".join(f"{name.ljust(width)}  {text}" for name, text in lines.items() if text)
 
 
-def _version(package: str) -> str | None:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return None
-
-
 def _torch_version() -> str | None:
     """The version with its build, as in 2.13.0+cu130, which the package's metadata may lack."""
     with suppress(ImportError, ValueError):
         found = find_spec("torch")  # which imports nothing
         if found is not None and found.origin:
-            return _first_match(Path(found.origin).with_name("version.py"), r"^__version__ = '(.+)'$") or _version(
-                "torch"
-            )
+            return _first_match(
+                Path(found.origin).with_name("version.py"), r"^__version__ = '(.+)'$"
+            ) or installed_version("torch")
     return None
 
 

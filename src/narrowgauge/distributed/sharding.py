@@ -22,9 +22,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
-
-SHARDINGS = ("full", "none")
-"""``full`` shares parameters, gradients and states out over the ranks; ``none`` keeps all of them on every rank."""
+from narrowgauge.spec.sums import SHARDINGS
 
 
 def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", replicas: int = 1) -> Any:

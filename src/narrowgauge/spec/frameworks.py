@@ -31,6 +31,16 @@ def untested_torch(version: str) -> str:
     )
 
 
+def installed_version(package: str) -> str | None:
+    """The version of a package, which is not imported; ``None`` where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 @dataclass(frozen=True, slots=True)
 class Framework:
     """A format of checkpoints.

@@ -16,6 +16,9 @@ from dataclasses import dataclass
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.storages import STORAGES
 
+SHARDINGS = ("full", "none")
+"""How ranks hold a model: ``full`` shares parameters, gradients and states out over them, ``none`` keeps all on every rank."""
+
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:

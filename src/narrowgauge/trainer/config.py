@@ -22,7 +22,7 @@ from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.sums import ACCUMULATIONS
+from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
@@ -118,7 +118,6 @@ def left_by_a_kill(folder: Path) -> tuple[str, ...]:
 # ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SCHEDULES = ("cosine", "linear", "constant")
-SHARDINGS = ("full", "none")
 SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
 
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")

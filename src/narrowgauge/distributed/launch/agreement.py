@@ -11,7 +11,6 @@ import hashlib
 import os
 import platform
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -19,6 +18,7 @@ import torch
 import narrowgauge
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RankError
+from narrowgauge.spec.frameworks import installed_version
 
 VARIABLES = (
     "ATEN_CPU_CAPABILITY", "CUBLAS_WORKSPACE_CONFIG", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS",
@@ -44,18 +44,11 @@ def describe_rank() -> dict[str, str]:
         "source of narrowgauge": source_digest(Path(narrowgauge.__file__).parent),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: installed_version(name) or "not installed" for name in _PACKAGES},
         "processor": f"{platform.machine()} {device}",
         "number of threads": str(torch.get_num_threads()),
         **{name: os.environ.get(name, "not set") for name in VARIABLES},
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 @functools.cache

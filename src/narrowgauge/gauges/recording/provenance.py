@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from narrowgauge.distributed.launch.placement import read_placement
 from narrowgauge.errors import RecordError
 from narrowgauge.machine.measured_arithmetic import arithmetic_of_run
 from narrowgauge.runs import arithmetic
+from narrowgauge.spec.frameworks import installed_version
 
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
@@ -40,7 +40,7 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
             "narrowgauge": narrowgauge.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            **{name: found for name in packages if (found := _version(name))},
+            **{name: found for name in packages if (found := installed_version(name))},
         },
         "machine": {
             "system": platform.platform(),
@@ -90,13 +90,6 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         **{name: value for name, value in found.items() if isinstance(value, int)},
         **({"mlp": mlp} if mlp else {}),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 # ── what has changed since a run began ──────────────────────────────────────────────────────────────────────────────
