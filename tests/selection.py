@@ -47,24 +47,29 @@ def tree(path: Path) -> ast.Module:
 
 
 @functools.cache
-def homes() -> dict[str, str]:
-    """The module of each public name, of which ``import narrowgauge as ng; ng.NAME`` is an import."""
-    found = {}
-    for node in ast.walk(tree(modules()["narrowgauge"])):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("narrowgauge."):
-            found |= {alias.asname or alias.name: node.module or "" for alias in node.names}
-        elif isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Constant):
-                    found.setdefault(str(key.value), f"narrowgauge.{value.value}")
-    return {name: home for name, home in found.items() if home in modules()}
+def stub(package: str) -> dict[str, str]:
+    """The module of each name that a package loads on first use: its ``__init__.pyi`` says."""
+    path = modules()[package].with_suffix(".pyi")
+    nodes = ast.walk(tree(path)) if path.exists() else ()
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in nodes
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
 
 
-def longest(name: str) -> str | None:
-    """The module that a dotted name begins with."""
-    while name and name not in modules():
-        name = name.rpartition(".")[0]
-    return name or None
+@functools.cache
+def module_of(name: str) -> str | None:
+    """The module that a dotted name comes from: ``narrowgauge.AdamW`` from that of the optimizers."""
+    module, *rest = name.split(".")
+    for part in rest:
+        if f"{module}.{part}" in modules():
+            module = f"{module}.{part}"
+        else:
+            home = stub(module).get(part) if module in modules() else None
+            return module_of(home) if home else module if module in modules() else None
+    return module if module in modules() else None
 
 
 @functools.cache
@@ -81,9 +86,11 @@ DOTTED = re.compile(r"narrowgauge(\.\w+)+")
 
 
 def named_in(module: str) -> Iterator[str]:
-    """Every dotted name that a module imports, or names in a string: what it patches, or runs in another process."""
-    path, aliases = modules()[module], set()
-    for node in ast.walk(tree(path)):
+    """Every dotted name that a module imports or reads of the package, or names in a string: what it patches or starts."""
+    path, nodes = modules()[module], list(ast.walk(tree(modules()[module])))
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    aliases: set[str] = set()
+    for node in nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
             aliases |= {alias.asname or alias.name for alias in node.names if alias.name == "narrowgauge"}
@@ -92,21 +99,19 @@ def named_in(module: str) -> Iterator[str]:
             if node.level:
                 package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
-            for alias in node.names:
-                yield homes().get(alias.name, base) if base == "narrowgauge" else f"{base}.{alias.name}"
-                yield f"{base}.{alias.name}"
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
             yield from (found.group() for found in DOTTED.finditer(node.value))
             yield from scripts().get(node.value, ())
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in aliases:
-            yield homes().get(node.attr, f"narrowgauge.{node.attr}")
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and ast.unparse(node).partition(".")[0] in aliases:
+            yield f"narrowgauge.{ast.unparse(node).partition('.')[2]}"
 
 
 @functools.cache
 def imports(module: str) -> frozenset[str]:
     """The modules of this repository that one imports itself."""
-    return frozenset(filter(None, map(longest, named_in(module)))) - {module, "narrowgauge"}
+    return frozenset(filter(None, map(module_of, named_in(module)))) - {module, "narrowgauge"}
 
 
 def closure(first: Iterable[str]) -> set[str]:

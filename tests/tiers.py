@@ -181,7 +181,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
 
 def record(proved: dict[str, str], passed: set[str]) -> str:
     """Write the file, but for frameworks that are not installed here; returns what was done."""
-    for function in (selection.modules, selection.tree, selection.homes, selection.imports, selection.written):
+    for function in (
+        selection.modules,
+        selection.tree,
+        selection.stub,
+        selection.module_of,
+        selection.imports,
+        selection.written,
+    ):
         function.cache_clear()
     if selection.checksums() != proved:
         return "not recorded as a whole product: code changed while the tests ran"
