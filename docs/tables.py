@@ -116,7 +116,7 @@ def serious() -> str:
 
 
 def probes() -> str:
-    """What ``narrowgauge fingerprint`` measures."""
+    """What ``narrowgauge show arithmetic`` measures."""
     rows = [
         {"name": row.name, "measures": row.measures, "felt": row.felt, "settings": ", ".join(row.settings)}
         for row in PROBES.values()

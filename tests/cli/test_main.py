@@ -285,7 +285,7 @@ REFUSED_AT_ONCE = [
     "convert nowhere --recipe bfloat16/word", "convert done --recipe bfloat16/wrod",
     "convert done --recipe bfloat16/word --out done", "convert done --recipe bfloat16/word --optimizer nowhere",
     "profile --model lama --recipes bfloat16/word", "profile --model llama-1m --recipes bfloat16/wrod",
-    "profile --model llama-1m --recipes bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
+    "plan layers --model llama-1m --recipe bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
 ]  # fmt: skip
 
 
@@ -310,7 +310,7 @@ LONG = "x" * 3000
         (LONG,), ("train", "--recipe", LONG), ("train", "--model", LONG), ("train", "--data", LONG), ("train", "--steps", LONG),
         ("train", f"--{LONG}"), ("train", "--config", LONG), ("show", "recipe", LONG),
         ("show", "format", LONG), ("show", "value", LONG), ("resume", LONG), ("export", LONG, "out"), ("report", LONG),
-        ("convert", LONG, "--recipe", "bf16/word"), ("profile", "--model", "llama-1m", "--recipes", "bf16/word", "--chip", LONG),
+        ("convert", LONG, "--recipe", "bf16/word"), ("plan", "layers", "--model", "llama-1m", "--recipe", "bf16/word", "--chip", LONG),
         ("train", "--recipe", " ".join(["x"] * 3000)),
     ],
     ids=lambda words: " ".join(words)[:20],

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 import narrowgauge
 from narrowgauge.cli.main import main
-from narrowgauge.cli.planning import QUESTIONS
+from narrowgauge.cli.planning import plan_group
 from narrowgauge.trainer.config import TrainConfig
 
 if sys.version_info >= (3, 11):
@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-EIGHT = ("--model", "llama-8b", "--chip", "H100-SXM", "--chips", "8", "--recipe", "bfloat16/word")
+EIGHT = ("run", "--model", "llama-8b", "--chip", "H100-SXM", "--chips", "8", "--recipe", "bfloat16/word")
 CLUSTER = """
 interconnect_gbit_per_second = 1600
 [[nodes]]
@@ -52,41 +52,42 @@ def refusal(*words: str) -> str:
 @pytest.mark.parametrize(
     ("words", "fault"),
     [
-        ((), "No question was asked"),
-        (("--model", "llama-8b", "--params", "1e9"), "--model and --params ask different questions"),
-        (("--measured", "1:1d,2:1d", "--chip", "H100-SXM"), "--chip does not go with --measured"),
-        (("--params", "1e9", "--tokens", "1e9"), "--tokens does not go with --params"),
-        (("--calibrate",), "needs runs"),
-        (("--model", "llama-8b", "run"), "unexpected argument (run)"),
-        (("--params", "0"), "--params"),
-        (("--params", "nan"), "--params"),
-        (("--params", "1e9", "--chips", "eight"), "'eight' is no list of numbers"),
-        (("--params", "1e9", "--chips", "0"), "'0' is no list of numbers"),
-        (("--model", "llama-9b", "--chip", "H100-SXM"), "Did you mean"),
-        (("--model", "llama-8b", "--chip", "H100"), "2 names begin with it"),
-        (("--model", "llama-8b", "--chip", "H900-SXM"), "Did you mean"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--chips", "12"), "12 chips"),
-        (("--model", "llama-8b", "--cluster", "no.toml"), "no.toml"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--layout", "tensr=2"), "Did you mean 'tensor'"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--recipe", "bfloat16/wurd"), "Did you mean"),
-        (("--model", "gpt2-124m", "--chip", "H100-SXM", "--sequence-length", "4096"), "1,024 positions"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--days", "14"), "a run whose tokens are not known"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--days", "0", "--tokens", "1e9"), "--days"),
+        (("regresion", "a", "b"), "Did you mean 'regression'"),
+        (("run",), "Missing option '--model'"),
+        (("run", "--model", "llama-8b", "--params", "1e9"), "--params"),
+        (("scaling", "1:1d,2:1d", "--chip", "H100-SXM"), "--chip"),
+        (("state", "--params", "1e9", "--tokens", "1e9"), "--tokens"),
+        (("calibrate",), "RUN…"),
+        (("run", "--model", "llama-8b", "run"), "unexpected extra argument (run)"),
+        (("state", "--params", "0"), "--params"),
+        (("state", "--params", "nan"), "--params"),
+        (("state", "--params", "1e9", "--chips", "eight"), "'eight' is no list of numbers"),
+        (("state", "--params", "1e9", "--chips", "0"), "'0' is no list of numbers"),
+        (("run", "--model", "llama-9b", "--chip", "H100-SXM"), "Did you mean"),
+        (("run", "--model", "llama-8b", "--chip", "H100"), "2 names begin with it"),
+        (("run", "--model", "llama-8b", "--chip", "H900-SXM"), "Did you mean"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--chips", "12"), "12 chips"),
+        (("run", "--model", "llama-8b", "--cluster", "no.toml"), "no.toml"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--layout", "tensr=2"), "Did you mean 'tensor'"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--recipe", "bfloat16/wurd"), "Did you mean"),
+        (("run", "--model", "gpt2-124m", "--chip", "H100-SXM", "--sequence-length", "4096"), "1,024 positions"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--days", "14"), "a run whose tokens are not known"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--days", "0", "--tokens", "1e9"), "--days"),
         (
-            ("--model", "llama-8b", "--chip", "H100-SXM", "--budget", "9", "--tokens", "1e9"),
+            ("run", "--model", "llama-8b", "--chip", "H100-SXM", "--budget", "9", "--tokens", "1e9"),
             "no price of a chip is known",
         ),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--largest", "contxt"), "contxt"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--base", "nf4"), "--base goes with --lora"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--lora", "8", "--toml"), "which runs no adapters"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "muon", "--toml"), "steps with AdamW"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--largest", "contxt"), "contxt"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--base", "nf4"), "--base goes with --lora"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--lora", "8", "--toml"), "which runs no adapters"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "muon", "--toml"), "steps with AdamW"),
         ((*EIGHT, "--largest", "context", "--toml"), "which has 8,192 positions"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--lora", "0"), "--lora"),
-        (("--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "moun"), "moun"),
-        (("--params", "1e9", "--lora", "8"), "--lora does not go with --params"),
-        (("--params", "1e9", "--price", "8"), "--price does not go with --params"),
-        (("--measured", "128:10d"), "128 chips only"),
-        (("--measured", ""), "needs times or run folders"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--lora", "0"), "--lora"),
+        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "moun"), "moun"),
+        (("state", "--params", "1e9", "--lora", "8"), "--lora"),
+        (("state", "--params", "1e9", "--price", "8"), "--price"),
+        (("scaling", "128:10d"), "128 chips only"),
+        (("scaling", ""), "Times or run folders are missing"),
     ],
 )
 def test_a_mistake_costs_one_line(words: tuple[str, ...], fault: str) -> None:
@@ -94,7 +95,7 @@ def test_a_mistake_costs_one_line(words: tuple[str, ...], fault: str) -> None:
 
 
 def test_the_state_of_a_number_of_parameters() -> None:
-    text = answer("--params", "10e9", "--recipe", "bfloat16/master,bfloat16/split,bfloat16/states8")
+    text = answer("state", "--params", "10e9", "--recipe", "bfloat16/master,bfloat16/split,bfloat16/states8")
     assert all(f"{size} GB" in text for size in (160, 120, 60))
 
 
@@ -107,7 +108,7 @@ def test_a_question_is_answered_in_json_too() -> None:
 
 
 def test_limits_sizes_and_states_in_json() -> None:
-    eight = EIGHT[:4] + EIGHT[6:]
+    eight = EIGHT[:5] + EIGHT[7:]
     found = json.loads(answer(*eight, "--tokens", "300e9", "--days", "14", "--price", "2.5", "--json"))
     assert found["question"]["deadline_days"] == 14
     best = found["options"][0]
@@ -145,15 +146,17 @@ def test_a_page_is_written(tmp_path: Path) -> None:
 def test_a_cluster_of_two_generations(tmp_path: Path) -> None:
     file = tmp_path / "mixed.toml"
     file.write_text(CLUSTER, encoding="utf-8")
-    found = json.loads(answer("--model", "llama-8b", "--cluster", str(file), "--recipe", "bfloat16/word", "--json"))
+    found = json.loads(
+        answer("run", "--model", "llama-8b", "--cluster", str(file), "--recipe", "bfloat16/word", "--json")
+    )
     assert found["options"][0]["chips"] == 24 and found["options"][0]["cluster"] == "mixed"
-    assert "together" in refusal("--model", "llama-8b", "--cluster", str(file), "--chips", "8")
+    assert "together" in refusal("run", "--model", "llama-8b", "--cluster", str(file), "--chips", "8")
 
 
 def test_measured_times_are_read() -> None:
-    text = answer("--measured", "128:10d,256:7d", "--at", "512,64")
+    text = answer("scaling", "128:10d,256:7d", "--at", "512,64")
     assert "768 d / N + 4 d" in text and "5.5 d" in text and "16 d" in text
-    assert json.loads(answer("--measured", "128:10d,256:7d", "--json"))["is_checked"] is False
+    assert json.loads(answer("scaling", "128:10d,256:7d", "--json"))["is_checked"] is False
 
 
 LAUNCH = """
@@ -173,23 +176,71 @@ def test_a_launch_that_became_slower(tmp_path: Path) -> None:
     before, after = tmp_path / "before.toml", tmp_path / "after.toml"
     before.write_text(LAUNCH, encoding="utf-8")
     after.write_text(LAUNCH.replace("3200", "100"), encoding="utf-8")
-    text = answer("--regression", str(before), str(after))
+    text = answer("regression", str(before), str(after))
     assert "slower" in text and "communication" in text and "interconnect_gbit_per_second 3200 → 100" in text
-    assert json.loads(answer("--regression", str(before), str(after), "--json"))
+    assert json.loads(answer("regression", str(before), str(after), "--json"))
     after.write_text(LAUNCH.replace("[cluster]", "[machines]"), encoding="utf-8")
-    assert "where it runs" in refusal("--regression", str(before), str(after))
+    assert "where it runs" in refusal("regression", str(before), str(after))
 
 
 def test_a_machine_that_was_not_calibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))
-    assert "--calibrate RUN…" in refusal("--model", "llama-1m", "--chip", "here")
-    assert "neither a run folder nor a profile" in refusal("--calibrate", str(tmp_path / "none"))
+    assert "plan calibrate RUN…" in refusal("run", "--model", "llama-1m", "--chip", "here")
+    assert "neither a run folder nor a profile" in refusal("calibrate", str(tmp_path / "none"))
 
 
-def test_help_names_every_flag_of_every_question() -> None:
-    text = answer("--help")
-    flags = {name for names in QUESTIONS.values() for name in names} | set(QUESTIONS)
-    assert not [name for name in flags if f"--{name.replace('_', '-')}" not in text]
+def test_layers_are_what_profile_predicts() -> None:
+    words = ("--model", "llama-8m", "--chip", "H100-SXM", "--json")
+    found = json.loads(answer("layers", *words, "--recipe", "float8-row/word"))
+    result = CliRunner().invoke(main, ["profile", *words, "--recipes", "float8-row/word"])
+    assert found == json.loads(result.stdout) and found[0]["predicted"] is True
+    assert "note: narrowgauge profile --chip is now narrowgauge plan layers;" in result.stderr
+
+
+FORMER = {
+    ("--model", *EIGHT[2:]): EIGHT,
+    ("--params", "10e9", "--chips", "2"): ("state", "--params", "10e9", "--chips", "2"),
+    ("--measured", "128:10d,256:7d", "--at", "512"): ("scaling", "128:10d,256:7d", "--at", "512"),
+}
+
+
+@pytest.mark.parametrize(("former", "words"), FORMER.items(), ids=[each[0] for each in FORMER.values()])
+def test_the_former_spelling_gives_the_same_and_says_the_new_one(
+    former: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    old, new = plan(*former, "--json"), plan(*words, "--json")
+    assert old.exit_code == new.exit_code == 0 and old.stdout == new.stdout and not new.stderr
+    assert old.stderr.startswith(f"note: narrowgauge plan {former[0]} is now narrowgauge plan {words[0]}")
+    assert len(old.stderr.splitlines()) == 1
+
+
+def test_former_spellings_of_two_files_and_of_runs(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(LAUNCH, encoding="utf-8")
+    file = str(tmp_path / "a.toml")
+    assert plan("--regression", file, file).stdout == plan("regression", file, file).stdout
+    for former in (("--calibrate", "none"), ("--measured", "none", "nowhere")):
+        found = plan(*former)
+        assert found.exit_code == 2 and found.stderr.startswith(f"note: narrowgauge plan {former[0]} is now")
+
+
+@pytest.mark.parametrize(
+    ("words", "fault"),
+    [
+        (("--model", "llama-8b", "--params", "1e9"), "--model and --params ask different questions"),
+        (("--measured", "1:1d,2:1d", "--chip", "H100-SXM"), "--chip does not go with --measured"),
+        (("--params", "1e9", "--tokens", "1e9"), "--tokens does not go with --params"),
+        (("--calibrate",), "Runs are missing"),
+        (("--model", "llama-8b", "run"), "unexpected argument (run)"),
+    ],
+)
+def test_a_mistake_in_the_former_spelling_costs_one_line(words: tuple[str, ...], fault: str) -> None:
+    assert fault in refusal(*words)
+
+
+def test_help_names_every_question() -> None:
+    shown = {name for name, command in plan_group.commands.items() if not command.hidden}
+    assert shown == {"run", "state", "layers", "scaling", "regression", "calibrate"}
+    assert all(f"\n  {name} " in text for text in (answer("--help"), answer()) for name in shown)
 
 
 def test_a_plan_needs_no_torch() -> None:

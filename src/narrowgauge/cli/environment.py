@@ -1,6 +1,6 @@
-"""A description of this machine for issue reports: versions, processor, GPUs, kernel cache, relevant variables.
+"""This machine: a description for issue reports, and its arithmetic beside that of a run or of another machine.
 
-Everything is read from files, package metadata and the environment, so the answer is immediate, and works where PyTorch
+The description is read from files, package metadata and the environment, so the answer is immediate, and works where PyTorch
 cannot be imported. :func:`collect_from_torch` adds what only PyTorch knows.
 """
 
@@ -217,20 +217,16 @@ def _gpu_line(gpu: dict[str, str | None]) -> str:
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@click.command("fingerprint")
-@click.argument("others", metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path))
-@click.option(
-    "--device", type=click.Choice(["cpu", "cuda"]), help="What to measure.  [default: the device that runs train on]"
-)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object, which fingerprint reads again as a FILE.")
-def fingerprint_command(others: tuple[Path, ...], device: str | None, as_json: bool) -> None:
-    """Measure this machine's arithmetic: orders of sums, roundings, last bits of functions. Takes some seconds.
+def print_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool) -> None:
+    """Print the arithmetic of this machine, or what differs between two.
 
-    With a RUN folder, or a FILE of --json, print what differs between the two and how a run would feel it; with two of them,
-    compare these, and measure nothing.
+    Args:
+        others: run folders, or files of ``--json``; with two of them nothing is measured.
+        device: what to measure; ``None`` for the one that runs train on.
+        as_json: print an object.
     """
     if len(others) > 2:
-        raise click.UsageError("fingerprint compares two machines at most.", click.get_current_context())
+        raise click.UsageError("Two machines are compared at most.", click.get_current_context())
     if len(others) == 2 and device is not None:
         raise click.UsageError("--device was given, and nothing is measured.", click.get_current_context())
     read = [read_arithmetic(path) for path in others]

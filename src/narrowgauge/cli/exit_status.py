@@ -122,6 +122,11 @@ def _ascii_of(character: str) -> str:
     return power + letters if letters else "?"
 
 
+def say_former(old: str, new: str) -> None:
+    """Say on standard error that a spelling of the command line is a former one, and what it is now."""
+    click.echo(f"note: {old} is now {new}; the old spelling works until the next release.", err=True)
+
+
 def _print_error(kind: str, message: str, status: int) -> int:
     if _is_reporter(kind == "Interrupted"):
         with contextlib.suppress(OSError):  # who would read it has left

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import diagnosing, environment, flags, launching, planning
-from narrowgauge.cli.exit_status import CommandGroup
+from narrowgauge.cli import diagnosing, flags, launching, planning
+from narrowgauge.cli.exit_status import CommandGroup, say_former
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
@@ -115,6 +115,37 @@ def show_environment(with_torch: bool, as_json: bool) -> None:
         tables.write_json(found)
     else:
         click.echo(environment.describe(found))
+
+
+_OF_ARITHMETIC: list[click.Parameter] = [
+    click.Argument(["others"], metavar="[RUN|FILE]…", nargs=-1, type=click.Path(path_type=Path)),
+    click.Option(
+        ["--device"],
+        type=click.Choice(["cpu", "cuda"]),
+        help="What to measure.  [default: the device that runs train on]",
+    ),
+    click.Option(["--json", "as_json"], is_flag=True, help="Print a JSON object, which can be given as a FILE."),
+]
+
+
+@show_group.command("arithmetic", params=_OF_ARITHMETIC)
+def show_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool) -> None:
+    """Measure this machine's arithmetic: orders of sums, roundings, last bits of functions. Takes some seconds.
+
+    With a RUN folder, or a FILE of --json, print what differs between the two and what a run notices of it; with two of them,
+    compare these, and measure nothing.
+    """
+    from narrowgauge.cli.environment import print_arithmetic
+
+    print_arithmetic(others, device, as_json)
+
+
+@main.command("fingerprint", params=_OF_ARITHMETIC, hidden=True)
+@click.pass_context
+def fingerprint(context: click.Context, /, **asked: Any) -> None:
+    """Former spelling of `show arithmetic`."""
+    say_former("narrowgauge fingerprint", "narrowgauge show arithmetic")
+    context.invoke(show_arithmetic, **asked)
 
 
 @main.command("train", params=flags.of_settings())
@@ -368,7 +399,7 @@ def convert(
     "--chip",
     metavar="NAME",
     shell_complete=flags.chips,
-    help="Predict for this chip (narrowgauge show chips) instead of measuring here.",
+    help="Former spelling of narrowgauge plan layers: predict for this chip instead of measuring here.",
 )
 @click.option(
     "--numerics", is_flag=True, help="Also train some steps on text and report the error of each layer's casts."
@@ -379,7 +410,12 @@ def convert(
 )
 @_as_json
 def profile(as_json: bool, **options: Any) -> None:
-    """Measure or predict what recipes cost a model: casts, matmuls, step time, memory, and the fastest combination."""
+    """Measure what recipes cost a model here: casts, matmuls, step time, memory, and the fastest combination.
+
+    narrowgauge plan layers predicts the same for another chip.
+    """
+    if options["chip"] is not None:
+        say_former("narrowgauge profile --chip", "narrowgauge plan layers")
     from narrowgauge.profiling.profiler import profile as profiled
 
     found = profiled(
@@ -392,8 +428,7 @@ def profile(as_json: bool, **options: Any) -> None:
         click.echo(f"\n{found.text()}")
 
 
-main.add_command(planning.plan_command)
-main.add_command(environment.fingerprint_command)
+main.add_command(planning.plan_group)
 main.add_command(diagnosing.diagnose_command)
 show_group.add_command(diagnosing.causes_command)
 

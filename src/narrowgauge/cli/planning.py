@@ -1,8 +1,4 @@
-"""``narrowgauge plan``: what fits, how fast, on which machines, and what the next doubling buys.
-
-The command answers one of four questions: it plans a run (``--model`` or ``--params``), reads measured times (``--measured``),
-compares two launches (``--regression``), or calibrates (``--calibrate``). Flags of another question are refused.
-"""
+"""``narrowgauge plan``: what fits, how fast, on which machines, and what measured times say; one command for each question."""
 
 from __future__ import annotations
 
@@ -11,31 +7,20 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from narrowgauge.cli import flags
+from narrowgauge.cli.exit_status import say_former
+from narrowgauge.planner.inputs.clusters import HERE
 from narrowgauge.planner.inputs.efficiency import SOFTWARE
 from narrowgauge.planner.inputs.model_configs import PRESETS
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
-
-QUESTIONS: dict[str, tuple[str, ...]] = {
-    "model": (
-        "recipe", "chip", "chips", "chips_per_node", "interconnect", "dollars_per_hour", "host_memory", "software", "cluster",
-        "sequence_length", "tokens_per_step", "tokens", "days", "budget", "largest", "optimizer", "lora", "base", "layout",
-        "minimize", "exact", "explain", "html", "toml",
-    ),
-    "params": ("recipe", "chip", "chips", "chips_per_node", "cluster", "optimizer", "layout", "explain", "html"),
-    "measured": ("at", "html"),
-    "regression": ("chip", "html"),
-    "calibrate": ("chip",),
-}  # fmt: skip
-"""What each question may be asked with; every one also with ``--json``."""
-
+from narrowgauge.spec.recipes import Recipe
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -74,62 +59,112 @@ def _layout(text: str) -> dict[str, Any]:
     return read_layout(text)
 
 
-@click.command("plan", epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESETS)}.")
-@click.option(
+class PlanGroup(click.Group):
+    """The questions; flags without one are the former spelling, which works until the next release."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Send flags of the former spelling to its command."""
+        if args and args[0] not in self.commands and _FORMER.keys() & {word.partition("=")[0] for word in args}:
+            args = [_former_command.name or "", *args]
+        return super().parse_args(ctx, args)
+
+
+@click.group("plan", cls=PlanGroup, invoke_without_command=True)
+@click.pass_context
+def plan_group(context: click.Context) -> None:
+    """Say what fits, how fast, on which machines, and why; nothing is trained."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+_model = click.option(
     "--model",
     metavar="TEXT",
+    required=True,
     shell_complete=flags.of([*MODELS, *PRESETS], "file"),
     help="A preset, or a Hugging Face config.json.",
 )
-@click.option("--params", type=_amount(1), metavar="X", help="A number of parameters (10e9): their state alone.")
-@click.option(
+_recipe = click.option(
     "--recipe",
     metavar="A,B,…",
     type=flags.RECIPES,
     shell_complete=flags.many_recipes,
     help="Recipes or .toml files.  [default: all that the chips multiply natively]",
 )
-@click.option(
+_chip = click.option(
     "--chip",
     metavar="A,B,…",
     type=flags.Parsed(_names),
     shell_complete=flags.chips,
     help="Chips (narrowgauge show chips), or here: this machine, as calibrated.",
 )
-@click.option(
+_one_chip = click.option(
+    "--chip",
+    metavar="NAME",
+    type=flags.Parsed(_names),
+    shell_complete=flags.chips,
+    help="The chip (narrowgauge show chips), where runs or files do not name it; or here: this machine, as calibrated.",
+)
+_chips = click.option(
     "--chips", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips; several are compared.  [default: 1]"
 )
-@click.option(
-    "--chips-per-node",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Chips of a node.  [default: as usual]",
+_chips_per_node = click.option(
+    "--chips-per-node", type=click.IntRange(min=1), metavar="N", help="Chips of a node.  [default: as usual]"
 )
-@click.option(
-    "--interconnect",
-    type=_amount(1e-3),
-    metavar="X",
-    help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
-)
-@click.option(
+_cluster = click.option(
     "--cluster",
     metavar="FILE",
     multiple=True,
     type=click.Path(path_type=Path),
     help="A TOML file of nodes and links, instead of --chip; several are compared.",
 )
+_layout_option = click.option(
+    "--layout",
+    metavar="FIELD=N,…",
+    type=flags.Parsed(_layout),
+    help="Layouts to consider: values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
+)
+_optimizer = click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "muon", "adafactor"]),
+    help="Whose states are counted.  [default: adamw]",
+)
+_explain = click.option(
+    "--explain", is_flag=True, help="Print every term of the best option: formula, numbers, interval, source."
+)
+_html = click.option(
+    "--html", metavar="[FILE]", is_flag=False, flag_value="plan.html", help="Write one page.  [default: plan.html]"
+)
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+
+
+def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A command with these options, in this order."""
+
+    def decorate(function: Any) -> Any:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+@plan_group.command("run", epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESETS)}.")
+@_with(_model, _recipe, _chip, _chips, _chips_per_node)
+@click.option(
+    "--interconnect",
+    type=_amount(1e-3),
+    metavar="X",
+    help="Rate of a node's network, Gbit/s in one direction.  [default: as usual for the chip]",
+)
+@_cluster
 @click.option(
     "--sequence-length",
     type=click.IntRange(min=1),
     metavar="N",
     help="Tokens per sequence.  [default: 4096 at most]",
 )
-@click.option(
-    "--tokens-per-step",
-    type=_amount(1),
-    metavar="X",
-    help="Tokens per step.  [default: by chips]",
-)
+@click.option("--tokens-per-step", type=_amount(1), metavar="X", help="Tokens per step.  [default: by chips]")
 @click.option("--tokens", type=_amount(1), metavar="X", help="Tokens of the whole run (300e9), for days and cost.")
 @click.option(
     "--host-memory",
@@ -140,7 +175,6 @@ def _layout(text: str) -> dict[str, Any]:
 @click.option(
     "--software",
     type=click.Choice(list(SOFTWARE)),
-    default=None,
     help="The libraries and years whose speed is planned.  [default: those usual on the chip, with wide intervals]",
 )
 @click.option(
@@ -168,11 +202,7 @@ def _layout(text: str) -> dict[str, Any]:
     type=click.Choice(["context", "batch"]),
     help="The longest sequences, or the most at once, that fit.",
 )
-@click.option(
-    "--optimizer",
-    type=click.Choice(["adamw", "muon", "adafactor"]),
-    help="Whose states are counted.  [default: adamw]",
-)
+@_optimizer
 @click.option(
     "--lora", type=click.IntRange(min=1), metavar="RANK", help="Train adapters of that rank over a frozen model."
 )
@@ -181,16 +211,10 @@ def _layout(text: str) -> dict[str, Any]:
     type=click.Choice(["bfloat16", "int8", "float8", "nf4", "nvfp4"]),
     help="With --lora: how the frozen layers are kept (nf4: QLoRA).  [default: bfloat16]",
 )
-@click.option(
-    "--layout",
-    metavar="FIELD=N,…",
-    type=flags.Parsed(_layout),
-    help="Layouts to consider: values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
-)
+@_layout_option
 @click.option(
     "--minimize",
     type=click.Choice(["days", "cost", "chips", "memory"]),
-    default=None,
     help="What the best option has least of.  [default: days; with --days chips]",
 )
 @click.option(
@@ -198,28 +222,7 @@ def _layout(text: str) -> dict[str, Any]:
     is_flag=True,
     help="Count what a layer keeps in the model's own modules, not by formula; needs PyTorch, some seconds.",
 )
-@click.option(
-    "--measured", metavar="N:TIME,…", help="Measured times (128:10d,256:7d), or run folders: what does not scale."
-)
-@click.option(
-    "--at", metavar="N,M,…", type=flags.Parsed(_counts), help="With --measured: numbers of chips to say the time for."
-)
-@click.option(
-    "--regression",
-    nargs=2,
-    metavar="BEFORE AFTER",
-    type=click.Path(path_type=Path),
-    help="Two launches, as .toml files or run folders: which term of the step became slower, by how much.",
-)
-@click.option(
-    "--calibrate", is_flag=True, help="Fit the shares of the peak rates to the runs and profiles RUN…, for --chip."
-)
-@click.option(
-    "--explain", is_flag=True, help="Print every term of the best option: formula, numbers, interval, source."
-)
-@click.option(
-    "--html", metavar="[FILE]", is_flag=False, flag_value="plan.html", help="Write one page.  [default: plan.html]"
-)
+@_with(_explain, _html)
 @click.option(
     "--toml",
     metavar="[FILE]",
@@ -227,119 +230,272 @@ def _layout(text: str) -> dict[str, Any]:
     flag_value="-",
     help="Write the best option for narrowgauge train --config.  [default: to standard output, alone]",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-@click.argument("runs", metavar="[RUN]…", nargs=-1, type=click.Path(path_type=Path))
-def plan_command(runs: tuple[Path, ...], as_json: bool, **asked: Any) -> None:
-    """Say what fits, how fast, on which machines, and why; nothing is trained.
+@_as_json
+def run_command(
+    model: str,
+    *,
+    interconnect: float | None,
+    host_memory: float | None,
+    tokens_per_step: float | None,
+    lora: int | None,
+    base: str | None,
+    layout: dict[str, Any] | None,
+    exact: bool,
+    explain: bool,
+    html: str | None,
+    toml: str | None,
+    as_json: bool,
+    **asked: Any,
+) -> None:
+    """Say whether a model fits, how fast it trains, on which machines, and why.
 
     \b
-    narrowgauge plan --model llama-8b --chip H100-SXM --chips 8
-    narrowgauge plan --params 10e9 --recipe bfloat16/states8
-    narrowgauge plan --model config.json --cluster cluster.toml --tokens 300e9
-    narrowgauge plan --model llama-8b --chip H100-SXM --tokens 300e9 --days 14 --price 2.5
-    narrowgauge plan --model llama-8b --chip H100-SXM --chips 8 --largest context
-    narrowgauge plan --measured 128:10d,256:7d --at 512,1024
-    narrowgauge plan --regression before.toml after.toml
-    narrowgauge plan --calibrate RUN…
+    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
+    narrowgauge plan run --model config.json --cluster cluster.toml --tokens 300e9
+    narrowgauge plan run --model llama-8b --chip H100-SXM --tokens 300e9 --days 14 --price 2.5
+    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8 --largest context
     """
-    question = _question(click.get_current_context(), asked, runs)
-    _ANSWERS[question](asked, runs, as_json)
-
-
-def _question(context: click.Context, asked: dict[str, Any], runs: tuple[Path, ...]) -> str:
-    """The one question that is asked; everything else must belong to it."""
-    given = {name for name, value in asked.items() if value not in (None, False, (), [])}
-    found = [name for name in QUESTIONS if name in given]
-    if len(found) != 1:
-        said = (
-            f"{_flag(found[0])} and {_flag(found[1])} ask different questions." if found else "No question was asked."
-        )
-        raise click.UsageError(f"{said} Give one of {', '.join(map(_flag, QUESTIONS))}.", context)
-    foreign = sorted(given - {found[0], *QUESTIONS[found[0]]})
-    if foreign:
-        raise click.UsageError(f"{_flag(foreign[0])} does not go with {_flag(found[0])}.", context)
-    if runs and found[0] not in ("calibrate", "measured"):
-        raise click.UsageError(
-            f"Got an unexpected argument ({runs[0]}): runs go with --calibrate and --measured.", context
-        )
-    if found[0] == "calibrate" and not runs:
-        raise click.UsageError("--calibrate needs runs: narrowgauge plan --calibrate RUN….", context)
-    return found[0]
-
-
-def _flag(name: str) -> str:
-    return "--price" if name == "dollars_per_hour" else f"--{name.replace('_', '-')}"
-
-
-def _plan(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
     from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS
-    from narrowgauge.planner.plan import plan
 
     counts = None
-    if asked["exact"]:
+    if exact:
         # It needs PyTorch, which a plan does not.
         from narrowgauge.profiling.exact_memory import LayerCounts
 
-        counts = LayerCounts(asked["model"])
-    # A settings file must be one that train can run.
-    layout = {**(NAMED_LAYOUTS["fsdp2"] if asked["toml"] else {}), **(asked["layout"] or {})}
-    found = plan(
-        asked["model"],
-        params=asked["params"],
-        recipes=asked["recipe"] or (),
-        chip=asked["chip"] or (),
-        chips=asked["chips"] or (),
-        cluster=asked["cluster"],
-        chips_per_node=asked["chips_per_node"],
-        interconnect_gbit_per_second=asked["interconnect"],
-        dollars_per_hour=asked["dollars_per_hour"],
-        host_memory_gb=asked["host_memory"],
-        software=asked["software"],
-        sequence_length=asked["sequence_length"],
-        tokens_per_step=asked["tokens_per_step"] and int(asked["tokens_per_step"]),
-        tokens=asked["tokens"],
-        days=asked["days"],
-        budget=asked["budget"],
-        largest=asked["largest"] or "",
-        optimizer=asked["optimizer"] or "adamw",
-        lora=asked["lora"],
-        base=_base(asked),
-        minimize=asked["minimize"],
-        layout=layout,
+        counts = LayerCounts(model)
+    if base is not None and lora is None:
+        raise click.UsageError("--base goes with --lora RANK.", click.get_current_context())
+    if lora is not None and toml:
+        raise click.UsageError("--toml is for narrowgauge train, which runs no adapters.", click.get_current_context())
+    found = _planned(
+        model,
+        **asked,
+        # A settings file must be one that train can run.
+        layout={**(NAMED_LAYOUTS["fsdp2"] if toml else {}), **(layout or {})},
+        interconnect_gbit_per_second=interconnect,
+        host_memory_gb=host_memory,
+        tokens_per_step=tokens_per_step and int(tokens_per_step),
+        lora=lora,
+        base=base or "bfloat16",
         counted=counts,
     )
     if counts is not None:
         from narrowgauge.profiling.exact_memory import require_counted
 
         require_counted(found)
-    if asked["toml"]:
+    if toml:
         from narrowgauge.planner.plan_report import train_settings
         from narrowgauge.runs.atomic_io import AGAIN, write_whole
 
         settings = train_settings(found)
-        if asked["toml"] == "-":
+        if toml == "-":
             return click.echo(settings, nl=False)
-        write_whole(Path(asked["toml"]), settings.encode(), AGAIN)
-    if asked["html"]:
+        write_whole(Path(toml), settings.encode(), AGAIN)
+    more = {"counted": counts.rows()} if counts else {}
+    said = [counts.sentence()] if counts else []
+    return _show_plan(found, html, as_json, explain, row=more, said=said, files=[toml])
+
+
+@plan_group.command("state")
+@click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
+@_with(_recipe, _chip, _chips, _chips_per_node, _cluster, _optimizer, _layout_option, _explain, _html, _as_json)
+def state_command(params: float, html: str | None, as_json: bool, explain: bool, **asked: Any) -> None:
+    """Count the state of a number of parameters: weights, gradients and optimizer states.
+
+    narrowgauge plan state --params 10e9 --recipe bfloat16/states8
+    """
+    _show_plan(_planned(params=params, **asked), html, as_json, explain)
+
+
+def _planned(
+    model: str | None = None,
+    *,
+    recipe: list[Recipe] | None,
+    chip: list[str] | None,
+    chips: list[int] | None,
+    layout: dict[str, Any] | None,
+    largest: str | None = None,
+    optimizer: str | None,
+    **asked: Any,
+) -> Any:
+    from narrowgauge.planner.plan import plan
+
+    return plan(
+        model,
+        recipes=recipe or (),
+        chip=chip or (),
+        chips=chips or (),
+        layout=layout or {},
+        largest=largest or "",
+        optimizer=optimizer or "adamw",
+        **asked,
+    )
+
+
+def _show_plan(
+    found: Any,
+    html: str | None,
+    as_json: bool,
+    explain: bool,
+    *,
+    row: dict[str, Any] | None = None,
+    said: Sequence[str] = (),
+    files: Sequence[str | None] = (),
+) -> None:
+    """Print a plan, and write its page where one was asked for; ``row`` and ``said`` are added to JSON and text."""
+    if html:
         from narrowgauge.report.page import write_page
         from narrowgauge.report.plan_page import render_plan
 
-        write_page(render_plan(found), Path(asked["html"]))
+        write_page(render_plan(found), Path(html))
     if as_json:
-        return tables.write_object({**found.row(), **({"counted": counts.rows()} if counts else {})})
-    tables.write([*found.tables(), *(found.explanation() if asked["explain"] else [])])
-    said = [*found.sentences(), *([counts.sentence()] if counts else [])]
-    _echo(["", *said, *filter(None, [asked["html"], asked["toml"]])])
-    return None
+        return tables.write_object({**found.row(), **(row or {})})
+    tables.write([*found.tables(), *(found.explanation() if explain else [])])
+    return _echo(["", *found.sentences(), *said, *filter(None, [html, *files])])
 
 
-def _base(asked: dict[str, Any]) -> str:
-    """How frozen layers are kept; refused where nothing is frozen, and where the trainer should run it."""
-    if asked["base"] is not None and asked["lora"] is None:
-        raise click.UsageError("--base goes with --lora RANK.", click.get_current_context())
-    if asked["lora"] is not None and asked["toml"]:
-        raise click.UsageError("--toml is for narrowgauge train, which runs no adapters.", click.get_current_context())
-    return asked["base"] or "bfloat16"
+@plan_group.command("layers")
+@click.option(
+    "--model",
+    required=True,
+    metavar="TEXT",
+    shell_complete=flags.models,
+    help="A preset (narrowgauge show models) or a folder with a config.json.",
+)
+@click.option(
+    "--recipe",
+    "recipes",
+    required=True,
+    metavar="A,B,…",
+    type=flags.RECIPES,
+    shell_complete=flags.many_recipes,
+    help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
+)
+@click.option(
+    "--chip", required=True, metavar="NAME", shell_complete=flags.chips, help="The chip (narrowgauge show chips)."
+)
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
+@click.option(
+    "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
+def layers_command(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
+    """Predict what recipes cost on one chip layer by layer: casts, matmuls, and the fastest combination.
+
+    narrowgauge plan layers --model llama-8b --recipe float8-tensor,float8-row --chip H200
+    """
+    from narrowgauge.profiling.profiler import profile
+
+    found = profile(model, recipes, **options)
+    if as_json:
+        return tables.write_json(found.rows())
+    tables.write(found.tables())
+    return click.echo(f"\n{found.text()}")
+
+
+@plan_group.command("scaling")
+@click.argument("measured", metavar="N:TIME,…|RUN…", nargs=-1, required=True)
+@click.option("--at", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips to say the time for.")
+@_with(_html, _as_json)
+def scaling_command(measured: tuple[str, ...], at: list[int] | None, html: str | None, as_json: bool) -> None:
+    """Say what does not scale, from measured times or from run folders.
+
+    \b
+    narrowgauge plan scaling 128:10d,256:7d --at 512,1024
+    narrowgauge plan scaling runs/on8 runs/on32
+    """
+    from narrowgauge.planner.measured import launches, scaling_law
+
+    page, text = "", ",".join(measured)
+    if ":" in text and not any(Path(name).exists() for name in measured):
+        found = scaling_law.fit(scaling_law.read_points(text))
+        row, sentences = scaling_law.scaling_dict(found, at or ()), scaling_law.scaling_lines(found, at or ())
+        if html:
+            from narrowgauge.report.plan_page import render_scaling
+
+            page = render_scaling(found, at or ())
+    else:
+        from narrowgauge.runs.record import read_run
+
+        folders = [Path(name) for name in _names(text)]
+        if not folders:
+            raise click.UsageError("Times or run folders are missing.", click.get_current_context())
+        steps = launches.attribute([read_run(folder) for folder in folders])
+        row, sentences = launches.attribution_dict(steps), launches.attribution_lines(steps)
+        if html:
+            from narrowgauge.report.plan_page import render_attribution
+
+            page = render_attribution(steps)
+    _answer(row, sentences, as_json, html, page)
+
+
+def _answer(row: dict[str, Any], sentences: list[str], as_json: bool, html: str | None, page: str) -> None:
+    """Print an answer, and write its page where one was asked for."""
+    if html:
+        from narrowgauge.report.page import write_page
+
+        write_page(page, Path(html))
+    if as_json:
+        return tables.write_object(row)
+    return _echo([*sentences, *filter(None, [html])])
+
+
+@plan_group.command("regression")
+@click.argument("before", type=click.Path(path_type=Path))
+@click.argument("after", type=click.Path(path_type=Path))
+@_with(_one_chip, _html, _as_json)
+def regression_command(before: Path, after: Path, chip: list[str] | None, html: str | None, as_json: bool) -> None:
+    """Say which term of the step became slower between two launches, by how much, and which setting did it.
+
+    BEFORE and AFTER are .toml files of launches, or run folders.
+
+    narrowgauge plan regression before.toml after.toml
+    """
+    from narrowgauge.planner.measured.launches import read_launch
+    from narrowgauge.planner.measured.regression import compare_launches, regression_dict, regression_lines
+
+    machine, shares = _calibrated(chip)
+    found = compare_launches(read_launch(before, machine), read_launch(after, machine), shares)
+    page = ""
+    if html:
+        from narrowgauge.report.plan_page import render_regression
+
+        page = render_regression(found)
+    _answer(regression_dict(found), regression_lines(found), as_json, html, page)
+
+
+def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
+    """The chip of that name and its shares: those of this machine as calibrated, or the published ones of the table's."""
+    if not names:
+        return None, None
+    if len(names) > 1:
+        raise click.UsageError("Both launches are of one chip.", click.get_current_context())
+    from narrowgauge.planner.measured.calibration import kept
+    from narrowgauge.spec.chips import get_chip
+
+    if names[0] != HERE:
+        return get_chip(names[0]), None
+    found = kept(HERE)
+    return found.chip, found.shares
+
+
+@plan_group.command("calibrate")
+@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@_with(_one_chip, _as_json)
+def calibrate_command(runs: tuple[Path, ...], chip: list[str] | None, as_json: bool) -> None:
+    """Fit what this machine reaches of its rates to runs and to files of narrowgauge profile --json, for --chip here."""
+    from narrowgauge.planner.measured import calibration
+    from narrowgauge.spec.chips import get_chip
+
+    names = [name for name in chip or () if name != HERE]
+    if len(names) > 1:
+        raise click.UsageError("One machine is calibrated at a time.", click.get_current_context())
+    found = calibration.calibrate(runs, get_chip(names[0]) if names else None)
+    file = calibration.keep(found)
+    if as_json:
+        shares = {name: dataclasses.asdict(found.shares[name]) for name in found.fitted}
+        return tables.write_object({"name": found.name, "error": found.error, "worst": found.worst, "shares": shares})
+    return _echo([*calibration.calibration_lines(found), str(file)])
 
 
 def _echo(sentences: list[str]) -> None:
@@ -362,89 +518,66 @@ def _wrapped(line: str, width: int) -> str:
     )
 
 
-def _measured(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
-    from narrowgauge.planner.measured import launches, scaling_law
+# ── the former spelling: every question behind flags of narrowgauge plan ──────────────────────────────────────────────────
 
-    at = asked["at"] or ()
-    if ":" in asked["measured"] and not Path(asked["measured"]).exists():
-        found = scaling_law.fit(scaling_law.read_points(asked["measured"]))
-        row, sentences = scaling_law.scaling_dict(found, at), scaling_law.scaling_lines(found, at)
-        if asked["html"]:
-            from narrowgauge.report.page import write_page
-            from narrowgauge.report.plan_page import render_scaling
-
-            write_page(render_scaling(found, at), Path(asked["html"]))
-    else:
-        from narrowgauge.runs.record import read_run
-
-        folders = [*map(Path, _names(asked["measured"])), *runs]
-        if not folders:
-            raise click.UsageError("--measured needs times or run folders.", click.get_current_context())
-        steps = launches.attribute([read_run(folder) for folder in folders])
-        row, sentences = launches.attribution_dict(steps), launches.attribution_lines(steps)
-        if asked["html"]:
-            from narrowgauge.report.page import write_page
-            from narrowgauge.report.plan_page import render_attribution
-
-            write_page(render_attribution(steps), Path(asked["html"]))
-    if as_json:
-        return tables.write_object(row)
-    return _echo([*sentences, *filter(None, [asked["html"]])])
-
-
-def _regression(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
-    from narrowgauge.planner.measured.launches import read_launch
-    from narrowgauge.planner.measured.regression import compare_launches, regression_dict, regression_lines
-
-    chip, shares = _calibrated(asked["chip"])
-    before, after = (read_launch(path, chip) for path in asked["regression"])
-    found = compare_launches(before, after, shares)
-    if asked["html"]:
-        from narrowgauge.report.page import write_page
-        from narrowgauge.report.plan_page import render_regression
-
-        write_page(render_regression(found), Path(asked["html"]))
-    if as_json:
-        return tables.write_object(regression_dict(found))
-    return _echo([*regression_lines(found), *filter(None, [asked["html"]])])
-
-
-def _calibrate(asked: dict[str, Any], runs: tuple[Path, ...], as_json: bool) -> None:
-    from narrowgauge.planner.inputs.clusters import HERE
-    from narrowgauge.planner.measured import calibration
-    from narrowgauge.spec.chips import get_chip
-
-    names = [name for name in asked["chip"] or () if name != HERE]
-    if len(names) > 1:
-        raise click.UsageError("One machine is calibrated at a time.", click.get_current_context())
-    found = calibration.calibrate(runs, get_chip(names[0]) if names else None)
-    file = calibration.keep(found)
-    if as_json:
-        shares = {name: dataclasses.asdict(found.shares[name]) for name in found.fitted}
-        return tables.write_object({"name": found.name, "error": found.error, "worst": found.worst, "shares": shares})
-    return _echo([*calibration.calibration_lines(found), str(file)])
-
-
-def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
-    """The chip of that name and its shares: those of this machine as calibrated, or the published ones of the table's."""
-    if not names:
-        return None, None
-    if len(names) > 1:
-        raise click.UsageError("Both launches are of one chip.", click.get_current_context())
-    from narrowgauge.planner.inputs.clusters import HERE
-    from narrowgauge.planner.measured.calibration import kept
-    from narrowgauge.spec.chips import get_chip
-
-    if names[0] != HERE:
-        return get_chip(names[0]), None
-    found = kept(HERE)
-    return found.chip, found.shares
-
-
-_ANSWERS: dict[str, Callable[[dict[str, Any], tuple[Path, ...], bool], None]] = {
-    "model": _plan,
-    "params": _plan,
-    "measured": _measured,
-    "regression": _regression,
-    "calibrate": _calibrate,
+_FORMER = {
+    "--model": run_command,
+    "--params": state_command,
+    "--measured": scaling_command,
+    "--regression": regression_command,
+    "--calibrate": calibrate_command,
 }
+"""The flag that asked a question, and its command now."""
+
+
+def _former_params() -> list[click.Parameter]:
+    """Every flag that the former spelling had."""
+    flags_now = {param.name: param for command in _FORMER.values() for param in command.params}
+    own = [param for param in flags_now.values() if isinstance(param, click.Option)]
+    optional = [click.Option([f"--{param.name}"], type=param.type, hidden=True) for param in own if param.required]
+    return [
+        *(param for param in own if not param.required),
+        *optional,
+        click.Option(["--measured"], hidden=True),
+        click.Option(["--regression"], nargs=2, type=click.Path(path_type=Path), hidden=True),
+        click.Option(["--calibrate"], is_flag=True, hidden=True),
+        click.Argument(["runs"], nargs=-1, type=click.Path(path_type=Path)),
+    ]
+
+
+@click.pass_context
+def _ask_formerly(context: click.Context, /, runs: tuple[Path, ...], **asked: Any) -> None:
+    """Former spelling of the questions: flags of `plan` itself, of which one asks and the others must belong to it."""
+    context = context.parent or context  # of `plan`, which an error names
+    given = {name for name, value in asked.items() if value not in (None, False, (), [])}
+    found = [flag for flag in _FORMER if flag.removeprefix("--") in given]
+    if len(found) > 1:
+        raise click.UsageError(f"{found[0]} and {found[1]} ask different questions.", context)
+    command = _FORMER[found[0]]
+    foreign = sorted(given - {param.name for param in command.params} - {found[0].removeprefix("--")})
+    if foreign:
+        raise click.UsageError(f"{_flag(foreign[0])} does not go with {found[0]}.", context)
+    if runs and command not in (calibrate_command, scaling_command):
+        raise click.UsageError(f"Got an unexpected argument ({runs[0]}).", context)
+    words: dict[str, Any] = {name: asked[name] for name in given}
+    if command is scaling_command:
+        words["measured"] = (words["measured"], *map(str, runs))
+    if command is regression_command:
+        words["before"], words["after"] = words.pop("regression")
+    if command is calibrate_command:
+        if not runs:
+            raise click.UsageError("Runs are missing: narrowgauge plan calibrate RUN….", context)
+        words = {"runs": runs, **{name: value for name, value in words.items() if name != "calibrate"}}
+    kept = " --model" if command is run_command else " --params" if command is state_command else ""
+    say_former(f"narrowgauge plan {found[0]}", f"narrowgauge plan {command.name}{kept}")
+    context.invoke(command, **words)
+
+
+def _flag(name: str) -> str:
+    return "--price" if name == "dollars_per_hour" else f"--{name.replace('_', '-')}"
+
+
+_former_command = click.Command(
+    "former", params=_former_params(), callback=_ask_formerly, help=_ask_formerly.__doc__, hidden=True
+)
+plan_group.add_command(_former_command)

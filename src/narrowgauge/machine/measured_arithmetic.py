@@ -2,7 +2,7 @@
 
 Bits depend on the processor, the versions, the threads and the switches, and on nothing else here. So a measurement is cached
 under them (``NARROWGAUGE_CACHE``), and a run that starts later reads it. A run measures what is missing, for at most a second;
-the rest is left to the next run, or to ``narrowgauge fingerprint``.
+the rest is left to the next run, or to ``narrowgauge show arithmetic``.
 
 Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. Only the
 command changes the number of threads, for the one probe that compares them.

@@ -244,7 +244,7 @@ _FULL = (
 
 _BY_NAME = {cause.name: cause.remedy for cause in CAUSES}
 REMEDIES = {
-    "matmuls": "a narrower compute multiplies faster where the chip does it natively (narrowgauge profile --chip)",
+    "matmuls": "a narrower compute multiplies faster where the chip does it natively (narrowgauge plan layers)",
     "casts": "cast fewer layers, or cache the casts of weights over more micro-batches",
     "attention": "shorter sequences, or more context ranks",
     "elementwise": "compile the model, so that these operations are fused",

@@ -1,4 +1,4 @@
-"""``narrowgauge plan --exact``: what one layer keeps, counted in the model's own modules instead of by the plan's formula.
+"""``narrowgauge plan run --exact``: what one layer keeps, counted in the model's own modules instead of by the plan's formula.
 
 Two models that differ by one layer run forward on fake tensors, which have shapes and no memory, so a layer of any size is
 counted in seconds. What the larger one saves beyond the smaller is what a layer keeps. The planner says the same by formulas; the

@@ -52,7 +52,7 @@ class Probe:
         settings: versions, variables and switches that may change it, by their names in a fingerprint.
         source: of the method.
         is_sum: whether it is an order of additions, which a number of threads may change.
-        in_runs: whether a run measures it where no measurement is cached; else only ``narrowgauge fingerprint`` does.
+        in_runs: whether a run measures it where no measurement is cached; else only ``narrowgauge show arithmetic`` does.
     """
 
     name: str
@@ -187,7 +187,7 @@ TABLE = "arithmetic"
 """The table of ``run.toml``."""
 UNAVAILABLE = "unavailable"
 """How a result begins where this machine cannot do what the probe measures; such results are not compared."""
-_MEASURE = "Measure it on that machine: narrowgauge fingerprint --json > machine.json"
+_MEASURE = "Measure it on that machine: narrowgauge show arithmetic --json > machine.json"
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class Arithmetic:
     results: Mapping[str, str] = field(default_factory=dict)
 
     def to_toml(self) -> dict[str, dict[str, str]]:
-        """The table of ``run.toml``, and the object that ``narrowgauge fingerprint --json`` prints."""
+        """The table of ``run.toml``, and the object that ``narrowgauge show arithmetic --json`` prints."""
         return {"settings": dict(self.settings), "results": dict(self.results)}
 
     @classmethod
@@ -320,7 +320,7 @@ def read_arithmetic(path: str | Path) -> Arithmetic:
     """The arithmetic of the machine of a run, or of a file.
 
     Args:
-        path: a run folder, or a file that ``narrowgauge fingerprint --json`` or a ``run.toml`` wrote.
+        path: a run folder, or a file that ``narrowgauge show arithmetic --json`` or a ``run.toml`` wrote.
     Raises:
         RecordError: it cannot be read, or holds no measured arithmetic.
     """

@@ -48,7 +48,7 @@ def read_architecture(text: str) -> Architecture:
         names = (*MODELS, *PRESETS, *ALIASES)
         near = suggestion(text.strip().lower(), names)
         raise RecipeError(
-            f"no model and no config.json is named {text!r}.", near or "narrowgauge plan --help names the presets."
+            f"no model and no config.json is named {text!r}.", near or "narrowgauge plan run --help names the presets."
         )
     try:
         table = json.loads(file.read_bytes())

@@ -197,7 +197,7 @@ def _profile_rows(path: Path) -> list[Row]:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataError(f"{path} is neither a run folder nor a profile: {reason}.", advice) from None
     if any(row["predicted"] for row in rows):
-        raise DataError(f"{path} is a prediction: nothing was measured.", "Profile without --chip.")
+        raise DataError(f"{path} is a prediction: nothing was measured.", "Name what narrowgauge profile --json wrote.")
     return rows
 
 
@@ -307,7 +307,7 @@ def kept(name: str = HERE) -> Calibration:
         ChipError: there is none, or the file is damaged.
     """
     file = _file(name)
-    advice = f"narrowgauge plan --calibrate RUN…{'' if name == HERE else f' --chip {name}'} makes it."
+    advice = f"narrowgauge plan calibrate RUN…{'' if name == HERE else f' --chip {name}'} makes it."
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         if content["version"] != _VERSION:

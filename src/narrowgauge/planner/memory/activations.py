@@ -253,7 +253,7 @@ def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:
 
 # ── figures: what does not depend on the layout, and one rank's request ───────────────────────────────────────────────────
 
-COUNTED = "counted in the model's own modules with fake tensors (narrowgauge plan --exact)"
+COUNTED = "counted in the model's own modules with fake tensors (narrowgauge plan run --exact)"
 """The source of a term whose bytes were counted and do not follow from a formula."""
 KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers that run (planner/memory/activations.py)"
 """The source of what layers keep by formula."""

@@ -3,7 +3,7 @@
 A matmul takes its multiply-adds at the chip's rate for the operands' format, or its bytes at the memory's bandwidth,
 whichever is longer; a cast takes its bytes. Neither reaches the printed peak, so each is multiplied by a measured share of it
 (:mod:`narrowgauge.planner.inputs.efficiency`), and each kernel takes a few microseconds to start and to end. The planner and
-``narrowgauge profile --chip`` read the same roofline.
+``narrowgauge plan layers`` read the same roofline.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ _ROWS = (
         "hardware", "another machine",
         ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.machine.*"),
         ("start", *_FORWARD, "update"), "rounding", 0.7,
-        "Only rounding differs. narrowgauge fingerprint RUN OTHER names the operations.",
+        "Only rounding differs. narrowgauge show arithmetic RUN OTHER names the operations.",
     ),
     Reason(
         "nondeterminism", "sums whose order varies from run to run", (), (*_FORWARD, "update"), "rounding", 0.3,
