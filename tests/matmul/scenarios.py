@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import tensors
+from narrowgauge.matmul import operand
 from narrowgauge.matmul.gemm import EmulationNotice, is_native
 from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
@@ -110,8 +111,8 @@ def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tenso
 
 def key_of(layer: Linear, place: str) -> Tensor:
     """What is particular to the seed, the step, the layer and the cast of its gradient for a matmul."""
-    operand = 2 + DIMS[place][0]
-    return random_bits(layer.state[operand.LAYER] + operand * 0x3C6EF372, layer.state[operand.STEP_SEED])
+    random_key = 2 + DIMS[place][0]
+    return random_bits(layer.state[operand.LAYER] + random_key * 0x3C6EF372, layer.state[operand.STEP_SEED])
 
 
 def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
