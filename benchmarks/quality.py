@@ -55,7 +55,7 @@ from narrowgauge.runs.atomic_io import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import UNIT_LEARNING_RATE
-from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
+from narrowgauge.spec.notation import default_storage, parse
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import prepare_data
@@ -154,7 +154,7 @@ def over_word(compute: str) -> str:
     try:
         return parse(f"{compute}/{COMPUTED.name}").name
     except RecipeError:
-        return f"{compute}/{DEFAULT_STORAGE[compute]}"
+        return f"{compute}/{default_storage(compute)}"
 
 
 def identity(pid: int) -> str:

@@ -192,9 +192,6 @@ def test_who_reads_a_gathered_weight_sees_that_it_has_no_values(tmp_path: Path) 
 
 def test_table() -> None:
     """Computes whose codes are gathered: those with scales of rows or tensors, measured when they are cast."""
-    assert {name for name, row in COMPUTES.items() if gathering_of(row).is_narrow} == {
-        "float8-tensor", "float8-tensor-e5m2", "float8-row", "float8-row-e5m2", "int8-row",
-    }  # fmt: skip
     for compute in COMPUTES.values():
         row = gathering_of(compute)
         if row.is_narrow:

@@ -7,31 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+import expectations
 import narrowgauge as ng
 from narrowgauge.optim import codec
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import Storage, find, for_vectors
 
-REPRESENTATIVES = {
-    "float32": "a lane for each word, and nothing is cut",
-    "master": "a full copy beside what the model sees",
-    "split": "a 16-bit tail, and planes of 16 and of 32 bits",
-    "word": "three fields in one word, stochastic, flat",
-    "compact": "four lanes, scales by row, stochastic",
-    "states8": "scales by row, and nothing beside the weight",
-    "float32-states8": "two halves of rows of whole words, scales by row",
-    "stochastic": "nothing beside the weight, flat, stochastic",
-    "naive": "nothing beside the weight, to the nearest",
-    "kahan": "a second part of the weight, added in float32",
-    "collage-plus": "the arithmetic of expansions, two parts",
-    "float16/master": "float16 with a full copy",
-    "float16/split": "float16 with a tail",
-    "float16/kahan": "float16 with a second part, added in float32",
-    "float16/collage-plus": "float16 in the arithmetic of expansions",
-    "float16-throughout/naive": "float16, and nothing beside it",
-    "scalify-float16/scaled16": "float16 with scales by row",
-    "float8/collage-plus": "three parts, each relative to its row",
-}
+REPRESENTATIVES = {name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for}
 """One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import expectations
 from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import codec
 from narrowgauge.optim.codec import (
@@ -395,16 +396,7 @@ def test_states_are_read_with_the_old_scales_and_written_with_the_new(name: str,
 
 # ── random bits ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-# Of each stochastic code: at which bit of the hash its addend begins, and how many it has; a code that drops more bits than
-# it was dealt has its lower ones in common with the code below, and the first with the last.
-DEALT: dict[str, dict[str, tuple[int, int]]] = {
-    "word": {"weight": (0, 8), "exp_avg": (2, 18), "exp_avg_sq": (14, 18)},
-    "compact": {"weight": (0, 8), "exp_avg": (0, 20), "exp_avg_sq": (12, 20)},
-    "states8": {"weight": (26, 16), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)},
-    "float32-states8": {"exp_avg": (28, 20), "exp_avg_sq": (12, 20)},
-    "split8": {"weight": (0, 8), "exp_avg_sq": (8, 8)},
-    "stochastic": {"weight": (0, 16)},
-}
+DEALT = {name: row.dealt for name, row in expectations.STORAGES.items() if row.dealt}
 
 
 def test_every_stochastic_row_is_listed() -> None:

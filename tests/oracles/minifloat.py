@@ -11,30 +11,14 @@ import math
 from bisect import bisect_right
 from fractions import Fraction
 
-# name: exponent bits, mantissa bits, bias, number of codes at the top of the magnitudes that are not finite numbers.
-DEFINITIONS = {
-    "float16": (5, 10, 15, 1024),
-    "bfloat16": (8, 7, 127, 128),
-    "tfloat32": (8, 10, 127, 1024),
-    "float8_e4m3fn": (4, 3, 7, 1),
-    "float8_e5m2": (5, 2, 15, 4),
-    "float8_e4m3fnuz": (4, 3, 8, 0),
-    "float8_e5m2fnuz": (5, 2, 16, 0),
-    "float8_e4m3b11fnuz": (4, 3, 11, 0),
-    "float8_e4m3": (4, 3, 7, 8),
-    "float8_e3m4": (3, 4, 3, 16),
-    "float6_e3m2fn": (3, 2, 3, 0),
-    "float6_e2m3fn": (2, 3, 1, 0),
-    "float4_e2m1fn": (2, 1, 1, 0),
-}
-INTEGERS = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15)}
+from expectations import FLOATS
 
 
 class Grid:
     """The magnitudes of a floating-point format, ascending, with one past the largest."""
 
     def __init__(self, name: str) -> None:
-        exponent_bits, mantissa_bits, bias, reserved = DEFINITIONS[name]
+        exponent_bits, mantissa_bits, bias, reserved = FLOATS[name]
         self.magnitudes: list[Fraction] = []
         for field in range(2**exponent_bits + 1):
             for mantissa in range(2**mantissa_bits):

@@ -10,8 +10,9 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
+import expectations
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import BLOCKS, COMPUTES, PLACES, ROTATION_SIZE, Cast, Compute, Product
+from narrowgauge.spec.computes import BLOCKS, COMPUTES, PLACES, ROTATION_SIZE, Cast, Compute, Product, gathering_of
 from narrowgauge.spec.formats import FORMATS, get_format
 
 every_row = pytest.mark.parametrize("row", COMPUTES.values(), ids=COMPUTES)
@@ -19,47 +20,28 @@ CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.cas
 PRODUCTS = list(dict.fromkeys(product for row in COMPUTES.values() for product in row.products.values()))
 SCALED = ("tensor", "row", "column", *BLOCKS)
 
-# name: codes of the input kept, of the weight and of the gradient reused, bytes kept of each input element.
-KEPT: dict[str, tuple[bool, bool, bool, float]] = {
-    "float32": (False, False, False, 4),
-    "tfloat32": (False, False, False, 4),
-    "bfloat16": (False, False, False, 2),
-    "float16": (False, False, False, 2),
-    "float16-throughout": (False, False, False, 2),
-    "float8": (False, False, False, 2),
-    "float8-tensor": (True, True, True, 1),
-    "float8-delayed": (True, True, True, 1),
-    "float8-row": (False, False, False, 2),
-    "float8-block": (False, True, False, 2),
-    "float8-tensor-e5m2": (True, True, True, 1),
-    "float8-delayed-e5m2": (True, True, True, 1),
-    "float8-row-e5m2": (False, False, False, 2),
-    "float8-block-e5m2": (False, True, False, 2),
-    "int8-row": (True, True, False, 1),
-    "int8-outlier": (False, False, True, 2),
-    "mxfp8": (False, False, False, 2),
-    "mxfp6": (False, False, False, 2),
-    "mxfp4": (False, False, False, 2),
-    "nvfp4": (False, False, False, 2),
-    "scalify": (True, True, True, 1),
-    "scalify-float16": (False, False, False, 2),
-    "unit": (True, True, True, 1),
-}
-
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
-    found = {n: (row.keeps_codes, row.reuses_weight, row.reuses_grad, row.kept_bytes) for n, row in COMPUTES.items()}
-    assert found == KEPT
+    assert expectations.COMPUTES.keys() == COMPUTES.keys(), "tests/expectations.py states each compute a second time"
+    for name, row in COMPUTES.items():
+        wanted = expectations.COMPUTES[name]
+        assert (row.kept_bytes, row.default_storage) == (wanted.kept_bytes, wanted.default_storage), name
+        reused = {"input": row.keeps_codes, "weight": row.reuses_weight, "gradient": row.reuses_grad}
+        assert {what for what, is_so in reused.items() if is_so} == set(wanted.reused), name
+        has = {"stochastic": row.is_stochastic, "delayed": row.is_delayed, "scaled loss": row.scales_loss}
+        has["gathered"] = gathering_of(row).is_narrow
+        assert {what for what, is_so in has.items() if is_so} == set(wanted.has) - {"served"}, name
 
 
 def test_every_name_is_one_row_s() -> None:
     names = [row.name for row in computes._COMPUTES]
     assert len(set(names)) == len(names) and list(COMPUTES) == names
     assert all(re.fullmatch(r"[a-z]+[0-9]*(-[a-z0-9]+)*", name) for name in names)
-    meanings = [replace(row, name="", purpose="", source="") for row in COMPUTES.values()]
+    said = {"name": "", "purpose": "", "source": "", "default_storage": "", "owns_storages": False}
+    meanings = [replace(row, **said) for row in COMPUTES.values()]
     twins = {
         frozenset((one.name, other.name))
         for one, other in itertools.combinations(COMPUTES.values(), 2)
@@ -94,9 +76,6 @@ def test_a_row_has_three_products_and_six_casts(row: Compute) -> None:
         assert product is getattr(row, place)
         assert row.casts[f"{place}.left"] is product.left and row.casts[f"{place}.right"] is product.right
     assert row.is_wide == all(cast.is_wide for cast in row.casts.values())
-    assert row.scales_loss == row.name.startswith("float16")
-    assert row.is_delayed == ("delayed" in row.name)
-    assert row.is_stochastic == (row.name in ("int8-row", "mxfp4", "nvfp4"))
 
 
 @every_row

@@ -14,7 +14,7 @@ from narrowgauge.machine.processor import multiplies
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import default_storage, parse, parse_table
-from narrowgauge.spec.recipes import OWN_STORAGES_ONLY, Recipe
+from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import exporting, loop, session
 from trainer.tiny_runs import settings
 
@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice"),
 ]
 
-ROWS = [name for name in COMPUTES if name not in OWN_STORAGES_ONLY]
+ROWS = [name for name, row in COMPUTES.items() if not row.owns_storages]
 PHASED = {
     "compute": "bfloat16",
     "storage": "word",
@@ -56,7 +56,7 @@ def test_every_row_trains_over_word(name: str, place: Path, tmp_path: Path, wide
         assert run.summary["weights_fingerprint"] != wide.summary["weights_fingerprint"]
 
 
-@pytest.mark.parametrize("name", sorted(OWN_STORAGES_ONLY))
+@pytest.mark.parametrize("name", sorted(name for name, row in COMPUTES.items() if row.owns_storages))
 def test_a_compute_with_storages_of_its_own_trains_over_them(name: str, place: Path, tmp_path: Path) -> None:
     run = trained(place, tmp_path / "run", recipe=f"{name}/{default_storage(name)}", steps=4)
     assert run.summary["val_loss"] < run.steps[0]["loss"] * 1.05

@@ -206,7 +206,7 @@ def _differences(optimizer: Optimizer, recipe: Recipe) -> Iterator[str]:
             yield (
                 f"beta2 = {float(beta2):g} moves the second moments of storage '{row.name}' by less than half a spacing: they "
                 f"are rounded to {row.exp_avg_sq.mantissa_bits} mantissa bits and do not fall again. Take a beta2 below "
-                f"{row.highest_beta2:.4g}, such as betas=(0.9, 0.95), or storage '{row.cure}', which does not freeze."
+                f"{row.highest_beta2:.4g}, such as betas=(0.9, 0.95), or storage '{row.fallback}', which does not freeze."
             )
             return
 

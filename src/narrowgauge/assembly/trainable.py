@@ -13,8 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 
+from narrowgauge.distributed.exchanges import EXCHANGES
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.reduction import EXCHANGES
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linear_names
@@ -55,7 +55,7 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
         computes.check_layers(compute, linear_names(model), type(model).__name__)
     _check_statistics(model, recipe)
     _check_sparse(model, recipe)
-    if recipe.reduction.order_free:
+    if recipe.reduction.order_invariant:
         _check_leaves(model, recipe)
 
 

@@ -181,7 +181,7 @@ def joined(
     launch: Launch,
     goes_on: Callable[[], str],
     threads: int | None = None,
-    is_order_free: bool = False,
+    is_order_invariant: bool = False,
     folder: Path | None = None,
 ) -> AbstractContextManager[Placement]:
     """The process group of this rank; without ranks, its threads.
@@ -190,7 +190,7 @@ def joined(
         launch: the timeout.
         goes_on: as for :func:`start`.
         threads: of each rank; None chooses.
-        is_order_free: whether the bits must not depend on the number of threads.
+        is_order_invariant: whether the bits must not depend on the number of threads.
         folder: as for :func:`start`.
     Returns:
         A context manager that yields the placement.
@@ -200,7 +200,7 @@ def joined(
     return groups.process_group(
         timeout_seconds=launch.timeout or groups.TIMEOUT_SECONDS,
         threads=threads,
-        is_order_free=is_order_free,
+        is_order_invariant=is_order_invariant,
         how_to_resume=goes_on,
         note_loss=partial(_note_loss, folder),
     )
@@ -212,7 +212,7 @@ def joined_run(launch: Launch, config: TrainConfig, folder: Path | None) -> Abst
     def goes_on() -> str:
         return "" if folder is None else how_to_resume(folder)
 
-    return joined(launch, goes_on, config.threads, config.recipe.reduction.order_free, folder)
+    return joined(launch, goes_on, config.threads, config.recipe.reduction.order_invariant, folder)
 
 
 def refuse_once() -> None:

@@ -371,3 +371,13 @@ def _pieces(gradient: Tensor, parties: Parties) -> list[Tensor]:
     length = -(-parts.shape[1] // (parties.replicas * RECORD_VALUES)) * RECORD_VALUES
     shares = [parts[shard, replica * length : (replica + 1) * length] for replica, shard in parties.places]
     return [F.pad(share, (0, length - len(share))) for share in shares]
+
+
+EXCHANGES: dict[str, type[Exchange]] = {
+    "native": BackendSum,
+    "float32": BackendSum,
+    "reproducible": ExactExchange,
+    "compressed8": CompressedSum,
+    "compressed4": CompressedSum,
+}
+"""The exchange that carries out each row of ``REDUCTIONS``."""

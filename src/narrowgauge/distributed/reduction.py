@@ -26,9 +26,7 @@ from torch import Tensor, nn
 from narrowgauge import _torch
 from narrowgauge.distributed.exchanges import (
     ALONE,
-    BackendSum,
-    CompressedSum,
-    ExactExchange,
+    EXCHANGES,
     Exchange,
     Parties,
     group_of,
@@ -50,15 +48,6 @@ from narrowgauge.distributed.sharding import GroupSum, settle
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.shards import by_group, is_sharded, local_of
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
-
-EXCHANGES: dict[str, type[Exchange]] = {
-    "native": BackendSum,
-    "float32": BackendSum,
-    "reproducible": ExactExchange,
-    "compressed8": CompressedSum,
-    "compressed4": CompressedSum,
-}
-"""What carries out each row of ``REDUCTIONS``."""
 
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
 

@@ -212,7 +212,7 @@ class Auditor:
                 stalls = False
             if reading is not None and stalls and not self.alarmed.get(parameter):
                 storage = storages[parameter]
-                result.append(Alarm(names[parameter], storage.name, storage.cure, reading))
+                result.append(Alarm(names[parameter], storage.name, storage.fallback, reading))
             self.alarmed[parameter] = stalls
         return result
 

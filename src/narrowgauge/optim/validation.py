@@ -255,7 +255,7 @@ def check_rule(rule: object, storage: Storage) -> None:
         raise RecipeError(
             f"rule '{rule.name}' was requested with storage '{storage.name}', in whose arithmetic of expansions a matrix "
             "product is not defined.",
-            f"Take '{storage.cure}', or an elementwise rule.",
+            f"Take '{storage.fallback}', or an elementwise rule.",
         )
 
 

@@ -19,7 +19,6 @@ from narrowgauge.planner.inputs.clusters import (
     numbers_of,
     parts_of,
     sizes_up_to,
-    usual_node,
 )
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.jobs import Job
@@ -34,8 +33,9 @@ from narrowgauge.planner.search import MOST_OPTIONS, Found, search, smallest_cha
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.roofline import describe_support
 from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import DEFAULT_STORAGE, parse
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
@@ -185,7 +185,7 @@ def plan(
     if question.is_bounded:
         is_free = not (cluster or chips)
         tried: dict[str, Cluster] = {}
-        nodes = [(chips_per_node or usual_node(place.groups[0].chip)) if is_free else None for place in places]
+        nodes = [(chips_per_node or place.groups[0].chip.chips_per_node) if is_free else None for place in places]
         options = [o for p, node in zip(places, nodes, strict=True) for o in _within(question, p, known, node, tried)]
         question = replace(question, clusters=tuple(tried.values()))
     else:
@@ -574,7 +574,7 @@ def _suited(cluster: Cluster, optimizer: str = "adamw") -> Iterator[Recipe]:
     wide = "bfloat16" if all("bfloat16" in chip.peak_tflops for chip in chips) else "float16"
     names = [recipe.name for recipe in _storages()] if wide == "bfloat16" else []
     names += [name for name in STORAGES if name.startswith(f"{wide}/")]
-    names += [f"{name}/{storage}" for name, storage in DEFAULT_STORAGE.items()]
+    names += [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     for recipe in map(parse, dict.fromkeys(names)):
         is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
         is_left_out = recipe.compute.transform or recipe.compute.name in _TUNING

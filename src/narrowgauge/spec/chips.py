@@ -30,6 +30,9 @@ class Chip:
         link, link_gb_per_second: the link between chips and its rate in one direction, all peers together; ``None`` if
             not published, 0 without a link.
         peer_gb_per_second: in one direction, to a single peer.
+        network_gbit_per_second: per chip and direction, of the networks that vendors and clouds usually put between nodes of such
+            chips, 10^9 bits per second; by default a network card on a PCIe slot, of which 8 share one port of 200.
+        chips_per_node: of the nodes that such chips usually come in: eight, or as many as share one link.
         host_link: to the CPU.
         evidence: ``A``: vendor page as cited by a maintained table; ``B``: third-party page or arithmetic.
         source: the pages of these values.
@@ -54,6 +57,8 @@ class Chip:
     source: str
     link_gb_per_second: float | None = None
     peer_gb_per_second: float | None = None
+    network_gbit_per_second: float = 25
+    chips_per_node: int = 8
     mxfp8_tflops: float | None = None
     measured_tflops: Mapping[str, float] = field(default_factory=dict, hash=False)
     watts: float | None = None
@@ -82,6 +87,7 @@ _CHIPS = (
         memory_gb=32, memory_type="HBM2", bandwidth_gb_per_second=900,
         peak_tflops={"float32": 15.7, "float16": 125},
         link="NVLink2", link_gb_per_second=150, host_link="PCIe3 x16",
+        network_gbit_per_second=100,
         evidence="B",
         notes="no bf16/TF32/fp8; fp16 tensor with fp32 accumulate; 16 GB variant exists",
         source=(
@@ -97,6 +103,7 @@ _CHIPS = (
         measured_tflops={"bfloat16": 271.2},
         watts=400, watts_source="hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200 (A100 SXM)",
         link="NVLink3", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe4 x16",
+        network_gbit_per_second=200,
         evidence="A",
         notes="same compute as 80 GB; measured value is for A100 SXM (80 GB)",
         source=(
@@ -111,6 +118,7 @@ _CHIPS = (
         measured_tflops={"bfloat16": 271.2},
         watts=400, watts_source="hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200",
         link="NVLink3", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe4 x16",
+        network_gbit_per_second=200,
         evidence="A",
         source=(
             "nvidia.com/en-us/data-center/a100 via stas00/ml-engineering note 4; 2039 GB/s in cli99/llm-analysis "
@@ -123,6 +131,7 @@ _CHIPS = (
         peak_tflops={"float32": 19.5, "tfloat32": 156, "float16": 312, "bfloat16": 312, "int8": 624},
         watts=400, watts_source="that of the A100: aiwiki.ai/wiki/nvidia_a800, all but NVLink unchanged",
         link="NVLink3", link_gb_per_second=200, peer_gb_per_second=200, host_link="PCIe4 x16",
+        network_gbit_per_second=200,
         evidence="B",
         notes="an A100 SXM with 400 instead of 600 GB/s of NVLink in both directions",
         source="aiwiki.ai/wiki/nvidia_a800 (NVLink 400 GB/s, all else unchanged); hmc-tech.com A800 (312 bf16)",
@@ -134,6 +143,7 @@ _CHIPS = (
         measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1402.6},
         watts=700, watts_source="arXiv 2412.08602; hmc-tech.com/gpu/nvidia-gb200-vs-nvidia-h100-sxm",
         link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="A",
         notes="MXFP8 not in hardware (TE uses fp8 tensor or block scaling)",
         source=(
@@ -147,6 +157,7 @@ _CHIPS = (
         peak_tflops={"float32": 51, "tfloat32": 378, "float16": 756, "bfloat16": 756, "float8_e4m3fn": 1513, "int8": 1513},
         watts=350, watts_source="hmc-tech.com/gpu/nvidia-h100-vs-nvidia-h200-sxm-vs-nvidia-gb200",
         link="NVLink4 bridge (pairs)", link_gb_per_second=300, peer_gb_per_second=300, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="A",
         notes=(
             "NVLink only between bridged pairs; otherwise 63 GB/s PCIe5; memory type: ml-engineering table prints "
@@ -163,6 +174,7 @@ _CHIPS = (
         peak_tflops={"float32": 67, "tfloat32": 494.5, "float16": 989, "bfloat16": 989, "float8_e4m3fn": 1979, "int8": 1979},
         watts=700, watts_source="that of the H100, an assumption",
         link="NVLink4", link_gb_per_second=200, peer_gb_per_second=200, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="B",
         notes="an H100 SXM with 400 instead of 900 GB/s of NVLink in both directions, and less float64",
         source="DeepSeek-AI, Insights into DeepSeek-V3, arXiv 2505.09343, section 4.1; peaks of the H100",
@@ -172,6 +184,7 @@ _CHIPS = (
         memory_gb=96, memory_type="HBM3", bandwidth_gb_per_second=4000,
         peak_tflops={"float32": 44, "tfloat32": 74, "float16": 148, "bfloat16": 148, "float8_e4m3fn": 296, "int8": 296},
         link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="B",
         notes="float8 taken at the printed int8 rate, as on all Hopper chips",
         source=(
@@ -186,6 +199,7 @@ _CHIPS = (
         measured_tflops={"bfloat16": 794.5, "float8_e4m3fn": 1453.4},
         watts=700, watts_source="hmc-tech.com/gpu/nvidia-h100-vs-nvidia-h200-sxm-vs-nvidia-gb200",
         link="NVLink4", link_gb_per_second=450, peer_gb_per_second=450, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="A",
         notes="pairwise copy measured 396 GB/s of 450; about 139 GiB usable",
         source=(
@@ -203,6 +217,7 @@ _CHIPS = (
         mxfp8_tflops=4500, measured_tflops={"bfloat16": 1745, "float8_e4m3fn": 3432.5},
         watts=1000, watts_source="hmc-tech.com/gpus/nvidia-a100-sxm-vs-nvidia-b200",
         link="NVLink5", link_gb_per_second=900, peer_gb_per_second=900, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="A",
         notes=(
             "driver reports a 7680-bit bus so 7.67 TB/s and 178.35 GB total (pytorch/ao PR 4002); int8 as printed; "
@@ -223,6 +238,7 @@ _CHIPS = (
         mxfp8_tflops=5000, measured_tflops={"bfloat16": 1822, "float8_e4m3fn": 3615.6},
         watts=1200, watts_source="tweaktown.com/news/97059 (full Blackwell: 1200 W)",
         link="NVLink5 (72-GPU domain)", link_gb_per_second=900, peer_gb_per_second=900, host_link="NVLink-C2C",
+        network_gbit_per_second=400, chips_per_node=72,
         evidence="A",
         notes="per GPU; 4 GPUs per tray; 72-GPU NVLink domain",
         source=(
@@ -239,6 +255,7 @@ _CHIPS = (
         },
         mxfp8_tflops=4500, measured_tflops={"bfloat16": 1769, "float8_e4m3fn": 3353.3},
         link="NVLink5", link_gb_per_second=900, peer_gb_per_second=900, host_link="PCIe5 x16",
+        network_gbit_per_second=800,
         evidence="A",
         notes=(
             "NVFP4 printed 15000; int8 printed 4500 in the source but Blackwell Ultra int8 is far lower: "
@@ -256,6 +273,7 @@ _CHIPS = (
         measured_tflops={"bfloat16": 668.4},
         watts=750, watts_source="meterpreter.org, AMD confirms Instinct MI300X power consumption up to 750W",
         link="xGMI full mesh", link_gb_per_second=448, peer_gb_per_second=64, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="A",
         notes=(
             "vendor exact figures 1307.4 / 2614.9 (unverified); FP8 is the FNUZ variant not OCP; 64 GB/s to any "
@@ -274,6 +292,7 @@ _CHIPS = (
             "int8": 2614.9,
         },
         link="xGMI full mesh", link_gb_per_second=448, peer_gb_per_second=64, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="B",
         notes="an MI300X with more and faster memory; links as there; FP8 is the FNUZ variant not OCP",
         source=(
@@ -291,6 +310,7 @@ _CHIPS = (
         mxfp8_tflops=5000, measured_tflops={"bfloat16": 1565},
         watts=1400, watts_source="tomshardware.com, AMD's Instinct MI355X accelerator will consume 1,400 watts",
         link="xGMI full mesh", link_gb_per_second=535.5, peer_gb_per_second=76.5, host_link="PCIe5 x16",
+        network_gbit_per_second=400,
         evidence="A",
         notes=(
             "MXFP8 = OCP FP8 rate (inferred; AMD page lists fp8 5.0 PF dense, fp6/fp4 10.1 PF); TF32 not "
@@ -365,6 +385,7 @@ _CHIPS = (
         memory_gb=16, memory_type="HBM2", bandwidth_gb_per_second=819,
         peak_tflops={"bfloat16": 197, "int8": 393},
         link="ICI 2D torus", link_gb_per_second=200, peer_gb_per_second=50, host_link="host",
+        chips_per_node=256,
         evidence="A",
         notes=(
             "page also prints 800 GiB/s; ICI 400 GB/s bidirectional per chip over 4 ports; integer all-reduce "
@@ -377,6 +398,7 @@ _CHIPS = (
         memory_gb=95, memory_type="HBM2e", bandwidth_gb_per_second=2765,
         peak_tflops={"bfloat16": 459, "int8": 918},
         link="ICI 3D torus", link_gb_per_second=300, peer_gb_per_second=50, host_link="host",
+        chips_per_node=8960,
         evidence="A",
         notes=(
             "4800 Gbps = 600 GB/s ICI per chip as printed; unidirectional figure assumes the printed number is "

@@ -159,6 +159,10 @@ class Compute:
         keep: patterns of linear layers that stay in ``dtype``, by module name: the language model's head and the routers of
             experts (DeepSeek-V3 keeps both).
         transform: the method that changes the whole model first (see :mod:`narrowgauge.transforms`), or empty.
+        fallback: the compute that an alarm recommends when this one's range or precision is short: the next one with more
+            range or with finer-grained scales.
+        default_storage: the storage of a recipe that names none.
+        owns_storages: it determines how weights are stored, so it takes the storages of its own name only.
     """
 
     name: str
@@ -171,6 +175,9 @@ class Compute:
     native: str = ""
     keep: tuple[str, ...] = ("lm_head", "*.lm_head", "*gate", "*router")
     transform: str = ""
+    fallback: str = "bfloat16"
+    default_storage: str = "word"
+    owns_storages: bool = False
 
     @property
     def products(self) -> dict[str, Product]:
@@ -287,10 +294,12 @@ _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
 _COMPUTES = (
     Compute(
         "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere", keep=(),
+        default_storage="float32",
         purpose="the reference for all other computes", source="IEEE 754",
     ),
     Compute(
         "tfloat32", *(_wide("tfloat32"),) * 3, dtype="float32",
+        default_storage="float32",
         purpose="float32 models on tensor cores: operands of 11 significant bits, range and accumulation of float32",
         source="NVIDIA A100 whitepaper, 2020",
     ),
@@ -300,31 +309,37 @@ _COMPUTES = (
     ),
     Compute(
         "float16", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
+        default_storage="split",
         purpose="11 bits of precision, 2^-24 … 65504 only: the loss is scaled, and steps that overflow are skipped",
         source="Micikevicius et al. 2018",
     ),
     Compute(
         "float16-throughout", *(_wide("float16"),) * 3, dtype="float16", native="CUDA", keep=(),
+        default_storage="naive", owns_storages=True,
         purpose="no float32 copy of anything: weights, gradients and moments are float16",
         source="the abstract of 'Distributed Low Precision Training Without Mixed Precision' (1911.07384), not its method",
     ),
     Compute(
         "float8", *(_wide("bfloat16"),) * 3, native="everywhere", keep=(),
+        default_storage="collage-plus", owns_storages=True,
         purpose="weights stored as float8 with a scale per row, multiplied as bfloat16",
         source="Yu et al. 2024; takes only their storages",
     ),
     Compute(
         "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
+        fallback="float8-row",
         purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
         source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, current scaling; torchao, tensorwise",
     ),
     Compute(
         "float8-delayed", *_uniform("float8_e4m3fn", "tensor", scaling="delayed"), native=_SM89,
+        fallback="float8-row",
         purpose="float8-tensor with scales from the amax of earlier steps; overflows after a spike are counted",
         source=f"{_TE}, delayed scaling (history 16 here, 1024 there; margin 0)",
     ),
     Compute(
         "float8-row", *_uniform("float8_e4m3fn", "row"), native=_SM89,
+        fallback="float8-block",
         purpose="the safe float8: a scale per token and per output, so that rows are independent",
         source="torchao, rowwise",
     ),
@@ -335,16 +350,19 @@ _COMPUTES = (
     ),
     Compute(
         "float8-tensor-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2"), native=_SM89,
+        fallback="float8-row-e5m2",
         purpose="float8-tensor with gradients in e5m2: one bit of precision less, more range",
         source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, HYBRID",
     ),
     Compute(
         "float8-delayed-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="delayed"), native=_SM89,
+        fallback="float8-row-e5m2",
         purpose="float8-delayed with gradients in e5m2, whose range tolerates a stale scale",
         source=f"{_TE}, delayed scaling, HYBRID",
     ),
     Compute(
         "float8-row-e5m2", *_uniform("float8_e4m3fn", "row", "float8_e5m2"), native=_SM89,
+        fallback="float8-block-e5m2",
         purpose="float8-row with gradients in e5m2, for gradients with very uneven rows",
         source="torchao, rowwise, with the formats of Micikevicius et al. 2022",
     ),
@@ -370,20 +388,24 @@ _COMPUTES = (
     ),
     Compute(
         "mxfp6", *_microscaled("float6_e2m3fn", "float6_e3m2fn"),
+        fallback="mxfp8",
         purpose="for studies of six bits: e2m3 forward, e3m2 for gradients", source=_MX,
     ),
     Compute(
         "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"),
+        fallback="mxfp8",
         purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
     ),
     Compute(
         "nvfp4", *_four_bits("1x16", "float8_e4m3fn"),
+        fallback="mxfp8",
         purpose="four bits with an e4m3 scale per 16 values and a float32 scale per tensor",
         source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149)",
     ),
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
+        fallback="float8-row",
         purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places (show scales)",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
@@ -394,6 +416,7 @@ _COMPUTES = (
     ),
     Compute(
         "unit", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="unit", native=_SM89,
+        fallback="float8-row",
         purpose="float8 without scales: the model is built so that tensors have unit variance; one learning rate for all widths",
         source="Blake et al. 2023, 2024: unit scaling (2303.11257), u-muP (2407.17465)",
     ),
@@ -612,6 +635,17 @@ def named(name: str) -> Compute:
     if compute is None:
         raise KeyError(name)
     return compute
+
+
+def fallback_of(name: str) -> str:
+    """What an alarm recommends instead of a compute or a variant: ``bfloat16`` for an unknown name.
+
+    Example:
+        >>> fallback_of("float8-delayed+smooth"), fallback_of("float8-row")
+        ('float8-row', 'float8-block')
+    """
+    compute = COMPUTES.get(name.partition("+")[0])
+    return compute.fallback if compute is not None else "bfloat16"
 
 
 def names() -> list[str]:

@@ -212,19 +212,10 @@ def require_one_compute(said: str) -> None:
 # ── names and tables ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-DEFAULT_STORAGE: dict[str, str] = {
-    **dict.fromkeys(COMPUTES, "word"),
-    **dict.fromkeys(("float32", "tfloat32"), "float32"),
-    "float16": "split",
-    "float16-throughout": "naive",
-    "float8": "collage-plus",
-}
-"""The default storage of each compute."""
-
-
 def default_storage(compute: str) -> str:
-    """The default storage of a compute or of a variant."""
-    return DEFAULT_STORAGE.get(compute.partition("+")[0], "")
+    """The default storage of a compute or of a variant; empty for an unknown name."""
+    row = COMPUTES.get(compute.partition("+")[0])
+    return row.default_storage if row is not None else ""
 
 
 def full_names() -> list[str]:
@@ -246,7 +237,7 @@ def representative_names() -> list[str]:
         Each compute with its default storage; each storage with bfloat16, or with the compute that it belongs to; then the
         recipes of aliases, and ``word`` with all computes that support it.
     """
-    names = [f"{compute}/{storage}" for compute, storage in DEFAULT_STORAGE.items()]
+    names = [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
     names += [alias.recipe for alias in ALIASES.values() if alias.is_taken and "/" in alias.recipe]
     names += [name for name in full_names() if name.endswith("/word")]

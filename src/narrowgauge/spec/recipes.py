@@ -42,10 +42,6 @@ class Phase:
     compute: Compute
 
 
-OWN_STORAGES_ONLY = ("float16-throughout", "float8")
-"""Computes that determine how weights are stored, so that they take the storages of their own name only."""
-
-
 _PARTS = ("compute", "storage", "reduction")
 
 
@@ -284,7 +280,7 @@ def is_pair(compute: Compute, storage: Storage) -> bool:
     owner, slash, name = storage.name.rpartition("/")
     if slash:
         return owner == compute.name
-    return compute.name not in OWN_STORAGES_ONLY and f"{compute.name}/{name}" not in STORAGES
+    return not compute.owns_storages and f"{compute.name}/{name}" not in STORAGES
 
 
 def _check_pair(compute: Compute, storage: Storage) -> None:
@@ -318,7 +314,7 @@ def _check_other(recipe: Recipe, where: str, other: Compute) -> None:
     """Refuse a compute that a model prepared for the main one cannot switch to."""
     own = recipe.compute
     requested = f"{where} has compute '{other.name}'"
-    if other != own and other.name in OWN_STORAGES_ONLY:
+    if other != own and other.owns_storages:
         raise RecipeError(f"{requested} in a recipe of '{own.name}'; it takes its own storages only.", "Take another.")
     if other.transform != own.transform:
         raise RecipeError(

@@ -133,7 +133,8 @@ def _storage_row(storage: Storage) -> Row:
         "arithmetic": storage.arithmetic,
         "stochastic": storage.is_stochastic,
         "loses": storage.loses,
-        "cure": storage.cure,
+        "fallback": storage.fallback,
+        "cure": storage.fallback,  # its earlier name
         "source": storage.source,
     }
 
@@ -145,7 +146,8 @@ def _gather_row(compute: Compute) -> Row:
 
 def _reduction_row(reduction: sums.Reduction) -> Row:
     wire = {gradient: reduction.bytes_per_element(gradient) for gradient in ("float32", "bfloat16")}
-    return {**_fields(reduction), "wire_bytes": wire}
+    # The second name is the earlier one.
+    return {**_fields(reduction), "order_free": reduction.order_invariant, "wire_bytes": wire}
 
 
 def code_text(code: Code) -> str:
@@ -260,7 +262,8 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         *name_columns(reduction="name"), Column("travels as", lambda row: row["wire"] or "the gradient's own format"),
         Column("B sent: float32", lambda row: row["wire_bytes"]["float32"], right=True),
         Column("bfloat16", lambda row: row["wire_bytes"]["bfloat16"], right=True),
-        *text_columns(error="error", keeps="keeps", any_order=lambda row: "same bits" if row["order_free"] else "other bits"),
+        *text_columns(error="error", keeps="keeps"),
+        Column("any order", lambda row: "same bits" if row["order_invariant"] else "other bits"),
         *text_columns(purpose="purpose"),
     ),
     "chips": (

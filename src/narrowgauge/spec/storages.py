@@ -193,7 +193,7 @@ class Storage:
         master: store a full float32 copy of the weight instead of a tail.
         vectors: the storage of 1-D parameters (norm gains, biases); ``None`` for this one.
         loses: what is lost, in a few words.
-        cure: the storage that an alarm recommends when this one loses updates.
+        fallback: the storage that an alarm recommends when this one loses updates.
         source: the publication or library.
         arithmetic: ``"float32"``, or ``"expansion"``: every operation is rounded to the precision of the visible format.
         states: the optimizer states, each with its code; every update rule has its own.
@@ -208,7 +208,7 @@ class Storage:
     source: str
     master: bool = False
     vectors: str | None = "master"
-    cure: str = "word"
+    fallback: str = "word"
     arithmetic: Arithmetic = "float32"
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 
@@ -322,17 +322,17 @@ STORAGES: dict[str, Storage] = {
             source="Narrowgauge; bytes of Collage-plus (Yu et al. 2024)",
         ),
         Storage(
-            "split8", "bfloat16", TAIL8, BFLOAT16, SECOND24, cure="split",
+            "split8", "bfloat16", TAIL8, BFLOAT16, SECOND24, fallback="split",
             loses="8 bits of weight and second moment, stochastic; 16 bits of the first moment, nearest",
             source="Narrowgauge: Collage's two places for a correction, with 8 bits each",
         ),
         Storage(
-            "word", "bfloat16", TAIL8, MOMENT12, SECOND12, cure="split",
+            "word", "bfloat16", TAIL8, MOMENT12, SECOND12, fallback="split",
             loses="8 bits of the weight, 18 of each moment, all stochastic: noise of 2^-16 per step, no bias",
             source="Narrowgauge: one 32-bit word of state per bfloat16 weight",
         ),
         Storage(
-            "compact", "bfloat16", TAIL8, MOMENT8, SECOND8, cure="split",
+            "compact", "bfloat16", TAIL8, MOMENT8, SECOND8, fallback="split",
             loses="8 bits of the weight, 20 of each moment, all stochastic; first moments under 2^-17 of their row's range",
             source="Narrowgauge; the bytes of FlashOptim (2602.23349)",
         ),
@@ -342,7 +342,7 @@ STORAGES: dict[str, Storage] = {
             source="Narrowgauge; the bytes that FP8 end-to-end training claims",
         ),
         Storage(
-            "float32-states8", "float32", FLOAT32, MOMENT8, SECOND8, vectors="float32", cure="float32",
+            "float32-states8", "float32", FLOAT32, MOMENT8, SECOND8, vectors="float32", fallback="float32",
             loses="20 bits of each moment, stochastic; the model sees the float32 weight, of which nothing is lost",
             source="Narrowgauge; what 8-bit optimizers store beside float32 weights (Dettmers et al. 2022, 2110.02861)",
         ),
@@ -357,18 +357,18 @@ STORAGES: dict[str, Storage] = {
             source="Zamirai et al. 2020 (2010.06192); Ozkara et al. 2025 (2502.20566)",
         ),
         Storage(
-            "kahan", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16, vectors=None, cure="split",
+            "kahan", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16, vectors=None, fallback="split",
             loses="updates below 2^-17 of the weight; second moments freeze at beta2 0.999",
             source="Kahan 1965; Zamirai et al. 2020 (2010.06192); stored as torch-optimi does",
         ),
         Storage(
-            "collage-light", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16, vectors=None, cure="split",
+            "collage-light", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16, vectors=None, fallback="split",
             arithmetic="expansion",
             loses="updates below 2^-17 of the weight, 2^-9 of every operation; second moments freeze at beta2 0.999",
             source="Yu et al. 2024, Collage (2405.03637)",
         ),
         Storage(
-            "collage-plus", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16_PAIR, vectors=None, cure="split",
+            "collage-plus", "bfloat16", BFLOAT16_PAIR, BFLOAT16, BFLOAT16_PAIR, vectors=None, fallback="split",
             arithmetic="expansion",
             loses="updates below 2^-17 of the weight, 2^-9 of every operation",
             source="Yu et al. 2024, Collage (2405.03637), with the product of expansions described there",
@@ -379,58 +379,59 @@ STORAGES: dict[str, Storage] = {
             source="what most optimizers do when given bfloat16 parameters",
         ),
         Storage(
-            "float16/master", "float16", FLOAT32, FLOAT32, FLOAT32, master=True, vectors="float16/master", cure="float16/split",
+            "float16/master", "float16", FLOAT32, FLOAT32, FLOAT32, master=True, vectors="float16/master",
+            fallback="float16/split",
             loses="nothing that float32 keeps; the model sees the nearest float16, 65504 at most",
             source="Micikevicius et al. 2018, mixed precision training",
         ),
         Storage(
             "float16/split", "float16", FLOAT16_TAIL, BFLOAT16, FLOAT32, vectors="float16/master",
-            cure="float16/master",
+            fallback="float16/master",
             loses="16 bits of the first moment; of weights under 2^-14, what lies under 2^-38; none above 65504",
             source="Narrowgauge: the tail of a float16, which float16's own exponents end at 2^-24",
         ),
         Storage(
-            "float16/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            "float16/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what most optimizers do when given float16 parameters; held here, where theirs become zero",
         ),
         Storage(
-            "float16/kahan", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            "float16/kahan", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
             loses="updates below 2^-23 of the weight, or below 2^-25; second moments are held at 2^-24 or more",
             source="Kahan 1965; Zamirai et al. 2020 (2010.06192), who find float16's range too short for it",
         ),
         Storage(
-            "float16/collage-light", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            "float16/collage-light", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
             arithmetic="expansion",
             loses="2^-12 of every operation; what is below 2^-25 of weights; second moments are held at 2^-24 or more",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
         ),
         Storage(
-            "float16/collage-plus", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_PAIR_HELD, vectors=None, cure="float16/split",
+            "float16/collage-plus", "float16", FLOAT16_PAIR, FLOAT16, FLOAT16_PAIR_HELD, vectors=None, fallback="float16/split",
             arithmetic="expansion",
             loses="2^-12 of every operation; what is below 2^-25 of weights; second moments have a low part from 2^-14 on",
             source="Yu et al. 2024, Collage (2405.03637), which names half precision; held here, where theirs become zero",
         ),
         Storage(
-            "float16-throughout/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, cure="float16/split",
+            "float16-throughout/naive", "float16", FLOAT16, FLOAT16, FLOAT16_HELD, vectors=None, fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments are held at 2^-24 or more",
             source="what the abstract of 1911.07384 claims: no float32 copy of anything",
         ),
         # A scale for the weight would not gain a bit: normal float16 numbers begin at 2^-14, below the weights that matter.
         Storage(
             "scalify-float16/scaled16", "float16", FLOAT16, FLOAT16_SCALED, FLOAT16_SCALED_HELD, vectors="float16/master",
-            cure="float16/split",
+            fallback="float16/split",
             loses="every update below half a spacing (2^-12 of the weight); second moments stop up to 2^-11 / (1 - beta2) short",
             source="Balança et al. 2024, Scalify (2407.17353): weights and scaled moments in float16, no master; scales by row",
         ),
         Storage(
-            "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, cure="compact",
+            "float8/collage-light", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8, fallback="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight; second moments freeze from beta2 0.97 on",
             source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",
         ),
         Storage(
-            "float8/collage-plus", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8_TRIPLE, cure="compact",
+            "float8/collage-plus", "bfloat16", FLOAT8_TRIPLE, FLOAT8, FLOAT8_TRIPLE, fallback="compact",
             arithmetic="expansion",
             loses="2^-5 of every operation, updates below 2^-13 of the weight",
             source="Collage in 8 bits, which Yu et al. 2024 (2405.03637) state is possible",

@@ -326,13 +326,13 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
         )
     optimizer.watched = next(model.get_input_embeddings().parameters())
     accumulator, parts = None, len(turns(config.gradient_accumulation_steps, here.rank, here.size))
-    if parts > 1 and not config.recipe.reduction.order_free:
+    if parts > 1 and not config.recipe.reduction.order_invariant:
         accumulator = GradientAccumulator(
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts
         )
         accumulator.allocate()  # so that a run resumed at its end counts them too
     # One process sums its micro-batches by itself, unless their order must not count.
-    reduction = optimizer.reduction if mesh is not None or config.recipe.reduction.order_free else None
+    reduction = optimizer.reduction if mesh is not None or config.recipe.reduction.order_invariant else None
     if reduction is not None:
         if accumulator is not None:
             reduction.accumulate_in(accumulator)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.analysis.monitor.alarms import Alarms, halvings
-from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, SAFER, SERIOUS
+from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, SERIOUS
 from narrowgauge.runs.events import KINDS, Event
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import METRICS
@@ -412,16 +412,15 @@ def test_the_tables_name_only_what_exists() -> None:
 def test_every_narrow_compute_has_a_safer_one_that_ends_in_bfloat16(name: str) -> None:
     chain = [name]
     while chain[-1] != "bfloat16":
-        assert chain[-1] in SAFER, f"SAFER in analysis/monitor/detectors.py names no safer compute than {chain[-1]}"
-        chain.append(SAFER[chain[-1]])
+        chain.append(COMPUTES[chain[-1]].fallback)
         assert chain[-1] in COMPUTES and len(chain) < 6, chain
 
 
 def test_advice_is_the_run_s_own() -> None:
     for name in ("bfloat16/naive", "bfloat16/kahan", "float16/split"):
         recipe, rows = parse(name), CASES["lost-updates"][1]
-        assert f"'{recipe.storage.cure}'" in run(recipe, rows)[0].advice
-        assert recipe.storage.cure in STORAGES
+        assert f"'{recipe.storage.fallback}'" in run(recipe, rows)[0].advice
+        assert recipe.storage.fallback in STORAGES
     advice = run(parse("mxfp4/word"), CASES["underflow"][1])[0].advice
     assert "'mxfp8'" in advice and LAYER in advice
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from narrowgauge.spec.computes import fallback_of
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import Storage
 
@@ -416,29 +417,6 @@ DETECTORS: dict[str, Detector] = {row.name: row for row in _ROWS}
 """All detectors by name. Spikes are judged by :class:`~narrowgauge.analysis.monitor.spikes.SpikeJudge`; their
 threshold is its z."""
 
-SAFER: dict[str, str] = {
-    "float16": "bfloat16",
-    "float16-throughout": "bfloat16",
-    "float8-tensor": "float8-row",
-    "float8-delayed": "float8-row",
-    "float8-tensor-e5m2": "float8-row-e5m2",
-    "float8-delayed-e5m2": "float8-row-e5m2",
-    "float8-row": "float8-block",
-    "float8-row-e5m2": "float8-block-e5m2",
-    "float8-block": "bfloat16",
-    "float8-block-e5m2": "bfloat16",
-    "int8-row": "bfloat16",
-    "int8-outlier": "bfloat16",
-    "mxfp8": "bfloat16",
-    "mxfp6": "mxfp8",
-    "mxfp4": "mxfp8",
-    "nvfp4": "mxfp8",
-    "scalify": "float8-row",
-    "scalify-float16": "bfloat16",
-    "unit": "float8-row",
-}
-"""For each compute the next one with more range or with finer-grained scales; ``bfloat16`` for those not listed."""
-
 
 def module_of(tensor: str) -> str:
     """The module of a tensor called ``KIND:MODULE``, ``KIND:PARAMETER`` or ``PARAMETER``, as a recipe's pattern names it."""
@@ -461,6 +439,6 @@ def advice_values(tensor: str | None, storage: Storage | None, compute: str) -> 
     return {
         "tensor": tensor or "the tensor",
         "module": module_of(tensor or "") or "the layer",
-        "cure": storage.cure if storage is not None else "word",
-        "safer": SAFER.get(compute.partition("+")[0], "bfloat16"),
+        "cure": storage.fallback if storage is not None else "word",
+        "safer": fallback_of(compute),
     }

@@ -63,7 +63,7 @@ def process_group(
     timeout_seconds: float = TIMEOUT_SECONDS,
     join_seconds: float = JOIN_SECONDS,
     threads: int | None = None,
-    is_order_free: bool = False,
+    is_order_invariant: bool = False,
     how_to_resume: Callable[[], str] = lambda: "",
     note_loss: Callable[[int, str], object] = lambda step, said: None,
 ) -> Iterator[Placement]:
@@ -77,7 +77,7 @@ def process_group(
         timeout_seconds: the longest time for which a rank waits for the others, or makes no progress.
         join_seconds: the longest time for which it waits for them at the start.
         threads: of each rank's operators on the CPU; None chooses, see :func:`choose_threads`.
-        is_order_free: whether the run's bits must not depend on the number of ranks, so neither on the number of threads.
+        is_order_invariant: whether the run's bits must not depend on the number of ranks, so neither on the number of threads.
         how_to_resume: a sentence that says how the run goes on, for the line about a lost rank.
         note_loss: records that line: takes the last step that was done, and what was lost.
     Yields:
@@ -103,7 +103,7 @@ def process_group(
     store, prefix = meet(here, join_seconds) if here.size > 1 else (None, "")
     if store is not None:
         here, _has_met = with_local_rank(here, store), True
-    _set_threads(choose_threads(here, threads, is_order_free))
+    _set_threads(choose_threads(here, threads, is_order_invariant))
     with variables(here.variables()):  # for code that reads torchrun's
         ending = Ending(here, agent_folder(), timeout_seconds, how_to_resume, note_loss)
         own = None if store is None else second_connection(here, prefix, timeout_seconds)
@@ -146,7 +146,7 @@ def _group(here: Placement, store: Store | None, timeout_seconds: float) -> Iter
     _is_open = False
 
 
-def choose_threads(here: Placement, threads: int | None, is_order_free: bool) -> int | None:
+def choose_threads(here: Placement, threads: int | None, is_order_invariant: bool) -> int | None:
     """The number of threads of a rank's operators on the CPU.
 
     Args:
@@ -154,16 +154,16 @@ def choose_threads(here: Placement, threads: int | None, is_order_free: bool) ->
         threads: as requested; None for the rule: 1 if the bits must not depend on the number of ranks, since the sums inside a
             matrix product depend on the number of threads; as PyTorch or ``OMP_NUM_THREADS`` chooses for one rank on a host;
             else an equal share of the cores.
-        is_order_free: whether the bits must not depend on the number of ranks.
+        is_order_invariant: whether the bits must not depend on the number of ranks.
     Returns:
         The number; None leaves PyTorch's own choice.
     Example:
-        >>> choose_threads(Placement(size=4, local_size=4), None, is_order_free=True)
+        >>> choose_threads(Placement(size=4, local_size=4), None, is_order_invariant=True)
         1
     """
     if threads is not None:
         return threads
-    if is_order_free:
+    if is_order_invariant:
         return 1
     if here.size == 1 or not here.local_size or "OMP_NUM_THREADS" in os.environ:
         return None
@@ -172,14 +172,14 @@ def choose_threads(here: Placement, threads: int | None, is_order_free: bool) ->
 
 
 @contextlib.contextmanager
-def threads_of_run(threads: int | None, is_order_free: bool) -> Iterator[None]:
+def threads_of_run(threads: int | None, is_order_invariant: bool) -> Iterator[None]:
     """The number of threads of one of several runs in this process, in a process group or alone; the one before at its end.
 
     Args:
-        threads, is_order_free: as for :func:`choose_threads`.
+        threads, is_order_invariant: as for :func:`choose_threads`.
     """
     before = torch.get_num_threads()
-    _set_threads(choose_threads(read_placement(), threads, is_order_free))
+    _set_threads(choose_threads(read_placement(), threads, is_order_invariant))
     try:
         yield
     finally:

@@ -64,7 +64,7 @@ def flushed(_: SetUp) -> Iterator[Values]:
 def tuned_kernels(set_up: SetUp) -> Iterator[Values]:
     """cuDNN choosing among kernels by time, where bits shall not depend on the run."""
     has_convolution = any(isinstance(module, nn.modules.conv._ConvNd) for module in set_up.model.modules())
-    if torch.backends.cudnn.benchmark and has_convolution and _order_free(set_up):
+    if torch.backends.cudnn.benchmark and has_convolution and _order_invariant(set_up):
         yield {"where": "torch.backends.cudnn.benchmark"}
 
 
@@ -158,14 +158,14 @@ def _policies(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def order_bound(set_up: SetUp) -> Iterator[Values]:
     """Modules through which one micro-batch changes what another computes, with an order-free reduction."""
-    if name := _order_free(set_up):
+    if name := _order_invariant(set_up):
         found = {n: reason for n, module in set_up.model.named_modules() if (reason := depends_on_order(module))}
         if found:
             why, cure = next(iter(found.values()))
             yield {"where": told(found), "reduction": name, "reason": why, "cure": cure}
 
 
-def _order_free(set_up: SetUp) -> str:
+def _order_invariant(set_up: SetUp) -> str:
     """The name of a reduction that gives the same bits in any order; ``""`` without one."""
     rows = [getattr(getattr(optimizer, "reduction", None), "row", None) for optimizer in set_up.optimizers]
-    return next((row.name for row in rows if row is not None and row.order_free), "")
+    return next((row.name for row in rows if row is not None and row.order_invariant), "")

@@ -28,11 +28,6 @@ from narrowgauge.spec.toml import load_toml
 HOST_GB_PER_SECOND = {"PCIe3": 15.75, "PCIe4": 31.5, "PCIe5": 63.0, "NVLink-C2C": 450.0}
 """Printed rates of the links to the host in one direction, 10^9 bytes per second; of 16 lanes."""
 _ASSUMED_HOST = "PCIe4"
-# Gigabit per second and chip of the networks that vendors and clouds put between nodes of these chips.
-_ASSUMED_NETWORK = {"Volta": 100, "Ampere": 200, "Blackwell Ultra": 800, "Hopper": 400, "Blackwell": 400, "CDNA": 400}
-_ASSUMED_CARD_NETWORK = 25  # a card on a PCIe slot: 8 of them share one port of 200
-# Chips that more than eight of share one link.
-_CHIPS_PER_NODE = {"GB200-NVL72-per-GPU": 72, "TPU-v5e": 256, "TPU-v5p": 8960}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,10 +128,7 @@ class Nodes:
         """
         if self.interconnect_gbit_per_second is not None:
             return self.interconnect_gbit_per_second * 1e9 / 8 / self.chips
-        if not self.chip.link_gb_per_second:
-            return _ASSUMED_CARD_NETWORK * 1e9 / 8
-        known = (rate for name, rate in _ASSUMED_NETWORK.items() if self.chip.architecture.startswith(name))
-        return next(known, _ASSUMED_CARD_NETWORK) * 1e9 / 8
+        return self.chip.network_gbit_per_second * 1e9 / 8
 
     def __str__(self) -> str:
         late = f" at {self.speed:.0%} of their speed" if self.speed < 1 else ""
@@ -230,11 +222,6 @@ def wide_tflops(chip: Chip) -> float:
     return next(chip.peak_tflops[name] for name in ("bfloat16", "float16", "float32") if name in chip.peak_tflops)
 
 
-def usual_node(chip: Chip) -> int:
-    """Chips of the nodes that such chips usually come in: eight, or as many as share one link."""
-    return _CHIPS_PER_NODE.get(chip.name, 8)
-
-
 def cluster_of(
     chip: str | Chip,
     num_chips: int,
@@ -266,7 +253,7 @@ def cluster_of(
     found = get_chip(chip) if isinstance(chip, str) else chip
     if num_chips < 1:
         raise ChipError(f"{num_chips} chips were requested.", "Use 1 or more.")
-    whole = chips_per_node or usual_node(found)
+    whole = chips_per_node or found.chips_per_node
     size = min(num_chips, whole)
     if num_chips % size:
         near = num_chips - num_chips % size

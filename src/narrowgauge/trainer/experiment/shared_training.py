@@ -87,7 +87,7 @@ def train(config: TrainConfig, goes_on: bool, screen: Screen) -> None:
     _start_fresh()
     folder = Path(str(config.out))
     try:
-        with threads_of_run(config.threads, config.recipe.reduction.order_free):
+        with threads_of_run(config.threads, config.recipe.reduction.order_invariant):
             if goes_on:
                 chosen = {name: getattr(config, name) for name in CHOSEN_ANEW}
                 loop.resume(folder, chosen=chosen, screen=screen)

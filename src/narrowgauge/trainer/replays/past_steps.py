@@ -210,7 +210,7 @@ def _built(config: TrainConfig, folder: Path, data: Dataset) -> Session:
 def _other_order(run: Run, config: TrainConfig) -> list[str]:
     """What makes one process compute in another order than the run's ranks did."""
     ranks = run.run.get("machine", {}).get("ranks", 1)
-    if ranks == 1 or config.recipe.reduction.order_free:
+    if ranks == 1 or config.recipe.reduction.order_invariant:
         return []
     return [
         f"{ranks} ranks summed the gradients, each its own part first, and one process sums them in another order: gradients "

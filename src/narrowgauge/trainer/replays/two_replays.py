@@ -133,7 +133,7 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
 def _untold(past: PastStep) -> str:
     """Why a replay without a difference does not show that the run is repeated, if it does not."""
     ranks = past.record.run.get("machine", {}).get("ranks", 1)
-    if ranks > 1 and not past.session.config.recipe.reduction.order_free:
+    if ranks > 1 and not past.session.config.recipe.reduction.order_invariant:
         return "was trained on several ranks, which sum in another order than the process of a replay"
     if past.mismatch is None and past.not_compared:
         return f"has no loss of step {past.not_compared[0]} to compare with"

@@ -1,0 +1,226 @@
+"""What each row of a table must give, stated a second time and by hand: an entry per format, storage, compute, reduction, chip.
+
+Tests compare the tables of ``narrowgauge.spec`` with these entries, and read from them what they expect of a row. So a new row
+and its entry here are all that an addition takes (CONTRIBUTING.md). A row without an entry fails, and so does an entry without
+a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+# ── formats ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# name: exponent bits, mantissa bits, bias, number of codes at the top of the magnitudes that are not finite numbers.
+FLOATS = {
+    "float16": (5, 10, 15, 1024),
+    "bfloat16": (8, 7, 127, 128),
+    "tfloat32": (8, 10, 127, 1024),
+    "float8_e4m3fn": (4, 3, 7, 1),
+    "float8_e5m2": (5, 2, 15, 4),
+    "float8_e4m3fnuz": (4, 3, 8, 0),
+    "float8_e5m2fnuz": (5, 2, 16, 0),
+    "float8_e4m3b11fnuz": (4, 3, 11, 0),
+    "float8_e4m3": (4, 3, 7, 8),
+    "float8_e3m4": (3, 4, 3, 16),
+    "float6_e3m2fn": (3, 2, 3, 0),
+    "float6_e2m3fn": (2, 3, 1, 0),
+    "float4_e2m1fn": (2, 1, 1, 0),
+}
+INTEGERS = {"int8": (-128, 127), "uint8": (0, 255), "int4": (-8, 7), "uint4": (0, 15)}
+ELSEWHERE = ("float64", "float32", "float8_e8m0fnu")
+"""Formats without an entry: NumPy and ml_dtypes define them."""
+
+
+# ── storages ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Storage:
+    """What a storage must give.
+
+    Args:
+        bytes_per_param: of weight, gradient and states.
+        stall: in the stall case (``optim.scenarios.stall``): the largest relative error of the stored displacement; ``"noisy"``:
+            updates arrive on average only; ``"lost"``: they do not arrive, and an alarm names the fallback.
+        row_bytes: bytes of scales per row of a matrix; where there are any, planes lie in rows.
+        tail_bits, beside: bits of the tail, and what is stored beside the visible weight.
+        vectors_whole: 1-D parameters lose nothing; otherwise they are stored as matrices are.
+        dealt: of each code that rounds stochastically: at which bit of the hash its addend begins, and how many it has. A code
+            that drops more bits than it is dealt shares its lower ones with the code below, and the first with the last.
+        stands_for: the lines of the optimizer that this storage alone of all representatives takes; empty for the others.
+    """
+
+    bytes_per_param: float
+    stall: float | Literal["noisy", "lost"]
+    row_bytes: int = 0
+    tail_bits: int = 0
+    beside: tuple[str, ...] = ()
+    vectors_whole: bool = True
+    dealt: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    stands_for: str = ""
+
+
+_WORD = {"weight": (0, 8), "exp_avg": (2, 18), "exp_avg_sq": (14, 18)}
+_COMPACT = {"weight": (0, 8), "exp_avg": (0, 20), "exp_avg_sq": (12, 20)}
+_STATES8 = {"weight": (26, 16), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
+_LOW, _LOWER = ("weight_low",), ("weight_low", "weight_low2")
+
+STORAGES: dict[str, Storage] = {
+    "float32": Storage(16, 0.002, stands_for="a lane for each word, and nothing is cut"),
+    "master": Storage(16, 0.002, beside=("master",), stands_for="a full copy beside what the model sees"),
+    "exact": Storage(14, 0.002, tail_bits=16, beside=("tail",)),
+    "split": Storage(12, 0.01, tail_bits=16, beside=("tail",), stands_for="a 16-bit tail, and planes of 16 and of 32 bits"),
+    "split8": Storage(10, 0.12, tail_bits=8, beside=("tail",), dealt={"weight": (0, 8), "exp_avg_sq": (8, 8)}),
+    "word": Storage(8, 0.1, 0, 8, ("tail",), dealt=_WORD, stands_for="three fields in one word, stochastic, flat"),
+    "compact": Storage(7, 0.15, 8, 8, ("tail",), dealt=_COMPACT, stands_for="four lanes, scales by row, stochastic"),
+    "states8": Storage(6, "noisy", 8, dealt=_STATES8, stands_for="scales by row, and nothing beside the weight"),
+    "float32-states8": Storage(
+        10, 0.15, 8, dealt={"exp_avg": (28, 20), "exp_avg_sq": (12, 20)},
+        stands_for="two halves of rows of whole words, scales by row",
+    ),
+    "no-master": Storage(12, "lost", vectors_whole=False),
+    "stochastic": Storage(
+        8, "noisy", vectors_whole=False, dealt={"weight": (0, 16)}, stands_for="nothing beside the weight, flat, stochastic"
+    ),
+    "kahan": Storage(
+        10, 0.08, beside=_LOW, vectors_whole=False, stands_for="a second part of the weight, added in float32"
+    ),
+    "collage-light": Storage(10, 0.08, beside=_LOW, vectors_whole=False),
+    "collage-plus": Storage(12, 0.08, beside=_LOW, vectors_whole=False, stands_for="the arithmetic of expansions, two parts"),
+    "naive": Storage(8, "lost", vectors_whole=False, stands_for="nothing beside the weight, to the nearest"),
+    "float16/master": Storage(16, 0.002, beside=("master",), stands_for="float16 with a full copy"),
+    "float16/split": Storage(12, 0.01, tail_bits=13, beside=("tail",), stands_for="float16 with a tail"),
+    "float16/naive": Storage(8, "lost", vectors_whole=False),
+    "float16/kahan": Storage(
+        10, 0.01, beside=_LOW, vectors_whole=False, stands_for="float16 with a second part, added in float32"
+    ),
+    "float16/collage-light": Storage(10, 0.01, beside=_LOW, vectors_whole=False),
+    "float16/collage-plus": Storage(
+        12, 0.01, beside=_LOW, vectors_whole=False, stands_for="float16 in the arithmetic of expansions"
+    ),
+    "float16-throughout/naive": Storage(8, "lost", vectors_whole=False, stands_for="float16, and nothing beside it"),
+    "scalify-float16/scaled16": Storage(8, "lost", 8, stands_for="float16 with scales by row"),
+    "float8/collage-light": Storage(8, "lost", 12, beside=_LOWER),
+    "float8/collage-plus": Storage(10, "lost", 12, beside=_LOWER, stands_for="three parts, each relative to its row"),
+}  # fmt: skip
+
+
+# ── computes ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Compute:
+    """What a compute must give.
+
+    Args:
+        kept_bytes: saved for backward per element of the input.
+        reused: which casts serve a second matmul: ``input`` (its codes are what is saved), ``weight``, ``gradient``.
+        default_storage: of a recipe that names none.
+        has: ``stochastic`` casts, ``delayed`` scales, a ``scaled loss``; ``gathered``: FSDP2 gathers its weights as codes;
+            ``served``: its layers can be quantized for inference.
+    """
+
+    kept_bytes: float
+    reused: Collection[Literal["input", "weight", "gradient"]] = ()
+    default_storage: str = "word"
+    has: Collection[Literal["stochastic", "delayed", "scaled loss", "gathered", "served"]] = ()
+
+
+_ALL: tuple[Literal["input", "weight", "gradient"], ...] = ("input", "weight", "gradient")
+
+COMPUTES: dict[str, Compute] = {
+    "float32": Compute(4, default_storage="float32"),
+    "tfloat32": Compute(4, default_storage="float32"),
+    "bfloat16": Compute(2),
+    "float16": Compute(2, default_storage="split", has=("scaled loss",)),
+    "float16-throughout": Compute(2, default_storage="naive", has=("scaled loss",)),
+    "float8": Compute(2, default_storage="collage-plus"),
+    "float8-tensor": Compute(1, _ALL, has=("gathered", "served")),
+    "float8-delayed": Compute(1, _ALL, has=("delayed",)),
+    "float8-row": Compute(2, has=("gathered", "served")),
+    "float8-block": Compute(2, ("weight",), has=("served",)),
+    "float8-tensor-e5m2": Compute(1, _ALL, has=("gathered", "served")),
+    "float8-delayed-e5m2": Compute(1, _ALL, has=("delayed",)),
+    "float8-row-e5m2": Compute(2, has=("gathered", "served")),
+    "float8-block-e5m2": Compute(2, ("weight",), has=("served",)),
+    "int8-row": Compute(1, ("input", "weight"), has=("stochastic", "gathered", "served")),
+    "int8-outlier": Compute(2, ("gradient",), has=("served",)),
+    "mxfp8": Compute(2, has=("served",)),
+    "mxfp6": Compute(2),
+    "mxfp4": Compute(2, has=("stochastic",)),
+    "nvfp4": Compute(2, has=("stochastic",)),
+    "scalify": Compute(1, _ALL),
+    "scalify-float16": Compute(2),
+    "unit": Compute(1, _ALL),
+}
+
+
+# ── reductions ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """What a reduction must give.
+
+    Args:
+        wire_bytes: per element of a float32 and of a bfloat16 gradient, each time that it travels.
+        tolerance: of a sum of float32 gradients, relative to the sum.
+        share_of_amax: the largest error of an element of one rank's gradient, in that gradient's amax; 0 where gradients are not
+            compressed.
+        order_invariant: equal gradients give equal bits on any number of ranks, in any order.
+    """
+
+    wire_bytes: tuple[float, float]
+    tolerance: float = 1e-4
+    share_of_amax: float = 0.0
+    order_invariant: bool = False
+
+
+REDUCTIONS: dict[str, Reduction] = {
+    "native": Reduction((4, 2)),
+    "float32": Reduction((4, 4)),
+    "reproducible": Reduction((4, 2), order_invariant=True),
+    "compressed8": Reduction((1.03515625, 1.03515625), share_of_amax=1 / 112),
+    "compressed4": Reduction((0.56640625, 0.56640625), share_of_amax=1 / 6),
+}
+
+
+# ── chips ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+# name: memory in GiB, its GB/s, TFLOP/s of the widest of bfloat16, float16; Gbit/s of a chip's network, chips of a node.
+CHIPS: dict[str, tuple[int, float, float, float, int]] = {
+    "V100-SXM2-32GB": (32, 900, 125, 100, 8),
+    "A100-SXM4-40GB": (40, 1555, 312, 200, 8),
+    "A100-SXM4-80GB": (80, 2039, 312, 200, 8),
+    "A800-SXM4-80GB": (80, 2039, 312, 200, 8),
+    "H100-SXM5-80GB": (80, 3350, 989, 400, 8),
+    "H100-PCIe-80GB": (80, 2000, 756, 400, 8),
+    "H800-SXM5-80GB": (80, 3350, 989, 400, 8),
+    "H20-SXM5-96GB": (96, 4000, 148, 400, 8),
+    "H200-SXM-141GB": (141, 4800, 989, 400, 8),
+    "B200-SXM-180GB": (180, 8000, 2250, 400, 8),
+    "GB200-NVL72-per-GPU": (186, 8000, 2500, 400, 72),
+    "B300-SXM": (288, 8000, 2250, 800, 8),
+    "MI300X": (192, 5300, 1300, 400, 8),
+    "MI325X": (256, 6000, 1307.4, 400, 8),
+    "MI355X": (288, 8000, 2500, 400, 8),
+    "L4": (24, 300, 121, 25, 8),
+    "L40S": (48, 864, 362, 25, 8),
+    "RTX-4090": (24, 1008, 165.2, 25, 8),
+    "RTX-5090": (32, 1792, 209.5, 25, 8),
+    "TPU-v5e": (16, 819, 197, 25, 256),
+    "TPU-v5p": (95, 2765, 459, 25, 8960),
+}
+
+
+def is_excerpt(shown: str, whole: str) -> bool:
+    """Whether a page shows lines of a table as they are, in their order: its head and at least two rows.
+
+    A page need not show a new row, but what it shows must be what the table gives.
+    """
+    lines = iter(whole.strip().splitlines())
+    rows = shown.strip().splitlines()
+    return rows[:2] == whole.splitlines()[:2] and len(rows) >= 4 and all(row in lines for row in rows)
