@@ -86,9 +86,9 @@ DOTTED = re.compile(r"narrowgauge(\.\w+)+")
 
 
 def named_in(module: str) -> Iterator[str]:
-    """Every dotted name that a module imports or reads of the package, or names in a string: what it patches or starts."""
+    """Every dotted name that a module imports or reads of the package; of a test also what it patches or starts by name."""
     path, nodes = modules()[module], list(ast.walk(tree(modules()[module])))
-    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    says_names = TESTS in path.parents
     aliases: set[str] = set()
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -100,7 +100,7 @@ def named_in(module: str) -> Iterator[str]:
                 package = module.split(".") if path.name == "__init__.py" else module.split(".")[:-1]
                 base = ".".join([*package[: len(package) - node.level + 1], *filter(None, [base])])
             yield from (f"{base}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in prose:
+        elif says_names and isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (found.group() for found in DOTTED.finditer(node.value))
             yield from scripts().get(node.value, ())
     for node in nodes:
