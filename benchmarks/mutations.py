@@ -132,8 +132,10 @@ def fails(tree: Path, given: list[str], log: Path) -> str:
             time.sleep(0.2)
     text = log.read_text("utf-8", "replace")
     named = [line.split(" ", 1)[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if status == 0 or status == 5:  # passed; none was collected
+    if status in (0, 5):  # passed; none was collected
         return ""
+    if status in (3, 4):
+        raise RuntimeError(f"pytest could not run {' '.join(given)}: {text[-2000:]}")
     return named[0] if named else "the tests did not end" if status < 0 else f"pytest ended with {status}"
 
 

@@ -125,7 +125,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--update-golden"):
+    if config.getoption("--update-golden", False):
         return
     chosen = config.stash[CHOSEN]
     taken = [chosen.takes(item) for item in items]
@@ -166,7 +166,7 @@ def pytest_testnodedown(node: Any) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int, config: pytest.Config) -> None:
     chosen = config.stash[CHOSEN]
-    if hasattr(config, "workerinput") or config.getoption("--update-golden"):
+    if hasattr(config, "workerinput") or config.getoption("--update-golden", False):
         return
     if chosen.left_out:
         terminalreporter.write_line(f"selection: {chosen.left_out} tests left out ({chosen.why})")
