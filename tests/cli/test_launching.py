@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from narrowgauge.cli import launching
-from narrowgauge.cli.launching import Launch, how_to_resume, is_own_run, starts_ranks, without
+from narrowgauge.cli.launching import Launch, how_to_resume, is_own_run, starts_ranks
 from narrowgauge.cli.main import main
 from narrowgauge.errors import RankError, ReportedError
 from narrowgauge.runs.events import Event
@@ -18,7 +20,7 @@ from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import resume_checks
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.experiment.definition import make_config
+from narrowgauge.trainer.experiment.definition import ExperimentConfig, make_config
 
 RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 AGENT = {
@@ -43,25 +45,47 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
 
     monkeypatch.chdir(tmp_path)
     found: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(agent, "run_on_ranks", lambda words, ranks, **options: found.append((words, ranks, options)))
+
+    def run_on_ranks(words: list[str], ranks: int, **options: Any) -> None:
+        found.append((words, ranks, {**options, "settings": json.loads(os.environ["NARROWGAUGE_SETTINGS"])}))
+
+    monkeypatch.setattr(agent, "run_on_ranks", run_on_ranks)
     return found
 
 
-def test_ranks_get_the_same_words_and_one_folder(started: list[tuple[Any, ...]]) -> None:
-    words = ["train", "--steps", "7", "--gradient-accumulation-steps", "4", "--timeout", "50"]
-    assert call(*words, "--nproc", "4", "--max-restarts=2").exit_code == 0
+def test_ranks_get_the_same_words_and_what_they_were_parsed_to(started: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text('recipe = "int8-row/word"\nkeep = ["lm_head"]\n')
+    words = ["train", "--steps", "7", "--gradient-accumulation-steps", "4", "--timeout", "50", "--recipe", "mine.toml"]
+    words += ["--nproc", "4", "--max-restarts=2"]
+    assert call(*words).exit_code == 0
     [(given, ranks, options)] = started
-    assert given[:2] == ["-m", "narrowgauge"]
-    assert given[2:-2] == words
-    assert given[-2] == "--out" and Path(given[-1]).parts[-2] == "runs"
+    assert given == ["-m", "narrowgauge", *words]
     assert (ranks, options["max_restarts"]) == (4, 2)
     assert options["how_to_resume"]() == "Start it again."
+    config = TrainConfig.from_dict(options["settings"])
+    assert (
+        config
+        == TrainConfig(steps=7, gradient_accumulation_steps=4, recipe=parse("mine.toml"), out=config.out).validated()
+    )
+    assert config.recipe.title == parse("mine.toml").title
+    assert Path(str(config.out)).parts[-2] == "runs", "all ranks, and those that are started anew, have one folder"
+    assert "NARROWGAUGE_SETTINGS" not in os.environ
 
 
-def test_a_named_folder_is_not_named_twice(started: list[tuple[Any, ...]]) -> None:
-    words = ["train", "--gradient-accumulation-steps", "2", "--out", "here"]
-    assert call(*words, "--nproc", "2").exit_code == 0
-    assert started[0][0] == ["-m", "narrowgauge", *words]
+def test_a_rank_takes_what_the_command_line_was_parsed_to(
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", "--steps", "7", "--gradient-accumulation-steps", "2", "--nproc", "2"]
+    assert call(*words).exit_code == 0
+    monkeypatch.setenv("NARROWGAUGE_SETTINGS", json.dumps(started[0][2]["settings"]))
+    trained: list[tuple[TrainConfig, Launch]] = []
+    monkeypatch.setattr(launching, "train", lambda config, launch: trained.append((config, launch)))
+    assert call(*words).exit_code == 0
+    [(config, launch)] = trained
+    assert config.to_dict() == started[0][2]["settings"] == launch.settings
+    assert len(started) == 1 and "NARROWGAUGE_SETTINGS" not in os.environ, (
+        "it starts none, and what it starts is no rank"
+    )
 
 
 @pytest.mark.parametrize(
@@ -112,7 +136,11 @@ COMPARED = ["compare", "--recipes", "bfloat16/word,bfloat16/naive", "--gradient-
 def test_ranks_compare_in_one_folder(started: list[tuple[Any, ...]]) -> None:
     assert call(*COMPARED, "--shard", "none", "--nproc", "2", "--max-restarts", "1").exit_code == 0
     [(given, ranks, options)] = started
-    assert given == ["-m", "narrowgauge", *COMPARED, "--shard", "none", "--out", str(Path("comparisons", "llama-1m-1"))]
+    assert given == ["-m", "narrowgauge", *COMPARED, "--shard", "none", "--nproc", "2", "--max-restarts", "1"]
+    assert options["settings"]["out"] == str(Path("comparisons", "llama-1m-1"))
+    definition = ExperimentConfig.from_dict(options["settings"]["definition"])
+    assert [recipe.name for recipe in definition.recipes] == ["bfloat16/word", "bfloat16/naive"]
+    assert (definition.base.shard, definition.to_dict()) == ("none", options["settings"]["definition"])
     assert (ranks, options["max_restarts"], options["how_to_resume"]()) == (2, 1, "Start it again.")
 
 
@@ -120,7 +148,8 @@ def test_a_comparison_on_ranks_goes_on_by_its_folder(started: list[tuple[Any, ..
     recipes = [parse("bfloat16/word"), parse("bfloat16/naive")]
     make_config(recipes, TrainConfig(gradient_accumulation_steps=2)).write(Path("out"))
     assert call("compare", "--out", "out", "--shard", "none", "--nproc", "2").exit_code == 0
-    assert started[0][0][2:] == ["compare", "--out", "out", "--shard", "none"]
+    assert started[0][0][2:] == ["compare", "--out", "out", "--shard", "none", "--nproc", "2"]
+    assert started[0][2]["settings"]["out"] == "out"
     assert started[0][2]["how_to_resume"]() == "narrowgauge compare --out out goes on."
     refused = call("compare", "--out", "out", "--nproc", "3")
     assert refused.stderr.startswith("RankError: 3 ranks were requested, and a step has 2 micro-batches")
@@ -139,7 +168,7 @@ def test_a_resume_on_ranks_may_share_the_run_out_anew(
     recorded = {"gradient_accumulation_steps": 4, "replicas": 2}
     monkeypatch.setattr(resume_checks, "require_resumable", lambda folder: Run(folder, {"config": recorded}))
     assert call("resume", "run", "--replicas", "3", "--nproc", "3").exit_code == 0
-    assert started[0][0][2:] == ["resume", "run", "--replicas", "3"]
+    assert started[0][0][2:] == ["resume", "run", "--replicas", "3", "--nproc", "3"]
     assert "2 replicas were requested on 3 ranks" in call("resume", "run", "--nproc", "3").stderr
     told = call("resume", "run", "--shard", "none", "--nproc", "2").stderr
     assert told.startswith("NarrowgaugeError: shard = 'none' was requested with replicas = 2")
@@ -148,7 +177,10 @@ def test_a_resume_on_ranks_may_share_the_run_out_anew(
 def test_ranks_share_the_files_of_an_export(started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume_checks, "require_trained", lambda folder: None)
     assert call("export", "run", "out", "--max-shard-size", "2GB", "--nproc", "2").exit_code == 0
-    assert started[0][:2] == (["-m", "narrowgauge", "export", "run", "out", "--max-shard-size", "2GB"], 2)
+    assert started[0][:2] == (
+        ["-m", "narrowgauge", "export", "run", "out", "--max-shard-size", "2GB", "--nproc", "2"],
+        2,
+    )
 
 
 @pytest.mark.parametrize("command", ["sample", "convert"])
@@ -227,8 +259,3 @@ def test_wrong_settings_are_not_told_again_after_a_restart(tmp_path: Path, monke
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with pytest.raises(ReportedError):
         launching.refuse_once()
-
-
-def test_words_without_options() -> None:
-    assert without(["a", "--nproc", "2", "--nproc=3", "--x"], ["nproc"]) == ["a", "--x"]
-    assert without(["--max-restarts", "--nproc", "b"], ["max_restarts", "nproc"]) == ["b"]

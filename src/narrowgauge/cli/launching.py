@@ -1,13 +1,16 @@
 """Commands on several ranks: started here with ``--nproc``, or by torchrun or Slurm, which start the same command on each rank.
 
+Ranks that are started here run the command line as it was typed, and get the settings that it was parsed to.
+
 A rank that torchrun or Slurm starts anew goes on with the run of its own job. The run folder says which job made it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -37,13 +40,17 @@ class Launch:
         nproc: ranks to start here; None starts none.
         max_restarts: how often they are started anew.
         timeout: the longest time without progress in seconds; None is the default.
+        settings: what the command that started this rank was parsed to; None if ``--nproc`` started no ranks.
     """
 
     nproc: int | None = None
     max_restarts: int = 0
     timeout: float | None = None
+    settings: Mapping[str, Any] | None = None
 
 
+_SETTINGS = "NARROWGAUGE_SETTINGS"
+"""The variable in which a rank gets the settings as JSON."""
 OPTIONS = {"nproc": "--nproc", "max_restarts": "--max-restarts", "timeout": "--timeout"}
 
 
@@ -53,6 +60,9 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     def launched(nproc: int | None, max_restarts: int, timeout: float | None, **others: Any) -> Any:
         if max_restarts and nproc is None:
             raise click.UsageError("--max-restarts is for ranks that --nproc starts.", click.get_current_context())
+        # Taken away: what this process starts is none of these ranks.
+        if (given := os.environ.pop(_SETTINGS, None)) is not None:
+            return command(launch=Launch(timeout=timeout, settings=json.loads(given)), **others)
         return command(launch=Launch(nproc, max_restarts, timeout), **others)
 
     launched.__doc__, launched.__name__ = command.__doc__, command.__name__
@@ -108,12 +118,12 @@ def require_one_process(command: str) -> None:
         )
 
 
-def start(words: Sequence[str], launch: Launch, goes_on: Callable[[], str], folder: Path | None = None) -> None:
-    """Start a command on the ranks of this machine and wait for them.
+def start(launch: Launch, settings: Mapping[str, Any], goes_on: Callable[[], str], folder: Path | None = None) -> None:
+    """Start the present command on the ranks of this machine and wait for them.
 
     Args:
-        words: of the command line, with those of ``launch``.
         launch: how many ranks.
+        settings: what the command line was parsed to, as far as the ranks need it; see :attr:`Launch.settings`.
         goes_on: a sentence that says how the work goes on, for the line about a lost rank.
         folder: of the run, if there is one: its events name what was lost.
     Raises:
@@ -122,44 +132,22 @@ def start(words: Sequence[str], launch: Launch, goes_on: Callable[[], str], fold
     """
     assert launch.nproc is not None
     from narrowgauge.distributed.launch.agent import run_on_ranks
+    from narrowgauge.distributed.launch.placement import variables
 
-    own = ["-m", "narrowgauge", *without(words, ("nproc", "max_restarts"))]
-    run_on_ranks(
-        own,
-        launch.nproc,
-        max_restarts=launch.max_restarts,
-        how_to_resume=goes_on,
-        note_loss=partial(_note_loss, folder),
-    )
+    with variables({_SETTINGS: json.dumps(settings)}):
+        run_on_ranks(
+            ["-m", "narrowgauge", *click.get_current_context().obj],
+            launch.nproc,
+            max_restarts=launch.max_restarts,
+            how_to_resume=goes_on,
+            note_loss=partial(_note_loss, folder),
+        )
 
 
 def _note_loss(folder: Path | None, step: int, said: str) -> None:
     """Record in the events of a run what was lost in a step; a run that does not exist yet has none."""
     if folder is not None:
         append_event(folder, Event("lost", step, said.rstrip(".")))
-
-
-def without(words: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The words of a command line without some of :data:`OPTIONS` and their values.
-
-    Args:
-        words: of the command line.
-        names: of the options.
-    Returns:
-        The other words, in their order.
-    Example:
-        >>> without(["train", "--nproc", "4", "--steps", "5", "--nproc=2"], ["nproc"])
-        ['train', '--steps', '5']
-    """
-    flags = [OPTIONS[name] for name in names]
-    kept: list[str] = []
-    is_value = False
-    for word in words:
-        if is_value or word.partition("=")[0] in flags:
-            is_value = not is_value and word in flags
-        else:
-            kept.append(word)
-    return kept
 
 
 def how_to_resume(folder: Path) -> str:

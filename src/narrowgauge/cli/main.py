@@ -160,19 +160,19 @@ def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
     from narrowgauge.trainer import memory, resume_checks
     from narrowgauge.trainer.config import TrainConfig
 
+    if launch.settings is not None:
+        return _echo_folder(launching.train(TrainConfig.from_dict(launch.settings), launch))
     defaults = TrainConfig.from_toml(file) if file else TrainConfig()
     given = {name: value for name, value in settings.items() if value is not None}
     config = dataclasses.replace(defaults, **given)
     is_start = launching.starts_ranks(launch)
     if is_start or launching.is_new_and_alone(config.out):
-        is_placed, config = config.out is not None, config.validated()
+        config = config.validated()
         memory.require_batch(config)
         resume_checks.require_ranks(config, launch.nproc or 1)
         if is_start:
-            # All ranks, and those that are started anew, must have the same folder.
-            words = [*click.get_current_context().obj, *([] if is_placed else ["--out", str(config.out)])]
             folder = Path(str(config.out))
-            return launching.start(words, launch, lambda: launching.how_to_resume(folder), folder)
+            return launching.start(launch, config.to_dict(), lambda: launching.how_to_resume(folder), folder)
     _echo_folder(launching.train(config, launch))
 
 
@@ -203,8 +203,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     config.require_agreement()
     if launching.starts_ranks(launch):
         resume_checks.require_ranks(config, launch.nproc or 1)
-        words = click.get_current_context().obj
-        return launching.start(words, launch, lambda: launching.how_to_resume(folder), folder)
+        return launching.start(launch, {}, lambda: launching.how_to_resume(folder), folder)
     options = {"chosen": given} if given else {}
     _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else []), **options))
 
@@ -260,13 +259,16 @@ def compare(
         )
     if recipes is None and out is None:
         raise click.UsageError("Missing option '--recipes'.", click.get_current_context())
-    config = definition.config_of_flags(recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out)
+    if launch.settings is not None:
+        out, config = Path(launch.settings["out"]), definition.ExperimentConfig.from_dict(launch.settings["definition"])
+    else:
+        length = {"seconds": seconds, "tokens": tokens}
+        config = definition.config_of_flags(recipes, given, file=file, seeds=seeds, out=out, **length)
     if launching.starts_ranks(launch):
         resume_checks.require_ranks(config.base, launch.nproc or 1)
         folder = out or training.free_folder(config.base.model)
-        # All ranks, and those that are started anew, must have the same folder.
-        words = [*click.get_current_context().obj, *([] if out else ["--out", str(folder)])]
-        return launching.start(words, launch, lambda: launching.how_to_compare_on(folder))
+        handed = {"definition": config.to_dict(), "out": str(folder)}
+        return launching.start(launch, handed, lambda: launching.how_to_compare_on(folder))
     compared = launching.compare(config, out, launch, sys.stderr if as_json else sys.stdout)
     if compared is None:
         return None
@@ -325,7 +327,7 @@ def export(
     resume_checks.refuse_occupied(out)
     resume_checks.require_trained(folder)
     if launching.starts_ranks(launch):
-        return launching.start(click.get_current_context().obj, launch, lambda: "Start it again.")
+        return launching.start(launch, {}, lambda: "Start it again.")
     _echo_folder(launching.export(launch, folder, out, dtype, max_shard_size))
 
 

@@ -99,19 +99,23 @@ class ExperimentConfig:
                     f"The comparison {out} has schema {table['schema_version']}; this version reads up to {SCHEMA_VERSION}.",
                     "Upgrade with pip install --upgrade narrowgauge.",
                 )
-            recipes = [parse_value(recipe, str(file)) for recipe in table["recipes"]]
-            return cls(
-                tuple(recipes),
-                tuple(table["seeds"]),
-                TrainConfig.from_dict(table["settings"], str(file)),
-                table.get("seconds"),
-                table.get("num_evals"),
-                {name: (row["steps"], row["compile"]) for name, row in table["measured"].items()},
-            )
+            return cls.from_dict(table, str(file))
         except NarrowgaugeError:
             raise  # it has a better message
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], where: str = "the definition") -> ExperimentConfig:
+        """Read a table from :meth:`to_dict`; ``where`` names it in error messages."""
+        return cls(
+            tuple(parse_value(recipe, where) for recipe in table["recipes"]),
+            tuple(table["seeds"]),
+            TrainConfig.from_dict(table["settings"], where),
+            table.get("seconds"),
+            table.get("num_evals"),
+            {name: (row["steps"], row["compile"]) for name, row in table["measured"].items()},
+        )
 
     def write(self, out: Path) -> None:
         """Write ``compare.toml``."""
