@@ -275,6 +275,24 @@ def test_all_parameters_are_decayed_or_those_that_are_chosen() -> None:
         assert {p.ndim >= 2 for p in group["params"]} == {group["weight_decay"] == 0.3}
 
 
+def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_parameter() -> None:
+    _, optimizer = ng.prepare(Net(), "bfloat16/word", optimizer=ng.SGD, momentum=0.9, options_of=of_the_head)
+    assert type(optimizer) is ng.SGD and optimizer.reduction is None
+    found = {name: group for group in optimizer.param_groups for name in group["param_names"]}
+    plain = torch.optim.SGD(Net().parameters()).param_groups[0]
+    assert {name: group["lr"] for name, group in found.items() if name.startswith("block.inner")} == dict.fromkeys(
+        ("block.inner.weight", "block.inner.bias"), plain["lr"]
+    )
+    assert found["head.weight"]["lr"] == 0.5 and found["head.weight"]["momentum"] == 0.9
+    assert {group["weight_decay"] for group in optimizer.param_groups} == {plain["weight_decay"]}
+    with pytest.raises(ng.RecipeError, match="storage 'exact' was requested beside recipe"):
+        ng.prepare(Net(), "bfloat16/word", storage="exact")
+
+
+def of_the_head(name: str) -> dict[str, float]:
+    return {"lr": 0.5} if name.startswith("head") else {}
+
+
 @pytest.mark.parametrize(
     ("recipe", "beta2", "said"),
     [

@@ -228,7 +228,7 @@ def test_the_command_line_names_the_recipe_and_the_record_of_any_config(tmp_path
     words = [
         f'{here}converter.linears={{"recipe": "int8-row/split"}}',
         f"{here}optimizers_container.optimizer",
-        f'{here}metrics.metrics={{"run_folder": "record"}}',
+        'narrowgauge.integrations.torchtitan_metrics.metrics={"run_folder": "record"}',  # its former name
     ]
     parsed: Any = ConfigManager().parse_args(
         ["--module", "llama3", "--config", "llama3_debugmodel_ce_loss", "--override.imports", *words]

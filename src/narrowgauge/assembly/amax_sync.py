@@ -1,8 +1,8 @@
-"""Delayed scales of several ranks: one set for all that train together, as if one process had seen all of their data.
+"""Delayed scales on several ranks: the amax histories of those that train together are max-reduced, so that all scale alike.
 
-A loop tells nobody when a step's backward passes are over, so the optimizer's step joins the amax histories first. A framework
-whose optimizer runs the backward passes itself, in a closure, or whose wrapper copies buffers between micro-batches, joins them
-where it must, by the same :func:`sync_amax`.
+A step's backward passes are over when the optimizer steps, so that is when the histories are reduced. Two frameworks call
+:func:`sync_amax` themselves: Lightning, whose optimizers run the backward passes in a closure, and Hugging Face's Trainer, where
+DDP copies buffers between micro-batches.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyD
 
 
 def sync_amax(model: nn.Module, linears: Linears, optimizer: Optimizer | None = None) -> None:
-    """Take the elementwise maximum of the amax histories over the ranks that train together, where there are several.
+    """Max-reduce the amax histories over the ranks that train together, if there are several.
 
-    These are the ranks of the optimizer's reduction, else those that the model is sharded over by now, else all.
+    These are the ranks of the optimizer's reduction, else those that the model is sharded over, else all.
 
     Args:
         model: prepared; all of these ranks step it.
@@ -50,7 +50,7 @@ def sync_amax_before_steps(model: nn.Module, optimizer: Optimizer) -> None:
 
 
 def sync_no_amax(optimizer: Optimizer) -> None:
-    """Undo :func:`sync_amax_before_steps`, where no other rank trains this model."""
+    """Undo :func:`sync_amax_before_steps`, for a model that no other rank trains."""
     if (hook := _hooks.pop(optimizer, None)) is not None:
         hook.remove()
 

@@ -1,4 +1,4 @@
-"""Cutting a model's weights to the formats in which the model sees them; the float32 values are for the optimizer."""
+"""Rounding of a model's parameters to the formats that the model computes with; the optimizer gets the float32 values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from narrowgauge.spec.recipes import Recipe
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
-def cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
+def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     """Round every parameter to its visible format, in place; returns the float32 values of the trainable ones.
 
     Args:
@@ -33,7 +33,7 @@ def cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
         if parameter.requires_grad:
             values[parameter] = parameter.data.float()
         if is_sharded(parameter):
-            _cut_shard(parameter, dtype, recipe)
+            _round_shard(parameter, dtype, recipe)
         else:
             parameter.data = visible(parameter.data, dtype)
     for group in groups:
@@ -42,7 +42,7 @@ def cut_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
 
 
 def visible(weight: Tensor, dtype: str) -> Tensor:
-    """A float32 weight rounded to its visible format; one of another format as it is."""
+    """A float32 weight, rounded to its visible format; a weight that is narrow already, unchanged."""
     if dtype == "float32":
         return weight.float()
     return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
@@ -60,7 +60,7 @@ def _require_one_format(model: nn.Module, recipe: Recipe, members: list[Tensor],
         )
 
 
-def _cut_shard(parameter: nn.Parameter, dtype: str, recipe: Recipe) -> None:
+def _round_shard(parameter: nn.Parameter, dtype: str, recipe: Recipe) -> None:
     """Round a DTensor; it stays the same object, as ``module.to(dtype)`` leaves it."""
     if str(parameter.dtype).removeprefix("torch.") == dtype:
         return

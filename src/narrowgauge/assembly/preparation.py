@@ -1,7 +1,7 @@
 """``prepare`` applies a recipe to a model: it swaps layers, rounds the weights and builds the optimizer.
 
-It is the one door: the trainer and the integrations call it as any loop does. A framework that wraps the model between the
-conversion and the optimizer takes its two halves, :func:`convert_model` and :func:`optimizer_for`.
+The trainer and the integrations call it as any loop does. Lightning wraps the model before it asks for an optimizer, so its
+plugin calls the two halves, :func:`convert_model` and :func:`optimizer_for`.
 
 The order of the steps matters. Unit scaling redraws the weights, so it comes first. The optimizer takes its tails from the
 float32 weights *before* they are rounded, and its parameter groups from the parameters *after*. On many ranks the rounded
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from typing_extensions import TypeVar
 
 from narrowgauge.assembly.amax_sync import sync_amax_before_steps
-from narrowgauge.assembly.parameter_rounding import cut_parameters
+from narrowgauge.assembly.parameter_rounding import round_parameters
 from narrowgauge.assembly.resumption import carry_state
-from narrowgauge.assembly.trainable import require_contiguous, require_summable, require_trainable, unwrapped
+from narrowgauge.assembly.trainable import require_contiguous, require_summable, require_trainable
 from narrowgauge.distributed import sharding
-from narrowgauge.distributed.reduction import reduce_gradients_with
+from narrowgauge.distributed.reduction import inner_of, reduce_gradients_with
 from narrowgauge.distributed.sharding import has_shards, make_equal, require_mesh, settle
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine.processor import multiplies
@@ -144,7 +144,7 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
-    policy, inner = parse(recipe), unwrapped(model)
+    policy, inner = parse(recipe), inner_of(model)
     require_summable(model, policy, mesh)
     converted = convert_model(inner, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
     named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
@@ -174,19 +174,14 @@ def prepare(
 
 
 class DifferenceNotice(UserWarning):
-    """Says once what an optimizer does otherwise than ``torch.optim.AdamW`` would with the same numbers."""
+    """Says once how an optimizer differs from ``torch.optim.AdamW`` with the same options."""
 
 
 _SAID: set[str] = set()
 
 
 def say_what_differs(optimizer: Optimizer, recipe: Recipe) -> None:
-    """Warn, once in a process, of what a recipe's optimizer does otherwise than ``torch.optim`` with the same options.
-
-    Args:
-        optimizer: of a prepared model.
-        recipe: what it was prepared with.
-    """
+    """Warn, once in a process, of how a recipe's optimizer differs from ``torch.optim.AdamW`` with the same options."""
     for text in _differences(optimizer, recipe):
         if text not in _SAID:
             _SAID.add(text)
@@ -249,7 +244,7 @@ def convert_model(
             require_contiguous(model, recipe)
         make_equal(model, mesh)
     factors = _rebuild(model, recipe, seed)
-    values = cut_parameters(model, recipe)
+    values = round_parameters(model, recipe)
     narrow = narrow_linears(model, recipe, seed)
     keep_ranks_apart(model)
     if mesh is not None:

@@ -1,17 +1,14 @@
-"""What a resumed step takes besides weights and moments, carried in the optimizer's ``state_dict()``.
+"""State of a run besides weights and moments, carried in the optimizer's ``state_dict()``.
 
-The same bits after a resume need the step that stochastic casts are keyed by, the amax histories of delayed scales, the step of a
-reduction that rounds stochastically, and the loss scale. Our own trainer saves these in its checkpoints. A loop that saves
-``model.state_dict()`` and ``optimizer.state_dict()`` saves them here, without having to know of them.
+For the same bits, a resumed run needs the step that stochastic casts are keyed by, the amax histories of delayed scales, the step
+of a reduction that rounds stochastically, and the loss scale. The trainer saves them in its checkpoints. In any other loop they
+travel with ``optimizer.state_dict()``.
 
-They stand in the first param group (:func:`carry_state`). The model's ``state_dict()`` stays that of the plain model, which
-others load with ``strict=True``, and ``torch.distributed.checkpoint`` keeps of an optimizer's state only what belongs to
-parameters and groups. It reads a checkpoint into the state of an optimizer at hand, so nothing is added where nothing is needed:
-then checkpoints that were written before fit as they did.
+:func:`carry_state` puts them into the first param group, where ``torch.distributed.checkpoint`` keeps them: of an optimizer's
+state it saves only what belongs to parameters and groups. The model's ``state_dict()`` is no place for them, since others load it
+with ``strict=True``. Recipes that need none of this add nothing, so that their older checkpoints still match.
 
-A framework that saves the optimizer's state and nothing else of ours also gets the windows of the audit
-(:func:`carry_state_and_audit`). They stand beside the param groups, not in one: a framework that saves through
-``torch.distributed.checkpoint`` drops them there, and saves them in a file of its own.
+:func:`carry_state_and_audit` is for frameworks. It adds the windows of the audit, and puts everything beside the param groups.
 """
 
 from __future__ import annotations
@@ -34,13 +31,13 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]] = weakref.We
 
 
 def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
-    """Let an optimizer's ``state_dict()`` hold, and ``load_state_dict`` restore, what a resumed run needs besides.
+    """Let an optimizer's ``state_dict()`` hold, and ``load_state_dict`` restore, this state.
 
-    A state without it, from an earlier version or edited, is loaded with a warning.
+    A ``state_dict`` without it, from an earlier version or edited, loads with a warning.
 
     Args:
-        optimizer: of ours.
-        model: the model whose parameters it steps, prepared.
+        optimizer: one of Narrowgauge's.
+        model: the prepared model whose parameters it steps.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -67,7 +64,7 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def carry_state_and_audit(optimizer: Optimizer, model: nn.Module) -> None:
-    """:func:`carry_state` for a framework, which saves nothing else of ours; it takes the place of that.
+    """Replace :func:`carry_state` for a framework that saves the optimizer's state and nothing else of Narrowgauge's.
 
     Args:
         optimizer, model: as for :func:`carry_state`.
@@ -87,7 +84,7 @@ def carry_state_and_audit(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def carry_nothing(optimizer: Optimizer) -> None:
-    """Undo :func:`carry_state`, where a framework saves all of it itself."""
+    """Undo :func:`carry_state`, for a framework that saves this state itself."""
     for hook in _hooks.pop(optimizer, ()):
         hook.remove()
 
@@ -97,11 +94,11 @@ def _install(
     add: Callable[[dict[str, Any]], dict[str, Any]],
     put: Callable[[dict[str, Any], bool], None],
 ) -> None:
-    """Hook an optimizer's ``state_dict`` and ``load_state_dict``, instead of what was hooked before.
+    """Hook ``state_dict`` and ``load_state_dict`` of an optimizer, in place of earlier hooks.
 
     Args:
-        add: to a state that is saved.
-        put: back what a loaded state held; and whether one of ours saved it.
+        add: adds to a state that is saved.
+        put: restores what a loaded state held; its second argument is whether an optimizer of Narrowgauge's saved it.
     """
     given: dict[str, Any] = {}
     is_ours: list[bool] = []
@@ -123,7 +120,7 @@ def _install(
 
 
 def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """What a resumed step takes besides weights and states: numbers, and tensors of amax histories; empty where nothing is."""
+    """This state as numbers and tensors; empty for a recipe that needs none."""
     state: dict[str, Any] = {}
     if optimizer.loss_scaler is not None:
         state["loss_scaler"] = optimizer.loss_scaler.state_dict()
@@ -145,10 +142,7 @@ def restore(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) ->
 
 
 def carried_with_audit(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """What a resumed run needs besides weights and states, and the windows of its audit.
-
-    The layers' step is there whatever they compute in: a recipe may change it, in a later phase or for an evaluation.
-    """
+    """:func:`carried`, the windows of the audit, and the layers' step in any compute: a later phase may need it."""
     linears = linears_of(model)
     own = {} if linears is None else linears.state_dict()
     return {**saved_audit(optimizer), **carried(optimizer, model), **own}
@@ -178,7 +172,7 @@ def restore_audit(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def separated(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What travels in an optimizer's state, beside the param groups or in one of them, and the state without it."""
+    """Split a loaded state into what was carried, beside the param groups or in one of them, and the rest."""
     found: dict[str, Any] = {}
 
     def without(place: dict[str, Any]) -> dict[str, Any]:
@@ -190,5 +184,5 @@ def separated(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def _remembers(linears: Linears) -> bool:
-    """Whether a step of these layers depends on earlier ones, or on how many there were, in any compute that they had."""
+    """Whether a step of these layers depends on earlier steps or their number, in any compute that they had."""
     return bool(linears.histories()) or any(layer.is_keyed for layer in linears.layers.values())

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge.distributed.exchanges import EXCHANGES
 from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.reduction import inner_of
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linear_names
@@ -179,12 +179,6 @@ def depends_on_order(module: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel wraps, or the model."""
-    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
-    return inner
-
-
 def require_summable(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
     """Refuse a model whose gradients cannot be summed over ranks as a recipe says.
 
@@ -195,7 +189,7 @@ def require_summable(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
     Raises:
         RecipeError: they cannot.
     """
-    name, inner = recipe.name, unwrapped(model)
+    name, inner = recipe.name, inner_of(model)
     if inner is not model:
         wanted = {n: recipe.storage_of(n, p.ndim).visible for n, p in inner.named_parameters()}
         if mesh is not None or any(str(p.dtype) != f"torch.{wanted[n]}" for n, p in inner.named_parameters()):

@@ -43,6 +43,10 @@ class _MovedModules(MetaPathFinder, Loader):
         warnings.warn(f"{module.__name__} is now {public}.", DeprecationWarning, stacklevel=2)
         found = import_module(present)
         module.__dict__["__getattr__"] = lambda name: getattr(found, name)
+        # torchtitan knows an override of its command line by the module that defined it.
+        overrides = getattr(sys.modules.get("torchtitan.config.override"), "_REGISTRY", {})
+        for row in [row for row in overrides.values() if row.origin_module == present]:
+            overrides[f"{module.__name__}.{row.factory.__name__}"] = row
 
 
 sys.meta_path.append(_MovedModules())

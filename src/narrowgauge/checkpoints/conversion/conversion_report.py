@@ -15,7 +15,7 @@ from narrowgauge.spec.tables import Column, Table
 
 
 @dataclass(frozen=True)
-class Kept:
+class ValueLoss:
     """The losses of one kind of value.
 
     Args:
@@ -60,7 +60,7 @@ class Report:
     origin: str
     recipe: str
     step: int
-    kept: tuple[Kept, ...]
+    kept: tuple[ValueLoss, ...]
     left_out: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Report:
 Pair = tuple[Tensor, Tensor, Code, "Tensor | None"]
 
 
-def compare(kind: str, pairs: Iterable[Pair]) -> Kept:
+def compare(kind: str, pairs: Iterable[Pair]) -> ValueLoss:
     """Count the losses of one kind of value.
 
     Args:
@@ -119,7 +119,7 @@ def compare(kind: str, pairs: Iterable[Pair]) -> Kept:
         num_values += values.numel()
     exact, squares, num_measured, num_zeroed, num_saturated = total.tolist()
     rms = math.sqrt(squares / num_measured) if num_measured else 0.0
-    return Kept(kind, num_values, int(exact), largest, rms, int(num_zeroed), int(num_saturated))
+    return ValueLoss(kind, num_values, int(exact), largest, rms, int(num_zeroed), int(num_saturated))
 
 
 def largest_of(code: Code) -> float:

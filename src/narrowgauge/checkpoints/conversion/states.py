@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from narrowgauge.assembly.preparation import convert_model, optimizer_for
 from narrowgauge.checkpoints.checkpoint_files import load_whole, saved_tensors
-from narrowgauge.checkpoints.conversion.conversion_report import Kept, Pair, Report, compare
+from narrowgauge.checkpoints.conversion.conversion_report import Pair, Report, ValueLoss, compare
 from narrowgauge.checkpoints.conversion.folders import (
     is_ours,
     locate,
@@ -225,7 +225,7 @@ class Checkpoint(nn.Module):
             module.register_parameter(last, nn.Parameter(value))
 
 
-def take(source: Source, recipe: Recipe) -> tuple[Optimizer, tuple[Kept, ...]]:
+def take(source: Source, recipe: Recipe) -> tuple[Optimizer, tuple[ValueLoss, ...]]:
     """Convert a state to the storages of a recipe.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.integrations.check.set_up import NARROW, Held, SetUp, dtype_name, sample, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, dtype_name, sample, told
 from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.update_metrics import lost_fraction, update_sums
 from narrowgauge.optim.optimizer import Optimizer
@@ -24,7 +24,7 @@ LATER = 0.1
 DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 
-def lost_share(held: Held, part: float = 1.0) -> float | None:
+def lost_share(held: SteppedParameter, part: float = 1.0) -> float | None:
     """The share of changes that rounding drops in one step of this learning rate, or of a part of it.
 
     Each weight is moved by what the rule would move it at most, or by its gradient where there is one and the rule does not
@@ -69,7 +69,7 @@ def lost_updates(set_up: SetUp) -> Iterator[Values]:
     }
 
 
-def _lost_of(short: Sequence[Held], part: float = 1.0) -> float | None:
+def _lost_of(short: Sequence[SteppedParameter], part: float = 1.0) -> float | None:
     """:func:`lost_share` of all parameters together; ``None`` where none is known."""
     known = [(share, each.parameter.numel()) for each in short if (share := lost_share(each, part)) is not None]
     return sum(share * count for share, count in known) / sum(count for _, count in known) if known else None
@@ -77,7 +77,7 @@ def _lost_of(short: Sequence[Held], part: float = 1.0) -> float | None:
 
 def rate_below_spacing(set_up: SetUp) -> Iterator[Values]:
     """Tensors that no update of the learning rate's size can move."""
-    found: dict[float, list[Held]] = {}
+    found: dict[float, list[SteppedParameter]] = {}
     for each in set_up.trained:
         if each.rate > 0 and _is_normalized(each) and _keeps_nothing(each):
             share = lost_share(each)
@@ -117,7 +117,7 @@ def frozen_second_moment(set_up: SetUp) -> Iterator[Values]:
             return
 
 
-def _second_moment_bits(each: Held) -> int | None:
+def _second_moment_bits(each: SteppedParameter) -> int | None:
     """Mantissa bits in which a second moment is kept and rounded to the nearest; ``None`` where it is not, or unknown."""
     code = each.storage.exp_avg_sq
     if isinstance(each.optimizer, Optimizer):
@@ -137,7 +137,7 @@ _MANTISSA_OF_CODES = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 _LEVELS_OF_4_BITS = 16
 
 
-def _bits_in_blocks(each: Held) -> int | None:
+def _bits_in_blocks(each: SteppedParameter) -> int | None:
     """Mantissa bits of a second moment in codes with a scale a block, of torchao's classes; ``None`` for another."""
     if isinstance(each.optimizer, Optimizer):
         return None
@@ -180,7 +180,7 @@ def swallowed_decay(set_up: SetUp) -> Iterator[Values]:
         }
 
 
-def _is_swallowed(each: Held) -> bool:
+def _is_swallowed(each: SteppedParameter) -> bool:
     kind = type(each.optimizer).__name__.lower()
     is_decoupled = any(name in kind for name in DECOUPLED) or bool(each.group.get("decoupled_weight_decay"))
     step = each.rate * float(each.group.get("weight_decay") or 0.0)
@@ -217,19 +217,19 @@ def _kind(name: str, module: nn.Module) -> str:
     return "router" if own in ("router", "gate", "wg") and ("router" in kind or isinstance(module, nn.Linear)) else ""
 
 
-def _keeps_nothing(each: Held) -> bool:
+def _keeps_nothing(each: SteppedParameter) -> bool:
     """Whether the visible weight is all that is kept; float32 is too."""
     row = each.storage
     return not row.beside and row.weight.rounding == "nearest" and each.parameter.dtype is not torch.float64
 
 
-def _is_normalized(each: Held) -> bool:
+def _is_normalized(each: SteppedParameter) -> bool:
     """Whether a rule's changes have at most about the size of the learning rate; of others they follow the gradient."""
     kind = type(each.optimizer).__name__.lower()
     return "sign" in kind or not ("sgd" in kind or "lbfgs" in kind)
 
 
-def _spacing(value: float, each: Held) -> float:
+def _spacing(value: float, each: SteppedParameter) -> float:
     return 2.0 ** (math.frexp(value)[1] - 1 - each.storage.weight.mantissa_bits)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.integrations.check.set_up import NARROW, Held, SetUp, dtype_name, tensors_of, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, dtype_name, tensors_of, told
 from narrowgauge.optim.optimizer import Optimizer
 
 Values = dict[str, Any]
@@ -39,8 +39,8 @@ def recast(set_up: SetUp) -> Iterator[Values]:
         yield {"where": told(then), "count": len(then), "now": dtype_name(lost[name].dtype), "then": dtype_name(dtype)}
 
 
-def _unmatched(set_up: SetUp) -> tuple[dict[str, Tensor], list[Held]]:
-    held, own = set_up.held, {id(p) for p in set_up.model.parameters()}
+def _unmatched(set_up: SetUp) -> tuple[dict[str, Tensor], list[SteppedParameter]]:
+    held, own = set_up.stepped, {id(p) for p in set_up.model.parameters()}
     known = {id(each.parameter) for each in held}
     if not own & known and all(each.parameter.ndim == 1 for each in held):
         return {}, []  # flat partitions of the weights, as of DeepSpeed and Megatron
@@ -48,12 +48,12 @@ def _unmatched(set_up: SetUp) -> tuple[dict[str, Tensor], list[Held]]:
     return lost, [each for each in held if id(each.parameter) not in own]
 
 
-def _replaced(lost: dict[str, Tensor], strangers: list[Held]) -> list[str]:
+def _replaced(lost: dict[str, Tensor], strangers: list[SteppedParameter]) -> list[str]:
     shapes = {each.parameter.shape for each in strangers}
     return [name for name, p in lost.items() if p.shape in shapes]
 
 
-def _recast(now: Tensor, strangers: list[Held]) -> torch.dtype | None:
+def _recast(now: Tensor, strangers: list[SteppedParameter]) -> torch.dtype | None:
     """The format that a parameter had in its optimizer; ``None`` if that is its own, or of tensors that are alive elsewhere."""
     formats = {each.parameter.dtype for each in strangers if each.parameter.shape == now.shape}
     return None if now.dtype in formats else next(iter(formats), None)
@@ -61,7 +61,7 @@ def _recast(now: Tensor, strangers: list[Held]) -> torch.dtype | None:
 
 def twice(set_up: SetUp) -> Iterator[Values]:
     """Parameters that are stepped twice."""
-    held = set_up.held
+    held = set_up.stepped
     counts = Counter(id(each.parameter) for each in held)
     if names := [each.name for each in held if counts[id(each.parameter)] > 1]:
         yield {"where": told(names)}
@@ -69,14 +69,14 @@ def twice(set_up: SetUp) -> Iterator[Values]:
 
 def frozen(set_up: SetUp) -> Iterator[Values]:
     """Frozen parameters in an optimizer."""
-    if names := [each.name for each in set_up.held if not each.parameter.requires_grad]:
+    if names := [each.name for each in set_up.stepped if not each.parameter.requires_grad]:
         yield {"where": told(names), "count": len(names)}
 
 
 def cast_later(set_up: SetUp) -> Iterator[Values]:
     """Weights in another format than when their optimizer was made."""
     changes: dict[tuple[str, str], list[str]] = {}
-    for each in set_up.held:
+    for each in set_up.stepped:
         before = _dtype_before(set_up, each)
         if before is not None and before != each.parameter.dtype:
             changes.setdefault((dtype_name(before), dtype_name(each.parameter.dtype)), []).append(each.name)
@@ -84,7 +84,7 @@ def cast_later(set_up: SetUp) -> Iterator[Values]:
         yield {"where": told(names), "then": then, "now": now}
 
 
-def _dtype_before(set_up: SetUp, each: Held) -> torch.dtype | None:
+def _dtype_before(set_up: SetUp, each: SteppedParameter) -> torch.dtype | None:
     seen = set_up.seen.dtypes.get(id(each.parameter))
     if seen is not None and seen != each.parameter.dtype:
         return seen
@@ -102,7 +102,7 @@ def _dtype_before(set_up: SetUp, each: Held) -> torch.dtype | None:
 def other_gradients(set_up: SetUp) -> Iterator[Values]:
     """Gradients in another format than their parameter's."""
     seen = set_up.seen.gradients
-    found = {each.name: (each, seen[id(each.parameter)]) for each in set_up.held if id(each.parameter) in seen}
+    found = {each.name: (each, seen[id(each.parameter)]) for each in set_up.stepped if id(each.parameter) in seen}
     if found:
         each, dtype = next(iter(found.values()))
         yield {"where": told(found), "dtype": dtype_name(dtype), "wanted": dtype_name(each.parameter.dtype)}
@@ -132,6 +132,6 @@ def _named(set_up: SetUp, ids: set[int]) -> list[str]:
     # Only a tail can belong to another weight: a master copy is compared in every step.
     return [
         each.name
-        for each in set_up.held
+        for each in set_up.stepped
         if id(each.parameter) in ids and each.storage.beside and not each.storage.master
     ]

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge._torch import default_store, fsdp_policies
 from narrowgauge.assembly.trainable import depends_on_order
 from narrowgauge.distributed.ranks import Ranks, all_ranks
-from narrowgauge.integrations.check.set_up import NARROW, Held, SetUp, dtype_name, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, dtype_name, told
 from narrowgauge.matmul.swapping import Layer
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.numerics.summation import fingerprint, fingerprint_all
@@ -47,7 +47,7 @@ def half_accumulation(set_up: SetUp) -> Iterator[Values]:
         "allow_fp16_reduced_precision_reduction": (torch.float16, "note"),
         "allow_bf16_reduced_precision_reduction": (torch.bfloat16, "note"),
     }
-    used = {each.parameter.dtype for each in set_up.held if each.parameter.is_cuda}
+    used = {each.parameter.dtype for each in set_up.stepped if each.parameter.is_cuda}
     if used:
         used |= {dtype for dtype in set_up.seen.autocasts if dtype is not None}
     for flag, (dtype, severity) in wanted.items():
@@ -100,12 +100,12 @@ def _prints(set_up: SetUp) -> dict[str, int]:
     return {f"{each.name}@{_step_of(each)}": fingerprint(_stored(each)) for each in found[:_COMPARED]}
 
 
-def _stored(each: Held) -> Tensor:
+def _stored(each: SteppedParameter) -> Tensor:
     assert isinstance(each.optimizer, Optimizer)
     return each.optimizer.stored(each.parameter)
 
 
-def _step_of(each: Held) -> int:
+def _step_of(each: SteppedParameter) -> int:
     store = each.optimizer._registry.states.get(each.parameter) if isinstance(each.optimizer, Optimizer) else None
     return 0 if store is None else store.step
 
@@ -123,7 +123,7 @@ def _posted(key: str, value: str, ranks: Ranks) -> dict[int, str]:
 
 def cut_again(set_up: SetUp) -> Iterator[Values]:
     """A policy of data parallelism that casts weights to another format than their storage's."""
-    visible = {each.storage.visible for each in set_up.held}
+    visible = {each.storage.visible for each in set_up.stepped}
     narrow = {name for name in visible if name != "float32"}
     for where, policy in _policies(set_up.model):
         dtype = getattr(policy, "param_dtype", None)
@@ -136,7 +136,7 @@ def narrow_sums(set_up: SetUp) -> Iterator[Values]:
     many = all_ranks().size
     for where, policy in _policies(set_up.model):
         dtype = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)
-        if many > 1 and dtype in NARROW and any(each.parameter.dtype is torch.float32 for each in set_up.held):
+        if many > 1 and dtype in NARROW and any(each.parameter.dtype is torch.float32 for each in set_up.stepped):
             yield {"where": where, "dtype": dtype_name(dtype), "many": many}
     model = set_up.model
     for hook, _ in getattr(model, "_comm_hooks", []) if isinstance(model, DistributedDataParallel) else []:

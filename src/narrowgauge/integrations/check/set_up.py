@@ -45,7 +45,7 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 
 @dataclass(frozen=True)
-class Held:
+class SteppedParameter:
     """A parameter in an optimizer.
 
     Args:
@@ -102,20 +102,20 @@ class SetUp:
         return {_inner_name(name): parameter for name, parameter in self.model.named_parameters()}
 
     @cached_property
-    def held(self) -> list[Held]:
+    def stepped(self) -> list[SteppedParameter]:
         """Every parameter of every optimizer, as often as a group names it; as it is at the first look."""
         names = {id(p): name for name, p in self.parameters.items()}
         return [
-            Held(names.get(id(p), f"param {place}"), p, group, optimizer, storage_of(optimizer, group, p))
+            SteppedParameter(names.get(id(p), f"param {place}"), p, group, optimizer, storage_of(optimizer, group, p))
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for place, p in enumerate(group["params"])
         ]
 
     @property
-    def trained(self) -> list[Held]:
+    def trained(self) -> list[SteppedParameter]:
         """Those that have values and are not frozen."""
-        return [each for each in self.held if each.parameter.requires_grad and not each.parameter.is_meta]
+        return [each for each in self.stepped if each.parameter.requires_grad and not each.parameter.is_meta]
 
     def scalers(self) -> list[Any]:
         """Every loss scaler that is known, each once: given, met in a step, or in an optimizer."""

@@ -71,7 +71,7 @@ def _uses_float16(set_up: SetUp) -> bool:
 def needless_scaler(set_up: SetUp) -> Iterator[Values]:
     """A loss scaler where nothing is computed in float16."""
     # Before a forward pass was seen, autocast may be to come over float32 weights.
-    is_known = bool(set_up.seen.autocasts) or all(each.parameter.dtype is torch.bfloat16 for each in set_up.held)
+    is_known = bool(set_up.seen.autocasts) or all(each.parameter.dtype is torch.bfloat16 for each in set_up.stepped)
     if is_known and not _uses_float16(set_up):
         for scaler in set_up.scalers():
             yield {"where": type(scaler).__name__}
@@ -94,7 +94,7 @@ def unscaled_loss(set_up: SetUp) -> Iterator[Values]:
 def missing_scaler(set_up: SetUp) -> Iterator[Values]:
     """Float16 without a loss scaler."""
     if set_up.seen.steps and _uses_float16(set_up) and not set_up.scalers():
-        yield {"where": told(each.name for each in set_up.held)}
+        yield {"where": told(each.name for each in set_up.stepped)}
 
 
 def narrow_loss(set_up: SetUp) -> Iterator[Values]:
