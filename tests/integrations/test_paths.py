@@ -26,7 +26,7 @@ def test_a_former_module_works_and_says_the_present_path(former: str) -> None:
     path = f"narrowgauge.integrations.{former}"
     assert find_spec(path) is not None
     if find_spec(NEEDED[framework]) is None or (framework == "torchtitan" and find_spec("triton") is None):
-        pytest.skip(f"{NEEDED[framework]} is not installed")
+        pytest.skip(f"{NEEDED[framework]}, or what it needs, is not installed")
     sys.modules.pop(path, None)
     with pytest.warns(DeprecationWarning, match=rf"{path} is now narrowgauge.integrations.{framework}\.") as said:
         module = import_module(path)

@@ -262,8 +262,9 @@ def compare(
     if launch.settings is not None:
         out, config = Path(launch.settings["out"]), definition.ExperimentConfig.from_dict(launch.settings["definition"])
     else:
-        length = {"seconds": seconds, "tokens": tokens}
-        config = definition.config_of_flags(recipes, given, file=file, seeds=seeds, out=out, **length)
+        config = definition.config_of_flags(
+            recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out
+        )
     if launching.starts_ranks(launch):
         resume_checks.require_ranks(config.base, launch.nproc or 1)
         folder = out or training.free_folder(config.base.model)
