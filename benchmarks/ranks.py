@@ -36,7 +36,7 @@ import narrowgauge as ng
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.sharding import shard
 from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.numerics.checksums import fingerprint_all
 from narrowgauge.trainer import language_model
 
 BASELINE, AGAIN = "float32", "float32, again"

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.numerics.checksums import fingerprint_all
 from ranks import run_ranks
 
 LEAVES, LAYERS = 6, 4

@@ -19,7 +19,7 @@ from distributed.models import Leaf, gradients_of
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.numerics.checksums import fingerprint_all
 from narrowgauge.spec.sums import REDUCTIONS
 from ranks import run_ranks
 

@@ -21,8 +21,8 @@ import narrowgauge as ng
 from distributed.models import gradients_of
 from distributed.test_reduction import found, mesh_of, placed, step, whole
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.checksums import fingerprint_all
 from narrowgauge.numerics.exact_sums import ExactSums
-from narrowgauge.numerics.summation import fingerprint_all
 from ranks import run_ranks
 from tensors import assert_same_bits
 

@@ -26,7 +26,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 import narrowgauge as ng
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.summation import fingerprint_all
+from narrowgauge.numerics.checksums import fingerprint_all
 from narrowgauge.spec.notation import parse_table
 from ranks import run_ranks
 

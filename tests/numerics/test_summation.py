@@ -12,11 +12,9 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import summation
+from narrowgauge.numerics.checksums import combine, fingerprint, fingerprint_all
 from narrowgauge.numerics.summation import (
-    combine,
     exact_sum,
-    fingerprint,
-    fingerprint_all,
     flat_chunks,
     from_grid,
     global_norm,

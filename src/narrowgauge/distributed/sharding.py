@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from narrowgauge import _torch
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.numerics.shards import is_sharded
-from narrowgauge.numerics.summation import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 
 
@@ -239,7 +239,7 @@ def begin_alike(model: nn.Module) -> None:
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """:func:`~narrowgauge.numerics.summation.fingerprint_all` of tensors some of which are DTensors: that of the whole tensors.
+    """:func:`~narrowgauge.numerics.checksums.fingerprint_all` of tensors some of which are DTensors: that of the whole tensors.
 
     Every rank of their meshes calls it, with the same names, and gets the same 16 digits as one process that holds all of it.
 
@@ -249,7 +249,7 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
 
 
 def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """:func:`~narrowgauge.numerics.summation.fingerprint` of each of several tensors; of a DTensor, that of the whole tensor.
+    """:func:`~narrowgauge.numerics.checksums.fingerprint` of each of several tensors; of a DTensor, that of the whole tensor.
 
     Every rank of their meshes calls it, with the same names in the same order, and gets the same numbers.
 

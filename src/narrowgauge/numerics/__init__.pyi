@@ -1,1 +1,1 @@
-from narrowgauge.numerics.summation import fingerprint as fingerprint
+from narrowgauge.numerics.checksums import fingerprint as fingerprint

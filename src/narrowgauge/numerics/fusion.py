@@ -17,7 +17,7 @@ from narrowgauge._torch.inductor import compile_any_shape
 from narrowgauge.machine.cpp_compiler import model_compiler_missing
 
 COMPILE_ELEMENTS = 1 << 18
-"""Definitions are compiled for at least so many elements; fewer never win back the seconds that compiling takes."""
+"""Definitions and kernels are compiled for at least this many elements; fewer do not win back the seconds of compiling."""
 
 
 def fused(size: int, definition: Callable[..., Any], *arguments: Tensor | None) -> Any:

@@ -7,7 +7,7 @@ out as DTensors placed like their parameter, so that a checkpoint can be read by
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def is_shared_out(tensor: Any) -> bool:
 
 
 def _cuts(placement: Any) -> bool:
-    """Whether ranks hold different elements along an axis; what two axes cut together says no to ``is_shard()``."""
+    """Whether ranks hold different elements along an axis; ``is_shard()`` is false for what two axes cut together."""
     return not (placement.is_replicate() or placement.is_partial())
 
 
@@ -94,6 +94,29 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
     return value
 
 
+def squares_of_all(
+    parts: Sequence[tuple[list[Any], Any]],
+    count: int,
+    peak_of: Callable[[Any], Tensor],
+    steps_of: Callable[[Any, Tensor], Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The two passes of :mod:`narrowgauge.numerics.summation` over tensors whose elements ranks share out.
+
+    Args:
+        parts: process groups, and what this rank holds of the tensors that belong to them; see :func:`by_reduction`.
+        count: how many elements all ranks have together.
+        peak_of: from what this rank holds to its largest magnitude, float32 0-d, 0 where there is nothing.
+        steps_of: from that and the scales to the sum of its squares in steps of both grids, int64 ``[2]``.
+    Returns:
+        ``(steps, scales, largest)``: the steps of each part over all of its ranks, int64 ``[parts, 2]``, and what
+        :func:`~narrowgauge.numerics.summation.from_grid` takes beside them.
+    """
+    largest = torch.stack([add_up(peak_of(members), groups, "max") for groups, members in parts]).amax()
+    scales = summation.grid_scales(largest, max(1, count))
+    steps = torch.stack([add_up(steps_of(members, scales), groups, "sum") for groups, members in parts])
+    return steps, scales, largest
+
+
 def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
     """:func:`~narrowgauge.numerics.summation.global_norm` of the whole of tensors some of which are DTensors.
 
@@ -106,23 +129,20 @@ def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
     Cost: two reads of what this rank holds, and two small messages.
     """
     device = local_of(tensors[0]).device
-    parts = [(groups, [x for x in members if x.numel()]) for groups, members in by_reduction(tensors)]
 
     def peak_of(members: Sequence[Tensor]) -> Tensor:
-        peaks = [summation.largest_magnitude(chunk) for x in members for (chunk,) in summation.flat_chunks(x)]
+        peaks = map(summation.largest_magnitude, summation.chunks_of(members))
         return torch.stack([torch.zeros((), dtype=torch.float32, device=device), *peaks]).amax()
 
     def steps_of(members: Sequence[Tensor], scales: Tensor) -> Tensor:
         steps = torch.zeros(2, dtype=torch.int64, device=device)
-        for x in members:
-            for (chunk,) in summation.flat_chunks(x):
-                steps += summation.grid_sum_of_squares(chunk, scales)
+        for chunk in summation.chunks_of(members):
+            steps += summation.grid_sum_of_squares(chunk, scales)
         return steps
 
-    peak = torch.stack([add_up(peak_of(members), groups, "max") for groups, members in parts]).amax()
-    scales = summation.grid_scales(peak, max(1, sum(tensor.numel() for tensor in tensors)))
-    steps = torch.stack([add_up(steps_of(members, scales), groups, "sum") for groups, members in parts]).sum(0)
-    return summation.root(summation.from_grid(steps, scales, peak))
+    count = sum(tensor.numel() for tensor in tensors)
+    steps, scales, largest = squares_of_all(by_reduction(tensors), count, peak_of, steps_of)
+    return summation.root(summation.from_grid(steps.sum(0), scales, largest))
 
 
 def gathered(owner: Any, part: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sums that do not depend on order, and fingerprints that do not depend on sharding.
+"""Sums that do not depend on order.
 
 Floating-point addition is not associative: a gradient norm summed in another order is another number, and a run clipped
 by it another run. Integer addition is. So the values are gone over twice: the first pass finds the largest magnitude (a
@@ -14,16 +14,12 @@ What lies below the grids: with ``n`` addends and ``w = 63 - n.bit_length()`` (3
 bits, so an addend is off by at most ``2^(-2w)`` times the largest square. One grid alone would have read every square
 below ``2^-37`` of the largest as zero, though a hundred million of those may count. :func:`exact_sum` repeats the grid
 until nothing is left, and so drops nothing. The four pieces of the picture are pure functions for kernels to compile.
-
-A *fingerprint* is the sum, modulo 2^64, of a hash of every element's bits and place. It too is an integer sum, so the
-fingerprints of shards add up to that of the whole.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,12 +30,8 @@ from narrowgauge.errors import FormatError
 CHUNK = 1 << 15
 
 _SQUARABLE = (torch.bfloat16, torch.float16, torch.float32)
-_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Every finite float64 is a whole number of 2^-1074.
 _UNIT_EXPONENT = 1074
-_MODULUS = 1 << 64
-# The increment and the finalizer's factors of splitmix64.
-_GOLDEN, _MIX_1, _MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -65,6 +57,11 @@ def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
         rows = max(1, CHUNK // (first.numel() // first.shape[0]))
         for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
             yield from flat_chunks(*parts)
+
+
+def chunks_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """All elements of all tensors, as by :func:`flat_chunks` of each."""
+    return (chunk for tensor in tensors for (chunk,) in flat_chunks(tensor))
 
 
 def exact_sum(x: Tensor) -> Tensor:
@@ -289,12 +286,11 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     filled = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
     if not filled:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
-    largest = torch.stack([largest_magnitude(chunk) for x in filled for (chunk,) in flat_chunks(x)]).amax()
+    largest = torch.stack([largest_magnitude(chunk) for chunk in chunks_of(filled)]).amax()
     scales = grid_scales(largest, sum(x.numel() for x in filled))
     steps = torch.zeros(2, dtype=torch.int64, device=largest.device)
-    for x in filled:
-        for (chunk,) in flat_chunks(x):
-            steps += grid_sum_of_squares(chunk, scales)
+    for chunk in chunks_of(filled):
+        steps += grid_sum_of_squares(chunk, scales)
     return from_grid(steps, scales, largest)
 
 
@@ -312,88 +308,3 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
         tensor(5.)
     """
     return root(sum_of_squares(tensors))
-
-
-def fingerprint(x: Tensor, *, offset: int = 0) -> int:
-    """A 64-bit hash: two tensors with equal hashes hold the same bits in the same places.
-
-    Invariant: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``, ``i`` the row-major index, ``bits_i`` the
-    element's bits as an unsigned number, ``mix`` the finalizer of splitmix64. Strides, device and chunks do not enter.
-    Shards at their own offsets add up to the whole (:func:`combine`). It sees a swap, a sign, one ulp, −0, and NaN
-    payloads. It does not see shape or dtype: zeros of two bytes and of four are alike.
-
-    Args:
-        x: any dtype of 1, 2, 4 or 8 bytes, any shape and stride.
-        offset: the place of ``x``'s first element in the whole tensor, in elements.
-
-    Returns:
-        0 … 2^64 − 1; 0 for no elements.
-
-    Raises:
-        FormatError: elements of another size.
-
-    Cost: one read, 3 ns an element on one CPU thread; temporaries under 16 MiB; waits for the device per chunk.
-
-    Example:
-        >>> x = torch.arange(6.0)
-        >>> fingerprint(x) == combine([fingerprint(x[:2]), fingerprint(x[2:], offset=2)])
-        True
-
-    Source:
-        splitmix64: Steele, Lea, Flood, OOPSLA 2014, doi 10.1145/2660193.2660195.
-    """
-    size = x.element_size()
-    if size not in _INTEGER_OF_SIZE:
-        raise FormatError(f"fingerprint takes elements of 1, 2, 4 or 8 bytes, and {x.dtype} has {size}.")
-    x = x.detach().resolve_conj().resolve_neg()
-    strides = torch.arange(min(CHUNK, x.numel()), dtype=torch.int64, device=x.device) * _signed(_GOLDEN)
-    total, place = 0, offset
-    for (chunk,) in flat_chunks(x):
-        bits = chunk.view(_INTEGER_OF_SIZE[size]).to(torch.int64)
-        if size in (2, 4):
-            bits = bits & ((1 << (8 * size)) - 1)
-        total += int(_mix(bits + strides[: chunk.numel()] + _signed((place + 1) * _GOLDEN)).sum())
-        place += chunk.numel()
-    return total % _MODULUS
-
-
-def _mix(z: Tensor) -> Tensor:
-    """The finalizer of splitmix64 on int64, whose products wrap modulo 2^64."""
-    z = (z ^ _shifted(z, 30)) * _signed(_MIX_1)
-    z = (z ^ _shifted(z, 27)) * _signed(_MIX_2)
-    return z ^ _shifted(z, 31)
-
-
-def _shifted(z: Tensor, places: int) -> Tensor:
-    # torch shifts int64 arithmetically: the copies of the sign bit are masked away.
-    return (z >> places) & ((1 << (64 - places)) - 1)
-
-
-def _signed(value: int) -> int:
-    """``value`` modulo 2^64 as the int64 with the same bits."""
-    value %= _MODULUS
-    return value - _MODULUS if value >> 63 else value
-
-
-def combine(fingerprints: Iterable[int]) -> int:
-    """The fingerprint of a whole tensor from those of its shards, each taken at its own offset: the sum modulo 2^64.
-
-    >>> combine([2**64 - 1, 3])
-    2
-    """
-    return sum(fingerprints) % _MODULUS
-
-
-def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
-    """One fingerprint for a set of named tensors, such as a model's ``state_dict``: 16 hexadecimal digits.
-
-    Invariant: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name): the order of the mapping does not enter,
-    and exchanging two tensors' names does. In place of a tensor its fingerprint may stand, as after :func:`combine`.
-
-    >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})
-    False
-    """
-    numbers = {name: x if isinstance(x, int) else fingerprint(x) for name, x in named.items()}
-    pairs = (number.to_bytes(8, "little") + name.encode() for name, number in numbers.items())
-    hashes = (hashlib.blake2b(pair, digest_size=8).digest() for pair in pairs)
-    return f"{combine(int.from_bytes(digest, 'little') for digest in hashes):016x}"

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics import rounding
+from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
 from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits, step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
@@ -39,9 +40,8 @@ from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
 
-WORTH_COMPILING, CHUNK_ON_GPU = 1 << 18, 1 << 18
-"""Elements from which compiling an addition pays within a short run; elements at a time elsewhere than on a CPU, where
-eight int32 temporaries stay within 8 MiB."""
+CHUNK_ON_GPU = 1 << 18
+"""Elements at a time elsewhere than on a CPU, so that eight int32 temporaries stay within 8 MiB."""
 MANTISSA, INFINITY, UPPER = 0x7FFFFF, 0x7F800000, -65536
 
 
@@ -184,7 +184,7 @@ class GradientAccumulator:
         self._planes: dict[Tensor, list[Tensor]] = {}
         self._filled: set[Tensor] = set()
         self._micro_step, self._warned = 0, False
-        self._compile = compile if compile is not None else sum(p.numel() for p in self._mine) >= WORTH_COMPILING
+        self._compile = compile if compile is not None else sum(p.numel() for p in self._mine) >= COMPILE_ELEMENTS
         self._warn(num_micro_batches or 0)
 
     def allocate(self) -> None:

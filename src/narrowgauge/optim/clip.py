@@ -7,7 +7,7 @@ is a property of the gradients' values alone, so clipping cannot make a run depe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.numerics.shards import add_up, by_reduction, local_of
+from narrowgauge.numerics.shards import by_reduction, local_of, squares_of_all
 from narrowgauge.optim.compilation import Definition, compiled, normal_words
 from narrowgauge.optim.state import SMALL, as_words
 
@@ -85,10 +85,12 @@ class GradientNorm:
         parts = [*rest, *alone]
         device = local_of(gradients[0]).device
         nothing = torch.zeros(2, dtype=torch.float64, device=device)
-        peaks = [add_up(self._peak(part, nothing, device), groups, "max") for groups, part in parts]
-        peak = torch.stack(peaks).amax()
-        scales = summation.grid_scales(peak, max(1, sum(g.numel() for g in gradients)))
-        steps = torch.stack([add_up(self._steps(part, scales, device), groups, "sum") for groups, part in parts])
+        steps, scales, peak = squares_of_all(
+            parts,
+            sum(g.numel() for g in gradients),
+            lambda part: self._peak(part, nothing, device),
+            lambda part, scales: self._steps(part, scales, device),
+        )
         norms = [
             summation.root(summation.from_grid(some.sum(0), scales, peak))
             for some in ((steps, steps[len(rest) :]) if alone else (steps,))
@@ -98,13 +100,13 @@ class GradientNorm:
     def _peak(self, part: _Sorted, nothing: Tensor, device: torch.device) -> Tensor:
         """The largest magnitude, 0 where there is nothing."""
         largest = [self._measure(g, nothing)[0].to(torch.int32).view(torch.float32) for g in part.large]
-        largest += [summation.largest_magnitude(chunk) for chunk in _chunks(part.rest)]
+        largest += [summation.largest_magnitude(chunk) for chunk in summation.chunks_of(part.rest)]
         return torch.stack([torch.zeros((), dtype=torch.float32, device=device), *largest]).amax()
 
     def _steps(self, part: _Sorted, scales: Tensor, device: torch.device) -> Tensor:
         """The sum of squares in steps of both grids, int64 ``[2]``."""
         steps = [self._measure(g, scales)[1:] for g in part.large]
-        steps += [summation.grid_sum_of_squares(chunk, scales) for chunk in _chunks(part.rest)]
+        steps += [summation.grid_sum_of_squares(chunk, scales) for chunk in summation.chunks_of(part.rest)]
         return torch.stack([torch.zeros(2, dtype=torch.int64, device=device), *steps]).sum(0)
 
     def _measure(self, gradient: Tensor, scales: Tensor) -> Tensor:
@@ -133,13 +135,6 @@ def _definition(measure: Callable[..., Tensor], values: Tensor) -> Definition:
     return Definition(
         measure, [words.view(values.dtype), summation.grid_scales(largest, 1 << 11)], [(0,), ()], edges=edges
     )
-
-
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
-    """All elements of all tensors, a cache-sized 1-D piece at a time."""
-    for tensor in tensors:
-        for (chunk,) in summation.flat_chunks(tensor):
-            yield chunk
 
 
 def control_scalars(

@@ -51,9 +51,9 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.checksums import fingerprint
 from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
 from narrowgauge.numerics.shards import is_sharded, local_of, own_part
-from narrowgauge.numerics.summation import fingerprint
 from narrowgauge.optim import codec
 from narrowgauge.optim.audit import audited_parts
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel

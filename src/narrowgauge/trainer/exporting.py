@@ -29,7 +29,7 @@ from narrowgauge.checkpoints.conversion.folders import new_folder
 from narrowgauge.checkpoints.saving import Checkpoint
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.numerics.summation import fingerprint, fingerprint_all
+from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.spec.recipes import Recipe

@@ -32,8 +32,8 @@ from narrowgauge.checkpoints.conversion.source import Source
 from narrowgauge.checkpoints.state_tensors import state_tensors
 from narrowgauge.distributed.ranks import ALONE, all_ranks
 from narrowgauge.errors import DataError, RecipeError, RecordError
+from narrowgauge.numerics.checksums import fingerprint_all
 from narrowgauge.numerics.shards import is_sharded, local_of, own_part
-from narrowgauge.numerics.summation import fingerprint_all
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW

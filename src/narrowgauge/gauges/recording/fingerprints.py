@@ -32,7 +32,7 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import CorruptionError
-from narrowgauge.numerics.summation import combine, fingerprint, fingerprint_all
+from narrowgauge.numerics.checksums import combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words, parted_in
 from narrowgauge.runs.schema import Row

@@ -16,8 +16,8 @@ from narrowgauge.assembly.trainable import depends_on_order
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, dtype_name, told
 from narrowgauge.matmul.swapping import Layer
+from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.numerics.shards import is_sharded
-from narrowgauge.numerics.summation import fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 
 Values = dict[str, Any]

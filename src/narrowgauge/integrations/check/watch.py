@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge._torch import current_backward
+from narrowgauge.numerics.checksums import fingerprint
 from narrowgauge.numerics.shards import is_sharded, local_of
-from narrowgauge.numerics.summation import fingerprint
 from narrowgauge.optim.optimizer import Optimizer
 
 # So many of the smallest vectors and matrices are followed, none with more elements than this.
