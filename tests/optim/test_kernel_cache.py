@@ -448,6 +448,15 @@ def test_an_alias_that_others_may_have_written_is_not_followed(kernel: Callable[
     assert kernel_cache.find_key(alias.name[:24], compiler_version()) is None and not alias.exists()
 
 
+def test_aliases_of_old_source_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "MAX_ALIASES", 2)
+    for k, letter in enumerate("abc"):
+        kernel_cache.add_alias(letter * 24, "g++ 12", KEY)
+        for path in (cache / "aliases").glob(f"{letter}*"):
+            os.utime(path, (k, k))
+    assert [kernel_cache.find_key(letter * 24, "g++ 12") for letter in "abc"] == [None, KEY, KEY]
+
+
 def test_without_a_compiler_the_alias_of_any_is_followed(cache: Path) -> None:
     kernel_cache.add_alias("a" * 24, "g++ 12", KEY)
     found = [kernel_cache.find_key("a" * 24, compiler) for compiler in ("g++ 12", "g++ 13", "")]

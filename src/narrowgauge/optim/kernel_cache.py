@@ -28,6 +28,7 @@ from narrowgauge.machine.cache_folder import cache_folder
 if sys.platform != "win32":
     import fcntl
 
+MAX_ALIASES = 8192
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -120,6 +121,10 @@ def add_alias(alias: str, compiler: str, key: str) -> None:
             written.write_text(f"{key} {_digest(f'{path.name} {key}'.encode())}\n", encoding="ascii")
             written.chmod(0o600)
             os.replace(written, path)
+            # Each edit of the source leaves those of before.
+            others = sorted(path.parent.iterdir(), key=lambda other: other.stat().st_mtime)
+            for old in others[:-MAX_ALIASES]:
+                old.unlink(missing_ok=True)
         finally:
             written.unlink(missing_ok=True)
 

@@ -201,4 +201,4 @@ def rule_source(rule: Rule) -> str:
             return inspect.getsource(rule.update) + inspect.getsource(sys.modules[rule.update.__module__])
     except (OSError, TypeError, AttributeError, KeyError):
         pass
-    return uuid.uuid4().hex  # from an interactive session, or a closure: compiled again in every process
+    return uuid.uuid4().hex  # from an interactive session, or a closure: traced again in every process
