@@ -18,7 +18,7 @@ import torch
 from faults import Strike, nothing, once
 from torch import Tensor
 
-from narrowgauge.trainer.micro_batches import Detour
+from narrowgauge.trainer.micro_batches import SkippedBatches
 from narrowgauge.trainer.session import Session
 
 AT = 7
@@ -89,7 +89,7 @@ def detour(batches: int) -> Change:
     """Later batches than it is their turn, or earlier ones."""
 
     def change(session: Session) -> None:
-        session.detours = [Detour(session.step, batches)]
+        session.skipped_batches = [SkippedBatches(session.step, batches)]
 
     return change
 

@@ -329,7 +329,7 @@ def watched(
     with session.watched():
         gauges = session.gauges
         losses = [train_step(session)["loss"] for _ in range(WATCHED_STEPS)]
-    return losses, session.fingerprint(), gauges
+    return losses, session.weights_fingerprint(), gauges
 
 
 def gauge_rows(device: torch.device) -> list[Row]:

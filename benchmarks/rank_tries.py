@@ -45,7 +45,7 @@ from narrowgauge.checkpoints import checkpoint_files
 # Imported before the forks, which then need no imports of their own.
 from narrowgauge.checkpoints.checkpoint_files import damage, load_whole, saved_tensors
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
-from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, state_tensors
+from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
 
@@ -98,7 +98,7 @@ def job(rank: int, size: int, folder: Path) -> None:
     found, begun = latest_checkpoint(folder, lambda path, why: None, ranks), 0
     if found is not None:
         tensors = load_tensors(found.path, saved_tensors(found.path), model.named_parameters(), optimizer)
-        give_back(tensors, model.named_parameters(), optimizer)
+        restore_tensors(tensors, model.named_parameters(), optimizer)
         begun = found.step
     saver, in_flight = Saver(folder, ranks), 0
     for step in range(begun, STEPS):

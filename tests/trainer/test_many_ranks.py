@@ -16,7 +16,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, RankError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, sum_in_order, turns
+from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.session import Session
 from ranks import run_ranks
 from trainer.tiny_runs import lasting, settings
@@ -97,23 +97,23 @@ def test_more_ranks_than_micro_batches_are_refused_before_anything_is_written(pl
     assert not (tmp_path / "run").exists()
 
 
-def train_with_a_bad_leaf(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
-    """One rank of a training in whose third batch one leaf is not finite, each time it is computed."""
+def train_with_a_bad_micro_batch(rank: int, place: Path, out: Path, changes: dict[str, Any]) -> str:
+    """One rank of a training in whose third batch one micro-batch is not finite, each time it is computed."""
     from narrowgauge.trainer import session as module
 
-    true_loss, now = module._loss, {"batch": -1, "leaf": -1}
+    true_loss, now = module._loss, {"batch": -1, "number": -1}
     true_batch = Session.batch
 
     def batch(self: Session) -> Any:
-        for turn, tokens in zip(self.turns, true_batch(self), strict=True):
-            now.update(batch=batch_index(self.step, self.detours), leaf=turn.leaf)
+        for each, tokens in zip(self.micro_batches, true_batch(self), strict=True):
+            now.update(batch=batch_index(self.step, self.skipped_batches), number=each.number)
             yield tokens
 
     def build_loss(model: Any, config: Any) -> Any:
         loss = true_loss(model, config)
 
         def spoiled(tokens: torch.Tensor) -> torch.Tensor:
-            if now != {"batch": 2, "leaf": 3} or not torch.is_grad_enabled():
+            if now != {"batch": 2, "number": 3} or not torch.is_grad_enabled():
                 return loss(tokens)
             activation = model.model.layers[1].mlp.act_fn
             handle = activation.register_forward_hook(lambda _, __, out: out * math.nan)
@@ -134,7 +134,7 @@ def train_with_a_bad_leaf(rank: int, place: Path, out: Path, changes: dict[str, 
 @pytest.mark.parametrize("shard", ["full", "none"])
 def test_the_first_bad_value_is_found_on_the_rank_that_made_it(shard: str, place: Path, tmp_path: Path) -> None:
     changes = {**BASE, "shard": shard, "on_spike": "stop"}
-    said = run_ranks(train_with_a_bad_leaf, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
+    said = run_ranks(train_with_a_bad_micro_batch, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
     run = read_run(tmp_path / "run")
     (found,) = [event for event in run.events if event["kind"] == "first_bad_value"]
     assert found["step"] == 3 and found["message"].startswith("On rank 1: ") and "layers.1.mlp" in found["message"]
@@ -144,8 +144,8 @@ def test_the_first_bad_value_is_found_on_the_rank_that_made_it(shard: str, place
 
 def test_ranks_roll_back_together_and_take_the_same_detour(place: Path, tmp_path: Path, one_thread: None) -> None:
     changes = {**BASE, "recipe": "bfloat16/word/reproducible", "on_spike": "rollback", "checkpoint_every": 1}
-    train_with_a_bad_leaf(0, place, tmp_path / "alone", changes)
-    run_ranks(train_with_a_bad_leaf, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
+    train_with_a_bad_micro_batch(0, place, tmp_path / "alone", changes)
+    run_ranks(train_with_a_bad_micro_batch, 2, tmp_path / "ranks", place, tmp_path / "run", changes)
     alone, run = (read_run(tmp_path / name) for name in ("alone", "run"))
     assert [(e["step"], e["to_step"]) for e in run.events if e["kind"] == "rollback"] == [(3, 2)]
     bits = [[(row["step"], row["loss"], row["grad_norm"]) for row in each.steps] for each in (alone, run)]
@@ -158,24 +158,24 @@ def test_one_process_has_no_shards(changes: dict[str, Any], place: Path, tmp_pat
         loop.train(settings(place, tmp_path / "run", **changes))
 
 
-def test_every_leaf_has_its_turn_once_whatever_the_number_of_ranks() -> None:
-    for num_leaves in range(1, 14):
-        for size in range(1, num_leaves + 1):
-            by_rank = [turns(num_leaves, rank, size) for rank in range(size)]
+def test_every_micro_batch_is_computed_once_whatever_the_number_of_ranks() -> None:
+    for num_micro_batches in range(1, 14):
+        for size in range(1, num_micro_batches + 1):
+            by_rank = [micro_batches_of_rank(num_micro_batches, rank, size) for rank in range(size)]
             assert len({len(own) for own in by_rank}) == 1
-            done = [turn.leaf for own in by_rank for turn in own if not turn.is_absent]
-            assert sorted(done) == list(range(num_leaves))
-            assert all([turn.is_last for turn in own] == [False] * (len(own) - 1) + [True] for own in by_rank)
+            done = [each.number for own in by_rank for each in own if not each.is_absent]
+            assert sorted(done) == list(range(num_micro_batches))
+            assert all([each.is_last for each in own] == [False] * (len(own) - 1) + [True] for own in by_rank)
 
 
-def gather_here(rank: int, num_leaves: int) -> tuple[float, list[float]]:
+def gather_here(rank: int, num_micro_batches: int) -> tuple[float, list[float]]:
     here = all_ranks()
-    own = turns(num_leaves, here.rank, here.size)
-    values = [1e8 / (turn.leaf + 1) * (-1) ** turn.leaf for turn in own]
-    total = sum_in_order([torch.tensor(value) for value in values], num_leaves, here.size)
-    return float(total), gather_in_order(values, num_leaves, here)
+    own = micro_batches_of_rank(num_micro_batches, here.rank, here.size)
+    values = [1e8 / (each.number + 1) * (-1) ** each.number for each in own]
+    total = sum_in_order([torch.tensor(value) for value in values], num_micro_batches, here.size)
+    return float(total), gather_in_order(values, num_micro_batches, here)
 
 
-def test_numbers_of_leaves_are_added_up_in_their_order(tmp_path: Path) -> None:
+def test_numbers_of_micro_batches_are_added_up_in_their_order(tmp_path: Path) -> None:
     (expected,) = {gather_here(0, 7)[0]}
     assert run_ranks(gather_here, 3, tmp_path, 7) == [(expected, gather_here(0, 7)[1])] * 3

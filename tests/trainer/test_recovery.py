@@ -38,7 +38,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[
         return lambda tokens: change(loss(tokens)) if STATE.get("spoiled") and torch.is_grad_enabled() else loss(tokens)
 
     def batch(self: Session) -> list[torch.Tensor]:
-        STATE["spoiled"] = batch_index(self.step, self.detours) in batches
+        STATE["spoiled"] = batch_index(self.step, self.skipped_batches) in batches
         return true_batch(self)
 
     true_batch = Session.batch

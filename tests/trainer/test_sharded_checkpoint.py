@@ -24,7 +24,7 @@ import narrowgauge as ng
 from narrowgauge.checkpoints import checkpoint_files, sharded_checkpoints
 from narrowgauge.checkpoints.checkpoint_files import load_whole, saved_tensors
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint, load_checkpoint
-from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, state_tensors
+from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.errors import RecordError
 from narrowgauge.spec.storages import STORAGES
@@ -73,7 +73,7 @@ def restored(case: str, folder: Path, mesh: Any = None, ranks: Ranks = ALONE) ->
     checkpoint = latest_checkpoint(folder, must_not_be_called, ranks)
     assert checkpoint is not None
     tensors = load_tensors(checkpoint.path, saved_tensors(checkpoint.path), model.named_parameters(), optimizer)
-    give_back(tensors, model.named_parameters(), optimizer)
+    restore_tensors(tensors, model.named_parameters(), optimizer)
     return model, optimizer
 
 

@@ -85,7 +85,7 @@ def _empty(name: str, saved: SavedTensor, owner: Any) -> Tensor:
     return placed_like(owner, torch.empty(shape, dtype=saved.dtype, device=own.device))
 
 
-def give_back(
+def restore_tensors(
     tensors: Mapping[str, Tensor], named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
 ) -> None:
     """Set weights, states and audits to those of :func:`load_tensors`.

@@ -31,19 +31,19 @@ _KIND_NAMES: dict[type, str] = {
 }  # fmt: skip
 
 
-def about(help: str, constraint: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
+def described(help: str, constraint: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
     """Metadata of a setting: its help, and its constraint as text and as a predicate."""
     return {"help": help, "constraint": constraint, "holds": holds}
 
 
-def setting(default: Any, *described: Any) -> Any:
-    """A field with a default and what :func:`about` takes."""
-    return dataclasses.field(default=default, metadata=about(*described))
+def config_field(default: Any, *description: Any) -> Any:
+    """A field with a default and the arguments of :func:`described`."""
+    return dataclasses.field(default=default, metadata=described(*description))
 
 
-def count(default: int | None, help: str, least: int = 1) -> Any:
+def count_field(default: int | None, help: str, least: int = 1) -> Any:
     """A field that holds a number from ``least`` on."""
-    return setting(default, help, f"at least {least}", lambda value: least <= value < 2**63)
+    return config_field(default, help, f"at least {least}", lambda value: least <= value < 2**63)
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
@@ -154,109 +154,111 @@ class TrainConfig:
         0.003
     """
 
-    model: str = setting(
+    model: str = config_field(
         "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.", "not empty", bool
     )
-    data: str = setting(
+    data: str = config_field(
         "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool
     )
     recipe: Recipe = dataclasses.field(
         default=parse("bfloat16/word"),
-        metadata=about("A recipe (narrowgauge show recipes) or a .toml file with one."),
+        metadata=described("A recipe (narrowgauge show recipes) or a .toml file with one."),
     )
-    steps: int = count(400, "Optimizer steps.")
-    batch_size: int = count(8, "Sequences per optimizer step.")
-    sequence_length: int = count(256, "Tokens per sequence.")
-    gradient_accumulation_steps: int = count(1, "Micro-batches per optimizer step; must divide the batch size.")
-    lr: float | None = setting(
+    steps: int = count_field(400, "Optimizer steps.")
+    batch_size: int = count_field(8, "Sequences per optimizer step.")
+    sequence_length: int = count_field(256, "Tokens per sequence.")
+    gradient_accumulation_steps: int = count_field(1, "Micro-batches per optimizer step; must divide the batch size.")
+    lr: float | None = config_field(
         None,
         "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
         "0.0003; unit-scaled models: 0.5]",
         "above 0 and finite",
         lambda value: 0 < value < math.inf,
     )
-    schedule: str = setting(
+    schedule: str = config_field(
         "cosine",
         "Decay of the learning rate after the warm-up: cosine, linear or constant.",
         f"one of {', '.join(SCHEDULES)}",
         lambda value: value in SCHEDULES,
     )
-    warmup_steps: int | None = count(
+    warmup_steps: int | None = count_field(
         None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0
     )
-    min_lr_ratio: float = setting(
+    min_lr_ratio: float = config_field(
         0.1, "Final learning rate as a fraction of the peak.", "from 0 to 1", lambda value: 0 <= value <= 1
     )
-    beta1: float = setting(0.9, "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
-    beta2: float = setting(0.95, "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
-    eps: float = setting(1e-8, "AdamW's epsilon.", "at least 0 and finite", lambda value: 0 <= value < math.inf)
-    weight_decay: float = setting(
+    beta1: float = config_field(0.9, "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
+    beta2: float = config_field(0.95, "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
+    eps: float = config_field(1e-8, "AdamW's epsilon.", "at least 0 and finite", lambda value: 0 <= value < math.inf)
+    weight_decay: float = config_field(
         0.1, "Decoupled weight decay of matrices.", "at least 0 and finite", lambda value: 0 <= value < math.inf
     )
-    max_grad_norm: float = setting(
+    max_grad_norm: float = config_field(
         1.0, "Maximum gradient norm for clipping; inf disables it.", "above 0", lambda value: value > 0
     )
-    seed: int = count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
-    out: str | None = setting(
+    seed: int = count_field(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
+    out: str | None = config_field(
         None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]", "a path", bool
     )
-    tokenizer: str | None = setting(
+    tokenizer: str | None = config_field(
         None, "A tokenizer.json or a folder with one.  [default: a BPE trained on the data]", "a path", bool
     )
-    held_out: float = setting(
+    held_out: float = config_field(
         0.05, "Fraction of the documents held out for validation.", "above 0 and below 1", lambda value: 0 < value < 1
     )
-    eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
-    eval_batches: int = count(8, "Batches per validation.")
-    checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
-    keep_checkpoints: int = count(2, "Number of latest checkpoints to keep.")
-    accumulation_dtype: str = setting(
+    eval_every: int = count_field(100, "Steps between validations; 0: only at the end.", 0)
+    eval_batches: int = count_field(8, "Batches per validation.")
+    checkpoint_every: int = count_field(100, "Steps between checkpoints; 0: only at the end.", 0)
+    keep_checkpoints: int = count_field(2, "Number of latest checkpoints to keep.")
+    accumulation_dtype: str = config_field(
         "float32",
         f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.",
         f"one of {', '.join(ACCUMULATIONS)}",
         lambda value: value in ACCUMULATIONS,
     )
-    audit_every: int = count(10, "Steps between audits of the update; 0: never.", 0)
-    gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
-    fingerprints_every: int = count(
+    audit_every: int = count_field(10, "Steps between audits of the update; 0: never.", 0)
+    gauges_every: int = count_field(20, "Steps between samples of the gauges; 0: none.", 0)
+    fingerprints_every: int = count_field(
         0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0
     )
-    verify_every: int = count(
+    verify_every: int = count_field(
         1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0
     )
-    on_spike: str = setting(
+    on_spike: str = config_field(
         "report",
         "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and skip "
         "the data since, or stop.",
         f"one of {', '.join(SPIKE_ACTIONS)}",
         lambda value: value in SPIKE_ACTIONS,
     )
-    max_rollbacks: int = count(3, "Rollbacks after which a spike stops the run.", 0)
-    tensorboard: bool = setting(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
-    log_to: str = setting(
+    max_rollbacks: int = count_field(3, "Rollbacks after which a spike stops the run.", 0)
+    tensorboard: bool = config_field(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
+    log_to: str = config_field(
         "none",
         f"Also send metrics and events to loggers, separated by commas: {', '.join(LOGGERS)}.",
         f"none, or names out of {', '.join(LOGGERS)}",
         lambda value: set(names_in(value)) <= set(LOGGERS),
     )
-    log_every: int = count(10, "Steps between printed lines; every step is recorded.")
-    stop_after: int | None = count(None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
-    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
-    compile: bool | None = setting(
+    log_every: int = count_field(10, "Steps between printed lines; every step is recorded.")
+    stop_after: int | None = count_field(
+        None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]"
+    )
+    activation_checkpointing: bool = config_field(False, "Recompute activations in the backward pass to save memory.")
+    compile: bool | None = config_field(
         None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]"
     )
-    shard: str = setting(
+    shard: str = config_field(
         "full",
         "On several ranks, share weights, gradients and states out over them: full or none.",
         f"one of {', '.join(SHARDINGS)}",
         lambda value: value in SHARDINGS,
     )
-    replicas: int = count(1, "Copies of the sharded model; must divide the number of ranks.")
-    offload: bool = setting(False, "On several ranks, keep shards in the host's memory.")
-    narrow_gather: bool = setting(
+    replicas: int = count_field(1, "Copies of the sharded model; must divide the number of ranks.")
+    offload: bool = config_field(False, "On several ranks, keep shards in the host's memory.")
+    narrow_gather: bool = config_field(
         False, "On several ranks, gather sharded weights as the codes that the recipe's matmuls take."
     )
-    threads: int | None = count(
+    threads: int | None = count_field(
         None, "CPU threads per rank.  [default: 1 with an order-free reduction, else cores / ranks]"
     )
 

@@ -291,8 +291,8 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
             session.seconds = time.perf_counter() - began
             session.save(writer.num_rows)
 
-        session.prints.before_first(session.step)
-        reporter.fingerprint(session.prints)
+        session.fingerprints.before_first(session.step)
+        reporter.fingerprint(session.fingerprints)
         if config.on_spike == "rollback" and session.step == 0:
             save()  # a checkpoint to roll back to
         try:
@@ -302,7 +302,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 if recovery.takes_over(row):
                     continue
                 reporter.step(row, judgement, session.linears, session.gauges)
-                reporter.fingerprint(session.prints, must_agree=config.verify_every > 0)
+                reporter.fingerprint(session.fingerprints, must_agree=config.verify_every > 0)
                 if _is_due(session.step, config.eval_every) and session.step < config.steps:
                     _evaluate(session, reporter)
                 recovery.after(row, save)

@@ -22,42 +22,44 @@ from narrowgauge.distributed.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What a rank does in one round.
+class MicroBatch:
+    """What a rank computes in one round of a step.
 
     Args:
-        leaf: the number of the micro-batch.
-        is_absent: the rank has no leaf left and repeats this one.
+        number: of the micro-batch in the step, over all ranks.
+        is_absent: the rank has no micro-batch left and repeats this one.
         is_last: the last round of the step.
     """
 
-    leaf: int
+    number: int
     is_absent: bool = False
     is_last: bool = False
 
 
-def turns(num_leaves: int, rank: int = 0, size: int = 1) -> list[Turn]:
+def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) -> list[MicroBatch]:
     """The rounds of one rank.
 
     Args:
-        num_leaves: of the step; at least one for each rank.
+        num_micro_batches: of the step; at least one for each rank.
         rank, size: this rank and how many there are.
 
     Example:
-        >>> [(turn.leaf, turn.is_absent) for turn in turns(5, rank=2, size=3)]
+        >>> [(each.number, each.is_absent) for each in micro_batches_of_rank(5, rank=2, size=3)]
         [(2, False), (2, True)]
     """
-    rounds = -(-num_leaves // size)
-    leaves = [rank + size * number for number in range(rounds)]
-    return [Turn(leaf if leaf < num_leaves else rank, leaf >= num_leaves, leaf == leaves[-1]) for leaf in leaves]
+    numbers = range(rank, rank + size * -(-num_micro_batches // size), size)
+    return [
+        MicroBatch(number if number < num_micro_batches else rank, number >= num_micro_batches, number == numbers[-1])
+        for number in numbers
+    ]
 
 
-def sum_in_order(shares: Sequence[Tensor], num_leaves: int, size: int = 1) -> Tensor:
-    """The sum of a number of each leaf, added in the order of the leaves whoever has computed them.
+def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
+    """The sum of a number of each micro-batch, added in their order, whichever rank computed them.
 
     Args:
         shares: 0-d, of this rank's rounds.
-        num_leaves: how many leaves there are.
+        num_micro_batches: of the step.
         size: how many ranks there are.
     Returns:
         0-d, the same bits on every rank and for every number of ranks.
@@ -66,31 +68,31 @@ def sum_in_order(shares: Sequence[Tensor], num_leaves: int, size: int = 1) -> Te
     if size > 1:
         gathered = torch.empty(size * len(shares), dtype=table.dtype, device=table.device)
         torch.distributed.all_gather_into_tensor(gathered, table)
-        table = gathered.view(size, -1).t().reshape(-1)  # round by round, each by rank: the order of the leaves
+        table = gathered.view(size, -1).t().reshape(-1)  # round by round, each by rank: the order of the micro-batches
     total = table[0]
-    for share in table[1:num_leaves].unbind():
+    for share in table[1:num_micro_batches].unbind():
         total = total + share
     return total
 
 
-def gather_in_order(values: Sequence[float], num_leaves: int, here: Ranks) -> list[float]:
-    """A number of each leaf from all ranks, in the order of the leaves.
+def gather_in_order(values: Sequence[float], num_micro_batches: int, here: Ranks) -> list[float]:
+    """A number of each micro-batch from all ranks, in their order.
 
     Args:
         values: of this rank's rounds.
-        num_leaves: how many leaves there are.
+        num_micro_batches: of the step.
         here: this process.
     """
     by_rank = here.gather(list(values))
-    return [by_rank[leaf % here.size][leaf // here.size] for leaf in range(num_leaves)]
+    return [by_rank[number % here.size][number // here.size] for number in range(num_micro_batches)]
 
 
 # ── batches that rollbacks skip ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, slots=True)
-class Detour:
-    """Skipped batches.
+class SkippedBatches:
+    """Batches that are skipped after a rollback.
 
     Args:
         step: step of the checkpoint from which the run continued.
@@ -101,23 +103,23 @@ class Detour:
     batches: int
 
 
-def batch_index(step: int, detours: Iterable[Detour]) -> int:
+def batch_index(step: int, skipped: Iterable[SkippedBatches]) -> int:
     """The index of the batch for the step after ``step`` steps.
 
-    Invariant: steps after a detour take no batch twice.
+    Invariant: no batch is taken twice.
 
     Example:
-        >>> [batch_index(step, [Detour(100, 8)]) for step in (99, 100, 101)]
+        >>> [batch_index(step, [SkippedBatches(100, 8)]) for step in (99, 100, 101)]
         [99, 108, 109]
     """
-    return step + sum(detour.batches for detour in detours if detour.step <= step)
+    return step + sum(each.batches for each in skipped if each.step <= step)
 
 
-def detours_of(events: Iterable[Mapping[str, Any]]) -> list[Detour]:
-    """The detours recorded in a run's events, in order.
+def skipped_batches_of(events: Iterable[Mapping[str, Any]]) -> list[SkippedBatches]:
+    """The batches that a run skipped, by its events, in order.
 
     Example:
-        >>> detours_of([{"kind": "rollback", "step": 108, "to_step": 100, "batches": 8}])
-        [Detour(step=100, batches=8)]
+        >>> skipped_batches_of([{"kind": "rollback", "step": 108, "to_step": 100, "batches": 8}])
+        [SkippedBatches(step=100, batches=8)]
     """
-    return [Detour(row["to_step"], row["batches"]) for row in events if row.get("kind") == "rollback"]
+    return [SkippedBatches(row["to_step"], row["batches"]) for row in events if row.get("kind") == "rollback"]

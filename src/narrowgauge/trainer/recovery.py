@@ -22,7 +22,7 @@ from narrowgauge.gauges.recording.run_reporter import Reporter
 from narrowgauge.gauges.recording.step_row import FailedSteps, is_rescaled, symptom, why_skipped
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.micro_batches import detours_of
+from narrowgauge.trainer.micro_batches import skipped_batches_of
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import differentiated
 
@@ -48,7 +48,7 @@ class Recovery:
         self.session, self.reporter, self.action = session, reporter, session.config.on_spike
         self.replays, self.failures = 0, FailedSteps()
         self.stuck = ""  # why a step could not be rolled back
-        session.detours = detours_of(reporter.rebuild().events)
+        session.skipped_batches = skipped_batches_of(reporter.rebuild().events)
 
     def judgement(self) -> StepJudgement | None:
         """What judges the next step before its update; ``None`` where spikes are only reported."""
@@ -107,7 +107,7 @@ class Recovery:
         return "spike" not in row and is_rescaled(row, self.session.optimizer.loss_scaler, self.session.loss_scale)
 
     def _roll_back(self, row: Row) -> bool:
-        session, done = self.session, len(self.session.detours)
+        session, done = self.session, len(self.session.skipped_batches)
         if done >= session.config.max_rollbacks:
             self.stuck = f", and {done} {'rollback is' if done == 1 else 'rollbacks are'} used up"
             return False
@@ -128,9 +128,9 @@ class Recovery:
             **{name: spike[name] for name in ("value", "threshold") if name in spike},
         }
         self.reporter.event(event, shown=True)
-        session.detours = detours_of(self.reporter.go_back(to).events)
+        session.skipped_batches = skipped_batches_of(self.reporter.go_back(to).events)
         session.restore(lambda path, reason: None)
-        session.prints.last = None  # of the step that was undone
+        session.fingerprints.last = None  # of the step that was undone
         return True
 
     def _investigate(self, row: Row) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from narrowgauge.assembly.preparation import DifferenceNotice, is_matrix, prepare
 from narrowgauge.checkpoints.checkpoint_files import saved_tensors
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
-from narrowgauge.checkpoints.state_tensors import give_back, load_tensors, require_same_model, state_tensors
+from narrowgauge.checkpoints.state_tensors import load_tensors, require_same_model, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import Held, Verifier
@@ -49,7 +49,7 @@ from narrowgauge.runs.record import read_run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.micro_batches import Detour, Turn, batch_index, turns
+from narrowgauge.trainer.micro_batches import MicroBatch, SkippedBatches, batch_index, micro_batches_of_rank
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,11 +75,11 @@ class Session:
         seconds: wall time up to the last checkpoint, over all processes.
         audit_total: the audit's sums over the whole run.
         gauges: the gauges, while attached; see :meth:`watched`.
-        detours: batches skipped by rollbacks.
+        skipped_batches: after rollbacks.
         standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
         saver: writes its checkpoints.
         verifier: compares what the ranks hold and compute.
-        prints: records fingerprints of its steps.
+        fingerprints: of its steps, where they are recorded.
         reader: makes the rows of its steps.
         traffic: counts what is sent between ranks, while a loop runs.
         batch_crc: checksum of the last step's tokens, of all ranks together.
@@ -103,11 +103,11 @@ class Session:
     seconds: float = 0.0
     audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
     gauges: Gauges | None = None
-    detours: list[Detour] = field(default_factory=list)
+    skipped_batches: list[SkippedBatches] = field(default_factory=list)
     standing: dict[str, Any] = field(default_factory=dict)
     saver: Saver = field(init=False)
     verifier: Verifier = field(init=False)
-    prints: Fingerprints = field(init=False)
+    fingerprints: Fingerprints = field(init=False)
     reader: StepReader = field(init=False)
     traffic: Traffic | None = None
     batch_crc: str = ""
@@ -121,7 +121,7 @@ class Session:
         )
         every, eager = self.config.fingerprints_every, not self.config.compile
         self.reader = StepReader(WatchedOptimizer(self.model, self.optimizer))
-        self.prints = Fingerprints(self.model, self.optimizer, every, self.here, sees_outputs=eager)
+        self.fingerprints = Fingerprints(self.model, self.optimizer, every, self.here, sees_outputs=eager)
 
     @property
     def device(self) -> torch.device:
@@ -152,20 +152,20 @@ class Session:
         return self.model.named_parameters()
 
     @property
-    def turns(self) -> list[Turn]:
+    def micro_batches(self) -> list[MicroBatch]:
         """Which micro-batches of a step this rank computes, in order."""
-        return turns(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
+        return micro_batches_of_rank(self.config.gradient_accumulation_steps, self.here.rank, self.here.size)
 
     def batch(self) -> list[Tensor]:
-        """This rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` for each of its turns."""
+        """This rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` for each round."""
         c = self.config
-        place = batch_index(self.step, self.detours)
+        place = batch_index(self.step, self.skipped_batches)
         batch = self.data.batch(place, c.batch_size, c.sequence_length, c.seed)
         self.batch_crc = batch_checksum(batch)
         self.unigram_loss = float(self.data.unigram_losses[batch].mean(dtype=np.float64))
         tokens = torch.from_numpy(batch)
-        leaves = tokens.split(c.micro_batch_size)
-        return [leaves[turn.leaf].to(self.device) for turn in self.turns]
+        parts = tokens.split(c.micro_batch_size)
+        return [parts[each.number].to(self.device) for each in self.micro_batches]
 
     def reshard(self) -> None:
         """Free what FSDP2 has gathered and no backward pass has freed, so that parameters are shards again."""
@@ -194,12 +194,12 @@ class Session:
             self.gauges.detach()
             self.gauges = None
 
-    def fingerprint(self) -> str:
+    def weights_fingerprint(self) -> str:
         """A 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
 
-    def taken(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """What a checkpoint holds of this moment: tensors by name, not copied, and a JSON object of everything else."""
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds: ``tensors`` by name, not copied, and ``state``, a JSON object of everything else."""
         tensors = state_tensors(self.named_parameters(), self.optimizer)
         if self.linears is not None:
             tensors |= {f"matmul.{name}": history for name, history in self.linears.histories().items()}
@@ -209,12 +209,12 @@ class Session:
             "seconds": self.seconds,
             "audit_total": self.audit_total.tolist(),
             "num_skipped": self.optimizer.num_skipped,
-            "fingerprint": self.fingerprint(),
+            "fingerprint": self.weights_fingerprint(),
             "settings": self.config.to_dict(),
         }
         if self.optimizer.loss_scaler is not None:
             state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
-        return tensors, state
+        return {"tensors": tensors, "state": state}
 
     def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
         """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step.
@@ -222,11 +222,11 @@ class Session:
         Args:
             num_rows: number of records in each file of the run, which a resume verifies.
         """
-        tensors, state = self.taken()
-        state["rows"] = dict(num_rows or {})
+        saved = self.state_dict()
+        state = {**saved["state"], "rows": dict(num_rows or {})}
         # The checkpoint of an interruption must not replace the one for a rollback.
         extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
-        return self.saver.save(self.step, tensors, state, self.config.keep_checkpoints + extra)
+        return self.saver.save(self.step, saved["tensors"], state, self.config.keep_checkpoints + extra)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> None:
         """Load the latest good checkpoint, or stay at step 0 if there is none.
@@ -254,17 +254,18 @@ class Session:
                 return load_tensors(checkpoint.path, saved, self.named_parameters(), self.optimizer)
 
         tensors = self.saver.ranks.together(load_checked)
-        self.put(tensors, state)
-        if state["fingerprint"] != self.fingerprint():
+        self.load_state_dict({"tensors": tensors, "state": state})
+        if state["fingerprint"] != self.weights_fingerprint():
             raise RecordError(
-                f"{where} gives weights {self.fingerprint()}, and {state['fingerprint']} was saved.",
+                f"{where} gives weights {self.weights_fingerprint()}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
         self.standing = {name: state[name] for name in ("settings", "rows") if name in state}
 
-    def put(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Go to the moment at which :meth:`taken` returned this; the tensors may be used from here on."""
-        give_back(tensors, self.named_parameters(), self.optimizer)
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to the step at which :meth:`state_dict` returned this; its tensors must not be written to afterwards."""
+        tensors, state = state_dict["tensors"], state_dict["state"]
+        restore_tensors(tensors, self.named_parameters(), self.optimizer)
         self.verifier.forget()
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
@@ -325,7 +326,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
             average=False,
         )
     optimizer.watched = next(model.get_input_embeddings().parameters())
-    accumulator, parts = None, len(turns(config.gradient_accumulation_steps, here.rank, here.size))
+    accumulator, parts = None, len(micro_batches_of_rank(config.gradient_accumulation_steps, here.rank, here.size))
     if parts > 1 and not config.recipe.reduction.order_invariant:
         accumulator = GradientAccumulator(
             model.parameters(), config.accumulation_dtype, config.seed, num_micro_batches=parts

@@ -23,7 +23,7 @@ from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, sum_in_order, turns
+from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.session import Session
 
 
@@ -47,10 +47,10 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         verify(session)
     if session.traffic is not None:
         session.traffic.begin_step()
-    session.prints.begin(session.step + 1)
-    with session.prints.sending(session.reduction):
+    session.fingerprints.begin(session.step + 1)
+    with session.fingerprints.sending(session.reduction):
         total = differentiate(session)
-    session.prints.gradients()
+    session.fingerprints.gradients()
     loss = None
     if judgement is not None:
         loss = float(total)
@@ -61,7 +61,7 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     # Reading the loss synchronizes anyway; settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
     session.step += 1
-    session.prints.states(session.step)
+    session.fingerprints.states(session.step)
     session.verifier.after_update(session.step)
     return _row(session, float(total) if loss is None else loss, rate, judgement)
 
@@ -98,7 +98,7 @@ def differentiate(session: Session) -> torch.Tensor:
     """
     scaler = session.optimizer.loss_scaler
     # Casts of weights that are sharded would keep the whole model on each rank.
-    with cached_weights() if len(session.turns) > 1 and not fsdp_modules(session.model) else nullcontext():
+    with cached_weights() if len(session.micro_batches) > 1 and not fsdp_modules(session.model) else nullcontext():
         if session.reduction is None:
             return backward_in_parts(losses(session), session.accumulator, scaler)
         shares = list(differentiated(session, scaler.scale if scaler is not None else lambda loss: loss))
@@ -115,11 +115,11 @@ def differentiated(session: Session, scale: Callable[[torch.Tensor], torch.Tenso
     reduction = session.reduction
     if reduction is not None:
         reduction.set_step(session.step)
-    for turn, loss in zip(session.turns, losses(session), strict=True):
+    for each, loss in zip(session.micro_batches, losses(session), strict=True):
         if reduction is None:
             scale(loss).backward()
         else:
-            with reduction.micro_batch(is_last=turn.is_last, is_absent=turn.is_absent):
+            with reduction.micro_batch(is_last=each.is_last, is_absent=each.is_absent):
                 scale(loss).backward()
         yield loss.detach()
 
@@ -138,12 +138,12 @@ def losses(session: Session) -> Iterator[torch.Tensor]:
     if linears is not None:
         session.set_compute()
         linears.step = session.step
-    for turn, tokens in zip(session.turns, _batch(session), strict=True):
-        first = turn.leaf * config.micro_batch_size
+    for each, tokens in zip(session.micro_batches, _batch(session), strict=True):
+        first = each.number * config.micro_batch_size
         if linears is not None:
             linears.set_first_sequence(first)
         forward = session.reduction.forward_pass() if session.reduction is not None else nullcontext()
-        with session.prints.micro_batch(tokens, first, is_absent=turn.is_absent), forward:
+        with session.fingerprints.micro_batch(tokens, first, is_absent=each.is_absent), forward:
             loss = session.loss(tokens)
         yield loss / config.tokens_per_step
 
@@ -156,8 +156,8 @@ def evaluate(session: Session) -> float:
     batches = list(session.data.valid_batches(config.micro_batch_size, config.sequence_length, config.eval_batches))
     found = []
     # Ranks without a batch left repeat one: all take part in gathering weights.
-    for turn in turns(len(batches), here.rank % max(1, len(batches)), here.size) if batches else ():
-        found.append(float(session.loss(torch.from_numpy(batches[turn.leaf]).to(session.device))))
+    for each in micro_batches_of_rank(len(batches), here.rank % max(1, len(batches)), here.size) if batches else ():
+        found.append(float(session.loss(torch.from_numpy(batches[each.number]).to(session.device))))
     session.reshard()
     total = 0.0
     for loss in gather_in_order(found, len(batches), here):  # from Python 3.12 on sum() rounds otherwise
@@ -181,7 +181,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
         peak_memory_bytes=peak_memory_bytes(),
         bytes_per_param=session.optimizer.bytes_per_param() + summed,
         num_skipped=session.optimizer.num_skipped,
-        weights_fingerprint=session.fingerprint(),
+        weights_fingerprint=session.weights_fingerprint(),
         wall_seconds=wall_seconds,
     )
 
@@ -199,26 +199,26 @@ def verify(session: Session) -> None:
     verifier.verify_state(session.step)
     if session.reduction is None:
         return
-    leaf = (session.step // config.verify_every) % config.gradient_accumulation_steps
+    number = (session.step // config.verify_every) % config.gradient_accumulation_steps
     is_sampled = session.gauges is not None and session.gauges.sampling
     if session.gauges is not None:
         session.gauges.sampling = False  # this micro-batch is counted when its turn comes
-    verifier.verify_gradients(session.step, session.model, lambda: _differentiate(session, leaf))
+    verifier.verify_gradients(session.step, session.model, lambda: _differentiate(session, number))
     if session.gauges is not None:
         session.gauges.sampling = is_sampled
 
 
-def _differentiate(session: Session, leaf: int) -> None:
+def _differentiate(session: Session, number: int) -> None:
     """Compute the gradients of one micro-batch, and forget them."""
     config, reduction, linears = session.config, session.reduction, session.linears
     assert reduction is not None
-    place = batch_index(session.step, session.detours)
+    place = batch_index(session.step, session.skipped_batches)
     batch = session.data.batch(place, config.batch_size, config.sequence_length, config.seed)
-    tokens = torch.from_numpy(batch).split(config.micro_batch_size)[leaf].to(session.device)
+    tokens = torch.from_numpy(batch).split(config.micro_batch_size)[number].to(session.device)
     if linears is not None:
         session.set_compute()
         linears.step = session.step
-        linears.set_first_sequence(leaf * config.micro_batch_size)
+        linears.set_first_sequence(number * config.micro_batch_size)
     with reduction.micro_batch(is_last=False):
         (session.loss(tokens) / config.tokens_per_step).backward()
     reduction.discard()

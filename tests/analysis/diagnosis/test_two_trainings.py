@@ -15,7 +15,7 @@ from narrowgauge.analysis.diagnosis.pairs.two_runs import compare_two
 from narrowgauge.errors import CorruptionError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.micro_batches import Detour
+from narrowgauge.trainer.micro_batches import SkippedBatches
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 from ranks import run_ranks
@@ -44,7 +44,7 @@ def struck(strike: Callable[[Session], None]) -> Iterator[None]:
 
 def other_order(session: Session) -> None:
     """The batches from here on are those of ten steps later."""
-    session.detours = [Detour(session.step, 10)]
+    session.skipped_batches = [SkippedBatches(session.step, 10)]
 
 
 def scaled_gradient(session: Session) -> None:

@@ -34,7 +34,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
-from narrowgauge.trainer.micro_batches import detours_of
+from narrowgauge.trainer.micro_batches import skipped_batches_of
 from narrowgauge.trainer.resume_checks import require_replayable
 from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import train_step
@@ -66,7 +66,7 @@ class RecordedJudgement:
 class Moment:
     """A copy of what a session stands at: its weights, states, histories and counters.
 
-    Example: ``before = Moment.of(session)``, then steps, then ``before.put(session)``.
+    Example: ``before = Moment.of(session)``, then steps, then ``before.restore(session)``.
     """
 
     tensors: dict[str, Tensor]
@@ -75,13 +75,14 @@ class Moment:
     @classmethod
     def of(cls, session: Session) -> Moment:
         """A copy of this moment."""
-        tensors, state = session.taken()
-        return cls({name: tensor.detach().clone() for name, tensor in tensors.items()}, state)
+        saved = session.state_dict()
+        return cls({name: tensor.detach().clone() for name, tensor in saved["tensors"].items()}, saved["state"])
 
-    def put(self, session: Session) -> None:
+    def restore(self, session: Session) -> None:
         """Go back to it; a session of the same model and recipe."""
         session.optimizer.zero_grad(set_to_none=True)
-        session.put({name: tensor.clone() for name, tensor in self.tensors.items()}, self.state)
+        tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        session.load_state_dict({"tensors": tensors, "state": self.state})
 
 
 @dataclass(eq=False)
@@ -115,7 +116,7 @@ class PastStep:
         judgement: Any = RecordedJudgement(recorded) if self.session.config.on_spike != "report" else None
         row = train_step(self.session, judgement)
         if self.mismatch is None:
-            printed = self.session.prints.last
+            printed = self.session.fingerprints.last
             is_printed = printed is not None and printed["step"] == number
             prints = _row_of(self.record.fingerprints, number) if is_printed else None
             if not is_compared(recorded, prints):
@@ -185,7 +186,7 @@ def _loaded(
     session = _built(config, nowhere, data)  # whose folder is not the run's: a mistake here must not write there
     if prepared is not None:
         prepared(session)
-    session.detours = detours_of(run.events)
+    session.skipped_batches = skipped_batches_of(run.events)
     checkpoint = checkpoint_before(
         run.path, step - 1, lambda path, reason: notes.append(f"{path.name} is damaged ({reason})")
     )
@@ -245,7 +246,7 @@ def in_other_recipe(session: Session, recipe: Recipe, **settings: Any) -> Sessio
     """
     config = dataclasses.replace(session.config, recipe=recipe, **settings)
     other = _built(config, session.folder, session.data)
-    other.detours, other.step, other.tokens = session.detours, session.step, session.tokens
+    other.skipped_batches, other.step, other.tokens = session.skipped_batches, session.step, session.tokens
     own: dict[str, Tensor] = dict(session.named_parameters())
     theirs: dict[str, Tensor] = dict(other.named_parameters())
     trained = session.optimizer.parameter_names()

@@ -68,10 +68,10 @@ def replay_step(
         row, tensors = tensors_of_step(past.session, past.advance)
         bad = _bad_value(past.session, row, say)
         scale = past.session.loss_scale if past.session.optimizer.loss_scaler is not None else 1.0
-        before.put(past.session)
+        before.restore(past.session)
         session = _eager(past.session, before, prepared)
         watched = _watched(session)
-        before.put(session)
+        before.restore(session)
         found = ReplayedStep(
             Path(folder).name,
             step,
@@ -115,7 +115,7 @@ def _eager(session: Session, before: Moment, prepared: Callable[[Session], Any] 
     eager = in_other_recipe(session, session.config.recipe, compile=False)
     if prepared is not None:
         prepared(eager)
-    before.put(eager)
+    before.restore(eager)
     return eager
 
 
@@ -207,7 +207,7 @@ def tensors_of_step(session: Session, advance: Callable[[], Row]) -> tuple[Row, 
     batches: list[Tensor] = []
     outputs: dict[str, list[Tensor]] = {}
     gradients: dict[str, Tensor] = {}
-    loss, find = session.loss, session.prints.gradients
+    loss, find = session.loss, session.fingerprints.gradients
 
     def seen(tokens: Tensor) -> Tensor:
         batches.append(tokens)
@@ -219,12 +219,12 @@ def tensors_of_step(session: Session, advance: Callable[[], Row]) -> tuple[Row, 
         named = {n: p.grad.detach().clone() for n, p in session.named_parameters() if p.grad is not None}
         gradients.update({f"grad:{plain_name(name)}": grad for name, grad in reversed(named.items())})
 
-    session.loss, session.prints.gradients = seen, found  # type: ignore[method-assign]
+    session.loss, session.fingerprints.gradients = seen, found  # type: ignore[method-assign]
     try:
         row = advance()
     finally:
         session.loss = loss
-        del session.prints.gradients
+        del session.fingerprints.gradients
     joined = {key: torch.cat(parts) for key, parts in outputs.items()}
     return row, {"tokens:batch": torch.cat(batches), **joined, **gradients, **stored_tensors(session)}
 
@@ -381,7 +381,7 @@ class VariantsOfStep:
             return None
         session, before = (self.session, self._before) if in_storage else (self._plain, self._plain_before)
         scale = self.scale if in_storage else 1.0
-        before.put(session)
+        before.restore(session)
         rate, optimizer = session.config.learning_rate(session.step + 1), session.optimizer
         for group in optimizer.param_groups:
             group["lr"] = rate * group.get("lr_factor", 1.0)
@@ -394,7 +394,7 @@ class VariantsOfStep:
         optimizer.step()
         optimizer.settle()
         found = {name: optimizer.stored(named[name]) - before_it for name, before_it in held.items()}
-        before.put(session)
+        before.restore(session)
         return found
 
     # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -414,7 +414,7 @@ class VariantsOfStep:
         if self.session.config.batch_size > 1:
             rows.append(_result("other-order", self.gradients((), is_reversed=True), run, None, None))
             rows.append(_result("other-order-float32", self.gradients(WIDENINGS, is_reversed=True), wide, None, None))
-        self._before.put(self.session)
+        self._before.restore(self.session)
         return tuple(rows), run, wide, own
 
 

@@ -119,7 +119,7 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
     """The steps after a state, hashed."""
     say(f"Repeating steps {since + 1} to {last} of {run.path}, with every tensor hashed.")
     with replaying(run.path, since + 1, fingerprints_every=1) as past:
-        prints = past.session.prints
+        prints = past.session.fingerprints
         prints.before_first(past.session.step)
         rows = [prints.last]
         while past.session.step < last:
@@ -203,10 +203,10 @@ def measure_envelope(
         before, norms = Moment.of(past.session), []
         for seed in range(num_replays + 1):
             if seed:
-                before.put(past.session)
+                before.restore(past.session)
                 shift_weights(past.session, seed)
             past.advance()
-            row = past.session.prints.last
+            row = past.session.fingerprints.last
             norms.append(row["tensors"].get(tensor, (0, math.nan))[1] if row is not None else math.nan)
     changes = tuple(relative_difference(norms[0], norm) for norm in norms[1:])
     return MeasuredEnvelope(step, tensor, changes) if changes and all(map(math.isfinite, changes)) else None
