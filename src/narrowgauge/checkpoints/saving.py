@@ -102,7 +102,7 @@ def save_checkpoint(
         RecordError: the disk is full or not writable; nothing of the new checkpoint remains.
         ValueError: ``keep`` or ``step`` out of range.
 
-    Cost: one write, a checksum of it, and four fsyncs; another thread goes on meanwhile.
+    Cost: one write, a checksum of it, and four fsyncs; another thread continues meanwhile.
 
     Example:
         >>> import tempfile
@@ -174,7 +174,7 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ran
 
 
 def checkpoint_before(folder: Path, step: int, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
-    """The newest checkpoint at or before a step that matches its manifest; nothing is written or locked, whoever writes the run.
+    """The newest checkpoint at or before a step that matches its manifest; nothing is written or locked, so the run may be live.
 
     Args:
         folder: the run folder.
@@ -345,7 +345,7 @@ class Saver:
 
     Args:
         folder: the run folder.
-        ranks: those that train together, in a process group that nobody else uses.
+        ranks: those that train together, in a process group of their own.
     """
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
@@ -378,12 +378,12 @@ class Saver:
         return self._path
 
     def _whole(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
-        """What writes a copy of all tensors."""
+        """A function that writes a copy of all tensors."""
         copies = {name: _copied(local_of(tensor)) for name, tensor in tensors.items()}
         return partial(save_checkpoint, self._folder, step, copies, deepcopy(dict(state)), keep)
 
     def _shards(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
-        """What writes a copy of this rank's part, together with the others."""
+        """A function that writes a copy of this rank's part, together with the others."""
         # Imported here: it takes a second, and one process needs none of it.
         from narrowgauge.checkpoints.sharded_checkpoints import ShardWriter, TakenCopy, save_shards
 
@@ -398,7 +398,7 @@ class Saver:
             self._error = error
 
     def leave(self, patience_seconds: float = 10.0) -> None:
-        """Give the checkpoint in flight a while before this process ends with an error; whether it is written nobody asks.
+        """Wait a while for the checkpoint in flight, before this process ends with an error: best effort.
 
         Args:
             patience_seconds: for ranks, since those that write it with this one may be gone.
@@ -420,7 +420,7 @@ class Saver:
             raise save_error(self._path, error) from error
 
     def close(self) -> None:
-        """Wait for the checkpoint in flight, and give back what the ranks spoke through; all call this.
+        """Wait for the checkpoint in flight, and release the process group of the ranks; all call this.
 
         Raises:
             RecordError: it could not be written; on all ranks.
@@ -434,7 +434,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def save_error(path: Path, error: BaseException) -> NarrowgaugeError:
-    """What a failed save means, in one line: of the first rank that failed, which is named where there are others."""
+    """The error of a failed save, in one line: that of the first rank that failed, which is named where there are others."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
     where = f" (rank {rank})" if failures else ""

@@ -290,7 +290,7 @@ def save_shards(copy: TakenCopy, writer: ShardWriter, group: Any) -> None:
     Args:
         copy: of this rank.
         writer: of this rank.
-        group: the process group, one whose objects may be on the CPU; nobody else uses it meanwhile.
+        group: the process group, one whose objects may be on the CPU; nothing else uses it meanwhile.
     Raises:
         torch.distributed.checkpoint.CheckpointException: a rank failed, on all ranks; nothing of the checkpoint remains.
     """

@@ -145,10 +145,10 @@ def of_comparisons() -> list[click.Parameter]:
 
 def of_resumes() -> list[click.Parameter]:
     """The flags of settings that whoever resumes a run may choose anew."""
-    from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
+    from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig
 
-    others = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in CHOSEN_ANEW]
-    return of_settings(without=others, defaults=dict.fromkeys(CHOSEN_ANEW, "as in run.toml"))
+    others = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in CHANGEABLE_ON_RESUME]
+    return of_settings(without=others, defaults=dict.fromkeys(CHANGEABLE_ON_RESUME, "as in run.toml"))
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]  # as above

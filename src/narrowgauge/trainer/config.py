@@ -123,9 +123,9 @@ SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
-"""Settings that say how a run is shared out over ranks: whoever goes on with it may choose others."""
-CHOSEN_ANEW = (*OF_RANKS, "log_to")
-"""Settings that a resume may choose anew: they say where a run is computed and shown, not what."""
+"""Settings that say how a run is distributed over ranks."""
+CHANGEABLE_ON_RESUME = (*OF_RANKS, "log_to")
+"""Settings that a resume may change: they say where a run is computed and shown, not what."""
 NUM_EVALS = 10
 """Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
 KEPT_CHECKPOINTS = 1

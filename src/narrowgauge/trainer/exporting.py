@@ -353,7 +353,7 @@ def _write(run: Run, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
 
 
 def _write_all_but_weights(run: Run | SavedRun, folder: Path, is_narrow: bool) -> None:
-    """Configuration, tokenizer and generation settings; beside them the weights are there."""
+    """Configuration, tokenizer and generation settings."""
     config = copy.deepcopy(run.model.config)
     # A model with some float32 weights (kept modules) is declared float32: loading then changes no value.
     config.dtype = torch.bfloat16 if is_narrow else torch.float32

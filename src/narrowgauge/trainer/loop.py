@@ -5,7 +5,7 @@ next begins, and checkpoints are written atomically, so a killed run loses only 
 repeats them with the same bits.
 
 Several ranks run this loop side by side. What depends on files, on the clock or on a signal is decided by the first, or agreed,
-so that all take the same turns; the first alone writes the run folder and speaks.
+so that all take the same branches; the first alone writes the run folder and prints.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def resume(
         folder: the run folder.
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
         accept_changes: resume even if ``run.toml`` was changed or records are missing; events record what.
-        chosen: settings of ``CHOSEN_ANEW`` to go on with; ``run.toml`` then has them, and an event says since when.
+        chosen: changed settings, of ``CHANGEABLE_ON_RESUME``; ``run.toml`` then has them, and an event records the step.
         screen: displays the progress; ``None`` for standard output.
     Returns:
         The run folder.
@@ -209,10 +209,10 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
 
 
 def how_it_ended(run: Run) -> list[str]:
-    """What to say about the end of a run that is resumed and did not stop by itself; nothing where it did.
+    """A note on how a resumed run ended, where it did not stop by itself.
 
     Returns:
-        At most one sentence without a full stop: what was lost, as whoever saw it wrote, else that nobody did.
+        At most one sentence without a full stop: the recorded loss of the run, or that its end was not recorded.
     """
     last = next((event for event in reversed(run.events) if event["kind"] in _BEGINNINGS + _ENDS), None)
     if last is None or (last["kind"] in _ENDS and last["kind"] != "lost"):

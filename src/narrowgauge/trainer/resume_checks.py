@@ -1,9 +1,9 @@
-"""What a run folder must hold before a command goes on with it, and what has changed since the run began.
+"""What a run folder must hold before a command uses it, and what has changed since the run began.
 
 The settings of a run are stored in its ``run.toml``, which anyone can edit, in its first record and in every checkpoint. If
 they differ, resuming would continue another run than the recorded one, so it is refused with the name of the setting, unless
-the change is accepted explicitly. How a run is shared out over ranks is not part of it: a resume may choose anew, and
-``run.toml`` then says what runs.
+the change is accepted explicitly. How a run is distributed over ranks may change at a resume; ``run.toml`` then holds the new
+settings.
 
 None of these checks needs PyTorch, so the command line makes them first, and a wrong path fails at once.
 """
@@ -22,10 +22,10 @@ from narrowgauge.runs.lines import json_value, restored, toml_value
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import short
 from narrowgauge.runs.writer import require_rows, rows_lost
-from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
+from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig
 
-_NOT_OF_THE_RUN = ("out", "stop_after", "verify_every", *CHOSEN_ANEW)
-"""Settings for the location of a run, for pausing it, and those that whoever goes on with it chooses."""
+_NOT_OF_THE_RUN = ("out", "stop_after", "verify_every", *CHANGEABLE_ON_RESUME)
+"""Settings that say where a run lies and when it pauses, and those that a resume may change."""
 
 
 def accept(run: Run, present: TrainConfig, step: int, standing: Mapping[str, Any], is_accepted: bool) -> list[str]:
@@ -81,7 +81,7 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 
 
 def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """What was chosen anew since ``run.toml`` was written, and the ranks: name, value before, and value now, as text.
+    """Settings that a resume may change and has changed, and the number of ranks: name, value before, value now, as text.
 
     Args:
         recorded: the run's ``run.toml``.
@@ -93,7 +93,10 @@ def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple
     defaults = TrainConfig().to_dict()
     values = [
         {
-            **{name: short(run.get("config", {}).get(name, defaults.get(name, "not set"))) for name in CHOSEN_ANEW},
+            **{
+                name: short(run.get("config", {}).get(name, defaults.get(name, "not set")))
+                for name in CHANGEABLE_ON_RESUME
+            },
             "the number of ranks": str(run.get("machine", {}).get("ranks", 1)),
         }
         for run in (recorded, present)
@@ -102,7 +105,7 @@ def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple
 
 
 def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``run.toml`` with this process's ranks and what it has chosen anew; all else as it was.
+    """The content of ``run.toml`` with this process's ranks and the settings that it may change; all else as it was.
 
     Args:
         recorded, present: as for :func:`moved`.
@@ -112,7 +115,7 @@ def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) 
         kept = {name: value for name, value in recorded.get(table, {}).items() if name not in names}
         return kept | {name: value for name, value in present.get(table, {}).items() if name in names}
 
-    return {**recorded, "config": replaced("config", CHOSEN_ANEW), "machine": replaced("machine", ("ranks",))}
+    return {**recorded, "config": replaced("config", CHANGEABLE_ON_RESUME), "machine": replaced("machine", ("ranks",))}
 
 
 # ── folders that can be resumed, exported or replayed ───────────────────────────────────────────────────────────────

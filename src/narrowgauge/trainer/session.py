@@ -307,7 +307,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
     mesh = _mesh(config, here, device)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)  # the loop reports it as a note
-        warnings.simplefilter("ignore", DifferenceNotice)  # nobody has changed from torch.optim here
+        warnings.simplefilter("ignore", DifferenceNotice)  # it is for loops that change from torch.optim
         _, optimizer = prepare(
             model,
             config.recipe,

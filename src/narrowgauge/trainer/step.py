@@ -133,7 +133,7 @@ def _batch(session: Session) -> list[torch.Tensor]:
 
 
 def losses(session: Session) -> Iterator[torch.Tensor]:
-    """The loss of each of this rank's micro-batches, as its share of the step's; tells the narrow layers where each one is."""
+    """The loss of each of this rank's micro-batches, as its share of the step's; the narrow layers learn which sequences come."""
     linears, config = session.linears, session.config
     if linears is not None:
         session.set_compute()

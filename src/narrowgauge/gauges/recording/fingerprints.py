@@ -127,7 +127,7 @@ class Fingerprints:
         entry[2] += x.numel()
 
     def before_first(self, step: int) -> None:
-        """Record the state from which a process goes on: the initial one, or a checkpoint's."""
+        """Record the state from which a process starts: the initial one, or a checkpoint's."""
         self.begin(0)
         self.states(step)
 
@@ -318,7 +318,7 @@ def _differ(place: tuple[str, tuple[int, ...]], of_all: Sequence[Mapping[Any, in
 
 
 def require_alike(row: Row) -> None:
-    """Refuse to go on where ranks hold or apply what differs and must not.
+    """Raise where ranks hold or apply different values that must be equal.
 
     Args:
         row: of ``fingerprints.jsonl``.

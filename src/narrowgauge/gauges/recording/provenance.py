@@ -1,7 +1,7 @@
 """What the bits of a run may depend on: the versions, the machine and its arithmetic, described and compared.
 
-``run.toml`` holds them as they were when the run began. Other versions or another machine may change bits; whoever goes on with
-the run says so and continues.
+``run.toml`` holds them as they were when the run began. Other versions or another machine may change bits; a resume
+notes what differs and continues.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ _SHAPE = {
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """The table ``model`` of ``run.toml``: its size, and its shape as far as its ``config`` tells it.
+    """The table ``model`` of ``run.toml``: its size, and its shape where its ``config`` has it.
 
     Args:
-        model: of any kind; without a configuration its class and its number of parameters are told.
+        model: of any kind; without a configuration only its class and its number of parameters are described.
     Returns:
         ``class``, ``num_parameters``, and where they are known ``hidden_size``, ``num_layers``, ``num_heads``,
         ``intermediate_size``, ``vocab_size`` and ``mlp``, which is "gated" or "plain".

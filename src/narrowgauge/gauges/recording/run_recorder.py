@@ -60,12 +60,12 @@ class RunRecorder:
         folder: the run folder; absent or empty, unless ``resume``.
         model: as it is trained, before ``torch.compile`` if gauges are to see it.
         optimizer: one of Narrowgauge's, or any of ``torch.optim``'s, also inside a framework's; only ours has an audit.
-        recipe: what the model was prepared with. ``None``: as the model and the optimizer have it, as far as they do.
-        settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons tell the settings in which runs differ, and
+        recipe: what the model was prepared with. ``None``: that of the model and the optimizer, where they have one.
+        settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the settings in which runs differ, and
             pair runs of one ``seed``.
         gauges_every: steps between samples of the gauges; 0 for none.
         loggers: where rows and events also go: names such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"aim"``.
-        resume: go on with the run in the folder, if there is one; then :meth:`go_back` comes before the first step.
+        resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
 
     Attributes:
         num_steps: steps recorded so far.
@@ -159,7 +159,7 @@ class RunRecorder:
             lr: learning rate of this step; ``None``: the optimizer's first group's.
             grad_norm: gradient norm before clipping; ``None``: where our optimizer clips, its own.
             seconds: of the step; ``None``: since the last call.
-            batch: its tokens, of any shape, whose checksum tells batches that come again; copied to the host.
+            batch: its tokens, of any shape; their checksum shows batches that come again. Copied to the host.
             columns: further columns of the row.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
@@ -200,7 +200,7 @@ class RunRecorder:
         self.reporter.event(Event(kind, self.num_steps, message, **fields))
 
     def go_back(self, step: int) -> None:
-        """Go on after ``step``, because the loop does: rows of later steps are deleted, since they come again.
+        """Continue after ``step``, as the loop does: rows of later steps are deleted, since they come again.
 
         Call it once a checkpoint has been loaded, in a resumed loop or after a rollback; in an empty folder too, where a loop
         goes on with a checkpoint from elsewhere.
@@ -271,7 +271,7 @@ class RunRecorder:
 
 
 def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:
-    """The writer on the first rank, one that writes nothing on the others; and the run that goes on."""
+    """The writer on the first rank, one that writes nothing on the others; and the run that is continued."""
     made: list[RunWriter] = []
 
     def open_or_create() -> Run | None:
@@ -435,7 +435,7 @@ class LoopRecord:
         self.reader.restart_clock()
 
     def go_back(self, step: int) -> None:
-        """Go on after ``step``: later rows are deleted, since they come again."""
+        """Continue after ``step``: later rows are deleted, since they come again."""
         run = self.reporter.go_back(step, accept_lost=True)
         self.num_steps, self._failed = step, FailedSteps()
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
@@ -474,7 +474,7 @@ class LoopRecord:
 
         Args:
             summary: of the finished run; ``None``: the loop ended before its last step.
-            is_known: where the loop stands; else nothing is written.
+            is_known: whether the step of the loop is known; else nothing is written.
         """
         try:
             if is_known and summary is not None:

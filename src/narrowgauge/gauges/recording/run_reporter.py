@@ -151,7 +151,7 @@ class Reporter:
 
         Args:
             prints: of the run.
-            must_agree: refuse to go on where ranks hold other values, as where they are verified.
+            must_agree: raise where ranks hold different values.
         Raises:
             CorruptionError: they do, on all ranks.
         """
@@ -216,7 +216,7 @@ class Reporter:
     # ── the loggers ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _delivery(self, name: str, settings: Row, step: int) -> Delivery:
-        # The package is imported here, once it is asked for, and not in the thread: two threads that import may deadlock.
+        # The package is imported here, when it is needed, and not in the thread: two threads that import may deadlock.
         row = LOGGERS[name]
         try:
             make = row.load()

@@ -1,4 +1,4 @@
-"""The row of a step and of the whole run: what the loop knows, and what the clock, the optimizer and the narrow layers tell.
+"""The row of a step: what the loop knows, and what is read of the clock, the optimizer and the narrow layers.
 
 :class:`StepReader` makes every row of ``steps.jsonl``, whoever runs the loop: the trainer, a loop with
 :class:`narrowgauge.RunRecorder`, Lightning, the Hugging Face Trainer, torchtitan, or the function given to
@@ -44,7 +44,7 @@ _ORDER = (
 
 
 class WatchedOptimizer:
-    """An optimizer of a loop, and what it tells of each of its steps.
+    """An optimizer of a loop, which is read after each of its steps.
 
     Args:
         model: that it trains.
@@ -75,7 +75,7 @@ class WatchedOptimizer:
         self.scale = 1.0 if scaler is None else float(scaler.scale_tensor)
 
     def read(self, step: int) -> tuple[Row, Tensor | None]:
-        """The columns that the optimizer and the narrow layers tell of the last step, and the audit's float64 ``[8]`` sums.
+        """The columns of the last step, of the optimizer and the narrow layers, and the audit's float64 ``[8]`` sums.
 
         Args:
             step: number of that step, for a model without narrow layers.
@@ -154,7 +154,7 @@ class StepReader:
         return first | row
 
     def _read(self, step: int) -> Row:
-        """What the watched optimizers tell of the last step, all together."""
+        """The columns of the last step that are read of all watched optimizers."""
         columns: Row = {}
         found: list[Tensor] = []
         for watched in reversed(self.watched):  # the first one's columns count
@@ -276,7 +276,7 @@ class FailedSteps:
 
 
 def is_finite(row: Row) -> bool:
-    """Whether a step's loss and gradient norm are finite, as far as they are known."""
+    """Whether a step's loss and gradient norm are finite; what is not known counts as finite."""
     return all(row.get(name) is None or math.isfinite(row[name]) for name in ("loss", "grad_norm"))
 
 

@@ -481,7 +481,7 @@ NUM_BLOCKS, BLOCK_TOKENS = 64, 1 << 14
 def unigram_losses(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """What each token costs a model that knows how often each occurs, and nothing of the tokens before it.
 
-    Invariant: a function of the data alone, so that a resumed run goes on with the same.
+    Invariant: a function of the data alone, so that a resumed run has the same.
 
     Args:
         tokens: of the training data.

@@ -1,7 +1,7 @@
 """The definition of a comparison: recipes, seeds and the settings that all its runs share, checked before anything is created.
 
 It is stored in the comparison's folder (``compare.toml``) before the first step, so that the folder alone determines what is left
-to do. Recipes and seeds may be added to it later, and the runs shared out over ranks in another way; any other change is refused.
+to do. Recipes and seeds may be added to it later, and its runs distributed over ranks in another way; other changes are refused.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from narrowgauge.runs.record import DEFINITION_FILE
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.trainer.config import CHOSEN_ANEW, KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
+from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
 from narrowgauge.trainer.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.trainer.memory import require_batch
 
@@ -152,7 +152,7 @@ class ExperimentConfig:
         for setting in fields(TrainConfig):
             found, wanted = (getattr(one.base, setting.name) for one in (self, other))
             spread = setting.name == "eval_every" and self.num_evals is not None
-            if found != wanted and not spread and setting.name not in (*OF_A_RUN, *CHOSEN_ANEW):
+            if found != wanted and not spread and setting.name not in (*OF_A_RUN, *CHANGEABLE_ON_RESUME):
                 yield _flag(setting.name, found), _flag(setting.name, wanted)
 
     def _length(self) -> str:

@@ -55,7 +55,7 @@ class RunLog:
     def step(self, row: Mapping[str, Any]) -> None:
         """Log an optimizer step: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
 
-        After :meth:`watch`, what the optimizer tells is added; so call it before the schedule's step.
+        After :meth:`watch`, columns of the optimizer are added; so call it before the schedule's step.
         """
         self._record.step(_numbers(row, "log.step"))
 
@@ -72,7 +72,7 @@ class RunLog:
         self._record.reporter.event(event)
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges | None:
-        """Record the gauges of a model, and what its optimizer tells of each step, until the run ends.
+        """Record the gauges of a model, and columns of its optimizer in each step, until the run ends.
 
         The gauges' rows go to ``gauges.jsonl``; the learning rate, skipped steps and the audit to the row of the ``log.step``
         that follows; those of the whole run and the bytes per parameter to the summary, unless you give them.

@@ -22,7 +22,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError, ReportedError
 from narrowgauge.gauges.recording.run_reporter import NullScreen, Screen
 from narrowgauge.trainer import loop, recovery
-from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
+from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig
 
 
 class Lead:
@@ -74,7 +74,7 @@ def _first_rank_knows() -> tuple[TrainConfig, bool] | None:
 
 
 def train(config: TrainConfig, goes_on: bool, screen: Screen) -> None:
-    """Train a run of a comparison, with the threads that its recipe asks for.
+    """Train a run of a comparison, with the threads that its recipe needs.
 
     Args:
         config: the settings.
@@ -89,7 +89,7 @@ def train(config: TrainConfig, goes_on: bool, screen: Screen) -> None:
     try:
         with threads_of_run(config.threads, config.recipe.reduction.order_invariant):
             if goes_on:
-                chosen = {name: getattr(config, name) for name in CHOSEN_ANEW}
+                chosen = {name: getattr(config, name) for name in CHANGEABLE_ON_RESUME}
                 loop.resume(folder, chosen=chosen, screen=screen)
             else:
                 loop.train(config, lent=True, screen=screen)

@@ -32,13 +32,13 @@ from narrowgauge.report.publishing import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import CHOSEN_ANEW, TrainConfig
+from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig
 from narrowgauge.trainer.experiment.definition import ExperimentConfig, is_comparison
 from narrowgauge.trainer.experiment.planned_runs import compare_and_publish, hold, make_runs, plan_runs
 from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress, estimate_runs
 
 Train = Callable[[TrainConfig, bool, Screen], None]
-"""Makes a run in its folder, or goes on with it where the second argument says so."""
+"""Makes a run in its folder, or continues it where the second argument is true."""
 CALIBRATION_STEPS = (12, 200)
 """Fewest and most steps of the training that only measures; the first three, which compile, do not count."""
 CALIBRATION_SECONDS = (1.0, 10.0)
@@ -162,7 +162,7 @@ def _require_same(config: ExperimentConfig, out: Path) -> None:
             continue
         recorded = read_run(folder).config
         for key, value in wanted.to_dict().items():
-            if key not in ("out", *CHOSEN_ANEW) and key in recorded and recorded[key] != value:
+            if key not in ("out", *CHANGEABLE_ON_RESUME) and key in recorded and recorded[key] != value:
                 raise RecordError(
                     f"{folder} holds a run with {key} = {recorded[key]!r}, and this comparison takes {value!r}.",
                     "Move that folder away, or choose another --out.",

@@ -5,7 +5,8 @@ batches, rates, loss scales and random bits as the run did, and leaves out the u
 
 Every step on the way is compared with its recorded row and, where they were recorded, with the fingerprints of its tensors.
 Numbers are recorded with all their digits, so equal computations have equal rows. A replay that differs was computed from other
-values, or by other code or another machine, or the run itself was not what its settings say; so where it parts is evidence.
+values, or by other code or another machine, or the run itself was not what its settings say. So the first difference is
+evidence.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class RecordedJudgement:
 
 @dataclass(frozen=True, eq=False)
 class Moment:
-    """A copy of what a session stands at: its weights, states, histories and counters.
+    """A copy of the state of a session: its weights, states, histories and counters.
 
     Example: ``before = Moment.of(session)``, then steps, then ``before.restore(session)``.
     """
@@ -93,11 +94,11 @@ class PastStep:
         session: the run, after ``session.step`` steps.
         record: its folder, read.
         started: the step of the checkpoint that it was loaded from; 0 for the initial weights.
-        reasons: what makes it another computation than the run's, so that it may part from the record, in sentences.
+        reasons: in sentences, why the replay may differ from the record.
         notes: what else is worth a sentence.
 
     Attributes:
-        mismatch: where the replay first parts from the record, while it does not ``None``.
+        mismatch: where the replay first differs from the record; ``None`` while it does not.
         not_compared: steps of which the record holds nothing to compare.
     """
 
@@ -294,7 +295,7 @@ COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
 def first_mismatch(
     recorded: Row, replayed: Row, prints: Row | None = None, printed: Row | None = None
 ) -> ReplayMismatch | None:
-    """Where a replayed step parts from the recorded one.
+    """Where a replayed step differs from the recorded one.
 
     Args:
         recorded, replayed: the rows of the step.

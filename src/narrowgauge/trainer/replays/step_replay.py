@@ -45,7 +45,7 @@ def replay_step(
     """Compute a step of a run again: as it was, in float32, and with each place of its arithmetic widened alone.
 
     Invariant: nothing in the run folder changes. The step that is analysed is the recorded one to the last digit, or the result
-    says where it parts from the record.
+    says where it differs from the record.
 
     Args:
         folder: the run folder of ``narrowgauge train``.

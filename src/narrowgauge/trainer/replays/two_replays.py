@@ -1,4 +1,4 @@
-"""Two runs computed again side by side: the first step and tensor in which they part, whatever was recorded.
+"""Two runs computed again side by side: the first step and tensor in which they differ, whatever was recorded.
 
 The rows of two runs bracket the step. Both are loaded from the newest checkpoint before it at which their weights are still
 equal, and stepped forward with every tensor hashed. A run that can be repeated has its own fingerprints now. One that cannot
@@ -40,17 +40,17 @@ class _Repeated:
 
     prints: list[Row]
     mismatch: ReplayMismatch | None
-    untold: str
+    undecided: str
     notes: list[str]
 
     @property
     def repeats(self) -> bool | None:
-        """Whether it has the bits of the record; ``None`` where nothing tells it, for the reason ``untold``."""
-        return None if self.untold else self.mismatch is None
+        """Whether it has the bits of the record; ``None`` where that cannot be known, for the reason ``undecided``."""
+        return None if self.undecided else self.mismatch is None
 
 
 def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3, say: Say = lambda _: None) -> TwoRuns:
-    """Say where two runs part, and why, by computing both again around the first step that differs.
+    """Find where two runs first differ, and why, by computing both again around the first step that differs.
 
     Invariant: nothing in the run folders changes.
 
@@ -126,11 +126,11 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
             past.advance()
             rows.append(prints.last)
         found = [row for row in rows if row is not None]
-        untold = _untold(past)
-        return _Repeated(found, past.mismatch, untold, past.notes + ([] if untold else past.reasons))
+        undecided = _undecided(past)
+        return _Repeated(found, past.mismatch, undecided, past.notes + ([] if undecided else past.reasons))
 
 
-def _untold(past: PastStep) -> str:
+def _undecided(past: PastStep) -> str:
     """Why a replay without a difference does not show that the run is repeated, if it does not."""
     ranks = past.record.run.get("machine", {}).get("ranks", 1)
     if ranks > 1 and not past.session.config.recipe.reduction.order_invariant:
@@ -146,8 +146,8 @@ def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say:
     again: list[bool | None] = []
     for run, each in zip(runs, repeated, strict=True):
         said += [f"{run.path.name}: {note}" for note in each.notes]
-        if each.untold:
-            said.append(f"{run.path.name} {each.untold}")
+        if each.undecided:
+            said.append(f"{run.path.name} {each.undecided}")
         elif each.mismatch is not None:
             said.append(f"of {run.path.name}, {each.mismatch.message}")
             again.append(_persists(run, each.mismatch.step, say))
@@ -161,7 +161,7 @@ def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say:
 
 
 def _persists(run: Run, step: int, say: Say) -> bool | None:
-    """Whether a run parts from its replay again, in the first step after a checkpoint that was written later."""
+    """Whether a run differs from its replay again, in the first step after a checkpoint that was written later."""
     last = int(run.steps[-1]["step"])
     later = checkpoint_before(run.path, last - 1, lambda path, reason: None)
     if later is None or later.step < step:
