@@ -201,7 +201,7 @@ def checkpoint_before(folder: Path, step: int, on_damaged: Callable[[Path, str],
 
 
 def _found(place: Path) -> list[Checkpoint]:
-    """The checkpoints by name, newest first, once what a killed process left is removed."""
+    """The checkpoints by name, newest first, after the leftovers of a killed process are removed."""
     if not place.is_dir():
         return []
     # A reader of a live run must not delete what its writer is writing.

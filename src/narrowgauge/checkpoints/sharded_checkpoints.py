@@ -58,7 +58,7 @@ from narrowgauge.runs.atomic_io import sync_file, sync_folder
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """Where a rank put a part of a tensor, and what it wrote there in all."""
+    """The file in which a rank put a part of a tensor, and its record."""
 
     file: str
     record: FileRecord

@@ -64,7 +64,7 @@ def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = No
 
 
 def _begin(config: TrainConfig) -> tuple[TrainConfig, list[Path]]:
-    """Check the settings and make the run folder; returns them filled in, and the folders that did not exist."""
+    """Check the settings and make the run folder; returns them filled in, and the folders that it made."""
     config = config.validated().located()
     require_batch(config)
     folder = Path(str(config.out))
@@ -92,7 +92,7 @@ def _alone(folder: Path, doing: str, instead: str) -> Iterator[None]:
 
 @contextmanager
 def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
-    """The given screen, or standard output; the first rank's."""
+    """The given screen, or standard output; on other ranks one that shows nothing."""
     if not all_ranks().is_first:
         yield NullScreen()
         return
@@ -104,7 +104,7 @@ def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
 
 
 def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, screen: Screen) -> Path:
-    """:func:`train` in a folder that nobody else writes."""
+    """:func:`train` in a locked folder."""
     all_ranks().of_first(lambda: require_free(folder, beside=left_by_a_kill(folder)))
     prepared = (folder / "data").exists()
     try:
@@ -168,7 +168,7 @@ def resume(
 
 
 def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool, screen: Screen) -> Path:
-    """:func:`resume` of a run that nobody else writes."""
+    """:func:`resume` of a locked run."""
     folder, stop_after = run.path, config.stop_after
     screen.stage("checking the tokens")
     has_data = all_ranks().of_first(lambda: (folder / "data").exists())

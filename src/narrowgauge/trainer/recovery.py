@@ -103,7 +103,7 @@ class Recovery:
             self.reporter.event(Event("skip", row["step"], message, **values), shown=True)
 
     def _is_rescaled(self, row: Row) -> bool:
-        """Whether the loss scaler handles an overflow; a spike it does not."""
+        """Whether the loss scaler handles an overflow; it does not handle a spike."""
         return "spike" not in row and is_rescaled(row, self.session.optimizer.loss_scaler, self.session.loss_scale)
 
     def _roll_back(self, row: Row) -> bool:

@@ -476,7 +476,6 @@ def load(folder: str | Path) -> Session:
 
 
 def _opened(folder: Path) -> tuple[TrainConfig, Dataset]:
-    """The settings and the tokens of a run."""
     run = read_run(folder)
     config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
     data = open_data(folder)
@@ -485,7 +484,7 @@ def _opened(folder: Path) -> tuple[TrainConfig, Dataset]:
 
 
 class _Damaged:
-    """Checkpoints that were passed over, and why."""
+    """Collects the checkpoints that were skipped, and why."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

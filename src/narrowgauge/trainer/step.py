@@ -125,7 +125,7 @@ def differentiated(session: Session, scale: Callable[[torch.Tensor], torch.Tenso
 
 
 def _batch(session: Session) -> list[torch.Tensor]:
-    """This rank's micro-batches; the session then knows how long they took."""
+    """This rank's micro-batches; the session notes how long reading them took."""
     began = time.perf_counter()
     batch = session.batch()
     session.data_seconds = time.perf_counter() - began
@@ -209,7 +209,7 @@ def verify(session: Session) -> None:
 
 
 def _differentiate(session: Session, number: int) -> None:
-    """Compute the gradients of one micro-batch, and forget them."""
+    """Compute the gradients of one micro-batch, and discard them."""
     config, reduction, linears = session.config, session.reduction, session.linears
     assert reduction is not None
     place = batch_index(session.step, session.skipped_batches)

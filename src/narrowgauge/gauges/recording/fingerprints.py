@@ -156,7 +156,7 @@ class Fingerprints:
         return ("weight", *MOMENTS) if step else ("weight",)
 
     def _clip(self) -> None:
-        """Record by what the update multiplied the gradients, which are all that rounds it."""
+        """Record the factor by which the update multiplied the gradients."""
         if (control := self.optimizer.last_control) is None:
             return
         numel = sum(int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:"))
@@ -179,7 +179,7 @@ class Fingerprints:
         return whole, own
 
     def _join_outputs(self) -> None:
-        """Join what the ranks have seen of their own micro-batches."""
+        """Join the entries of all ranks' micro-batches."""
         if self.here.size > 1:
             self._ranks.seen(self._entries)
             found = self.here.gather(self._entries)
@@ -195,7 +195,7 @@ def _held_key(key: str) -> str:
 
 
 def _entry(number: int, x: Tensor) -> list[float]:
-    """What a row holds of a tensor: its fingerprint, norm and number of elements."""
+    """The entry of a tensor in a row: its fingerprint, norm and number of elements."""
     return [number, _sum_of_squares(x) ** 0.5, x.numel()]
 
 
@@ -313,7 +313,7 @@ def _digest(numbers: Mapping[str, int]) -> int:
 
 
 def _differ(place: tuple[str, tuple[int, ...]], of_all: Sequence[Mapping[Any, int]]) -> bool:
-    """Whether the ranks of a group have other numbers."""
+    """Whether the numbers of a group's ranks differ."""
     return len({of_all[rank].get(place) for rank in place[1]}) > 1
 
 

@@ -37,6 +37,7 @@ from narrowgauge.trainer.data.tokens import (
     cached_tokens,
     is_token_map,
     load_tokenizer,
+    mapped_tokens,
     read_tokens,
     tokenize_texts,
     train_tokenizer,
@@ -273,7 +274,7 @@ def open_data(folder: Path) -> Dataset:
         for name, expected in head["files"].items():
             if (place / name).stat().st_size != expected["bytes"] or digest(place / name) != expected["blake2b"]:
                 raise ValueError(f"{name} does not match its checksum")
-        train, valid = (_mapped(place / f"{name}.bin", np.dtype(head["dtype"])) for name in ("train", "valid"))
+        train, valid = (mapped_tokens(place / f"{name}.bin", np.dtype(head["dtype"])) for name in ("train", "valid"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"data.json lacks {error}" if isinstance(error, KeyError) else str(error).rstrip(".")
         raise RecordError(
@@ -286,12 +287,6 @@ def open_data(folder: Path) -> Dataset:
 def _windows(tokens: np.ndarray, windows: np.ndarray, sequence_length: int) -> np.ndarray:
     places = windows[:, None] * sequence_length + np.arange(sequence_length + 1)
     return tokens[places].astype(np.int64)
-
-
-def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """A file as an array; an empty file cannot be memory-mapped."""
-    dtype = dtype.newbyteorder("<")
-    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 
 def _reopened(place: Path, request: dict[str, Any]) -> Dataset:

@@ -196,7 +196,7 @@ def read_tokens(path: Path) -> Tokens:
         for name, checksum in head["blake2b"].items():
             if digest(folder / name) != checksum:
                 raise ValueError(f"{name} does not match its checksum")
-        ids = _mapped(folder / "tokens.bin", np.dtype(head["dtype"]).newbyteorder("<"))
+        ids = mapped_tokens(folder / "tokens.bin", np.dtype(head["dtype"]))
         ends = _ends(folder / "documents.bin", len(ids))
         file = folder / "tokenizer.json"
         tokenizer = file.read_text(encoding="utf-8") if file.is_file() else None
@@ -218,8 +218,9 @@ def hash_name(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
-def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """A file as an array; an empty file cannot be memory-mapped."""
+def mapped_tokens(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    """A file of little-endian tokens as an array; an empty file cannot be memory-mapped."""
+    dtype = dtype.newbyteorder("<")
     return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
 
 

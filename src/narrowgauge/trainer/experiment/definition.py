@@ -165,7 +165,6 @@ class ExperimentConfig:
 
 
 def _flag(name: str, value: Any) -> str:
-    """A setting as a flag."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):
         return f"--{flag}" if value else f"--no-{flag}"

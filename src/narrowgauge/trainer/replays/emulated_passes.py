@@ -298,7 +298,7 @@ class EmulatedPasses:
 
 
 def _places_of(module: nn.Module) -> tuple[str | None, str | None]:
-    """The place of a module's own operations, and of what it gives; ``None`` where nothing is rounded."""
+    """The place of a module's own operations, and of its output; ``None`` where nothing is rounded."""
     kind = type(module).__name__.lower()
     if is_linear(module) or isinstance(module, nn.Embedding):
         return None, None
@@ -314,7 +314,7 @@ def _is_value(x: Any) -> bool:
 
 
 class _Roundings(TorchFunctionMode):
-    """Rounds what every operation gives, where the passes say so."""
+    """Rounds the result of every operation, where the passes do."""
 
     def __init__(self, passes: EmulatedPasses) -> None:
         super().__init__()

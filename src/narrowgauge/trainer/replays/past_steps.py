@@ -197,20 +197,20 @@ def _loaded(
 
 
 def _changes_on_the_way(run: Run) -> list[str]:
-    """What the run noted at its resumes: other settings, software or machines, any of which a replay does not repeat."""
+    """What the run noted at its resumes: other settings, software or machines, which a replay does not repeat."""
     noted = [event for event in run.events if event.get("kind") == "note" and event.get("step")]
     return [f"the run noted after step {event['step']}: {event.get('message')}" for event in noted]
 
 
 def _built(config: TrainConfig, folder: Path, data: Dataset) -> Session:
-    """A session; of what its settings lose the run's own start has warned."""
+    """A session, without the warnings that the run gave at its start."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AccumulationWarning)
         return build(config, folder, data)
 
 
 def _other_order(run: Run, config: TrainConfig) -> list[str]:
-    """What makes one process compute in another order than the run's ranks did."""
+    """Why one process sums in another order than the ranks of the run did."""
     ranks = run.run.get("machine", {}).get("ranks", 1)
     if ranks == 1 or config.recipe.reduction.order_invariant:
         return []
@@ -221,7 +221,7 @@ def _other_order(run: Run, config: TrainConfig) -> list[str]:
 
 
 def _row_of(rows: list[Row], step: int) -> Row | None:
-    """The row of a step; a step that was taken again has its row once."""
+    """The last row of a step, which a rollback may have repeated."""
     return next((row for row in reversed(rows) if row["step"] == step), None)
 
 

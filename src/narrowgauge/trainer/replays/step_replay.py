@@ -128,7 +128,7 @@ def _bad_value(session: Session, row: Row, say: Callable[[str], object]) -> str:
 
 
 def _watched(session: Session) -> dict[str, Any]:
-    """What the gauges read of the next step; the session has then taken it."""
+    """What the gauges read of the next step, which this takes."""
     given = session.config
     session.config = dataclasses.replace(given, gauges_every=1)
     try:
@@ -175,7 +175,7 @@ def _unexplained(found: ReplayedStep, wide: Passes, tensors: Mapping[str, Tensor
 
 
 def _notes(past: PastStep) -> list[str]:
-    """What is not the same computation, in sentences."""
+    """Sentences on what differs from the run's own computation."""
     recipe, notes = past.session.config.recipe, list(past.notes)
     if recipe.compute.transform:
         notes.append(
@@ -231,7 +231,7 @@ def tensors_of_step(session: Session, advance: Callable[[], Row]) -> tuple[Row, 
 
 @contextmanager
 def _outputs(model: nn.Module, into: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Copy what each module with parameters gives."""
+    """Copy the output of each module with parameters."""
 
     def take(key: str, module: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
@@ -347,7 +347,7 @@ class VariantsOfStep:
             self.passes.seen.add("weights")
 
     def _taken(self, wide: Collection[str]) -> Tensors:
-        """The gradients of a micro-batch as the parameters hold them, taken from the model."""
+        """The gradients of a micro-batch as the parameters hold them; the model's are then None."""
         found: Tensors = {}
         for name, parameter in self._plain.named_parameters():
             if parameter.grad is not None:

@@ -131,7 +131,7 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
 
 
 def _undecided(past: PastStep) -> str:
-    """Why a replay without a difference does not show that the run is repeated, if it does not."""
+    """Why a replay without a difference does not prove that the run is repeated; empty if it does."""
     ranks = past.record.run.get("machine", {}).get("ranks", 1)
     if ranks > 1 and not past.session.config.recipe.reduction.order_invariant:
         return "was trained on several ranks, which sum in another order than the process of a replay"
@@ -141,7 +141,7 @@ def _undecided(past: PastStep) -> str:
 
 
 def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say: Say) -> ReplayedPair:
-    """What the replays say of the two runs."""
+    """The findings of the two replays."""
     said: list[str] = []
     again: list[bool | None] = []
     for run, each in zip(runs, repeated, strict=True):
