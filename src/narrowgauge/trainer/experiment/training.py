@@ -249,7 +249,7 @@ def _mean_seconds(run: Run) -> float:
 
 
 def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress, *, is_alone: bool) -> None:
-    """Print how long the remaining runs will take, from a step of each recipe measured here; on ranks the runs themselves show it."""
+    """Print how long the remaining runs will take, by a measured step of each recipe; on ranks the runs show it."""
     configs, ended = config.of_runs(out), [planned.has_ended for planned in config.plan(out)]
     left = {of_run.recipe.title: of_run for of_run, is_done in zip(configs, ended, strict=True) if not is_done}
     estimates: dict[str, RunEstimate] = {}
