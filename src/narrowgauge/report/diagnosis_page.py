@@ -12,7 +12,6 @@ import markupsafe
 import numpy as np
 
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, Diagnosis
-from narrowgauge.analysis.diagnosis.evidence import step_of
 from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
 from narrowgauge.analysis.diagnosis.replay_findings import RESULT_COLUMNS, variant_results
@@ -24,7 +23,7 @@ from narrowgauge.report.figures.traces import Figure, layout_of
 from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after
 from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import STEP, Row
+from narrowgauge.runs.schema import STEP, Row, step_of
 from narrowgauge.spec.tables import Table, number_columns, text_columns
 
 

@@ -23,9 +23,9 @@ from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS, MOST_TENSORS, MetricValues
-from narrowgauge.report.figures.series import Series, column, number
+from narrowgauge.report.figures.series import Series, column
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row
+from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row, finite_number
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
 def final_loss(run: Run) -> float | None:
     """The validation loss of a finished run; of an unfinished one, that of its last evaluation."""
     last = run.evals[-1] if run.evals else {}
-    return number((run.summary or {}).get("val_loss", last.get("val_loss")))
+    return finite_number((run.summary or {}).get("val_loss", last.get("val_loss")))
 
 
 # ── gauges ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,12 +190,12 @@ def spread(rows: Sequence[Row], most: int) -> list[Row]:
 
 
 def _sampled(rows: Sequence[Row]) -> Samples:
-    steps = sorted({step for row in rows if (step := number(row.get("step"))) is not None})
+    steps = sorted({step for row in rows if (step := finite_number(row.get("step"))) is not None})
     metrics = {metric: found for table in METRICS for metric, found in _metric_values(rows, steps, table).items()}
     counted = [
         {"step": int(step), "histograms": counts}
         for row in rows
-        if (step := number(row.get("step"))) is not None and (counts := _counts(row))
+        if (step := finite_number(row.get("step"))) is not None and (counts := _counts(row))
     ]
     return Samples(
         num_rows=len(rows),
@@ -223,7 +223,7 @@ def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> d
     found = np.full((len(fields), len(tensors), len(steps)), np.nan)
     for step, tensor, values in _lists(rows, table):
         for metric, index in enumerate(fields.values()):
-            if index < len(values) and (value := number(values[index])) is not None:
+            if index < len(values) and (value := finite_number(values[index])) is not None:
                 found[metric, tensors[tensor], columns[step]] = value
     names = np.array(list(tensors), object)
     is_taken = (~np.isnan(found)).any(axis=2)
@@ -237,7 +237,7 @@ def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> d
 def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[Any]]]:
     """Step, tensor and values of a table's rows; what is no list is left out."""
     for row in rows:
-        step, found = number(row.get("step")), row.get(table)
+        step, found = finite_number(row.get("step")), row.get(table)
         if step is not None and isinstance(found, dict):
             for name, values in found.items():
                 if isinstance(values, list):
@@ -260,7 +260,7 @@ def _worst(steps: Sequence[float], found: MetricValues | None) -> dict[float, tu
 def _lowest_edq(rows: Sequence[Row]) -> float:
     index = list(METRICS["updates"]).index("edq")
     last = [values[index] for _, _, values in _lists(rows[-1:], "updates") if index < len(values)]
-    return min((value for one in last if (value := number(one)) is not None), default=1.0)
+    return min((value for one in last if (value := finite_number(one)) is not None), default=1.0)
 
 
 def _counts(row: Row) -> dict[str, list[float]]:
@@ -269,7 +269,7 @@ def _counts(row: Row) -> dict[str, list[float]]:
     if not isinstance(found, dict):
         return {}
     return {
-        kind: [max(0, count) if type(count) is int else max(0.0, number(count) or 0.0) for count in counts]
+        kind: [max(0, count) if type(count) is int else max(0.0, finite_number(count) or 0.0) for count in counts]
         for kind, counts in found.items()
         if kind in TENSOR_KINDS and isinstance(counts, list)
     }

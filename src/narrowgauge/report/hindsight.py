@@ -12,14 +12,12 @@ from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, diagnose
-from narrowgauge.analysis.diagnosis.evidence import step_of
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
-from narrowgauge.analysis.monitor.alarms import number
 from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.errors import RecordError
 from narrowgauge.planner.formatting import duration
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, number, step_of
 from narrowgauge.spec.tables import Table, text_columns
 
 _SPIKES = ("loss_spike", "gradient_spike")

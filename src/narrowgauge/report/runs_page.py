@@ -28,13 +28,12 @@ from narrowgauge.report.figures.history_figures import ROUTINE, absent, event_st
 from narrowgauge.report.figures.loss_figures import comparison_figures
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
-from narrowgauge.report.figures.series import number
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.groups import Group, Samples, final_loss, groups_of, run_names
 from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
 from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row
+from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row, finite_number
 
 
 def render(found: Comparison, title: str = "") -> str:
@@ -215,8 +214,8 @@ class _Column:
 
     def value(self, one: Classification) -> float | None:
         """Of a recipe: what the audit measured last, where that is meant and known."""
-        late = number(one.late.get(self.name)) if self.is_late else None
-        return number(one.row.get(self.name)) if late is None else late
+        late = finite_number(one.late.get(self.name)) if self.is_late else None
+        return finite_number(one.row.get(self.name)) if late is None else late
 
 
 def _percent(value: float) -> str:
@@ -276,7 +275,7 @@ def _best(column: _Column, classes: Mapping[str, Classification]) -> set[str]:
     best = {label for label, one in classes.items() if column.name in one.best}
     if column.name == "bytes_per_param":
         return best
-    values = [number(one.row.get(column.name)) for one in classes.values() if not one.faults]
+    values = [finite_number(one.row.get(column.name)) for one in classes.values() if not one.faults]
     printed = [column.text(value) for value in values if value is not None]
     return {label for label in best if printed.count(column.text(classes[label].row[column.name])) == 1}
 
@@ -287,7 +286,7 @@ def _cell(column: _Column, group: Group, one: Classification, is_best: bool = Fa
         so_far = _so_far(column.name, group)
         text = "–" if so_far is None else f"{column.text(so_far)} so far"
         return Cell(column.title, text, so_far, is_final=False)
-    std = number(one.row["val_loss_std"]) if column.name == "val_loss" else None
+    std = finite_number(one.row["val_loss_std"]) if column.name == "val_loss" else None
     spread = "" if std is None else f"± {f'{std:.4f}' if 1e-4 <= std < 1e5 else f'{std:.1e}'}"
     return Cell(column.title, column.text(value), value, spread, is_best)
 
@@ -306,7 +305,9 @@ def _so_far(name: str, group: Group) -> float | None:
 
 
 def _last(run: Run, name: str) -> float | None:
-    return next((value for row in reversed(run.steps[-200:]) if (value := number(row.get(name))) is not None), None)
+    return next(
+        (value for row in reversed(run.steps[-200:]) if (value := finite_number(row.get(name))) is not None), None
+    )
 
 
 def _warning(one: Classification) -> dict[str, str]:
@@ -369,7 +370,7 @@ class EventRow:
     @property
     def steps(self) -> str:
         first = self.event.get("step", "")
-        return str(first) if self.last is None or number(first) == self.last else f"{first}–{self.last:g}"
+        return str(first) if self.last is None or finite_number(first) == self.last else f"{first}–{self.last:g}"
 
 
 def event_rows(named: Iterable[tuple[Run, str]]) -> tuple[list[EventRow], int]:
@@ -389,13 +390,13 @@ def _event_rows(run: Run, name: str) -> list[EventRow]:
     rows: list[EventRow] = []
     open_rows: dict[tuple[object, object], EventRow] = {}
     for event in run.events:
-        key, step = (event.get("kind"), event.get("advice")), number(event.get("step"))
+        key, step = (event.get("kind"), event.get("advice")), finite_number(event.get("step"))
         row = open_rows.get(key)
         if row is None or row.is_routine or not _follows(row.last, step):
             row = open_rows[key] = EventRow(name, event, step)
             rows.append(row)
             continue
-        where = "" if step == number(row.event.get("step")) else f"step {event.get('step')}: "
+        where = "" if step == finite_number(row.event.get("step")) else f"step {event.get('step')}: "
         row.more.append(f"{where}{event.get('tensor') or event.get('message', '')}")
         row.last = step
     return rows

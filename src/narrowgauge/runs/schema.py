@@ -17,6 +17,7 @@ of a kind: integers that a reader may add in any order.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -353,6 +354,34 @@ def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
     values = row.get(table, {}).get(name)
     place = list(METRICS[table]).index(metric)
     return values[place] if values is not None and place < len(values) else None
+
+
+# ── values of a row ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def number(value: Any) -> float | None:
+    """A number as a float, NaN and infinities too; ``None`` for anything else."""
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def finite_number(value: Any) -> float | None:
+    """A number as a float where it is a finite one.
+
+    Example:
+        >>> finite_number(True), finite_number(float("nan")), finite_number("fast")
+        (1.0, None, None)
+    """
+    try:
+        found = number(value)
+    except OverflowError:  # a whole number beyond every float
+        return None
+    return found if found is not None and math.isfinite(found) else None
+
+
+def step_of(row: Row) -> int:
+    """The step of a row; 0 where it has none."""
+    step = row.get("step")
+    return int(step) if isinstance(step, (int, float)) else 0
 
 
 # ── the check of a row ──────────────────────────────────────────────────────────────────────────────────────────────────

@@ -22,8 +22,8 @@ from typing import Any
 from narrowgauge.analysis.comparison.classification import Classes, classify, run_faults
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
-from narrowgauge.analysis.comparison.run_stats import RunStats
-from narrowgauge.analysis.comparison.verdict import losses_at_equal_time, sentences
+from narrowgauge.analysis.comparison.run_stats import RunStats, losses_at_equal_time
+from narrowgauge.analysis.comparison.verdict import sentences
 from narrowgauge.errors import RecipeError, RecordError, suggestion
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, Row

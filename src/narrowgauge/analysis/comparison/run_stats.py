@@ -17,8 +17,10 @@ from functools import cached_property
 from operator import itemgetter
 from typing import Any
 
+from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.analysis.comparison.labels import recipe_of, seed_of
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.recipes import Recipe
 
 MAX_LOSS_RISE = 0.2
@@ -185,3 +187,46 @@ def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
 def requested_steps(groups: Mapping[str, Sequence[RunStats]]) -> dict[str, Any]:
     """The number of steps that each recipe was to take."""
     return {label: group[-1].run.config.get("steps") for label, group in groups.items()}
+
+
+def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> tuple[Row, ...]:
+    """Losses at the moment when the fastest recipe finished with the same seed; a row per recipe.
+
+    Each is interpolated between two validations, and reported as the baseline's plus the paired difference: means over
+    different seeds would differ by the effect of the seeds, which is larger than that of the recipes.
+
+    Invariant: losses differ by exactly their reported difference. A loss is the baseline's mean plus the mean of the paired
+    differences, over the seeds that the two have in common. Where all have the same seeds it is the plain mean.
+
+    Args:
+        groups: the runs of each recipe.
+        baseline: the recipe whose losses are subtracted from the others'.
+    """
+    timed = {label: [run for run in group if run.counts and run.has_curve] for label, group in groups.items()}
+    timed = {label: group for label, group in timed.items() if group}
+    if len(timed) < 2:
+        return ()
+    fastest = min(timed, key=lambda label: statistics.median(run.curve.end for run in timed[label]))
+    ends = {run.seed: run.curve.end for run in timed[fastest]}
+    losses = {label: _losses_at(group, ends) for label, group in timed.items()}
+    chosen = baseline if baseline is not None and losses.get(baseline) else fastest
+    base = losses[chosen]
+    if not base:
+        return ()
+    seconds, level = statistics.median(ends[seed] for seed in base), statistics.fmean(base.values())
+    rows = []
+    for label, found in losses.items():
+        pairs = [found[seed] - base[seed] for seed in base if seed in found]
+        if not pairs:
+            continue
+        mean, half = interval([pairs]) if chosen == baseline != label else (None, None)
+        metrics = {"seconds": seconds, "val_loss": level + statistics.fmean(pairs), "difference": mean, "half": half}
+        rows.append({"recipe": label, **metrics, "num_seeds": len(pairs)})
+    return tuple(rows) if len(rows) > 1 else ()
+
+
+def _losses_at(group: Sequence[RunStats], ends: Mapping[int, float]) -> dict[int, float]:
+    """The loss of each seed's run at that seed's moment, where it had one."""
+    # A run that finished earlier keeps its final loss.
+    found = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
+    return {seed: loss for seed, loss in found.items() if loss is not None and math.isfinite(loss)}

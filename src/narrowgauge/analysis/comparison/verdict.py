@@ -3,8 +3,12 @@
 It answers three questions: which recipe is the cheapest that ends within the noise, which are not to be used and why, and what
 these runs cannot show. A recipe wins only where its interval rules out a loss worse by more than 1 %. A smaller certain loss
 is reported as a price, and a certain gain as a gain. Recipes are ordered by bytes, then time. Each interval is for one recipe;
-of twenty harmless ones, expect one outside. ``equal_time.py`` writes the sentences about time, ``caveats.py`` those about
-the runs.
+of twenty harmless ones, expect one outside. Then come speed and losses at equal time, and what to know about the runs before a
+difference between them is believed.
+
+Timings are noisy. So a recipe is called faster only where every seed agrees, and with one seed only by a margin. At equal time
+the sentence names who leads and who is behind, by the intervals of the paired differences; the numbers are for a table. Only runs
+of one seed are paired, so only runs of one seed have to agree in their settings: another seed always has another validation text.
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ from narrowgauge.analysis.comparison.classification import (
     largest_difference,
     ratios_by_seed,
 )
-from narrowgauge.analysis.comparison.intervals import interval, shown_loss
+from narrowgauge.analysis.comparison.intervals import shown_loss
 from narrowgauge.analysis.comparison.labels import counted, listed
 from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE, RunStats, requested_steps
 from narrowgauge.runs.schema import Row
@@ -239,49 +243,6 @@ def _not_ranked(classes: Classes) -> list[str]:
 
 
 # ── speed, and losses at equal time ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> tuple[Row, ...]:
-    """Losses at the moment when the fastest recipe finished, seed by seed; a row per recipe.
-
-    Invariant: losses differ by exactly their reported difference. A loss is the baseline's mean plus the mean of the paired
-    differences, over the seeds that the two have in common. Where all have the same seeds it is the plain mean.
-
-    Args:
-        groups: the runs of each recipe.
-        baseline: the recipe whose losses are subtracted from the others'.
-    """
-    timed = {label: [run for run in group if run.counts and run.has_curve] for label, group in groups.items()}
-    timed = {label: group for label, group in timed.items() if group}
-    if len(timed) < 2:
-        return ()
-    fastest = min(timed, key=lambda label: statistics.median(run.curve.end for run in timed[label]))
-    ends = {run.seed: run.curve.end for run in timed[fastest]}
-    losses = {label: _losses_at(group, ends) for label, group in timed.items()}
-    chosen = baseline if baseline is not None and losses.get(baseline) else fastest
-    base = losses[chosen]
-    if not base:
-        return ()
-    seconds, level = statistics.median(ends[seed] for seed in base), statistics.fmean(base.values())
-    rows = []
-    for label, found in losses.items():
-        pairs = [found[seed] - base[seed] for seed in base if seed in found]
-        if not pairs:
-            continue
-        mean, half = interval([pairs]) if chosen == baseline != label else (None, None)
-        metrics = {"seconds": seconds, "val_loss": level + statistics.fmean(pairs), "difference": mean, "half": half}
-        rows.append({"recipe": label, **metrics, "num_seeds": len(pairs)})
-    return tuple(rows) if len(rows) > 1 else ()
-
-
-def _losses_at(group: Sequence[RunStats], ends: Mapping[int, float]) -> dict[int, float]:
-    """The loss of each seed's run at that seed's moment, where it had one."""
-    # A run that finished earlier keeps its final loss.
-    found = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
-    return {seed: loss for seed, loss in found.items() if loss is not None and math.isfinite(loss)}
-
-
-# ── sentences ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def fastest(classes: Classes) -> list[str]:

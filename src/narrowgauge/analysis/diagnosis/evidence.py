@@ -16,11 +16,11 @@ from statistics import median
 from typing import Any
 
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
-from narrowgauge.analysis.monitor.alarms import Alarms, number
+from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.analysis.monitor.detectors import DETECTORS
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.runs.schema import METRICS, Row
+from narrowgauge.runs.schema import METRICS, Row, number, step_of
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
@@ -310,12 +310,6 @@ _COMPUTED = {
     "steps.skipped": "steps.loss_scale", "steps.nonfinite": "steps.loss",
 }  # fmt: skip
 """What detectors compute, and the column that they compute it from."""
-
-
-def step_of(event: Row) -> int:
-    """The step of an event; 0 where it has none."""
-    step = event.get("step")
-    return int(step) if isinstance(step, (int, float)) else 0
 
 
 def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidence:

@@ -17,14 +17,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, Detector, Facts, Metrics, advice_values
 from narrowgauge.analysis.monitor.spikes import DriftJudge, Spike, SpikeJudge, StepJudgement
 from narrowgauge.analysis.monitor.stragglers import Stragglers
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import Finding
-from narrowgauge.runs.schema import METRICS, Row
+from narrowgauge.runs.schema import METRICS, Row, number
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 
@@ -342,11 +341,6 @@ def gauge_metrics(row: Row) -> Iterator[tuple[str, str | None, dict[str, float |
             None,
             {**logits, "log_z": distance, "nonfinite": float(not all(map(is_finite, logits.values())))},
         )
-
-
-def number(value: Any) -> float | None:
-    """A number as a float; ``None`` for anything else."""
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def is_finite(value: float | None) -> bool:

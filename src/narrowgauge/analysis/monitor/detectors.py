@@ -203,7 +203,7 @@ SERIOUS: dict[str, str] = {
 growth) may become serious, or cost little; healthy runs with small batches have gradient spikes."""
 
 _GRADIENTS = ("output_grad", "grad")
-_WORTMAN = "Wortsman et al. 2023, Small-scale proxies for large-scale Transformer training instabilities (2309.14322)"
+_WORTSMAN = "Wortsman et al. 2023, Small-scale proxies for large-scale Transformer training instabilities (2309.14322)"
 _KEEP = 'leave the layer wide: in a recipe file [[override]] pattern = "{module}", compute = "bfloat16"'
 _DECAY = "Check that weight decay reaches '{module}', or lower the learning rate: an update moves a larger weight less."
 _FIRST = (
@@ -300,14 +300,14 @@ _ROWS = (
         "attention-logits", "attention", "attention.max_logit", 1e4,
         message="has attention logits up to {value:.3g} (threshold {limit:.3g})",
         advice="Normalize queries and keys (QK-norm) or cap the logits, and lower the learning rate.",
-        source=_WORTMAN + ": runs whose logits passed 1e4 diverged",
+        source=_WORTSMAN + ": runs whose logits passed 1e4 diverged",
     ),
     Detector(
         "attention-growth", "attention", "attention.max_logit", 5.0, relative=True, lowest=True, floor=20.0, window=20,
         consecutive=3,
         message="has growing attention logits, now up to {value:.3g} (threshold {limit:.3g})",
         advice="Normalize queries and keys (QK-norm) or cap the logits, and lower the learning rate.",
-        source=_WORTMAN + "; Kimi K2 (2507.20534) caps at 100; healthy small runs reached 27",
+        source=_WORTSMAN + "; Kimi K2 (2507.20534) caps at 100; healthy small runs reached 27",
     ),
     Detector(
         "attention-entropy", "attention", "attention.entropy", 0.05, side="below", clears=2.0, consecutive=3,
@@ -319,7 +319,7 @@ _ROWS = (
         "logit-drift", "logits", "logits.log_z", 3.0, relative=True, lowest=True, floor=10.0, window=10, consecutive=3,
         message="the logits drift: log Z is {value:.3g} away from zero (threshold {limit:.3g})",
         advice="Add a z-loss (1e-4 of its square), and keep 'lm_head' in bfloat16 or float32.",
-        source="Chowdhery et al. 2022, PaLM (2204.02311), section 5; " + _WORTMAN,
+        source="Chowdhery et al. 2022, PaLM (2204.02311), section 5; " + _WORTSMAN,
     ),
     Detector(
         "dead-gradient", "dead_layer", "tensors.rms", 0.0, side="below", consecutive=3, tensors=_GRADIENTS,

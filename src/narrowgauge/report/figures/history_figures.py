@@ -8,11 +8,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from narrowgauge.report.figures.palette import plain
-from narrowgauge.report.figures.series import accumulate, is_wide, number, series_of
+from narrowgauge.report.figures.series import accumulate, is_wide, series_of
 from narrowgauge.report.figures.traces import Figure, curve_of, layout_of, traces_of
 from narrowgauge.report.groups import Group
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, finite_number
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note"})
 """Kinds of events that every healthy run has; all others, unknown ones too, need attention."""
@@ -114,7 +114,7 @@ def event_strip(named: Sequence[tuple[Run, str]]) -> Row | None:
     kinds: dict[str, Row] = {}
     for line, (run, _) in enumerate(named):
         for event in run.events:
-            step = number(event.get("step"))
+            step = finite_number(event.get("step"))
             if step is None:
                 continue
             own = str(event.get("kind", ""))

@@ -21,7 +21,7 @@ from narrowgauge.report.figures.history_figures import (
 )
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.rank_figures import rank_figures
-from narrowgauge.report.figures.series import Series, band, column, is_wide, number, rounded, series_of, smooth
+from narrowgauge.report.figures.series import Series, band, column, is_wide, rounded, series_of, smooth
 from narrowgauge.report.figures.traces import (
     Curve,
     Figure,
@@ -33,7 +33,7 @@ from narrowgauge.report.figures.traces import (
     traces_of,
 )
 from narrowgauge.report.groups import Group, final_loss
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, finite_number
 
 SMALLEST_SPAN = 0.001
 """The least span of an axis of losses or of their differences, as a share of the loss."""
@@ -130,7 +130,7 @@ def loss_against_bytes(groups: Sequence[Group]) -> Figure | None:
     """The final loss of each recipe over its memory."""
     found: dict[int, list[tuple[float, float]]] = {}
     for group in groups:
-        points = [(number((run.summary or {}).get("bytes_per_param")), final_loss(run)) for run in group.runs]
+        points = [(finite_number((run.summary or {}).get("bytes_per_param")), final_loss(run)) for run in group.runs]
         found[group.index] = [(x, y) for x, y in points if x is not None and y is not None]
     drawn = [group for group in groups if found[group.index]]
     if not drawn:

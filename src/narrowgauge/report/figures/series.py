@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, finite_number
 
 Array = npt.NDArray[np.float64]
 
@@ -41,22 +41,6 @@ class Band:
     low: Array
     high: Array
     count: npt.NDArray[np.int64]
-
-
-def number(value: Any) -> float | None:
-    """A finite float of a row's entry, or ``None``.
-
-    Example:
-        >>> number(True), number(float("nan")), number("fast")
-        (1.0, None, None)
-    """
-    if not isinstance(value, (int, float)):
-        return None
-    try:
-        result = float(value)
-    except OverflowError:
-        return None
-    return result if math.isfinite(result) else None
 
 
 def rounded(value: float, digits: int = 6) -> float:
@@ -87,7 +71,7 @@ def series_of(points: Iterable[tuple[float, Any]]) -> Series:
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
     points = list(points)
-    return Series(np.array([x for x, _ in points], float), np.array([number(y) for _, y in points], float))
+    return Series(np.array([x for x, _ in points], float), np.array([finite_number(y) for _, y in points], float))
 
 
 def column(rows: Iterable[Row], y: str) -> Series:
@@ -97,7 +81,7 @@ def column(rows: Iterable[Row], y: str) -> Series:
         >>> column([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("inf")}], "loss")
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
-    steps = ((number(row.get("step")), row.get(y)) for row in rows)
+    steps = ((finite_number(row.get("step")), row.get(y)) for row in rows)
     return series_of((step, value) for step, value in steps if step is not None and value is not None)
 
 

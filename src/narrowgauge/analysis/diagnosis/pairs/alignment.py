@@ -28,11 +28,10 @@ from narrowgauge.analysis.diagnosis.pairs.first_difference import (
     roundoff,
 )
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedPair
-from narrowgauge.analysis.monitor.alarms import number
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, short
+from narrowgauge.runs.schema import Row, number, short
 from narrowgauge.spec.notation import parse_value
 
 NOT_COMPARED = frozenset({

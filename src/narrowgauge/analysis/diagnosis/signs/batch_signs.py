@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 
-from narrowgauge.analysis.diagnosis.evidence import Evidence, step_of
+from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, FEWEST, LATER
+from narrowgauge.runs.schema import step_of
 
 UNUSUAL, LEAST_UNUSUAL = 7.0, 0.1
 """Standard deviations, and nats, between a step's unigram loss and that of all steps, from which its tokens are unusual."""

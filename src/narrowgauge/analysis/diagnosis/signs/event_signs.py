@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from narrowgauge.analysis.diagnosis.evidence import Evidence, step_of
+from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.monitor.alarms import Alarms, number
+from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, number, step_of
 
 GAUGES, AUDIT, VERIFIED = "--gauges-every 20", "--audit-every 10", "--verify-every 100"
 _GLU = ("input:*down_proj", "input:*.w2", "input:*fc2", "input:*c_proj")

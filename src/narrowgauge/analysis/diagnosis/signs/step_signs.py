@@ -13,9 +13,9 @@ from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
 
-from narrowgauge.analysis.diagnosis.evidence import Evidence, step_of
+from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.monitor.alarms import number
+from narrowgauge.runs.schema import number, step_of
 
 BEFORE = 30
 """Steps whose median is the level before something."""
