@@ -95,7 +95,7 @@ def detectors() -> str:
 
 def advice() -> str:
     """The advice of each kind of event, without duplicates."""
-    words = {"cure": "STORAGE", "safer": "COMPUTE", "module": "MODULE"}
+    words = {"storage": "STORAGE", "compute": "COMPUTE", "module": "MODULE"}
     found = dict.fromkeys((detector.kind, detector.advice.format(**words)) for detector in _by_kind())
     rows = [{"kind": kind, "advice": text} for kind, text in found]
     return _markdown(rows, Column("event", "kind", code=True), **{"what to do": "advice"})

@@ -29,8 +29,8 @@ class Cause:
         name: its key in the table.
         title: a few words.
         effect: what it does to a run.
-        remedy: what to do; ``{module}``, ``{cure}`` and ``{safer}`` stand for the module where it shows, the storage that keeps
-            updates, and a compute with more range.
+        remedy: what to do; ``{module}``, ``{storage}`` and ``{compute}`` stand for the module where it shows, the storage that
+            keeps updates, and a compute with more range.
         source: where the cause and its signature are described.
         predicts: by sign: how likely a run with this cause shows it.
         applies: whether a run can have it at all.
@@ -59,7 +59,9 @@ class Cause:
 
 # ── causes in the arithmetic: formats that end too early, sums that round, casts that lose small values ──────────────────
 
-_WIDE = "leave '{module}' wide ([[override]] pattern = \"{module}\", compute = \"bfloat16\"), or take compute '{safer}'"
+_WIDE = (
+    "leave '{module}' wide ([[override]] pattern = \"{module}\", compute = \"bfloat16\"), or take compute '{compute}'"
+)
 _BROKEN = {"values-not-finite": 0.5, "gradients-not-finite": 0.3, "norm-not-finite": 0.3, "loss-not-finite": 0.4}
 """What may follow anything that destroys values."""
 _WORTSMAN = "Wortsman et al. 2023 (2309.14322)"
@@ -112,7 +114,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "lost-updates", "the storage rounds updates away",
         "weights stop where an update is smaller than half their spacing; the loss falls slower or stops",
-        "Take storage '{cure}', which keeps what this one rounds away (master, exact and split do too).",
+        "Take storage '{storage}', which keeps what this one rounds away (master, exact and split do too).",
         "Yu et al. 2024, Collage (2405.03637); measured: naive stores 0.15 % of its updates at lr 1e-5",
         {
             "updates-lost": 0.95, "step-loses-updates": 0.9, "weights-hardly-move": 0.45, "rate-is-low": 0.45,
@@ -123,7 +125,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "frozen-moments", "second moments no longer follow",
         "with beta2 near 1 a second moment in few bits cannot decrease; step sizes stay those of the past",
-        "Take storage '{cure}', or a smaller beta2 (0.95).",
+        "Take storage '{storage}', or a smaller beta2 (0.95).",
         "bfloat16 keeps no relative change below 2^-9, and beta2 = 0.999 lowers a moment by at most 2^-10",
         {"moments-freeze": 0.95, "gradient-norm-steps": 0.3, "gradient-vanishes": 0.2, "updates-lost": 0.5},
         Evidence.cannot_decay, required=("moments-freeze",), spreads=False,
@@ -159,7 +161,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
         "eps-underflow", "epsilon or second moments below the format",
         "second moments of small gradients stay at the format's smallest value, or are zero and so is epsilon: steps are too "
         "short, or without a limit, or NaN",
-        "Take storage '{cure}', or one with float32 states (--eps 1e-8); where every operation is in float16, --eps 1e-4.",
+        "Take storage '{storage}', or one with float32 states (--eps 1e-8); where every operation is in float16, --eps 1e-4.",
         "numerics, §C2 8: float16 Adam gives NaN in its first step",
         {
             "eps-rounds-to-zero": 0.45, "second-moments-at-floor": 0.9, "moments-freeze": 0.45, "updates-below-rate": 0.45,
@@ -204,7 +206,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "massive-activations", "few channels are massive",
         "few channels are a thousand times the others in every input; a scale per tensor rounds the others to zero",
-        "Take a compute with a scale per row or block ('{safer}'), or leave '{module}' wide.",
+        "Take a compute with a scale per row or block ('{compute}'), or leave '{module}' wide.",
         "Sun et al. 2024, Massive activations (2402.17762)",
         {"channels-dominate": 0.9, "dominated-casts": 0.9, "channel-outliers": 0.3, "operands-underflow": 0.3},
         required=("dominated-casts",), notes=("channels-dominate",), spreads=False,
@@ -220,7 +222,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "stale-scales", "delayed scales are stale",
         "after a jump, values exceed a scale taken from earlier steps, and saturate",
-        "Take compute '{safer}', whose scales are current.",
+        "Take compute '{compute}', whose scales are current.",
         "Peng et al. 2023, FP8-LM (2310.18313)",
         {"operands-saturate": 0.7, "scales-are-exceeded": 0.9, "loss-spikes": 0.3, "gradient-spikes": 0.4, "input-jumps": 0.2},
         Evidence.is_delayed,
@@ -396,7 +398,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
     Cause(
         "learning-rate-too-low", "the learning rate is too low",
         "weights hardly move, or by less than the storage resolves, so that it adds more noise than update",
-        "Raise --lr; where updates drown in rounding noise, storage '{cure}' helps too.",
+        "Raise --lr; where updates drown in rounding noise, storage '{storage}' helps too.",
         "measured: bfloat16 weights rounded stochastically get 20 times as much noise as update at lr 1e-5",
         {
             "rate-is-low": 0.9, "weights-hardly-move": 0.6, "learns-nothing": 0.45, "rounding-noise": 0.45,
@@ -464,7 +466,7 @@ CAUSES: dict[str, Cause] = {row.name: row for row in (*_NOTHING, *CAUSES_OF_ARIT
 
 # ── as rows, for the terminal, JSON and the documentation ────────────────────────────────────────────────────────────────
 
-_WORDS = {"module": "MODULE", "tensor": "TENSOR", "cure": "STORAGE", "safer": "COMPUTE"}
+_WORDS = {"module": "MODULE", "tensor": "TENSOR", "storage": "STORAGE", "compute": "COMPUTE"}
 
 
 def cause_rows() -> list[Row]:

@@ -64,7 +64,7 @@ class Detector:
             loss, in nats; ``growth``: of the gradient norm, a factor).
         threshold: the value that trips it; where ``relative``, a factor over earlier values of the metric.
         message: what it means, to follow the tensor's name.
-        advice: what to do; ``{module}``, ``{cure}`` and ``{safer}`` stand for the tensor's module, the storage that keeps
+        advice: what to do; ``{module}``, ``{storage}`` and ``{compute}`` stand for the tensor's module, the storage that keeps
             updates, and a compute with more range.
         source: where symptom and threshold come from.
         side: trips at values of at least the threshold (``above``) or at most (``below``).
@@ -216,52 +216,52 @@ _ROWS = (
     Detector(
         "lost-updates", "lost_updates", "updates.edq", MIN_EDQ, side="below", clears=1.05, consecutive=3, condition="rounded",
         message="stores only {value:.0%} of its update (threshold {limit:.0%}); the rest is rounded away",
-        advice="Use storage '{cure}', which keeps what this one rounds away.",
+        advice="Use storage '{storage}', which keeps what this one rounds away.",
         source="EDQ: Yu et al. 2024, Collage (2405.03637); threshold as in the optimizer's audit",
     ),
     Detector(
         "noise", "noise", "updates.noise", 10.0, consecutive=3,
         message="gets {value:.0f} times as much rounding noise as update (threshold {limit:g})",
-        advice="Use storage '{cure}', or a larger learning rate: the noise comes from the stored weight's last bit.",
+        advice="Use storage '{storage}', or a larger learning rate: the noise comes from the stored weight's last bit.",
         source="measured: bfloat16 weights rounded stochastically reach 20 at small learning rates, all others stay below 1",
     ),
     Detector(
         "frozen-moments", "frozen_moments", "moments.frozen_fraction", 0.5, consecutive=3, condition="frozen",
         message="has frozen second moments: {value:.0%} no longer change (threshold {limit:.0%})",
-        advice="Use a storage with longer second moments, such as '{cure}', or a smaller beta2 (0.95).",
+        advice="Use a storage with longer second moments, such as '{storage}', or a smaller beta2 (0.95).",
         source="bfloat16 stores no relative change below 2^-9, and beta2 = 0.999 lowers a second moment by at most 2^-10",
     ),
     Detector(
         "underflow", "underflow", "tensors.underflow", 0.05, consecutive=2, condition="drowned",
         message="underflows: its cast rounds {value:.0%} of its values to zero (threshold {limit:.0%}), and most of its signal",
-        advice="Use compute '{safer}', or " + _KEEP + ".",
+        advice="Use compute '{compute}', or " + _KEEP + ".",
         source="Micikevicius et al. 2018 (1710.03740): a speech model whose fp16 gradients were zero to 5 % lost accuracy",
     ),
     Detector(
         "overflow", "overflow", "tensors.overflow", 1e-3, condition="drowned",
         message="overflows: {value:.2%} of its values saturate in its cast (threshold {limit:.2%})",
-        advice="Use compute '{safer}', whose scales are current, or " + _KEEP + ".",
+        advice="Use compute '{compute}', whose scales are current, or " + _KEEP + ".",
         source="delayed scales are stale after a jump; Peng et al. 2023, FP8-LM (2310.18313)",
     ),
     Detector(
         "growing-outliers", "outliers", "tensors.outlier", 4.0, relative=True, lowest=True, floor=16.0, window=10,
         consecutive=3, tensors=("input",), condition="cast",
         message="has outliers: its amax is {value:.0f} times its rms (threshold {limit:.0f})",
-        advice="Use compute '{safer}', whose scales are finer-grained, or " + _KEEP + ".",
+        advice="Use compute '{compute}', whose scales are finer-grained, or " + _KEEP + ".",
         source="Fishman et al. 2024 (2409.12517): inputs of down_proj after SwiGLU in fp8; healthy inputs reached 39",
     ),
     Detector(
         "growing-feature", "outliers", "tensors.top_feature", 4.0, relative=True, lowest=True, floor=5.0, window=10,
         consecutive=3, tensors=("input",), condition="cast",
         message="has one feature with {value:.0f} times the rms of all (threshold {limit:.0f})",
-        advice="Use compute '{safer}', whose scales are finer-grained, or " + _KEEP + ".",
+        advice="Use compute '{compute}', whose scales are finer-grained, or " + _KEEP + ".",
         source="Fishman et al. 2024 (2409.12517): few channels, whose two weights align; healthy inputs reached 11",
     ),
     Detector(
         "drowning-feature", "outliers", "tensors.top_to_rest", 4.0, relative=True, lowest=True, floor=2.5, window=10,
         consecutive=3, tensors=("input",), condition="cast",
         message="has one feature with {value:.0f} times the energy of all others together (threshold {limit:.0f})",
-        advice="Use compute '{safer}', whose scales are finer-grained, or " + _KEEP + ".",
+        advice="Use compute '{compute}', whose scales are finer-grained, or " + _KEEP + ".",
         source="as growing-feature, for layers of fewer than 440 features; healthy inputs of 24 features reached 3.1",
     ),
     Detector(
@@ -348,7 +348,7 @@ _ROWS = (
     Detector(
         "nonfinite-scaled", "nonfinite", "tensors.nonfinite", 1.0, tensors=_GRADIENTS, condition="scaled", consecutive=3,
         message="holds {value:.0f} values that are not finite, in every sample",
-        advice="Lowering the loss scale does not help: use compute '{safer}', which needs none.",
+        advice="Lowering the loss scale does not help: use compute '{compute}', which needs none.",
         source="Micikevicius et al. 2018 (1710.03740): single overflows are how a loss scale is found",
     ),
     Detector(
@@ -372,19 +372,19 @@ _ROWS = (
     Detector(
         "scale-halvings", "loss_scale", "steps.halvings", 3.0, window=100, recovery=100,
         message="the loss scale was halved {value:.0f} times within 100 steps (threshold {limit:g})",
-        advice="Lower the learning rate, or use compute '{safer}', which needs no loss scale.",
+        advice="Lower the learning rate, or use compute '{compute}', which needs no loss scale.",
         source="OPT-175B and BLOOM-104B logbooks; GLM-130B's fell 30 steps before its loss blew up",
     ),
     Detector(
         "scale-floor", "loss_scale", "steps.loss_scale", 1.0, side="below", clears=2.0, recovery=100,
         message="the loss scale has reached its floor, {value:g}",
-        advice="Something else overflows: use compute '{safer}', and go back to a checkpoint.",
+        advice="Something else overflows: use compute '{compute}', and go back to a checkpoint.",
         source="OPT-175B logbook: the loss scale at its minimum; torch.amp.GradScaler has no floor and reaches zero",
     ),
     Detector(
         "scale-skips", "loss_scale", "steps.skipped", 0.05, window=200, recovery=100,
         message="{value:.0%} of the last 200 steps were skipped (threshold {limit:.0%})",
-        advice="Lower the learning rate, or use compute '{safer}', which needs no loss scale.",
+        advice="Lower the learning rate, or use compute '{compute}', which needs no loss scale.",
         source="a loss scale that has settled skips one step in 2,000",
     ),
     Detector(
@@ -433,12 +433,12 @@ def advice_values(tensor: str | None, storage: Storage | None, compute: str) -> 
         storage: of the run, where it is known.
         compute: its name, or empty.
     Example:
-        >>> advice_values("input:model.layers.0.mlp.down_proj", None, "float8-row")["safer"]
+        >>> advice_values("input:model.layers.0.mlp.down_proj", None, "float8-row")["compute"]
         'float8-block'
     """
     return {
         "tensor": tensor or "the tensor",
         "module": module_of(tensor or "") or "the layer",
-        "cure": storage.fallback if storage is not None else "word",
-        "safer": fallback_of(compute),
+        "storage": storage.fallback if storage is not None else "word",
+        "compute": fallback_of(compute),
     }
