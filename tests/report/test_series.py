@@ -17,13 +17,13 @@ from narrowgauge.report.figures.series import (
     gaps,
     is_wide,
     json_list,
-    number,
     outline,
     rounded,
     series_of,
     shares,
     smooth,
 )
+from narrowgauge.runs.schema import finite_number
 
 
 def noisy(length: int, seed: int = 0) -> Series:
@@ -40,8 +40,8 @@ def listed(joined: Band) -> list[list[float | None]]:
 
 
 def test_numbers_are_finite_floats_or_nothing() -> None:
-    assert [number(value) for value in (1, True, 0.5)] == [1.0, 1.0, 0.5]
-    assert [number(value) for value in (None, "1", math.nan, math.inf, -math.inf, 10**400, [])] == [None] * 7
+    assert [finite_number(value) for value in (1, True, 0.5)] == [1.0, 1.0, 0.5]
+    assert [finite_number(value) for value in (None, "1", math.nan, math.inf, -math.inf, 10**400, [])] == [None] * 7
 
 
 def test_rounding_keeps_digits_not_places() -> None:
