@@ -115,7 +115,7 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
         total = auditor.collect()
         assert total[0] == 2.0 and total[1] == 1.0 + share
         raised += auditor.alarms(names, rows)
-    assert [(a.tensor, a.storage, a.cure) for a in raised] == [("b", "naive", "word")] * 2
+    assert [(a.tensor, a.storage, a.fallback) for a in raised] == [("b", "naive", "word")] * 2
     assert all(len(window) == WINDOW for window in auditor.windows.values())
     assert raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
 

@@ -102,7 +102,6 @@ class _Scratch(threading.local):
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
-        """A view ``[rows, columns]`` of a buffer."""
         buffer = self.buffers.get((name, dtype))
         if buffer is None or buffer.numel() < rows * columns:
             # A tensor that is made in inference mode cannot be written outside of it.

@@ -11,8 +11,8 @@ share of its result (``row.addition``). The first gradient is taken as it is, an
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
 If the sum was wider than the gradient, the last rounding adds half a spacing, 2^-8 of the sum for bfloat16 and 2^-11 for
-float16. Against the exact gradient comes what no row can mend: each micro-batch's gradient has been rounded to its 16
-bits before anybody adds it, 2^-8 · A. A batch in one piece has it too, once.
+float16. Compared with the exact gradient there is an error that no accumulation removes: each micro-batch's gradient
+is rounded to its 16 bits before it is added, 2^-8 · A. A batch in one piece has this error too, once.
 
 A stochastic sum is bounded so as well, but its errors are random and without bias: their standard deviation is at most
 2^-8 · sqrt(k-1) · A, and they average out over elements and steps. Its random bits are a hash of (seed, step,
@@ -271,7 +271,6 @@ class GradientAccumulator:
                 part.copy_(float_of(bits))
 
     def _warn(self, num_micro_batches: int) -> None:
-        """Warn, once, of so many micro-batches that autograd sums in bfloat16."""
         if self._warned or self.row.name != "bfloat16" or num_micro_batches <= naive_limit():
             return
         self._warned = True

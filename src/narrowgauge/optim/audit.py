@@ -84,13 +84,13 @@ class Alarm:
     Args:
         tensor: its name.
         storage: the row that loses them.
-        cure: the row that would keep them.
+        fallback: the row that would keep them.
         reading: the audit's metrics.
     """
 
     tensor: str
     storage: str
-    cure: str
+    fallback: str
     reading: Reading
 
     @property
@@ -99,8 +99,14 @@ class Alarm:
         r = self.reading
         return (
             f"'{self.tensor}' loses {1 - r.edq:.0%} of its update (EDQ {r.edq:.2f} ± {r.edq_error:.2f} over "
-            f"{r.num_audits} audited steps): storage '{self.storage}' rounds it away; '{self.cure}' would keep it."
+            f"{r.num_audits} audited steps): storage '{self.storage}' rounds it away; '{self.fallback}' would keep it."
         )
+
+    @property
+    def cure(self) -> str:
+        """The former name of ``fallback``."""
+        warnings.warn("Alarm.cure is now Alarm.fallback.", DeprecationWarning, stacklevel=2)
+        return self.fallback
 
 
 def figures_of(sums: Tensor) -> dict[str, float | None]:
@@ -152,7 +158,7 @@ Noted = tuple[Tensor, Tensor, int]
 class Auditor:
     """Collects the audits of one optimizer's tensors and decides on alarms.
 
-    ``join`` adds up what the ranks noted of tensors that they share; all of them call it at every audited step.
+    ``join`` adds up over ranks the sums of tensors that ranks share; all of them call it at every audited step.
     """
 
     windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)

@@ -24,8 +24,8 @@ from narrowgauge.optim.state import SMALL, as_words
 def measure_words(words: Tensor, scales: Tensor) -> Tensor:
     """Both passes over bfloat16 pairs at once: ``(largest's bits, coarse steps, fine steps)``, int64 ``[3]``.
 
-    The first pass has no scales yet and the second knows the largest already; but one kernel for both compiles in half the
-    time of two, and what it computes in vain costs a tenth of a nanosecond a value.
+    The first pass has no scales yet, and the second knows the largest already. But one kernel for both compiles in half the
+    time of two, and the result that is ignored costs a tenth of a nanosecond a value.
     """
     largest = summation.largest_magnitude_words(words).view(torch.int32).to(torch.int64)
     return torch.cat([largest.reshape(1), summation.grid_sum_of_squares_words(words, scales)])
@@ -127,7 +127,7 @@ def _definition(measure: Callable[..., Tensor], values: Tensor) -> Definition:
     largest = torch.full((), 8.0, dtype=torch.float32, device=values.device)
 
     def edges() -> list[Tensor]:
-        # An infinity or NaN has no place on a grid: where there is one, nobody reads the sums.
+        # An infinity or NaN has no place on a grid: where there is one, the sums are not used.
         drawn = edge_values(kind, (1 << 11,), finite=True).to(values.device)
         scales = summation.grid_scales(drawn.abs().amax().float(), 1 << 11)
         return [drawn.view(values.dtype), scales]

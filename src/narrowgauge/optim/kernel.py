@@ -119,7 +119,7 @@ def num_scales(storage: Storage) -> int:
 
 
 def always_new(skip: Tensor, old: Tensor, new: Tensor) -> Tensor:
-    """What :func:`make_step` writes in a step that is not skipped, which the caller knows."""
+    """Choose the new words: for steps that the caller knows are not skipped."""
     return new
 
 

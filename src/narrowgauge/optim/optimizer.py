@@ -310,7 +310,7 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = NO_GRADIENT
 
     def _begin(self, device: torch.device) -> None:
-        """What a first step does before it."""
+        """Do what is done once, before the first step."""
         self._stepped = True
         self._left_to_recipe.clear()  # too late for one, and others may replace these parameters
         warn_of_slow_matmuls(self.param_groups)
@@ -319,7 +319,6 @@ class Optimizer(torch.optim.Optimizer):
                 kernel.compile_audit_elsewhere(device)
 
     def _discard_orphans(self) -> None:
-        """Remove what is known of parameters that are in no group any more."""
         if orphans := self._registry.orphans():
             self._states.discard(orphans)
             self.auditor.forget(orphans)
@@ -374,7 +373,6 @@ class Optimizer(torch.optim.Optimizer):
         self._take_audit(states)
 
     def _take_audit(self, states: list[ParameterState]) -> None:
-        """Take the audit of the last step into the windows, and raise alarms."""
         auditor = self.auditor
         # Ranks that hold nothing of what was audited take part too.
         if auditor.join is not None and any(self.audit_every and s.step % self.audit_every == 0 for s in states):

@@ -1,7 +1,7 @@
 """Which state belongs to each parameter of an optimizer, and what has happened to a parameter since its state was last used.
 
 A parameter gets its :class:`~narrowgauge.optim.state.ParameterState` at its first step, or when a state is loaded or
-written. From then on anybody may change the parameter, its options or its place in the groups. :func:`reconcile` asks what
+written. From then on others may change the parameter, its options or its place in the groups. :func:`reconcile` asks what
 has happened, before each use; the :class:`Registry` does what follows from it.
 
 ==========================================================  ==============================================================
@@ -100,7 +100,7 @@ def reconcile(
             that was just loaded is left alone: the weight that belongs to it may be loaded later.
         audit_every: also find writes that raise no version counter, where the next step is audited.
     Raises:
-        RecipeError: what cannot be mended, see the table above.
+        RecipeError: a change that the table above says is refused.
 
     Cost: some microseconds a parameter; one wait for a device where a step is audited.
     """
@@ -417,7 +417,6 @@ class Registry:
         return self.kernels[key]
 
     def _widen(self, group: Group, wider: Mapping[Tensor, set[str]]) -> None:
-        """Give parameters the states that changed options need; all others stay bit for bit."""
         old = {parameter: self.states.pop(parameter) for parameter in wider}
         self.buckets = [b for b in self.buckets if not any(member.owner in old for member in b.members)]
         self.make(group, wider, wider)
@@ -514,7 +513,6 @@ class Registry:
             del self._names[parameter]
 
     def _pass_on(self, gone: Mapping[Tensor, ParameterState], replaced: Mapping[Tensor, Tensor]) -> None:
-        """Pass the states of parameters that are gone to those that took their places."""
         if not replaced:
             return
         self._names.update({heir: self._names[old] for old, heir in replaced.items() if old in self._names})
@@ -528,7 +526,8 @@ class Registry:
         self.remove(replaced)
         if lost:
             warnings.warn(
-                f"'{lost[0]}' was replaced by a parameter of other values: it starts from these.", stacklevel=4
+                f"'{lost[0]}' was replaced by a parameter with other values: its state starts anew from them.",
+                stacklevel=4,
             )
 
     def orphans(self) -> list[Tensor]:

@@ -34,7 +34,7 @@ SMALL = 4096
 PIECE_WORDS = 1 << 16
 """Words that are copied, or searched for their largest magnitude, at a time."""
 SMALLEST_BOUND = 2.0**-8
-"""The least bound of a row of weights that is scaled by row: a row of zeros must be able to become something else."""
+"""The least bound of a row of weights that is scaled by row, so that a row of zeros can grow."""
 
 
 @dataclass(slots=True)
@@ -255,7 +255,7 @@ class ParameterState:
 
     def discard_tails(self, where: Tensor) -> None:
         """Make the stored weight equal the visible one ``where`` (bool, of the parameter's shape) is true."""
-        if "weight" in self.bounds:  # other values may need another scale for all of their row
+        if "weight" in self.bounds:  # a row with other values may need another scale
             self.adopt(torch.where(where, self.parameter.detach().float(), self.stored("weight")))
             return
         fields = self._lane().fields
@@ -351,7 +351,6 @@ def as_words(tensor: Tensor) -> Tensor | None:
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
-    """``rows`` filled up with ones to ``count`` rows."""
     return rows if rows.shape[0] == count else torch.cat([rows, rows.new_ones(count - rows.shape[0], 1)])
 
 
@@ -479,7 +478,6 @@ def make_states(
 
 
 def _batches(small: Sequence[ParameterState]) -> Iterator[list[ParameterState]]:
-    """States in groups of about ``BUCKET_WORDS`` words."""
     batch: list[ParameterState] = []
     total = 0
     for state in small:

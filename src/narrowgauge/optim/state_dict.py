@@ -461,7 +461,7 @@ def write(state: ParameterState, name: str, value: Any) -> None:
 
 
 def notes_of(state: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a saved entry that hooks and users added."""
+    """The part of a saved entry that hooks and users have added."""
     own = {"step", *state.words, *(f"{name}_bound" for name in state.bounds), *state.extras}
     return {name: value for name, value in entry.items() if name not in own}
 

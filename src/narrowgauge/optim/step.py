@@ -28,7 +28,7 @@ from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState, weight_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """The numbers that a step of one (rule, step number) takes; states that have taken equally many steps share them.
+    """The scalars of a step of one (rule, step number); states that have taken equally many steps share them.
 
     Args:
         values: float32, the scalars of ``CONTROL`` and of the rule.
@@ -139,7 +139,6 @@ class Stepper:
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _bound_rows(self, states: Sequence[tuple[ParameterState, StepKernel]]) -> None:
-        """Give every state of a storage with scales by row the scales of this step."""
         batches: dict[tuple[StepKernel, Numbers], list[ParameterState]] = {}
         for state, kernel in states:
             if state.storage.scaled:
@@ -213,7 +212,6 @@ def _chunks(state: ParameterState) -> Iterator[tuple[Work, list[tuple[Tensor, Te
 def _new_bounds(
     kernel: StepKernel, batch: Sequence[ParameterState], old: Mapping[str, Tensor], values: Tensor
 ) -> dict[str, Tensor]:
-    """Bounds of each row's magnitudes after the step."""
     rule = kernel.rule
     slopes = torch.cat([state.peaks_of(state.gradient) for state in batch]) * values[0].abs()
     weights = torch.zeros_like(slopes)

@@ -181,7 +181,7 @@ class Reporter:
                     alarm.message,
                     tensor=alarm.tensor,
                     value=alarm.reading.edq,
-                    advice=f"storage '{alarm.cure}'",
+                    advice=f"storage '{alarm.fallback}'",
                     detector="audit",
                 )
             )

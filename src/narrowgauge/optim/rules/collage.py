@@ -14,7 +14,7 @@ The authors' released code differs from the paper in two places: its product of 
 low word of beta2 is beta2 minus its nearest float32, where minus its nearest bfloat16 is meant (equal only where the
 default dtype is bfloat16, as its scripts set it), so that beta2 is a single word again. Second moments of stationary
 gradients come out at 0.325, 0.342 and 0.275 of their value at beta2 = 0.95, 0.98 and 0.99; at 0.999, which is 1 in bfloat16,
-they never decay: 6.0 times after 6,000 steps. With the first fault alone they are 0.33, 0.33, 0.31 and 0.50. With both mended
+they never decay: 6.0 times after 6,000 steps. With the first fault alone they are 0.33, 0.33, 0.31 and 0.50. With both corrected
 that code has our bits.
 
 Source: Yu et al. 2024, Collage, arXiv:2405.03637.
