@@ -17,7 +17,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges import tensor_metrics
 from narrowgauge.gauges.attach import _OPEN, GaugeNotice, Gauges, attach_gauges
 from narrowgauge.gauges.moment_shadow import StateReader
-from narrowgauge.gauges.recorder import SAMPLING
+from narrowgauge.gauges.sampling import SAMPLING
 from narrowgauge.runs.schema import metric_of
 
 BF16 = torch.bfloat16

@@ -2,7 +2,7 @@
 
 The tensors that are watched by default are in memory anyway: the operands of linear layers' matmuls, forward and backward; the
 weights and their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every
-``every`` steps the tensors are recorded (:mod:`narrowgauge.gauges.recorder`), measured at the end of the step
+``every`` steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`), measured at the end of the step
 (:mod:`narrowgauge.gauges.tensor_metrics`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of
 a few second moments is updated.
 
@@ -27,7 +27,7 @@ from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
-from narrowgauge.gauges.recorder import SAMPLING, Recorder, WatchedTensor
+from narrowgauge.gauges.sampling import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.numerics.shards import is_sharded, local_of

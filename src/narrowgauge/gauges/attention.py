@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.gauges.hooks import as_multiplied, entry_of
-from narrowgauge.gauges.recorder import SAMPLING, is_sampled, record_attention, recorder_of
+from narrowgauge.gauges.sampling import SAMPLING, is_sampled, record_attention, recorder_of
 from narrowgauge.numerics.widening import linear
 from narrowgauge.transforms.scaled_tensor import Scaled
 

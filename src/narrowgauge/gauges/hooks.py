@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge._torch import plain_name
-from narrowgauge.gauges.recorder import is_sampled, record_gradient, record_tensor, recorder_of
+from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor, recorder_of
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.spec.computes import first_of_input
 

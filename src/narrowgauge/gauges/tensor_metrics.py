@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.gauges.recorder import Recorder, WatchedTensor
+from narrowgauge.gauges.sampling import Recorder, WatchedTensor
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear

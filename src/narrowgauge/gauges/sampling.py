@@ -1,4 +1,4 @@
-"""The recorder: statistics and sampled rows of the watched tensors of one training step.
+"""Sampling of tensors: statistics and sampled rows of the watched tensors of one training step.
 
 During a sampled step each watched tensor costs two reductions (amax, sum of squares) and a copy of some of its rows, stored in
 an entry of its own. Everything else (histograms, outliers, the error of casts) is computed at the end of the step from the
