@@ -1,9 +1,9 @@
 """A finding: one thing that is wrong, whoever found it, and what to do about it.
 
-Detectors of the monitor, checks of ``ng.check``, causes of the diagnosis, ranks that compare what they hold, and the planner's
-layouts that do not fit are rows of different tables, with an id, a message and advice each. What they find has this one type,
-and is put into words here alone: :meth:`Finding.filled` fills a row's templates with the values that were measured, and
-:func:`sentences` joins a message and its advice for a console, a page or a logger. Code reads the fields and never the words.
+Detectors of the monitor, checks of ``ng.check`` and causes of the diagnosis are rows of three tables, with an id, a message and
+advice each; a plan says why a layout does not fit, and what would. All of them find this one type, and it is put into words here
+alone: :meth:`Finding.filled` fills a row's templates with the values that were measured, and :func:`sentences` joins a message
+and its advice for a console, a page or a logger. Code reads the fields and never the words.
 """
 
 from __future__ import annotations
