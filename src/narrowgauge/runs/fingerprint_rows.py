@@ -1,4 +1,4 @@
-"""Which of several ranks is not like the others.
+"""The rows of ``fingerprints.jsonl``: which of several ranks differs from the others.
 
 Ranks that must hold the same are right where most of them agree. Between two that disagree nothing but the values tells; of two
 factors that clip the gradients, the one that clips nothing is the wrong one.

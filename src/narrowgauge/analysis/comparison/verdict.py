@@ -1,6 +1,6 @@
 """The verdict: what the classifications mean, in sentences, the most important first.
 
-It answers three questions: which recipe is the cheapest that ends within the noise, which are not to be used and why, and what
+It answers three questions: which recipe is the cheapest that ends within the noise, which should not be used and why, and what
 these runs cannot show. A recipe wins only where its interval rules out a loss worse by more than 1 %. A smaller certain loss
 is reported as a price, and a certain gain as a gain. Recipes are ordered by bytes, then time. Each interval is for one recipe;
 of twenty harmless ones, expect one outside. Then come speed and losses at equal time, and what to know about the runs before a

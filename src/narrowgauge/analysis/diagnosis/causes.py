@@ -36,10 +36,10 @@ class Cause:
         applies: whether a run can have it at all.
         prior: how often, relative to the other causes, before anything is known.
         replay: what a replay of the step would show.
-        measure: what tells it where no sign of a record does.
+        measure: the measurement that confirms it, where no sign of a record does.
         required: signs of which one at least must be present for the cause to be considered; none: any sign will do.
-        notes: signs that are worth a word where none of the required ones is present: a setting without an effect.
-        spreads: whether it disturbs so much that what shows later may be its consequence; what only slows learning does not.
+        notes: signs that are mentioned where none of the required ones is present: a setting without an effect.
+        spreads: whether signs that show later may be its consequences; a cause that only slows learning has none.
     """
 
     name: str
@@ -63,7 +63,7 @@ _WIDE = (
     "leave '{module}' wide ([[override]] pattern = \"{module}\", compute = \"bfloat16\"), or take compute '{compute}'"
 )
 _BROKEN = {"values-not-finite": 0.5, "gradients-not-finite": 0.3, "norm-not-finite": 0.3, "loss-not-finite": 0.4}
-"""What may follow anything that destroys values."""
+"""Signs that may follow anything that destroys values."""
 _WORTSMAN = "Wortsman et al. 2023 (2309.14322)"
 
 CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (

@@ -217,7 +217,7 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
 
 
 def _notes(evidence: Evidence, seen: Observations) -> Iterator[str]:
-    """What causes without an effect would have been told by."""
+    """Settings and changes that lose something and show no effect."""
     for cause in CAUSES.values():
         if cause.applies(evidence) and not is_considered(cause, seen):
             for name in cause.notes:

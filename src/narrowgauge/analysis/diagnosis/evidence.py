@@ -49,7 +49,7 @@ class Evidence:
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def setting(self, name: str) -> Any:
-        """A setting of the run, or ``None``."""
+        """A setting of the run; ``None`` where the record does not hold it."""
         table = self.run.run.get("config")
         return table.get(name) if isinstance(table, dict) else None
 
@@ -246,7 +246,7 @@ class Evidence:
         """Whether the run was resumed."""
         return bool(self.events.get("resume"))
 
-    # ── what is held ─────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── what the record holds ────────────────────────────────────────────────────────────────────────────────────────────
 
     def has(self, read: str) -> bool:
         """Whether the record holds what a sign reads.
@@ -345,7 +345,7 @@ def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidenc
 
 
 def _missing_rows(run: Run) -> Iterator[str]:
-    """What of the rows of steps is not there, or not in order."""
+    """Rows of steps that are missing or out of order."""
     steps = [step_of(row) for row in run.steps]
     if not steps:
         yield "the steps: no row of a step was written"

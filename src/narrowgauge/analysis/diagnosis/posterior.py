@@ -122,7 +122,7 @@ def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
     for name, observation in seen.items():
         if observation.state != "unknown":
             shown = chance(cause, name, observation.base_rate, _may_follow(observation, name, onset))
-            # What shows in a minority of cases comes together or not at all: its absence counts once, which is next to nothing.
+            # Signs of a minority of cases come together or not at all: their absence would count once, which is next to nothing.
             absent = 1 - (shown if shown >= MAJORITY else observation.base_rate)
             log += math.log(shown if observation.state == "present" else absent)
     return log
@@ -177,7 +177,7 @@ def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ra
 
 
 def _first_sure(causes: Sequence[Ranked], seen: Observations) -> tuple[Ranked, float] | None:
-    """The likeliest cause that is likely enough among its rivals; causes between which nothing decides keep no other back."""
+    """The likeliest cause that stands out among its rivals; two causes that nothing tells apart do not hide a third."""
     unsure: list[Ranked] = []
     for first in causes:
         if first.cause.name == HEALTHY or any(_is_rival(row.cause, first.cause, seen) for row in unsure):
@@ -199,7 +199,7 @@ def _is_rival(cause: Cause, other: Cause, seen: Observations) -> bool:
 
 
 def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ranked]) -> Measurement | None:
-    """What would distinguish the causes in question at the least cost.
+    """The measurement that distinguishes the causes in question at the least cost.
 
     Args:
         evidence: of the run.
@@ -228,7 +228,7 @@ def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ra
 
 
 def _said(sign: Sign, evidence: Evidence, seen: Observations) -> str:
-    """What to do to know a sign. A replay is of the first step that shows anything, or of the last one."""
+    """How to find out about a sign. A replay is of the first step that shows anything, or of the last one."""
     needs = sign.needs
     if _cost(sign) == REPLAY:
         first = min((row.step for row in seen.values() if row.state == "present" and row.step), default=None)
@@ -242,7 +242,7 @@ def _cost(sign: Sign) -> float:
 
 
 def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
-    """Whether a flag would show a sign: not one that another must come before, nor one of several ranks on one."""
+    """Whether a flag would record a sign: not one that another sign must precede, nor one of several ranks on one."""
     row = SIGNS[sign]
     if row.given and seen[row.given].state != "present":
         return False

@@ -43,7 +43,7 @@ NOT_COMPARED = frozenset({
 
 @dataclass(frozen=True, slots=True)
 class SettingDifference:
-    """One thing that the two runs were not given alike.
+    """A setting, a version, or a property of the data or the machine in which two runs differ.
 
     Args:
         name: of the setting, the version, the property of the machine.
@@ -60,7 +60,7 @@ class SettingDifference:
 
 
 def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
-    """What two runs were not given alike, by their ``run.toml``: settings, data, versions, machine and its arithmetic.
+    """Settings, data, versions, machine and arithmetic in which two runs differ, by their ``run.toml``.
 
     Args:
         one, other: the two tables; what one of them lacks is not compared.
@@ -85,7 +85,7 @@ _PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
 
 
 def _are_places(difference: SettingDifference) -> bool:
-    """Whether both values are paths: the same content in another folder is no difference."""
+    """Whether both values are paths: the same content in another folder does not count as a difference."""
     return all("/" in value or "\\" in value for value in difference.values)
 
 
@@ -231,7 +231,7 @@ class Alignment:
     """Two runs, aligned.
 
     Args:
-        differences: what they were not given alike.
+        differences: settings, data and software that differ.
         first_difference: where they part; ``None`` where all that both recorded is equal.
         beyond_rounding: where they part is only rounding: the first tensor that later differs by more than rounding has grown to.
         rounded: where they part first, by rounding, if ``first_difference`` is a later place beyond it.
@@ -240,7 +240,7 @@ class Alignment:
         is_complete: both are finished, and the hashes of their final weights are known and equal.
         has_fingerprints: both recorded fingerprints, of at least one common step.
         at_tokens: the losses at equal tokens, where steps have not equally many.
-        replayed: what replays of both say, where there were any.
+        replayed: what replays of both runs found; ``None`` without any.
         notes: what the records do not hold.
     """
 
@@ -316,7 +316,7 @@ def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[FirstDif
 
 
 def _stopped(one: Run, other: Run) -> Iterator[FirstDifference]:
-    """Where one of the two stopped because its ranks found damage, before the record shows any."""
+    """Where one of the two stopped because its ranks found damage that the record does not show yet."""
     found = [next((event for event in run.events if event.get("kind") == "corruption"), None) for run in (one, other)]
     if (found[0] is None) == (found[1] is None):
         return
@@ -339,7 +339,7 @@ def _stopped(one: Run, other: Run) -> Iterator[FirstDifference]:
 def same_value(one: Any, other: Any) -> bool:
     """Whether two recorded values are equal; NaN is, and so are checksums of different lengths, which two versions made."""
     if isinstance(one, str) and isinstance(other, str) and len(one) != len(other):
-        return True  # they say nothing of each other
+        return True  # checksums of two versions cannot be compared
     return bool(one == other) or (one != one and other != other)
 
 

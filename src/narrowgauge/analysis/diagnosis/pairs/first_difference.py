@@ -69,8 +69,8 @@ class FirstDifference:
         others: how many more fingerprints of the same kind differ in that step, and how many there are.
         same_after: entries of the same step, after the first that differs, that do not differ.
         equal_until: the last step whose fingerprints are all equal; ``None`` where none are.
-        ranks: the ranks that alone are not as in the other run, or as the other ranks; empty where all differ, or none is known.
-        said: what one run's ranks do not agree on, in words; empty where they agree.
+        ranks: the only ranks that differ from the other run, or from the other ranks; empty where all do, or it is not known.
+        said: what the ranks of one run disagree on, in words; empty where they agree.
         recurs: whether the tensor stands out in the next steps too; ``None`` where they were not recorded.
     """
 
@@ -228,7 +228,7 @@ def difference_at(step: int, key: str, one: Row, other: Row) -> FirstDifference:
 
 
 def _of_ranks(step: int, one: Row, other: Row) -> Iterator[FirstDifference]:
-    """By the hashes of each rank's own part, and by what the ranks of one of the two do not agree on."""
+    """By the hashes of each rank's own part, and by what the ranks of one of the two runs disagree on."""
     first, second = one.get("ranks") or {}, other.get("ranks") or {}
     for kind, stage in KINDS.items():
         mine, its = first.get(kind), second.get(kind)

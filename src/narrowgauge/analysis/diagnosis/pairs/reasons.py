@@ -24,12 +24,12 @@ class Reason:
     Args:
         name: its key.
         title: what it is, to follow "Cause: ".
-        decided_by: what decides it, as ``table.name`` or ``table.*`` of ``run.toml``; empty for what no setting says.
+        decided_by: the settings that decide it, as ``table.name`` or ``table.*`` of ``run.toml``; empty where none does.
         stages: where the first difference may be.
         size: how large the first difference is: that of ``rounding``, ``above`` it, or ``any``.
         weight: how likely it is beside the others that are allowed as much.
         remedy: what to do.
-        of_one_rank: it is one where one rank alone is not as in the other run, or as the other ranks.
+        of_one_rank: it makes one rank alone differ from the other run, or from the other ranks.
     """
 
     name: str
@@ -160,7 +160,7 @@ def weigh(alignment: Alignment) -> dict[str, float]:
     small = alignment.is_rounding(difference)
     weights = {row.name: _weight(row, alignment, difference, small) for row in REASONS.values()}
     if any(weights[row.name] > 0 and _explains(row, alignment, small) for row in REASONS.values()):
-        # What was given differently and acts there explains it; that something else happened there as well is unlikely.
+        # A setting that differs and acts there explains it; that something else happened there as well is unlikely.
         weights = {
             name: value * (1.0 if deciding(REASONS[name], alignment.differences) else 0.05)
             for name, value in weights.items()
@@ -175,7 +175,7 @@ def _fits(row: Reason, small: bool | None) -> bool:
 
 
 def _explains(row: Reason, alignment: Alignment, small: bool | None) -> bool:
-    """Whether what was given differently decides a reason whose size the difference has."""
+    """Whether a setting that differs decides a reason that fits the size of the difference."""
     return _fits(row, small) and bool(deciding(row, alignment.differences)) and _of_replays(row, alignment) == 1.0
 
 
@@ -195,7 +195,7 @@ def _weight(row: Reason, alignment: Alignment, difference: FirstDifference, smal
 
 
 def _of_rank(row: Reason, difference: FirstDifference) -> float:
-    """How much likelier, or less so, a reason is where one rank alone is off."""
+    """How much likelier, or less likely, a reason is where one rank alone differs."""
     is_one = bool(difference.ranks or difference.said)
     if row.of_one_rank:
         return float(is_one)

@@ -24,7 +24,7 @@ class TwoRuns:
 
     Args:
         names: of the runs.
-        alignment: what they were given, and where they part.
+        alignment: the settings that differ, and where the runs part.
         reasons: why, with probabilities, the likeliest first; empty where they do not part.
         evidence: what speaks for the first, a sentence each.
         next_measurement: what would tell more, or empty.
@@ -97,7 +97,7 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
 
     Args:
         one, other: their records, finished or not.
-        replayed: what replays of both say, where there were any
+        replayed: what replays of both runs found, if there were any
             (:func:`narrowgauge.trainer.replays.two_replays.compare_exactly`).
     Returns:
         The first step and tensor that differ, the reasons, and what would tell more.
@@ -161,7 +161,7 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) ->
 
 
 def _of_size(alignment: Alignment, difference: FirstDifference) -> Iterator[str]:
-    """How far the two values lie apart, and how far rounding reaches: measured, or by a formula."""
+    """How far the two values lie apart, and how far rounding reaches, measured or by a formula."""
     replayed = alignment.replayed
     small = alignment.is_rounding(difference)
     if small is None:

@@ -17,6 +17,7 @@ from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS
+from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.schema import Row, number, step_of
 
 GAUGES, AUDIT, VERIFIED = "--gauges-every 20", "--audit-every 10", "--verify-every 100"
@@ -68,10 +69,10 @@ def _detected(
 
 
 def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evidence: Evidence) -> Observation:
-    """What a detector raised; else what the audit of all parameters together shows beyond the detector's own threshold."""
-    found, row = event_sign(evidence), DETECTORS[detector]
-    if found.state == "present":
-        return found
+    """What a detector raised; else where the audit of all parameters together exceeds the detector's own threshold."""
+    raised, row = event_sign(evidence), DETECTORS[detector]
+    if raised.state == "present":
+        return raised
     facts, length = Alarms(evidence.recipe).facts, 0
     for step in evidence.run.steps:
         value = number(step.get(row.field))
@@ -81,8 +82,8 @@ def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evide
         length = length + 1 if applies and row.trips(value, row.threshold) else 0
         if length == row.consecutive:
             at = int(step["step"])
-            said = row.message.format(value=value, limit=row.threshold)
-            return present(at, f"the model {said}", None, value, row.threshold)
+            found = Finding.filled(row.name, f"the model {row.message}", "", {"value": value, "limit": row.threshold})
+            return present(at, found.message, None, value, row.threshold)
     return ABSENT
 
 
