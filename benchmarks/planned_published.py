@@ -1,6 +1,6 @@
 """Step times that the planner predicts for training runs that others measured and published.
 
-Claim: the mean error over the published runs and its worst are as printed, and four of five runs lie within the interval that
+Claim: the mean error over the published runs and its worst are as printed, and 80 % of the runs lie within the interval that
 the planner states. Nothing is fitted run by run: all shares of printed rates but those of software come from publications
 about kernels and links (``narrowgauge.planner.inputs.efficiency``). What software reaches was set with the runs in view; each
 run is planned with the software that its source names, or, with ``--assumed``, with what the planner assumes on the chip. A

@@ -33,7 +33,7 @@ from narrowgauge.planner.inputs.clusters import cluster_of
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.measured.calibration import Fit, deviations, fit_shares, priors_of, processor, step_observation
-from narrowgauge.planner.measured.launches import Launch, layout_of, planned_step
+from narrowgauge.planner.measured.launches import LaunchedJob, layout_of, planned_step
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.profiling.measurement import many_versions, training_session
 from narrowgauge.spec.notation import parse
@@ -191,7 +191,7 @@ def combination_of(row: Row) -> Combination:
     return Combination(**{name: row[name] for name in Combination.__dataclass_fields__})
 
 
-def launch_of(row: Row) -> Launch:
+def launch_of(row: Row) -> LaunchedJob:
     """A combination as the planner sees it, with its measured step."""
     combination = combination_of(row)
     settings = {
@@ -209,10 +209,10 @@ def launch_of(row: Row) -> Launch:
         cluster_of(chip, ranks, ranks),
         combination.length,
     )
-    return Launch(combination.name, job, Terms((Term("step", "measured step", seconds_of(row), ""),)))
+    return LaunchedJob(combination.name, job, Terms((Term("step", "measured step", seconds_of(row), ""),)))
 
 
-def held_out(launches: Sequence[Launch]) -> list[Row]:
+def held_out(launches: Sequence[LaunchedJob]) -> list[Row]:
     """Each launch beside what shares fitted to all others say of it."""
     chip = launches[0].cluster.groups[0].chip
     published, seen = priors_of(chip), [step_observation(launch) for launch in launches]
@@ -223,7 +223,7 @@ def held_out(launches: Sequence[Launch]) -> list[Row]:
     return rows
 
 
-def _beside(launch: Launch, fit: Fit) -> Row:
+def _beside(launch: LaunchedJob, fit: Fit) -> Row:
     assert launch.measured is not None
     steady = planned_step(launch.job, fit.shares)
     low, high = steady.interval

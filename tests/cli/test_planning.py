@@ -124,7 +124,7 @@ def test_limits_sizes_and_states_in_json() -> None:
 
 def test_explain_prints_terms_with_their_sources() -> None:
     text = answer(*EIGHT, "--explain")
-    assert "4 of 5 times" in text and "source" in text and "bfloat16" in text
+    assert "80 % interval" in text and "source" in text and "bfloat16" in text
     assert "Energy of 1B tokens" in text and "the rest of their nodes" in text
 
 

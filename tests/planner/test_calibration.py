@@ -31,7 +31,7 @@ from narrowgauge.planner.measured.calibration import (
     processor,
     step_observation,
 )
-from narrowgauge.planner.measured.launches import Launch
+from narrowgauge.planner.measured.launches import LaunchedJob
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.runs.writer import RunWriter
@@ -50,14 +50,14 @@ def changed(shares: Shares, factors: dict[str, float]) -> Shares:
     return shares.replaced({name: Share(value, value, value, "made up") for name, value in rows.items()})
 
 
-def launches(chip: Chip, true: Shares, noise: float = 0.0, seed: int = 0) -> Iterator[Launch]:
+def launches(chip: Chip, true: Shares, noise: float = 0.0, seed: int = 0) -> Iterator[LaunchedJob]:
     """Measured steps of a machine whose shares are known."""
     draw = random.Random(seed)
     for model, recipe, sequences in SHAPES:
         job = Job(read_architecture(model), parse(recipe), Layout(micro_batch=sequences), cluster_of(chip, 1), 256)
-        launch = Launch(f"{model} {recipe} {sequences}", job, Terms((Term("step", "", 1.0, ""),)))
+        launch = LaunchedJob(f"{model} {recipe} {sequences}", job, Terms((Term("step", "", 1.0, ""),)))
         seconds = step_observation(launch).predict(true) * math.exp(draw.gauss(0, noise))
-        yield Launch(launch.name, job, Terms((Term("step", "", seconds, ""),)))
+        yield LaunchedJob(launch.name, job, Terms((Term("step", "", seconds, ""),)))
 
 
 FACTORS = {"matmul.float32": 0.5, "matmul.bfloat16": 0.7, "bandwidth": 0.6, "kernel_seconds": 3.0}

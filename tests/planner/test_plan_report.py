@@ -96,14 +96,14 @@ def test_a_plan_says_why_it_is_not_faster() -> None:
     )
     assert (
         "limited by matmuls" in text
-        and "1T tokens take 110 d (99.3 d to 152 d four times of five, with up to 25% for restarts)" in text
+        and "1T tokens take 110 d (80 % interval 99.3 d to 152 d, with up to 25% for restarts)" in text
     )
 
 
 def test_what_does_not_fit_says_what_would() -> None:
     text = said(made_plan(made_option(memory=120e9, advice="16 chips would do.")))
-    assert text.startswith("Nothing fits. The nearest is bfloat16/word")
-    assert ": needs 120 GB a chip of 85.9 GB (weights 60 GB). 16 chips would do." in text
+    assert text.startswith("Nothing fits. The closest is bfloat16/word")
+    assert ": needs 120 GB on a chip of 85.9 GB (weights 60 GB). 16 chips would do." in text
     layout = made_option(why_not="30 layers do not divide into 4 stages", advice="Use 3 stages.")
     assert ": 30 layers do not divide into 4 stages. Use 3 stages." in said(made_plan(layout))
 

@@ -78,7 +78,7 @@ def test_thirty_billion_on_eight_times_forty_gigabytes() -> None:
     assert {option.recipe.storage.name for option in fitting} == {"word", "compact", "states8"}
     assert all(option.layout.recompute == "full" for option in fitting)
     for option in found.options[len(fitting) :]:
-        assert option.recipe.bytes_per_param > 8 and "GB a chip of 42.9 GB" in option.reason
+        assert option.recipe.bytes_per_param > 8 and "GB on a chip of 42.9 GB" in option.reason
         assert "offload" in option.advice
     # The other way: states in the host's memory.
     offloaded = plan("llama-33b", recipes=RECIPES, chip="A100-SXM4-40GB", chips=8, layout={"offload": "optimizer"})
@@ -137,7 +137,7 @@ def test_seventy_billion_on_a_node() -> None:
 def test_pure_data_parallelism_of_thirty_billion_is_impossible() -> None:
     found = plan(params=THIRTY, recipes=["bfloat16/master"], chip="RTX-4090", chips=32, layout={"data": 32})
     assert found.best.memory.total == 480e9 and found.best.fits is False
-    assert "480 GB a chip of 25.8 GB" in found.best.reason
+    assert "480 GB on a chip of 25.8 GB" in found.best.reason
 
 
 @pytest.mark.parametrize(
@@ -376,6 +376,6 @@ def test_states_in_the_hosts_memory_without_a_cluster_file() -> None:
 
 def test_a_small_step_is_said_where_nobody_asked_for_it() -> None:
     found = plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8)
-    assert "fewer than the 524k that training usually takes at least" in said(found)
+    assert "fewer than the 524k of the smallest usual steps" in said(found)
     asked = plan("llama-70b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, tokens_per_step=8 * 4096)
     assert "fewer than" not in said(asked)

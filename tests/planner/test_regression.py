@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError
-from narrowgauge.planner.measured.launches import Launch, layout_of, read_launch
+from narrowgauge.planner.measured.launches import LaunchedJob, layout_of, read_launch
 from narrowgauge.planner.measured.regression import compare_launches, regression_dict, regression_lines
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.chips import get_chip
@@ -29,7 +29,7 @@ interconnect_gbit_per_second = 3200
 """
 
 
-def launch(folder: Path, *edits: tuple[str, str], more: str = "", name: str = "launch.toml") -> Launch:
+def launch(folder: Path, *edits: tuple[str, str], more: str = "", name: str = "launch.toml") -> LaunchedJob:
     text = LAUNCH
     for old, new in edits:
         assert old in text

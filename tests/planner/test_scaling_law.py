@@ -8,7 +8,7 @@ import random
 import pytest
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.measured.scaling_law import SHAPES, Point, fit, read_points, scaling_dict, scaling_lines
+from narrowgauge.planner.measured.scaling_law import SHAPES, MeasuredTime, fit, read_points, scaling_dict, scaling_lines
 
 DAY = 86400.0
 
@@ -67,7 +67,7 @@ def test_a_third_point_checks_the_law() -> None:
 
 def test_a_third_point_can_choose_another_law() -> None:
     law = {64: 18.0, 128: 10.0, 256: 7.0}  # what a rest that grows with N gives
-    found = fit([Point(chips, days * DAY) for chips, days in law.items()])
+    found = fit([MeasuredTime(chips, days * DAY) for chips, days in law.items()])
     assert tuple(found.law.parts) == ("divided", "linear")
 
 
@@ -108,7 +108,7 @@ def _held_out(sizes: tuple[int, ...], at: int, seed: int) -> tuple[int, int]:
         def true(chips: int, scale: dict[str, float] = scale) -> float:
             return sum(value * SHAPES[name](chips) for name, value in scale.items())
 
-        found = fit([Point(chips, true(chips) * draw.gauss(1, 0.02)) for chips in sizes])
+        found = fit([MeasuredTime(chips, true(chips) * draw.gauss(1, 0.02)) for chips in sizes])
         low, high = found.interval(at)
         inside += low <= true(at) <= high
     return inside, 300

@@ -13,7 +13,7 @@ from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.memory.rank_memory import memory_terms
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _Question, search
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, _Request, search
 from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
@@ -165,17 +165,17 @@ def test_what_is_not_looked_at_would_not_have_been_taken(
     name: str, chip: str, chips: int, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the lower bound of the memory and without, the options are the same; and it is a lower bound."""
-    model, cluster, bound = read_architecture(name), cluster_of(chip, chips), _Question.least_bytes
+    model, cluster, bound = read_architecture(name), cluster_of(chip, chips), _Request.least_bytes
     looked_at: list[tuple[float, float]] = []
 
-    def without(question: _Question, layout: Layout) -> float:
+    def without(question: _Request, layout: Layout) -> float:
         looked_at.append((bound(question, layout), question.memory(layout).total))
         return 0.0
 
     for recipe in ("bfloat16/master", "int8-row/word"):
         pruned = search(model, parse(recipe), cluster, 4096, **given)
         with monkeypatch.context() as patched:
-            patched.setattr(_Question, "least_bytes", without)
+            patched.setattr(_Request, "least_bytes", without)
             assert search(model, parse(recipe), cluster, 4096, **given) == pruned
     assert len(looked_at) > 5 and all(least <= held for least, held in looked_at)
 

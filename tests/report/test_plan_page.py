@@ -32,7 +32,7 @@ def test_a_page_has_its_answer_options_terms_and_figures() -> None:
     for text in (
         "bfloat16/word with shard 8",
         "1T tokens take",
-        "needs 120 GB a chip of 85.9 GB",
+        "needs 120 GB on a chip of 85.9 GB",
         "made up",
         "a paper",
     ):
@@ -74,4 +74,4 @@ def test_a_scaling_curve_is_compared_with_proportional_growth() -> None:
 
 def test_a_state_alone_has_no_figures_of_time() -> None:
     assert [figure.name for figure in figures_of(plan_of_state())] == ["memory"]
-    assert "Counted is the state alone" in render_plan(plan_of_state())
+    assert "Only the state is counted" in render_plan(plan_of_state())

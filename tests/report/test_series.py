@@ -14,13 +14,14 @@ from narrowgauge.report.figures.series import (
     band,
     column,
     decimate,
+    equal_parts,
+    finite_number,
     gaps,
     is_wide,
     json_list,
     outline,
     rounded,
     series_of,
-    shares,
     smooth,
 )
 from narrowgauge.runs.schema import finite_number
@@ -153,7 +154,7 @@ def test_an_outline_is_one_shape_per_stretch() -> None:
 
 def test_shares_cover_a_list_once() -> None:
     for length, most in ((0, 5), (3, 5), (100, 7)):
-        found = shares(length, most)
+        found = equal_parts(length, most)
         assert [place for first, last in found for place in range(first, last)] == list(range(length))
         assert len(found) == min(length, most)
 

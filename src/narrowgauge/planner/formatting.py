@@ -10,11 +10,11 @@ _JOULES = ((3.6e9, "MWh"), (3.6e6, "kWh"), (1.0, "J"), (1e-3, "mJ"))
 _COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 
-def gigabytes(num_bytes: float) -> str:
+def bytes_text(num_bytes: float) -> str:
     """Bytes in the unit that suits them.
 
     Example:
-        >>> gigabytes(26.25e9), gigabytes(480e9), gigabytes(-3.2e6)
+        >>> bytes_text(26.25e9), bytes_text(480e9), bytes_text(-3.2e6)
         ('26.3 GB', '480 GB', '-3.2 MB')
     """
     scale, unit = unit_of(num_bytes, "bytes")
@@ -32,11 +32,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds / scale:.3g} {unit}"
 
 
-def duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """A time in the largest unit of which it has two, to three digits.
 
     Example:
-        >>> duration(864000), duration(93600), duration(5.5 * 86400), duration(0.0123)
+        >>> duration_text(864000), duration_text(93600), duration_text(5.5 * 86400), duration_text(0.0123)
         ('10 d', '26 h', '5.5 d', '12.3 ms')
     """
     for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
@@ -71,11 +71,11 @@ def dollars_text(dollars: float) -> str:
     return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}" if dollars >= 1 else f"${dollars:.2g}"
 
 
-def amount(number: float) -> str:
+def count_text(number: float) -> str:
     """A count of parameters or tokens.
 
     Example:
-        >>> amount(32.5e9), amount(10e9), amount(1_331_200_000), amount(128)
+        >>> count_text(32.5e9), count_text(10e9), count_text(1_331_200_000), count_text(128)
         ('32.5B', '10B', '1.33B', '128')
     """
     scale, unit = next(((scale, unit) for scale, unit in _COUNTS if abs(number) >= scale), (1.0, ""))

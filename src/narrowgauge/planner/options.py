@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from narrowgauge.planner.formatting import gigabytes
+from narrowgauge.planner.formatting import bytes_text
 from narrowgauge.planner.inputs.architectures import Architecture
 from narrowgauge.planner.inputs.clusters import Cluster
 from narrowgauge.planner.inputs.efficiency import RESTARTS, Shares, software_of
@@ -124,8 +124,8 @@ class Option:
         assert self.capacity_bytes is not None
         largest = _largest(self.memory)
         return (
-            f"needs {gigabytes(self.memory.total)} a chip of {gigabytes(self.capacity_bytes)} "
-            f"({largest} {gigabytes(self.memory.groups[largest])})"
+            f"needs {bytes_text(self.memory.total)} on a chip of {bytes_text(self.capacity_bytes)} "
+            f"({largest} {bytes_text(self.memory.groups[largest])})"
         )
 
     @property
@@ -255,7 +255,7 @@ class Option:
         }
 
     def confidence(self, num_tokens: float | None = None) -> dict[str, Any]:
-        """The intervals in which the figures lie four times out of five, and whether it surely fits.
+        """The 80 % intervals of the figures, and whether it surely fits.
 
         Args:
             num_tokens: of the whole run, for ``days``.

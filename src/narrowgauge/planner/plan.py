@@ -29,7 +29,7 @@ from narrowgauge.planner.memory.rank_memory import memory_terms
 from narrowgauge.planner.memory.state_bytes import is_stepped, with_optimizer
 from narrowgauge.planner.options import OURS, Option, Question
 from narrowgauge.planner.plan_report import MOST_SHARED, Plan
-from narrowgauge.planner.search import MOST_OPTIONS, Found, search, smallest_changes
+from narrowgauge.planner.search import MOST_OPTIONS, SearchCache, search, smallest_changes
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.roofline import describe_support
 from narrowgauge.spec.chips import Chip
@@ -545,7 +545,7 @@ def _searched(
     question: Question, cluster: Cluster, recipes: Sequence[Recipe], tokens_per_step: int | None
 ) -> Iterator[Option]:
     """The layouts of each recipe; of many recipes the best of each."""
-    known, common = list(recipes or _suited(cluster, question.optimizer)), Found()
+    known, common = list(recipes or _suited(cluster, question.optimizer)), SearchCache()
     most = MOST_OPTIONS if len(known) == 1 else 1
     for recipe in known:
         yield from _search(question, recipe, cluster, question.fixed, tokens_per_step, common, most)
@@ -557,7 +557,7 @@ def _search(
     cluster: Cluster,
     fixed: Mapping[str, Any],
     tokens_per_step: int | None,
-    common: Found | None = None,
+    common: SearchCache | None = None,
     most: int = 1,
 ) -> list[Option]:
     given = question.architecture, recipe, cluster, question.sequence_length, tokens_per_step

@@ -13,19 +13,19 @@ from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.planner.formatting import (
-    amount,
     axes_text,
+    bytes_text,
+    count_text,
     dollars_text,
-    duration,
+    duration_text,
     energy_text,
-    gigabytes,
     layout_text,
     seconds_text,
     unit_of,
 )
 from narrowgauge.planner.inputs.clusters import Cluster
 from narrowgauge.planner.inputs.efficiency import software_of
-from narrowgauge.planner.measured.scaling_law import CAUSES
+from narrowgauge.planner.measured.scaling_law import BOTTLENECKS
 from narrowgauge.planner.options import NODE_POWER, NODE_POWER_SOURCE, OURS, Option, Question
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_OF_IT, MOST_TOKENS_PER_STEP, usual_tokens_per_step
 from narrowgauge.planner.terms import Term, Terms, changes
@@ -88,7 +88,7 @@ class Plan:
     def title(self) -> str:
         """The model, the machines and the length of a sequence."""
         question = self.question
-        size = amount(question.architecture.num_parameters)
+        size = count_text(question.architecture.num_parameters)
         name = f"{question.model}: {size} parameters" if question.model else f"{size} parameters"
         where = ", ".join(dict.fromkeys(option.cluster for option in self.options if option.cluster))
         length = f"sequences of {question.sequence_length:,} tokens"
@@ -111,7 +111,9 @@ class Plan:
             tables.append(terms_table(best.step, "s", f"An optimizer step of {best.tokens_per_step:,} tokens"))
         energy = energy_terms(best, self.question.num_tokens or _TOKENS)
         if energy is not None:
-            tables.append(terms_table(energy, "J", f"Energy of {amount(self.question.num_tokens or _TOKENS)} tokens"))
+            tables.append(
+                terms_table(energy, "J", f"Energy of {count_text(self.question.num_tokens or _TOKENS)} tokens")
+            )
         return tables
 
 
@@ -176,7 +178,7 @@ def terms_table(terms: Terms, unit: str, title: str) -> Table:
     }
     columns = (
         *text_columns(group="group", term="term"), Column(shown, "value", right=True),
-        Column("4 of 5 times", "interval", right=True),
+        Column("80 % interval", "interval", right=True),
         *text_columns(formula="formula", source="source"),
     )  # fmt: skip
     return Table(columns, [*rows, total], title)
@@ -197,12 +199,12 @@ def _shown(option: Option, question: Question) -> Row:
         "bytes": option.recipe.bytes_per_param,
         "cluster": option.cluster,
         "layout": (axes_text if option.step is None else layout_text)(option.layout),
-        "state": gigabytes(option.memory.total * option.num_chips) if option.step is None else "",
-        "memory": gigabytes(option.memory.total),
-        "free": "" if option.headroom_bytes is None else gigabytes(option.headroom_bytes),
+        "state": bytes_text(option.memory.total * option.num_chips) if option.step is None else "",
+        "memory": bytes_text(option.memory.total),
+        "free": "" if option.headroom_bytes is None else bytes_text(option.headroom_bytes),
         "fits": fits_text(option),
         "rate": "" if rate is None else f"{rate:,.0f}",
-        "daily": "" if rate is None else amount(rate * 86_400),
+        "daily": "" if rate is None else count_text(rate * 86_400),
         "mfu": "" if option.mfu is None else f"{option.mfu:.0%}",
         "step": "" if option.step is None else seconds_text(option.step.total),
         "days": "" if days is None else f"{days:,.3g}" if days < 1000 else f"{days:,.0f}",
@@ -242,7 +244,7 @@ _FULL = (
 
 # ── sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_BY_NAME = {cause.name: cause.remedy for cause in CAUSES}
+_BY_NAME = {cause.name: cause.remedy for cause in BOTTLENECKS}
 REMEDIES = {
     "matmuls": "a narrower compute multiplies faster where the chip does it natively (narrowgauge plan layers)",
     "casts": "cast fewer layers, or cache the casts of weights over more micro-batches",
@@ -270,21 +272,21 @@ def _about_model(plan: Plan) -> Iterator[str]:
     """What of the model is not planned, or is planned beyond what was published of it."""
     question = plan.question
     if question.architecture.left_out:
-        yield f"The plan is of the text decoder alone: {question.architecture.left_out} are left out."
+        yield f"Only the text decoder is planned: {question.architecture.left_out} are left out."
     preset = MODELS.get(question.model)
     if preset is not None and question.sequence_length > preset.max_positions:
         yield (
-            f"{preset.name} has {preset.max_positions:,} positions. Rotary ones go on, so longer sequences are planned; "
-            "narrowgauge train takes them of a config.json whose max_position_embeddings says so."
+            f"{preset.name} has {preset.max_positions:,} positions. Rotary embeddings extend beyond them, so longer sequences "
+            "are planned; narrowgauge train needs a config.json with a larger max_position_embeddings."
         )
 
 
 def _about_state(plan: Plan) -> Iterator[str]:
     best = plan.best
-    total = gigabytes(best.memory.total * best.num_chips)
+    total = bytes_text(best.memory.total * best.num_chips)
     yield (
-        f"Counted is the state alone: weights, gradients and optimizer states, {total} in {best.recipe.title} "
-        f"({axes_text(best.layout)}). Activations, logits and buffers are added with --model and --chip."
+        f"Only the state is counted (weights, gradients and optimizer states): {total} in {best.recipe.title} "
+        f"({axes_text(best.layout)}). narrowgauge plan run adds activations, logits and buffers."
     )
     if best.num_chips > 1 and (best.layout.shard > 1 or best.layout.model_ranks > 1):
         yield _replicated(plan)
@@ -295,27 +297,29 @@ def _replicated(plan: Plan) -> str:
     size = plan.question.architecture.num_parameters
     states = sorted({option.recipe.bytes_per_param for option in plan.options}, reverse=True)
     needs = [
-        f"{gigabytes(size * width)} at {width:g} B a parameter" for width in dict.fromkeys((states[0], states[-1]))
+        f"{bytes_text(size * width)} at {width:g} B a parameter" for width in dict.fromkeys((states[0], states[-1]))
     ]
     capacity = plan.best.capacity_bytes
     verdict = ""
     if capacity is not None:
         is_impossible = size * states[-1] > capacity
-        verdict = f"; a chip has {gigabytes(capacity)}: {'impossible' if is_impossible else 'the narrowest state fits'}"
+        verdict = (
+            f"; a chip has {bytes_text(capacity)}: {'impossible' if is_impossible else 'the narrowest state fits'}"
+        )
     return f"Pure data parallelism keeps the whole state on every chip: {' and '.join(needs)}{verdict}."
 
 
 def _about_best(plan: Plan) -> Iterator[str]:
     best = plan.best
     if not best.fits:
-        yield f"Nothing fits. The nearest is {best.recipe.title} ({layout_text(best.layout)}): {_clause(best)}"
+        yield f"Nothing fits. The closest is {best.recipe.title} ({layout_text(best.layout)}): {_clause(best)}"
         return
     assert best.step is not None and best.tokens_per_second is not None and best.headroom_bytes is not None
     low, high = best.confidence()["tokens_per_second"]
     unsure = "" if best.is_certain else ", which is less than the uncertainty of its memory"
     yield (
-        f"{best.recipe.title} with {layout_text(best.layout)} on {best.cluster} fits with {gigabytes(best.headroom_bytes)} to "
-        f"spare{unsure}: {best.tokens_per_second:,.0f} tokens/s ({low:,.0f} to {high:,.0f} four times of five), "
+        f"{best.recipe.title} with {layout_text(best.layout)} on {best.cluster} fits with {bytes_text(best.headroom_bytes)} to "
+        f"spare{unsure}: {best.tokens_per_second:,.0f} tokens/s (80 % interval {low:,.0f} to {high:,.0f}), "
         f"{best.mfu:.0%} of the peak."
     )
     yield from _about_training(plan)
@@ -343,8 +347,8 @@ def _about_small_steps(best: Option) -> str:
     rows = best.layout.micro_batches
     why = " since a sum of several micro-batches' gradients does not fit" if rows == 1 else ""
     return (
-        f"A step is {best.tokens_per_step:,} tokens{why}: fewer than the {amount(LEAST_TOKENS_PER_STEP)} that training usually "
-        "takes at least; the learning rate must suit it."
+        f"A step is {best.tokens_per_step:,} tokens{why}: fewer than the {count_text(LEAST_TOKENS_PER_STEP)} of the smallest "
+        "usual steps; choose the learning rate for it."
     )
 
 
@@ -352,7 +356,7 @@ def _about_large_steps(best: Option) -> str:
     """A step that is as large as it is since every replica computes a sequence."""
     return (
         f"A step is {best.tokens_per_step:,} tokens, one sequence at least for each of {best.layout.num_replicas:,} replicas: "
-        f"more than the {amount(MOST_TOKENS_PER_STEP)} of the largest published steps; on fewer chips steps are smaller."
+        f"more than the {count_text(MOST_TOKENS_PER_STEP)} of the largest published steps; on fewer chips steps are smaller."
     )
 
 
@@ -365,13 +369,15 @@ def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
         return f"{said}{'' if ours is None else f': {ours}'}".removesuffix(".") + "."
     layout = layout_text(ours.layout)
     if not ours.fits:
-        return f"{said}, whose nearest layout ({layout}) {_clause(ours)}".removesuffix(".") + "."
+        return f"{said}, whose closest layout ({layout}) {_clause(ours)}".removesuffix(".") + "."
     if ours.tokens_per_step > max(best.tokens_per_step, MOST_OF_IT * usual_tokens_per_step(best.num_chips)):
         return f"{said}, whose layouts take steps of {ours.tokens_per_step:,} tokens at least ({layout})."
     if ours.tokens_per_step < LEAST_TOKENS_PER_STEP <= best.tokens_per_step:
         return f"{said}, whose layouts fit for certain in steps of {ours.tokens_per_step:,} tokens at most ({layout})."
     if best.is_certain and not ours.is_certain:
-        return f"{said}, whose layouts barely fit at most ({layout}: {gigabytes(ours.headroom_bytes or 0.0)} to spare)."
+        return (
+            f"{said}, whose layouts barely fit at most ({layout}: {bytes_text(ours.headroom_bytes or 0.0)} to spare)."
+        )
     return f"{said}, which reaches {ours.tokens_per_second:,.0f} tokens/s with {layout} (--layout fsdp2)."
 
 
@@ -384,9 +390,9 @@ def _duration(option: Option, num_tokens: float) -> str:
     days, cost = option.days(num_tokens), option.cost(num_tokens)
     low, high = option.confidence(num_tokens)["days"]
     price = "" if cost is None else f" and {dollars_text(cost)}"
-    took, least, most = (duration(86_400 * found) for found in (days or 0.0, low, high))
+    took, least, most = (duration_text(86_400 * found) for found in (days or 0.0, low, high))
     more = f", with up to {option.restarts:.0%} for restarts" if option.restarts else ""
-    return f"{amount(num_tokens)} tokens take {took} ({least} to {most} four times of five{more}){price}."
+    return f"{count_text(num_tokens)} tokens take {took} (80 % interval {least} to {most}{more}){price}."
 
 
 def _about_training(plan: Plan) -> Iterator[str]:
@@ -395,9 +401,9 @@ def _about_training(plan: Plan) -> Iterator[str]:
     if (adapters := architecture.adapters) is not None:
         yield (
             f"LoRA of rank {adapters.rank} on the linear layers of attention and MLP trains "
-            f"{amount(architecture.num_trained_parameters)} parameters, {architecture.trained_share:.2%}, over a frozen base in "
-            f"{adapters.base} ({adapters.base_bytes:.3g} B a parameter); PEFT's layers run under ng.prepare, not in narrowgauge "
-            "train."
+            f"{count_text(architecture.num_trained_parameters)} parameters, {architecture.trained_share:.2%}, over a frozen base "
+            f"in {adapters.base} ({adapters.base_bytes:.3g} B a parameter); PEFT's layers run under ng.prepare, not in "
+            "narrowgauge train."
         )
     if plan.question.optimizer == "muon":
         yield (
@@ -433,12 +439,12 @@ def _about_bounds(plan: Plan) -> str:
     tokens = question.num_tokens or 0.0
     limits = [f"within {_days(question.deadline_days)}"] if question.deadline_days is not None else []
     limits += [f"for at most {dollars_text(question.budget)}"] if question.budget is not None else []
-    asked = f"{amount(tokens)} tokens {' and '.join(limits)}"
+    asked = f"{count_text(tokens)} tokens {' and '.join(limits)}"
     if question.is_deadline_assumed:
-        asked += " (no deadline was given: so long did the longest of published runs take; --days says another)"
+        asked += " (no deadline was given, so that of the longest published run is taken; --days sets another)"
     others = [option for option in plan.options if option.fits and not question.meets(option)]
     if not question.meets(best):
-        return f"No number of chips that was tried trains {asked}; the nearest is {_ending(best, tokens)}."
+        return f"None of the numbers of chips that were tried trains {asked}; the closest is {_ending(best, tokens)}."
     if question.deadline_days is not None:
         fewer = [option for option in others if option.num_chips < best.num_chips]
         near = max(fewer, key=lambda option: (option.num_chips, option.tokens_per_second), default=None)
@@ -459,14 +465,14 @@ def _ending(option: Option, num_tokens: float) -> str:
 
 
 def _days(days: float) -> str:
-    return duration(86_400 * days)
+    return duration_text(86_400 * days)
 
 
 def _about_consumption(best: Option, num_tokens: float | None) -> Iterator[str]:
     """What tokens cost, in dollars and in energy."""
     each, joules = best.dollars_per_token, best.joules_per_token
     if each is not None:
-        yield f"A billion tokens cost {dollars_text(1e9 * each)}, at the price that was given for the chips alone."
+        yield f"A billion tokens cost {dollars_text(1e9 * each)}, at the given price, for the chips alone."
     if joules is None or best.watts is None:
         return
     low, high = best.confidence()["joules_per_token"]
@@ -535,7 +541,7 @@ def _about_networks(plan: Plan) -> Iterator[str]:
                 f"{group.network_bytes_per_second * 8e-9 * group.chips:,.0f} Gbit/s a node for {cluster.name}"
             )
     if assumed:
-        yield f"Networks are assumed, as such chips usually have: {', '.join(assumed)}; --interconnect says otherwise."
+        yield f"Networks are assumed to be the usual ones of such chips: {', '.join(assumed)}; --interconnect sets another."
 
 
 def _about_software(plan: Plan) -> Iterator[str]:
@@ -570,7 +576,7 @@ def _about_sizes(options: list[Option], trainable: Option | RecipeError | None =
             many.layout.micro_batch,
             many.layout.recompute,
         ):
-            why = " (fewer chips have less room for activations: these compute them again, or smaller micro-batches)"
+            why = " (fewer chips have less room for activations, so they recompute them or take smaller micro-batches)"
         yield (
             f"From {few.num_chips} to {many.num_chips} chips {few.recipe.title} is {speed_up:.3g} times as fast on "
             f"{many.cluster}, an efficiency of {efficiency:.0%}{why}{_bottlenecks(few, many, trainable)}."
@@ -609,7 +615,7 @@ def _grown(few: Option, many: Option) -> str:
 def _about_shared(plan: Plan) -> str:
     names = " and ".join(cluster.name for cluster in plan.question.clusters)
     if not plan.shared:
-        return f"No configuration fits on {names} alike: what fits on the chips of least memory decides."
+        return f"No configuration fits on both {names}: the chips with the least memory decide."
     first = plan.shared[0]
     rates = ", ".join(f"{option.tokens_per_second:,.0f} tokens/s on {option.cluster}" for option in plan.shared)
     return f"One configuration for {names}: {first.recipe.title} with {layout_text(first.layout)}: {rates}."

@@ -27,8 +27,8 @@ from narrowgauge.planner.memory.rank_memory import FIXED, host_bytes, memory_ter
 from narrowgauge.planner.options import Option, runs_here
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.layer_times import computed_as
-from narrowgauge.planner.time.roofline import bytes_of
-from narrowgauge.planner.time.step_time import Known, check_layout, least_seconds, step_terms, why_not
+from narrowgauge.planner.time.roofline import bytes_per_number
+from narrowgauge.planner.time.step_time import SecondsCache, check_layout, least_seconds, step_terms, why_not
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.recipes import Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES
@@ -38,7 +38,7 @@ TOKENS_PER_STEP = 1 << 22
 """Of an optimizer step where none are given: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
 LEAST_TOKENS_PER_STEP = 1 << 19
 """Of an optimizer step where none are given, if any layout has room for their sum: half a million, the smallest batch of GPT-3's
-models (arXiv 2005.14165, table 2.1); smaller steps train, but not as anybody who asks for no number expects."""
+models (arXiv 2005.14165, table 2.1); smaller steps train, but are too small a default."""
 TOKENS_PER_CHIP = 1 << 10
 """Of an optimizer step on many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
 MOST_TOKENS_PER_STEP = 1 << 26
@@ -69,7 +69,7 @@ Fixed = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class SearchCache:
     """What searches of one model on one cluster have in common: a table of all recipes costs little more than their kinds.
 
     Args:
@@ -78,13 +78,13 @@ class Found:
         candidates: by what is asked of a batch.
     """
 
-    seconds: dict[Hashable, Known] = field(default_factory=dict)
+    seconds: dict[Hashable, SecondsCache] = field(default_factory=dict)
     orders: dict[Hashable, list[tuple[float, Layout]]] = field(default_factory=dict)
     candidates: dict[Hashable, list[Layout]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class _Question:
+class _Request:
     """What is searched for."""
 
     architecture: Architecture
@@ -98,7 +98,7 @@ class _Question:
     shares: Shares | None
     counted: LayerCounter | None
     is_small_allowed: bool = False
-    common: Found = field(default_factory=Found)
+    common: SearchCache = field(default_factory=SearchCache)
     kind: Hashable = None
     # What was computed already: a layout is asked for its memory several times.
     memories: dict[Layout, Terms] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class _Question:
         number = 0.9 * self.num_parameters / (layout.tensor * layout.pipeline)
         if self.architecture.mixture:
             number /= layout.expert
-        visible, sharing = bytes_of(self.recipe.storage.visible), layout.num_sharing
+        visible, sharing = bytes_per_number(self.recipe.storage.visible), layout.num_sharing
         if (adapters := self.architecture.adapters) is not None:
             return kept + _ALWAYS + number * adapters.base_bytes / (sharing if layout.zero >= _WEIGHTS else 1)
         weights = visible / (sharing if layout.zero >= _WEIGHTS else 1)
@@ -191,7 +191,7 @@ class _Question:
         return Job(self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares)
 
     @property
-    def _known(self) -> Known:
+    def _known(self) -> SecondsCache:
         return self.common.seconds.setdefault(self.kind, {})
 
 
@@ -216,7 +216,7 @@ def search(
     minimize: str = "days",
     shares: Shares | None = None,
     counted: LayerCounter | None = None,
-    common: Found | None = None,
+    common: SearchCache | None = None,
     most: int = MOST_OPTIONS,
 ) -> list[Option]:
     """The layouts of a recipe on all chips of a cluster.
@@ -255,16 +255,16 @@ def search(
     wanted = max(1, round((tokens_per_step or usual_tokens_per_step(cluster.num_chips)) / sequence_length))
     pinned = dict(fixed or {})
     free = tokens_per_step is None and "micro_batches" not in pinned
-    question = _Question(
+    question = _Request(
         architecture, recipe, cluster, sequence_length, wanted, architecture.num_parameters, free, pinned, shares, counted,
-        minimize == "memory", common or Found(), computed_as(architecture, recipe),
+        minimize == "memory", common or SearchCache(), computed_as(architecture, recipe),
     )  # fmt: skip
     layouts, is_fitting = _chosen(question, most, is_asked=tokens_per_step is not None)
     options = [question.option(layout) for layout in layouts]
     return options if is_fitting else [_nearest(options[0], question)]
 
 
-def _chosen(question: _Question, most: int, *, is_asked: bool) -> tuple[list[Layout], bool]:
+def _chosen(question: _Request, most: int, *, is_asked: bool) -> tuple[list[Layout], bool]:
     """The layouts that an answer has, and whether they fit; the one that comes nearest if none does."""
     shapes = [s for s in _shapes(question) if not why_not(question.architecture, s, question.sequence_length)]
     if not shapes:
@@ -282,7 +282,7 @@ def _chosen(question: _Question, most: int, *, is_asked: bool) -> tuple[list[Lay
     return found or [_nearest_of(shapes, question)], bool(found)
 
 
-def _small_enough(shapes: list[Layout], question: _Question, *, is_asked: bool) -> list[Layout]:
+def _small_enough(shapes: list[Layout], question: _Request, *, is_asked: bool) -> list[Layout]:
     """Shapes whose replicas have a sequence each in a step; all of them if none has, unless these tokens were asked for."""
     each, most = question.fixed.get("micro_batch", 1), question.num_sequences * (1 if is_asked else MOST_OF_IT)
     found = [shape for shape in shapes if shape.num_replicas * each <= most]
@@ -304,7 +304,7 @@ class _Pace(NamedTuple):
     layout: Layout
 
 
-def _fastest(shapes: list[Layout], question: _Question, most: int) -> list[Layout]:
+def _fastest(shapes: list[Layout], question: _Request, most: int) -> list[Layout]:
     """The layouts that fit and take the fewest seconds a token, one of each shape, with the best among them.
 
     The computing of a layout is a lower bound of its seconds: candidates come in its order, and the first that computes for
@@ -323,7 +323,7 @@ def _fastest(shapes: list[Layout], question: _Question, most: int) -> list[Layou
 class _Fitting:
     """The layouts that were found to fit, and the seconds above which others need not be looked at."""
 
-    def __init__(self, question: _Question, most: int) -> None:
+    def __init__(self, question: _Request, most: int) -> None:
         self.question, self.most = question, most
         self.limit = math.inf
         self._paces: dict[Hashable, _Pace] = {}  # the fastest of each shape
@@ -384,7 +384,7 @@ def _shape_of(layout: Layout) -> Hashable:
     return *axes, layout.zero, layout.interleave
 
 
-def _by_least_pace(shapes: list[Layout], question: _Question) -> list[tuple[float, Layout]]:
+def _by_least_pace(shapes: list[Layout], question: _Request) -> list[tuple[float, Layout]]:
     """All candidates with the lower bounds of their seconds, the least first; for recipes that are computed alike the same."""
     orders, key = question.common.orders, (question.kind, question.batch)
     if key not in orders:
@@ -396,7 +396,7 @@ def _by_least_pace(shapes: list[Layout], question: _Question) -> list[tuple[floa
     return orders[key]
 
 
-def _candidates(shapes: list[Layout], question: _Question) -> Iterator[Layout]:
+def _candidates(shapes: list[Layout], question: _Request) -> Iterator[Layout]:
     """Every shape with every batch.
 
     Where the tokens of a step are free, one micro-batch a step is tried too: sums of gradients then need no memory.
@@ -409,13 +409,13 @@ def _candidates(shapes: list[Layout], question: _Question) -> Iterator[Layout]:
                     yield from _with_batches(tried, question, sums=sums)
 
 
-def _places(question: _Question) -> tuple[Offload, ...]:
+def _places(question: _Request) -> tuple[Offload, ...]:
     """Where states may lie."""
     places = ("none",) if question.cluster.host_bytes is None else ("none", "optimizer", "all")
     return _tried(question.fixed, "offload", places)
 
 
-def _shapes(question: _Question) -> Iterator[Layout]:
+def _shapes(question: _Request) -> Iterator[Layout]:
     """Divisions of all chips among the axes, with one sequence at a time."""
     shape, cluster, fixed = question.architecture, question.cluster, question.fixed
     chips, node = cluster.num_chips, cluster.chips_per_node
@@ -438,7 +438,7 @@ def _tried(fixed: Fixed, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     return (fixed[name],) if name in fixed else tuple(values)
 
 
-def _sharings(ranks: int, in_node: int, pipeline: int, question: _Question) -> Iterator[dict[str, Any]]:
+def _sharings(ranks: int, in_node: int, pipeline: int, question: _Request) -> Iterator[dict[str, Any]]:
     """How data ranks share the state: all of them, those of a node, or none."""
     fixed = question.fixed
     # Stages hold a part of the model, and sharing their optimizer states costs no more than summing gradients.
@@ -455,7 +455,7 @@ def _sharings(ranks: int, in_node: int, pipeline: int, question: _Question) -> I
                 yield {"shard": shard, "data": ranks // shard, "zero": zero}
 
 
-def _expert_and_interleave(pipeline: int, data_ranks: int, question: _Question) -> Iterator[dict[str, Any]]:
+def _expert_and_interleave(pipeline: int, data_ranks: int, question: _Request) -> Iterator[dict[str, Any]]:
     shape, fixed = question.architecture, question.fixed
     experts: tuple[int, ...] = (1,)
     if shape.mixture:
@@ -468,7 +468,7 @@ def _expert_and_interleave(pipeline: int, data_ranks: int, question: _Question) 
             yield {"expert": expert, "interleave": interleave}
 
 
-def _with_batches(shape: Layout, question: _Question, *, sums: bool) -> Iterator[Layout]:
+def _with_batches(shape: Layout, question: _Request, *, sums: bool) -> Iterator[Layout]:
     """The shape with each micro-batch that its replicas' sequences can be divided into; without ``sums`` one a step."""
     fixed = question.fixed
     per_replica = max(1, round(question.num_sequences / shape.num_replicas))
@@ -482,7 +482,7 @@ def _with_batches(shape: Layout, question: _Question, *, sums: bool) -> Iterator
             yield layout
 
 
-def _smallest(shapes: list[Layout], question: _Question, most: int) -> list[Layout]:
+def _smallest(shapes: list[Layout], question: _Request, most: int) -> list[Layout]:
     """The layouts that fit in the fewest bytes, one of each shape, the smallest first."""
     paces: dict[Hashable, _Pace] = {}
     for layout in _least_batches(shapes, question, _RECOMPUTES, _places(question)):
@@ -493,7 +493,7 @@ def _smallest(shapes: list[Layout], question: _Question, most: int) -> list[Layo
     return [pace.layout for pace in sorted(paces.values(), key=lambda each: (each.num_bytes, each.seconds))[:most]]
 
 
-def _nearest_of(shapes: list[Layout], question: _Question) -> Layout:
+def _nearest_of(shapes: list[Layout], question: _Request) -> Layout:
     """The layout that needs the fewest bytes: with all layers computed again, and the smallest batch."""
     tried = sorted(_least_batches(shapes, question, ("full",), ("none",)), key=question.least_bytes)
     best = tried[0]
@@ -505,7 +505,7 @@ def _nearest_of(shapes: list[Layout], question: _Question) -> Layout:
 
 
 def _least_batches(
-    shapes: list[Layout], question: _Question, recomputes: tuple[Recompute, ...], places: tuple[Offload, ...]
+    shapes: list[Layout], question: _Request, recomputes: tuple[Recompute, ...], places: tuple[Offload, ...]
 ) -> Iterator[Layout]:
     """Each shape with the smallest batch."""
     for shape in shapes:
@@ -515,7 +515,7 @@ def _least_batches(
                 yield next(_with_batches(replace(shape, offload=offload, recompute=recompute), question, sums=sums))
 
 
-def _nearest(option: Option, question: _Question) -> Option:
+def _nearest(option: Option, question: _Request) -> Option:
     """An option that does not fit, with the smallest changes that would make it fit."""
     layout = option.layout
     option = replace(option, why_not=_full_host(layout, question))
@@ -523,7 +523,7 @@ def _nearest(option: Option, question: _Question) -> Option:
     return replace(option, advice=advice)
 
 
-def _full_host(layout: Layout, question: _Question) -> str:
+def _full_host(layout: Layout, question: _Request) -> str:
     """Why the hosts cannot hold what is offloaded; empty if they can, or if it is the chips that cannot."""
     cluster = question.cluster
     held = cluster.chips_per_node * host_bytes(question.architecture, question.recipe, layout, question.sequence_length)
@@ -532,7 +532,7 @@ def _full_host(layout: Layout, question: _Question) -> str:
     return f"needs {held / 1e9:,.0f} GB of host memory a node of {cluster.host_bytes / 1e9:,.0f}"
 
 
-def _no_shape(question: _Question) -> RecipeError:
+def _no_shape(question: _Request) -> RecipeError:
     """Why no layout has the fixed values, as far as it can be said."""
     names = {field.name for field in dataclasses.fields(Layout)}
     fixed = {name: value for name, value in question.fixed.items() if name in names}

@@ -21,7 +21,7 @@ class Term:
         value: bytes or seconds.
         formula: how it follows, with its numbers: ``"32.5e9 parameters × 10 B / 64 ranks"``.
         source: the publication, or ``"definition"`` where nothing was measured.
-        low, high: the interval in which the value lies four times out of five; None for ``value`` itself.
+        low, high: the 80 % interval; None for ``value`` itself.
     """
 
     group: str
@@ -34,7 +34,7 @@ class Term:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The interval in which the value lies four times out of five."""
+        """The 80 % interval."""
         return (self.value if self.low is None else self.low, self.value if self.high is None else self.high)
 
 

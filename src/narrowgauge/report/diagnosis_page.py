@@ -28,7 +28,7 @@ from narrowgauge.spec.tables import Table, number_columns, text_columns
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """A section of the page.
 
     Args:
@@ -80,21 +80,21 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
     """
     known = [(finding, hindsight(finding, run)) for finding in found.findings]
     parts = [
-        Part("change", "What to change", sentences=_changes(found)),
-        Part("timeline", "Timeline", figures=timelines(known, run)),
-        Part(
+        Section("change", "What to change", sentences=_changes(found)),
+        Section("timeline", "Timeline", figures=timelines(known, run)),
+        Section(
             "chain",
             "The chain of events",
             "Chain",
             chains=[(finding.cause.name, finding.chain) for finding in found.findings if finding.chain],
             figures=chain_figure(found.findings),
         ),
-        Part("replay", "The step, computed again", "Replay", tables=_replays(found), sentences=_replay_lines(found)),
-        Part("else", "What else it could be", "Alternatives", tables=_alternatives(found), sentences=_doubts(found)),
-        Part("earlier", "Caught earlier", tables=_hindsights(known, run), sentences=_earlier(known, run)),
-        Part("ticket", "For a ticket", "Ticket", text=found.text()),
-        Part("missing", "What the record does not say", "Missing", sentences=_missing(found)),
-        Part("signs", "Every sign of the record", "Signs", tables=_signs(found), folded=True),
+        Section("replay", "The step, computed again", "Replay", tables=_replays(found), sentences=_replay_lines(found)),
+        Section("else", "What else it could be", "Alternatives", tables=_alternatives(found), sentences=_doubts(found)),
+        Section("earlier", "Caught earlier", tables=_hindsights(known, run), sentences=_earlier(known, run)),
+        Section("ticket", "For a ticket", "Ticket", text=found.text()),
+        Section("missing", "What the record does not say", "Missing", sentences=_missing(found)),
+        Section("signs", "Every sign of the record", "Signs", tables=_signs(found), folded=True),
     ]
     config = run.run.get("config")
     recipe = config.get("recipe") if isinstance(config, dict) else None
@@ -123,18 +123,18 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
     difference = found.alignment.first_difference
     remedy = [found.reason.remedy] if found.reason is not None else []
     parts = [
-        Part("change", "What to do", sentences=[*remedy, *([_next_step(found)] if found.next_measurement else [])]),
-        Part("timeline", "Timeline", figures=pair_figures(found, one, other)),
-        Part("evidence", "Evidence", sentences=[_capital(said) for said in found.evidence]),
-        Part("else", "What else it could be", "Alternatives", tables=_reasons(found)),
-        Part("given", "What they were given differently", "Differences", tables=_differences(found)),
-        Part(
+        Section("change", "What to do", sentences=[*remedy, *([_next_step(found)] if found.next_measurement else [])]),
+        Section("timeline", "Timeline", figures=pair_figures(found, one, other)),
+        Section("evidence", "Evidence", sentences=[_capital(said) for said in found.evidence]),
+        Section("else", "What else it could be", "Alternatives", tables=_reasons(found)),
+        Section("given", "What they were given differently", "Differences", tables=_differences(found)),
+        Section(
             "earlier",
             "Caught earlier",
             sentences=_since(found, difference, one, other) if difference is not None else (),
         ),
-        Part("ticket", "For a ticket", "Ticket", text=found.text()),
-        Part("missing", "What the records do not say", "Missing", sentences=found.alignment.notes),
+        Section("ticket", "For a ticket", "Ticket", text=found.text()),
+        Section("missing", "What the records do not say", "Missing", sentences=found.alignment.notes),
     ]
     return _document(
         heading=" and ".join(found.names),
@@ -147,7 +147,7 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
 
 
 def _document(
-    *, heading: str, subtitle: str, lead: str, sentences: Sequence[str], parts: Sequence[Part], made_from: str
+    *, heading: str, subtitle: str, lead: str, sentences: Sequence[str], parts: Sequence[Section], made_from: str
 ) -> str:
     script, plotly = asset("page.js"), plotly_script()
     shown = [part for part in parts if not part.is_empty]

@@ -15,7 +15,7 @@ from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, diagnose
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.errors import RecordError
-from narrowgauge.planner.formatting import duration
+from narrowgauge.planner.formatting import duration_text
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, step_of
 from narrowgauge.spec.tables import Table, text_columns
@@ -118,7 +118,7 @@ def trained_after(run: Run, step: int) -> str:
     if (tokens := (number(run.steps[-1].get("tokens")) or 0.0) - before) > 0:
         said.append(f"{tokens:,.0f} tokens")
     if seconds := _seconds(later):
-        said.append(duration(seconds))
+        said.append(duration_text(seconds))
     first = run.steps[0]["step"]
     return f"{', '.join(said)}: {(last - step) / (last - first + 1):.0%} of the run"
 
@@ -195,7 +195,7 @@ def _watching(run: Run, sign: int) -> str:
     if not watched or not trained:
         return "What shows it is in the rows of steps, which every run writes."
     return (
-        f"The gauges up to the first sign, {len(samples)} samples, took {duration(watched)}: "
+        f"The gauges up to the first sign, {len(samples)} samples, took {duration_text(watched)}: "
         f"{watched / (trained + watched):.1%} of the time of training."
     )
 
@@ -213,7 +213,7 @@ def _sampling(finding: CauseFinding, run: Run) -> list[str]:
         period = config.get(name) if isinstance(config, dict) else None
         if flag in needs and isinstance(period, int) and period > 1:
             sample = _seconds(gauges_of(run)) / max(1, len(gauges_of(run))) if name == "gauges_every" else 0.0
-            cost = f", and costs {duration(sample)} a sample" if sample else ""
+            cost = f", and costs {duration_text(sample)} a sample" if sample else ""
             said.append(
                 f"The first sign was sampled every {period} steps, so it may be up to {period - 1} steps older; a smaller "
                 f"{flag} dates it better{cost}."

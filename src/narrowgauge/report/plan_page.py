@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import markupsafe
 
-from narrowgauge.planner.formatting import axes_text, duration
+from narrowgauge.planner.formatting import axes_text, duration_text
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.measured.launches import Attribution, attribution_lines
 from narrowgauge.planner.measured.regression import Regression, regression_lines
@@ -348,7 +348,7 @@ def time_curve(scaling: Scaling, at: Sequence[int] = ()) -> Figure:
         },
         "yaxis": {"title": {"text": unit}, "type": "log"},
     }  # fmt: skip
-    how = "Points are measured. The line is the law that fits them, its band holds four times out of five."
+    how = "Points are measured. The line is the law that fits them, its band is the 80 % interval."
     if not scaling.fits:
         how = "Points are measured. No law fits them, so none is drawn."
     elif scaling.law.parts.get("constant"):
@@ -371,7 +371,7 @@ def _law_traces(scaling: Scaling, chips: Sequence[float], scale: float, unit: st
     least = scaling.law.parts.get("constant", 0.0)
     if not least:
         return [band, law]
-    return [band, law, _line(f"never below {duration(least)}", chips, [least / scale] * len(chips), "dot")]
+    return [band, law, _line(f"never below {duration_text(least)}", chips, [least / scale] * len(chips), "dot")]
 
 
 def _line(name: str, x: Sequence[float], y: Sequence[float], dash: str) -> Row:

@@ -180,7 +180,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Table:
+class RecipeTable:
     """Recipes by figures.
 
     Args:
@@ -193,7 +193,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class _Column:
+class _CostColumn:
     title: str
     column: Column
     form: Callable[[float], str]
@@ -228,14 +228,14 @@ def _memory(value: float) -> str:
 
 _LATE = "the last values, by which the verdict judges"
 _COLUMNS = (
-    _Column("Validation loss", SUMMARY["val_loss"], shown_loss, "nats per token, mean over seeds; lower is better"),
-    _Column("Tokens/s", SUMMARY["tokens_per_second"], "{:,.0f}".format, "on this machine"),
-    _Column("Bytes/param", SUMMARY["bytes_per_param"], "{:.3g}".format),
-    _Column("Peak memory", SUMMARY["peak_memory_bytes"], _memory),
-    _Column("Late EDQ", STEP["edq"], "{:.3f}".format, _LATE, is_late=True),
-    _Column("Noise", SUMMARY["noise"], "{:.3g}".format),
-    _Column("Late lost", STEP["lost_fraction"], _percent, _LATE, is_late=True),
-    _Column("Seeds", Column("num_seeds", "count", "runs that count: finished and not diverged"), "{:.0f}".format),
+    _CostColumn("Validation loss", SUMMARY["val_loss"], shown_loss, "nats per token, mean over seeds; lower is better"),
+    _CostColumn("Tokens/s", SUMMARY["tokens_per_second"], "{:,.0f}".format, "on this machine"),
+    _CostColumn("Bytes/param", SUMMARY["bytes_per_param"], "{:.3g}".format),
+    _CostColumn("Peak memory", SUMMARY["peak_memory_bytes"], _memory),
+    _CostColumn("Late EDQ", STEP["edq"], "{:.3f}".format, _LATE, is_late=True),
+    _CostColumn("Noise", SUMMARY["noise"], "{:.3g}".format),
+    _CostColumn("Late lost", STEP["lost_fraction"], _percent, _LATE, is_late=True),
+    _CostColumn("Seeds", Column("num_seeds", "count", "runs that count: finished and not diverged"), "{:.0f}".format),
 )  # fmt: skip
 COLUMN_HINTS = {column.title: column.hint for column in _COLUMNS}
 """What the columns of the cost table mean."""
@@ -244,7 +244,7 @@ COLUMN_HINTS = {column.title: column.hint for column in _COLUMNS}
 # ── costs ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def cost_table(groups: Sequence[Group], found: Comparison) -> Table:
+def cost_table(groups: Sequence[Group], found: Comparison) -> RecipeTable:
     """The cost of every recipe.
 
     Args:
@@ -267,10 +267,10 @@ def cost_table(groups: Sequence[Group], found: Comparison) -> Table:
             difference = one.difference
             cells.insert(1, _difference(minus, difference.mean, difference.half) if difference else Cell(minus))
         lines.append(Line(group.label, group.index, cells, **_warning(one), notes=_progress(group)))
-    return Table(hints, lines)
+    return RecipeTable(hints, lines)
 
 
-def _best(column: _Column, classes: Mapping[str, Classification]) -> set[str]:
+def _best(column: _CostColumn, classes: Mapping[str, Classification]) -> set[str]:
     """The recipes that are the best of a column beyond chance, unless another usable one prints the same."""
     best = {label for label, one in classes.items() if column.name in one.best}
     if column.name == "bytes_per_param":
@@ -280,7 +280,7 @@ def _best(column: _Column, classes: Mapping[str, Classification]) -> set[str]:
     return {label for label in best if printed.count(column.text(classes[label].row[column.name])) == 1}
 
 
-def _cell(column: _Column, group: Group, one: Classification, is_best: bool = False) -> Cell:
+def _cell(column: _CostColumn, group: Group, one: Classification, is_best: bool = False) -> Cell:
     value = column.value(one)
     if value is None:
         so_far = _so_far(column.name, group)
@@ -326,7 +326,7 @@ def _progress(group: Group) -> list[str]:
     return [f"unfinished: step {done}" + (f" of {steps}" if steps else "")]
 
 
-def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None:
+def equal_time_table(groups: Sequence[Group], found: Comparison) -> RecipeTable | None:
     """The loss of each recipe when the fastest had finished; ``None`` where no two recipes have one at that moment."""
     if not found.equal_time:
         return None
@@ -341,7 +341,7 @@ def equal_time_table(groups: Sequence[Group], found: Comparison) -> Table | None
         difference = unknown if row["difference"] is None else _difference(minus, row["difference"], row["half"])
         cells = [Cell("Loss", shown_loss(row["val_loss"]), row["val_loss"]), difference]
         lines.append(Line(one.label, indices[one.label], cells, notes=[one.rank_at_equal_time.value + few]))
-    return Table({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
+    return RecipeTable({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
 
 
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,8 +1,8 @@
-"""Shares: how much of its printed rates a chip reaches in training, each as an interval with a source.
+"""Efficiency: which share of its printed rates a chip reaches in training, each as an interval with a source.
 
-No kernel reaches the data sheet. What it reaches is measured per kernel and published per chip; where it is not published, the
-median of the chips of which it is known is taken, and its spread. Every share is an interval in which it lies four times out of
-five, so that a prediction has one too. ``calibration`` replaces shares by those of a machine that was measured.
+No kernel reaches the data sheet. What it reaches is measured per kernel and published per chip. Where it is not published, the
+median of the chips for which it is known is taken, with their spread. Every share has an 80 % interval, so a prediction has one
+too. ``calibration`` replaces shares by those of a machine that was measured.
 
 What a library reaches of its kernels' sum depends on its age as much as on the chip: on A100s Megatron-DeepSpeed of 2022 reached
 about 0.76 of it and Megatron-LM of the same years 0.96. So there is a row for each kind of software with its years
@@ -30,7 +30,7 @@ class Share:
 
     Args:
         value: a share of a printed rate; a time where the name ends in ``seconds``.
-        low, high: the interval in which it lies four times out of five.
+        low, high: the 80 % interval.
         source: the publication.
 
     Raises:
@@ -138,7 +138,7 @@ def best_share(format: str, chip: Chip) -> Share:
 
 
 RESTARTS = 0.25
-"""How much longer a whole run takes than its steps at most, four times out of five: failures, restarts, work done again,
+"""How much longer a whole run takes than its steps, at the high end of the 80 % interval: failures, restarts, work done again,
 evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log), Llama 3 and MegaScale lost
 less than 10 % (arXiv 2407.21783, section 3.3.4; 2402.15627), Llama 2's 7B and 13B took about a third more than such models' steps
 (arXiv 2307.09288, table 2)."""

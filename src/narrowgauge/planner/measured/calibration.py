@@ -27,7 +27,7 @@ from narrowgauge.errors import ChipError, DataError
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.planner.inputs.clusters import HERE
 from narrowgauge.planner.inputs.efficiency import Share, Shares, shares_of
-from narrowgauge.planner.measured.launches import Launch, planned_step, read_launch
+from narrowgauge.planner.measured.launches import LaunchedJob, planned_step, read_launch
 from narrowgauge.planner.measured.least_squares import NOISE, SIGMAS, solve
 from narrowgauge.planner.time.roofline import Setting, Shape, operation_seconds, setting_of
 from narrowgauge.runs.atomic_io import write_whole
@@ -148,7 +148,7 @@ def _observations(path: Path, chip: Chip) -> Iterator[Observation]:
         yield from _profile_observations(path, chip)
 
 
-def step_observation(launch: Launch) -> Observation:
+def step_observation(launch: LaunchedJob) -> Observation:
     """The measured step of a launch.
 
     Args:

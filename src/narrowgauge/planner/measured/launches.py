@@ -39,14 +39,14 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, RecordError
-from narrowgauge.planner.formatting import duration
+from narrowgauge.planner.formatting import duration_text
 from narrowgauge.planner.inputs.clusters import Cluster, cluster_of, read_cluster
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.measured.least_squares import SIGMAS
-from narrowgauge.planner.measured.scaling_law import Point, causes_of
+from narrowgauge.planner.measured.scaling_law import MeasuredTime, bottlenecks_of
 from narrowgauge.planner.terms import Change, Term, Terms, changes
 from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.runs.record import Run, read_run
@@ -58,7 +58,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class LaunchedJob:
     """A job as it was started.
 
     Args:
@@ -84,7 +84,7 @@ def planned_step(job: Job, shares: Shares | None, *, has_intervals: bool = True)
     return step.without("checkpoints", "faults")
 
 
-def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
+def read_launch(path: str | Path, chip: Chip | None = None) -> LaunchedJob:
     """Read a launch.
 
     Args:
@@ -111,7 +111,7 @@ def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
     return dataclasses.replace(launch, measured=measured)
 
 
-def _of_run(path: Path, chip: Chip | None) -> Launch:
+def _of_run(path: Path, chip: Chip | None) -> LaunchedJob:
     run = read_run(path)
     measured: MeasuredStep = measured_step(run)
     if chip is None:
@@ -126,10 +126,10 @@ def _of_run(path: Path, chip: Chip | None) -> Launch:
     return dataclasses.replace(launch, measured=inside)
 
 
-def _launch(name: str, table: Settings, layout: Layout, cluster: Cluster, where: str) -> Launch:
+def _launch(name: str, table: Settings, layout: Layout, cluster: Cluster, where: str) -> LaunchedJob:
     recipe = parse_value(_required(table, "recipe", where), where)
     architecture = read_architecture(str(_required(table, "model", where)))
-    return Launch(name, Job(architecture, recipe, layout, cluster, _whole(table, "sequence_length", where)))
+    return LaunchedJob(name, Job(architecture, recipe, layout, cluster, _whole(table, "sequence_length", where)))
 
 
 def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
@@ -335,7 +335,7 @@ def _lost_steps(run: Run, seconds: float) -> Iterator[Term]:
     counted = max(1, len(run.steps) - void)
     for group, number in (("void", void), ("undone", undone)):
         if number:
-            formula = f"{number} steps of {duration(seconds)} / {counted} that count"
+            formula = f"{number} steps of {duration_text(seconds)} / {counted} that count"
             yield Term(group, _WORDS[group], seconds * number / counted, formula, str(run.path))
 
 
@@ -346,7 +346,7 @@ def _outside(run: Run) -> list[Term]:
         return []
     seconds = [float(row["seconds"]) for row in run.steps if row.get("seconds")]
     rest = max(0.0, float(wall) - sum(seconds))
-    formula = f"({duration(float(wall))} − {duration(sum(seconds))} in steps) / {len(seconds)} steps"
+    formula = f"({duration_text(float(wall))} − {duration_text(sum(seconds))} in steps) / {len(seconds)} steps"
     return [Term("outside", _WORDS["outside"], rest / len(seconds), formula, str(run.path))]
 
 
@@ -372,10 +372,10 @@ class Attribution:
     steps: tuple[MeasuredStep, ...]
 
     @property
-    def points(self) -> tuple[Point, ...]:
+    def points(self) -> tuple[MeasuredTime, ...]:
         """The seconds of a step of the first run's tokens, for :func:`narrowgauge.planner.measured.scaling_law.fit`."""
         tokens = self.steps[0].tokens
-        return tuple(Point(step.num_ranks, step.seconds * tokens / step.tokens) for step in self.steps)
+        return tuple(MeasuredTime(step.num_ranks, step.seconds * tokens / step.tokens) for step in self.steps)
 
     def lost(self, step: MeasuredStep) -> tuple[Change, ...]:
         """What a step took more than the smallest run's, divided by the ratio of ranks.
@@ -429,14 +429,14 @@ def attribution_lines(found: Attribution) -> list[str]:
 
 
 def _shares(step: MeasuredStep) -> str:
-    parts = [f"{duration(term.value)} {term.name}" for term in step.terms if term.group != "outside"]
-    said = f"{step.name}, {_ranks(step.num_ranks)}: {duration(step.seconds)} a step: {', '.join(parts)}."
+    parts = [f"{duration_text(term.value)} {term.name}" for term in step.terms if term.group != "outside"]
+    said = f"{step.name}, {_ranks(step.num_ranks)}: {duration_text(step.seconds)} a step: {', '.join(parts)}."
     outside = [term.value for term in step.terms if term.group == "outside"]
     if outside and outside[0] > 0.02 * step.seconds:
-        said += f" {duration(outside[0])} for each step are spent outside steps."
+        said += f" {duration_text(outside[0])} for each step are spent outside steps."
     if step.late is not None and step.num_ranks > 2 and step.late[1] >= _LATE:
         rank, share, late = step.late
-        said += f" Rank {rank} is the last in {share:.0%} of the steps, {duration(late)} late."
+        said += f" Rank {rank} is the last in {share:.0%} of the steps, {duration_text(late)} late."
     return said
 
 
@@ -446,8 +446,8 @@ def _lost_lines(found: Attribution, step: MeasuredStep) -> list[str]:
     scale = first.num_ranks / step.num_ranks * step.tokens / first.tokens
     total, ideal = sum(change.difference for change in inside), first.seconds * scale
     said = (
-        f"{_ranks(step.num_ranks)} instead of {first.num_ranks}: {duration(step.seconds)} a step where "
-        f"{duration(ideal)} would be in proportion, an efficiency of {ideal / step.seconds:.0%}."
+        f"{_ranks(step.num_ranks)} instead of {first.num_ranks}: {duration_text(step.seconds)} a step where "
+        f"{duration_text(ideal)} would be in proportion, an efficiency of {ideal / step.seconds:.0%}."
     )
     if step.tokens != first.tokens:
         said += f" Its steps have {step.tokens / first.tokens:.3g} × the tokens, which is counted."
@@ -456,10 +456,10 @@ def _lost_lines(found: Attribution, step: MeasuredStep) -> list[str]:
 
 def _lost_line(change: Change, total: float) -> str:
     if change.difference < 0:
-        return f"  {change.name}: {duration(-change.difference)} less than in proportion."
+        return f"  {change.name}: {duration_text(-change.difference)} less than in proportion."
     share = f" ({change.difference / total:.0%} of what is lost)" if total > 0 else ""
-    remedies = "; ".join(f"{cause.name}: {cause.remedy}" for cause in causes_of(change.group))
-    return f"  {change.name}: {duration(change.difference)} more than in proportion{share}. {remedies}."
+    remedies = "; ".join(f"{cause.name}: {cause.remedy}" for cause in bottlenecks_of(change.group))
+    return f"  {change.name}: {duration_text(change.difference)} more than in proportion{share}. {remedies}."
 
 
 def _ranks(number: int) -> str:

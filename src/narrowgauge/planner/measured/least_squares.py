@@ -11,7 +11,7 @@ from collections.abc import Sequence
 NOISE = 0.02
 """Relative error of a measured time, where the times themselves do not show a larger one."""
 SIGMAS = 1.2816
-"""Standard deviations of the interval in which a value lies four times out of five."""
+"""Standard deviations from the middle of an 80 % interval to its ends."""
 _SINGULAR = 1e-12
 
 

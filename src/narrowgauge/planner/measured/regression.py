@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.formatting import duration
+from narrowgauge.planner.formatting import duration_text
 from narrowgauge.planner.inputs.clusters import Nodes
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.measured.launches import Launch, planned_step
+from narrowgauge.planner.measured.launches import LaunchedJob, planned_step
 from narrowgauge.planner.terms import Change, Terms, changes
 
 _AXES = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert", "expert_tensor")
@@ -53,8 +53,8 @@ class Regression:
         effects: of each setting that differs, the largest first.
     """
 
-    before: Launch
-    after: Launch
+    before: LaunchedJob
+    after: LaunchedJob
     before_step: Terms
     after_step: Terms
     effects: tuple[Effect, ...]
@@ -88,7 +88,7 @@ class Regression:
         return None if found is None else sum(change.difference for change in found)
 
 
-def compare_launches(before: Launch, after: Launch, shares: Shares | None = None) -> Regression:
+def compare_launches(before: LaunchedJob, after: LaunchedJob, shares: Shares | None = None) -> Regression:
     """Compare two launches.
 
     Args:
@@ -217,8 +217,8 @@ def _headline(found: Regression) -> str:
     old, new = found.scale * found.before_step.total, found.after_step.total
     low, high = found.after_step.interval
     said = (
-        f"By the model {after.name} takes {duration(new)} a step ({duration(low)} to {duration(high)}) where {before.name} "
-        f"takes {duration(old)}: {_grew(found.explained, old)}."
+        f"By the model {after.name} takes {duration_text(new)} a step ({duration_text(low)} to {duration_text(high)}) where "
+        f"{before.name} takes {duration_text(old)}: {_grew(found.explained, old)}."
     )
     if found.scale != 1:
         tokens = after.job.tokens_per_step
@@ -229,13 +229,13 @@ def _headline(found: Regression) -> str:
 def _grew(seconds: float, of: float) -> str:
     if abs(seconds) < 0.0005 * of:
         return "no difference"
-    return f"{duration(abs(seconds))} or {abs(seconds) / of:.1%} {'slower' if seconds > 0 else 'faster'}"
+    return f"{duration_text(abs(seconds))} or {abs(seconds) / of:.1%} {'slower' if seconds > 0 else 'faster'}"
 
 
 def _term_line(change: Change) -> str:
     sign = "+" if change.difference > 0 else "−"
-    said = f"  {change.group}, {change.name}: {sign}{duration(abs(change.difference))}"
-    said += f" ({duration(change.before)} → {duration(change.after)})"
+    said = f"  {change.group}, {change.name}: {sign}{duration_text(abs(change.difference))}"
+    said += f" ({duration_text(change.before)} → {duration_text(change.after)})"
     return f"{said}: {change.formula_after or 'gone'}"
 
 
@@ -243,7 +243,7 @@ def _effect_line(effect: Effect) -> str:
     said = f"  {effect.name} {effect.before} → {effect.after}: "
     if effect.seconds is None:
         return said + "not alone."
-    return said + f"{'+' if effect.seconds > 0 else '−'}{duration(abs(effect.seconds))}."
+    return said + f"{'+' if effect.seconds > 0 else '−'}{duration_text(abs(effect.seconds))}."
 
 
 def _together(found: Regression) -> list[str]:
@@ -253,7 +253,7 @@ def _together(found: Regression) -> list[str]:
     if len(known) < 2 or len(known) < len(found.effects) or abs(alone - both) < 0.1 * max(abs(alone), abs(both)):
         return []
     why = "one hides part of the other" if alone > both else "one makes the other worse"
-    return [f"  Alone they add up to {duration(alone)}, together they are {duration(both)}: {why}."]
+    return [f"  Alone they add up to {duration_text(alone)}, together they are {duration_text(both)}: {why}."]
 
 
 def _measured_lines(found: Regression) -> list[str]:
@@ -264,14 +264,16 @@ def _measured_lines(found: Regression) -> list[str]:
         ]
     assert found.before.measured is not None
     was = found.scale * found.before.measured.total
-    said = f"Measured: {_grew(seen, was)} ({duration(was)} → {duration(was + seen)})."
+    said = f"Measured: {_grew(seen, was)} ({duration_text(was)} → {duration_text(was + seen)})."
     left = seen - found.explained
     if abs(seen) > 0.01 * was or abs(left) > 0.01 * was:
-        more = f"{duration(abs(left))} {'more' if left > 0 else 'less'}"
+        more = f"{duration_text(abs(left))} {'more' if left > 0 else 'less'}"
         said += f" By the settings: {_grew(found.explained, was)}. So {more} than they explain."
     lines = [said]
     if len(parts) > 1 or len(found.before.measured.addends) > 1:
-        lines += [f"  {change.name}: {duration(change.before)} → {duration(change.after)}" for change in parts]
+        lines += [
+            f"  {change.name}: {duration_text(change.before)} → {duration_text(change.after)}" for change in parts
+        ]
     if abs(left) > 0.05 * was:
         lines.append("Look for other software, another machine, a late rank or other data: no setting here says it.")
     return lines

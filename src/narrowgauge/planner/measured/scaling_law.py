@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.errors import DataError
-from narrowgauge.planner.formatting import duration
+from narrowgauge.planner.formatting import duration_text
 from narrowgauge.planner.measured.least_squares import NOISE, SIGMAS, solve
 
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -33,7 +33,7 @@ _EXAMPLE = "For instance 128:10d,256:7d (units s, min, h, d)."
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class MeasuredTime:
     """A measured time of the same job.
 
     Args:
@@ -45,10 +45,10 @@ class Point:
     seconds: float
 
     def __str__(self) -> str:
-        return f"{duration(self.seconds)} on {self.chips:,}"
+        return f"{duration_text(self.seconds)} on {self.chips:,}"
 
 
-def read_points(text: str) -> tuple[Point, ...]:
+def read_points(text: str) -> tuple[MeasuredTime, ...]:
     """Read points as they are written on the command line.
 
     Args:
@@ -71,12 +71,12 @@ def read_points(text: str) -> tuple[Point, ...]:
     return tuple(points)
 
 
-def _read_point(text: str) -> Point:
+def _read_point(text: str) -> MeasuredTime:
     chips, _, time = text.partition(":")
     number = time.strip().rstrip("abcdefghijklmnopqrstuvwxyz")
     unit = time.strip()[len(number) :]
     try:
-        point = Point(int(chips), float(number) * _UNITS[unit])
+        point = MeasuredTime(int(chips), float(number) * _UNITS[unit])
     except (ValueError, KeyError):
         raise DataError(f"'{text}' is no measured time: it must be CHIPS:TIME.", _EXAMPLE) from None
     if point.chips < 1 or not (0 < point.seconds < math.inf):
@@ -106,7 +106,7 @@ class Law:
         """The seconds of one part; 0 where the law has no such part."""
         return self.parts.get(name, 0.0) * SHAPES[name](chips)
 
-    def deviation(self, chips: float, points: Sequence[Point]) -> float:
+    def deviation(self, chips: float, points: Sequence[MeasuredTime]) -> float:
         """The standard deviation of :meth:`seconds`, from that of the points' times."""
         basis = [SHAPES[name](chips) for name in self.parts]
         noise = max(NOISE, self.error)
@@ -118,10 +118,10 @@ class Law:
 
 
 _PRINTED: dict[str, Callable[[float], str]] = {
-    "divided": lambda seconds: f"{duration(seconds)} / N",
-    "constant": duration,
-    "logarithmic": lambda seconds: f"{duration(seconds)} × log2 N",
-    "linear": lambda seconds: f"{duration(seconds)} × N",
+    "divided": lambda seconds: f"{duration_text(seconds)} / N",
+    "constant": duration_text,
+    "logarithmic": lambda seconds: f"{duration_text(seconds)} × log2 N",
+    "linear": lambda seconds: f"{duration_text(seconds)} × N",
 }
 
 
@@ -134,7 +134,7 @@ class Scaling:
         laws: all that the points allow, the simplest first; that one's values are reported.
     """
 
-    points: tuple[Point, ...]
+    points: tuple[MeasuredTime, ...]
     laws: tuple[Law, ...]
 
     @property
@@ -162,7 +162,7 @@ class Scaling:
         return self.law.seconds(chips)
 
     def interval(self, chips: float) -> tuple[float, float]:
-        """The interval in which that time lies four times out of five: the widest that any allowed law gives.
+        """The 80 % interval of that time: the widest that any allowed law gives.
 
         Args:
             chips: how many.
@@ -189,7 +189,7 @@ class Scaling:
         return self.speed_up(before, after) * before / after
 
 
-def fit(points: Sequence[Point]) -> Scaling:
+def fit(points: Sequence[MeasuredTime]) -> Scaling:
     """Fit the laws that the points allow.
 
     A law is allowed where no part is negative and it has no more unknowns than sizes were measured; from three sizes on one is
@@ -218,7 +218,7 @@ def fit(points: Sequence[Point]) -> Scaling:
     return Scaling(points, tuple(kept))
 
 
-def _law(names: Sequence[str], points: Sequence[Point]) -> Law | None:
+def _law(names: Sequence[str], points: Sequence[MeasuredTime]) -> Law | None:
     """Least squares of relative errors; None where a part is negative or not determined."""
     rows = [[SHAPES[name](point.chips) / point.seconds for name in names] for point in points]
     normal = [[sum(row[i] * row[j] for row in rows) for j in range(len(names))] for i in range(len(names))]
@@ -256,8 +256,7 @@ def scaling_lines(scaling: Scaling, at: Sequence[int] = ()) -> list[str]:
     Returns:
         One sentence or two each, the most important first.
     Example:
-        >>> from narrowgauge.planner.measured.scaling_law import fit, read_points
-        >>> print(lines(fit(read_points("128:10d,256:7d")))[0])
+        >>> print(scaling_lines(fit(read_points("128:10d,256:7d")))[0])
         256 chips instead of 128: 10 d become 7 d, 1.43 × as fast on 2 × the chips, an efficiency of 71%.
     """
     if not scaling.fits:
@@ -276,7 +275,7 @@ def _premise(scaling: Scaling) -> list[str]:
     first, last = scaling.points[0], scaling.points[-1]
     times, ratio = first.seconds / last.seconds, last.chips / first.chips
     said = (
-        f"{last.chips:,} chips instead of {first.chips:,}: {duration(first.seconds)} become {duration(last.seconds)}, "
+        f"{last.chips:,} chips instead of {first.chips:,}: {duration_text(first.seconds)} become {duration_text(last.seconds)}, "
         f"{times:.3g} × as fast on {ratio:.3g} × the chips, an efficiency of {times / ratio:.0%}."
     )
     if scaling.fits:
@@ -300,30 +299,31 @@ def _split(scaling: Scaling) -> str:
     divided = law.share("divided", first)
     rest = law.seconds(first) - divided
     said = (
-        f"If every step had the same batch, T(N) = {law}: of {duration(law.seconds(first))} on {first:,} chips "
-        f"{duration(divided)} are divided among them"
+        f"If every step had the same batch, T(N) = {law}: of {duration_text(law.seconds(first))} on {first:,} chips "
+        f"{duration_text(divided)} are divided among them"
     )
-    said += f" and {duration(rest)} are not." if rest > 0 else ", all of it."
+    said += f" and {duration_text(rest)} are not." if rest > 0 else ", all of it."
     if scaling.is_checked:
         over = scaling.num_sizes - len(law.parts)
         return f"{said} {_count(over, 'size')} more than unknowns: the law misses the times by {law.error:.1%}."
     return (
         f"{said} Two sizes fit two unknowns, whichever law has them: nothing checks this one, "
-        f"and nothing in it says what the {duration(rest)} are."
+        f"and nothing in it says what the {duration_text(rest)} are."
     )
 
 
 def _at(scaling: Scaling, chips: int) -> str:
     """The time on another number of chips, by all laws."""
     first, (low, high) = scaling.points[0].chips, scaling.interval(chips)
-    said = f"On {chips:,} chips: {duration(scaling.seconds(chips))} ({duration(low)} to {duration(high)} four times out of five)"
+    said = f"On {chips:,} chips: {duration_text(scaling.seconds(chips))}"
+    said += f" (80 % interval {duration_text(low)} to {duration_text(high)})"
     if chips >= first:
         said += f", {scaling.speed_up(first, chips):.3g} × as fast as {first:,}"
         said += f", an efficiency of {scaling.efficiency(first, chips):.0%}."
     else:
         said += f", {scaling.speed_up(chips, first):.3g} × as long as {first:,}."
-    others = [f"{duration(law.seconds(chips))} if the rest {_rest(law)}" for law in _alternatives(scaling)]
-    return said + (f" As well: {', '.join(others)}." if others else "")
+    others = [f"{duration_text(law.seconds(chips))} if the rest {_rest(law)}" for law in _alternatives(scaling)]
+    return said + (f" Also possible: {', '.join(others)}." if others else "")
 
 
 def _limits(scaling: Scaling) -> list[str]:
@@ -338,7 +338,7 @@ def _limits(scaling: Scaling) -> list[str]:
         half = law.parts["divided"] / law.parts["constant"]
         said.insert(
             0,
-            f"No number of chips takes less than {duration(law.parts['constant'])} by this law; "
+            f"No number of chips takes less than {duration_text(law.parts['constant'])} by this law; "
             f"beyond {half:,.0f} more than half of each chip's time is the rest.",
         )
     return said
@@ -352,17 +352,17 @@ def _third_point(scaling: Scaling, at: Sequence[int]) -> str:
     said = []
     for size in tries:
         times = sorted(law.seconds(size) for law in scaling.laws)
-        said.append(f"on {size:,} chips the laws give {duration(times[0])} to {duration(times[-1])}")
+        said.append(f"on {size:,} chips the laws give {duration_text(times[0])} to {duration_text(times[-1])}")
     return (
         f"Measure a third size before asserting the split: {', '.join(said)}; a few hundred steps are enough. "
         "Run folders with communication_seconds and wait_seconds attribute the rest instead of guessing."
     )
 
 
-def _suspects(scaling: Scaling) -> list[Cause]:
+def _suspects(scaling: Scaling) -> list[Bottleneck]:
     """Causes whose growth is in a law that the points allow."""
     shapes = {name for law in scaling.laws for name in law.parts}
-    return [cause for cause in CAUSES if cause.shape in shapes]
+    return [cause for cause in BOTTLENECKS if cause.shape in shapes]
 
 
 def _alternatives(scaling: Scaling) -> list[Law]:
@@ -390,7 +390,7 @@ def scaling_dict(scaling: Scaling, at: Sequence[int] = ()) -> dict[str, Any]:
         scaling: the fit.
         at: numbers of chips whose time was asked for.
     Returns:
-        Points, laws with their seconds by shape, predictions with intervals, suspects, and the sentences of :func:`lines`.
+        Points, laws with their seconds by shape, predictions with intervals, suspects, and the sentences of :func:`scaling_lines`.
     """
     first = scaling.points[0].chips
     return {
@@ -422,7 +422,7 @@ def _prediction(scaling: Scaling, first: int, chips: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class Bottleneck:
     """One reason for time that more chips do not divide.
 
     Args:
@@ -443,74 +443,74 @@ class Cause:
     remedy: str
 
 
-CAUSES: tuple[Cause, ...] = (
-    Cause(
+BOTTLENECKS: tuple[Bottleneck, ...] = (
+    Bottleneck(
         "communication", "constant", "sending",
         "each chip sends the same bytes of gradients and weights, however many chips there are, and computes less beside them",
         "communication_seconds less wait_seconds of a run folder at both sizes",
         "overlap it with backward, shard within a node only (HSDP), a narrower reduction, larger batches",
     ),
-    Cause(
+    Bottleneck(
         "latency of collectives", "logarithmic", "sending",
         "a message passes log2 N hops of a tree, or N of a ring, however short it is",
         "the time of an all-reduce of four bytes at both sizes",
         "fewer and larger collectives, trees, reductions within nodes first",
     ),
-    Cause(
+    Bottleneck(
         "synchronization", "logarithmic", "waiting",
         "every collective waits for its last chip, and the slowest of many is slower than that of few",
         "wait_seconds of a run folder, and its table of ranks",
         "find the late rank; equal lengths of sequences; no other programs on the hosts",
     ),
-    Cause(
+    Bottleneck(
         "pipeline bubble", "constant", "bubble",
         "with more replicas of the same batch each has fewer micro-batches to fill its stages with",
         "the idle time of the first stage in a trace of one step, or a step with twice the micro-batches",
         "fewer stages, interleaved ones, smaller micro-batches, larger batches",
     ),
-    Cause(
+    Bottleneck(
         "smaller matmuls", "constant", "computing",
         "each chip's part of the batch, or of a matrix, gets too small to fill it",
         "one chip alone with the micro-batch of each size (narrowgauge profile)",
         "larger batches, fewer tensor ranks, fewer but larger micro-batches",
     ),
-    Cause(
+    Bottleneck(
         "work that every rank repeats", "constant", "computing",
         "an optimizer step, a norm or a cast of weights that is not sharded takes as long on every chip",
         "the optimizer's time in a trace of one step",
         "shard the states (ZeRO-1 or more)",
     ),
-    Cause(
+    Bottleneck(
         "data", "constant", "outside",
         "readers of text or a shared file system deliver the same tokens a second to any number of chips",
         "a run on random tokens from memory",
         "tokenize before the run, more readers, data on local disks",
     ),
-    Cause(
+    Bottleneck(
         "checkpoints, evaluations and starts", "constant", "outside",
         "they stop all chips for as long as before",
         "wall_seconds less seconds in summary.json",
         "asynchronous and sharded checkpoints, fewer evaluations",
     ),
-    Cause(
+    Bottleneck(
         "shared links", "linear", "sending",
         "the bytes of all chips together pass one switch, or one file system, that does not grow with them",
         "bytes over seconds of an all-reduce of 1 GB, at both sizes",
         "racks with full bandwidth between them, shards within a rack, a narrower reduction",
     ),
-    Cause(
+    Bottleneck(
         "numerics", "divided", "void",
         "an overflow, a NaN or a spike makes the work of a step void: its update is not applied, and its tokens teach nothing",
         "skipped and spike of steps.jsonl",
         "narrowgauge diagnose RUN names the cause; compute bfloat16 needs no loss scale",
     ),
-    Cause(
+    Bottleneck(
         "faults", "divided", "undone",
         "a rollback throws away the steps since a checkpoint, on all chips at once",
         "rollback in events.jsonl",
         "narrowgauge diagnose RUN names the cause; more frequent checkpoints undo fewer steps",
     ),
-    Cause(
+    Bottleneck(
         "failures", "linear", "outside",
         "twice the chips fail twice as often, and all of them repeat the steps since the last checkpoint",
         "resumed steps in events.jsonl",
@@ -520,15 +520,15 @@ CAUSES: tuple[Cause, ...] = (
 """What can be behind time that does not shrink, the usual ones first."""
 
 
-def causes_of(*groups: str) -> tuple[Cause, ...]:
+def bottlenecks_of(*groups: str) -> tuple[Bottleneck, ...]:
     """The causes that are found in groups of a measured step.
 
     Args:
         groups: such as ``"waiting"``.
     Returns:
-        Rows of :data:`CAUSES`.
+        Rows of :data:`BOTTLENECKS`.
     Example:
-        >>> [cause.name for cause in causes_of("waiting")]
+        >>> [cause.name for cause in bottlenecks_of("waiting")]
         ['synchronization']
     """
-    return tuple(cause for cause in CAUSES if cause.group in groups)
+    return tuple(cause for cause in BOTTLENECKS if cause.group in groups)

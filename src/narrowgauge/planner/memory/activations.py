@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from narrowgauge.planner.inputs.architectures import Architecture
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.memory.state_bytes import Bytes, ModelState, bytes_of, state_of
+from narrowgauge.planner.memory.state_bytes import Bytes, ModelState, bytes_per_parameter, state_of
 from narrowgauge.spec.computes import BLOCKS, Compute
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.recipes import Recipe
@@ -34,7 +34,7 @@ _STATISTIC = 4  # bytes of a float32 per token: a norm's scale, or a row's
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedTensor:
     """What a layer keeps of one kind.
 
     Args:
@@ -106,7 +106,7 @@ def layer_tensors(
     is_mixture: bool = False,
     attention: Attention = "flash",
     kernels: Kernels = "eager",
-) -> tuple[Kept, ...]:
+) -> tuple[SavedTensor, ...]:
     """What one layer keeps, in the order of the forward pass.
 
     Args:
@@ -123,7 +123,7 @@ def layer_tensors(
 @lru_cache(maxsize=256)
 def _layer_tensors(
     architecture: Architecture, compute: Compute, visible: str, is_mixture: bool, attention: Attention, kernels: Kernels
-) -> tuple[Kept, ...]:
+) -> tuple[SavedTensor, ...]:
     layer = _Layer(architecture, compute, widths_of(compute, visible), attention, kernels)
     mlp = layer.mixture() if is_mixture else layer.mlp()
     return (*layer.norms(), *layer.attention_tensors(), *mlp)
@@ -149,10 +149,10 @@ class _Layer:
         normalized = 4.0 if kind == "rms-float32" else stream
         return (4 + normalized) * size + _STATISTIC * groups
 
-    def norms(self) -> Iterator[Kept]:
+    def norms(self) -> Iterator[SavedTensor]:
         """The norms of the layer's width."""
         a = self.architecture
-        yield Kept("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
+        yield SavedTensor("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
 
     def inputs(self, size: float, consumers: int = 1, *, is_kept_anyway: bool = False) -> float:
         """What matmuls keep of one input per token.
@@ -170,7 +170,7 @@ class _Layer:
             return 0.0
         return element * size * (consumers if self.widths.is_cast else 1)
 
-    def attention_tensors(self) -> Iterator[Kept]:
+    def attention_tensors(self) -> Iterator[SavedTensor]:
         """Inputs of the projections, queries, keys, values and the attention's result."""
         a, e = self.architecture, self.widths.matmul
         queries, values = a.num_heads * a.query_dim, a.num_heads * a.value_dim
@@ -179,28 +179,30 @@ class _Layer:
             keys, kept_values = queries, values
         else:
             fused = 1 if a.has_fused_inputs else 3
-            yield Kept("input of the projections", self.inputs(a.hidden_size, fused), is_stream=True)
+            yield SavedTensor("input of the projections", self.inputs(a.hidden_size, fused), is_stream=True)
             keys = kept_values = a.num_kv_heads * a.head_dim
         if a.head_norms != "none":
             groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
-            yield Kept("norms of queries and keys", self.norm_bytes(queries + keys, groups, e))
+            yield SavedTensor("norms of queries and keys", self.norm_bytes(queries + keys, groups, e))
         # Values that are a part of one result keep all of it, beside the queries and keys that were rotated.
         rotated = queries + keys if a.has_fused_inputs and a.max_positions is None else 0
-        yield Kept("queries, keys and values", e * (queries + keys + kept_values + rotated))
-        yield Kept("attention", e * values + _STATISTIC * a.num_heads)
+        yield SavedTensor("queries, keys and values", e * (queries + keys + kept_values + rotated))
+        yield SavedTensor("attention", e * values + _STATISTIC * a.num_heads)
         if self.attention == "eager":
             # The scores' softmax in float32 (fused: in the matmuls' dtype), and what multiplies the values.
             softmax = 4.0 if self.kernels == "eager" else e
-            yield Kept("scores", 0.0, per_key=a.num_heads * (softmax + (e if softmax != e else 0.0)))
-        yield Kept("input of the output projection", self.inputs(values, is_kept_anyway=True))
+            yield SavedTensor("scores", 0.0, per_key=a.num_heads * (softmax + (e if softmax != e else 0.0)))
+        yield SavedTensor("input of the output projection", self.inputs(values, is_kept_anyway=True))
 
-    def _latent_tensors(self) -> Iterator[Kept]:
+    def _latent_tensors(self) -> Iterator[SavedTensor]:
         a, latent = self.architecture, self.architecture.latent
         assert latent is not None
-        yield Kept("input of the projections", self.inputs(a.hidden_size, 2), is_stream=True)
+        yield SavedTensor("input of the projections", self.inputs(a.hidden_size, 2), is_stream=True)
         ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
-        yield Kept("norms of the latents", sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks))
-        yield Kept("latents", sum(self.inputs(rank) for rank in ranks))
+        yield SavedTensor(
+            "norms of the latents", sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks)
+        )
+        yield SavedTensor("latents", sum(self.inputs(rank) for rank in ranks))
 
     def _mlp_bytes(self, size: int) -> float:
         """Gate, up and their product, without the input."""
@@ -217,27 +219,29 @@ class _Layer:
     def _gates(self) -> int:
         return 2 if self.architecture.is_gated and not self.architecture.has_fused_inputs else 1
 
-    def mlp(self) -> Iterator[Kept]:
+    def mlp(self) -> Iterator[SavedTensor]:
         """Inputs and inner tensors of a dense MLP."""
         a = self.architecture
-        yield Kept("input of the MLP", self.inputs(a.hidden_size, self._gates()), is_stream=True)
-        yield Kept("MLP", self._mlp_bytes(a.intermediate_size))
+        yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, self._gates()), is_stream=True)
+        yield SavedTensor("MLP", self._mlp_bytes(a.intermediate_size))
 
-    def mixture(self) -> Iterator[Kept]:
+    def mixture(self) -> Iterator[SavedTensor]:
         """Router, each token's copies for its experts, and their inner tensors."""
         a, mixture, e = self.architecture, self.architecture.mixture, self.widths.matmul
         assert mixture is not None
         chosen = mixture.experts_per_token
         # The router's input, its probabilities in float32, and the chosen experts: their weights, and three lists of places.
-        yield Kept("router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True)
-        yield Kept("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
-        yield Kept("experts", chosen * self._mlp_bytes(mixture.expert_size))
-        yield Kept("results of the experts", chosen * e * a.hidden_size, is_stream=True)
+        yield SavedTensor(
+            "router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True
+        )
+        yield SavedTensor("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
+        yield SavedTensor("experts", chosen * self._mlp_bytes(mixture.expert_size))
+        yield SavedTensor("results of the experts", chosen * e * a.hidden_size, is_stream=True)
         if mixture.shared_size:
-            yield Kept("shared experts", self._mlp_bytes(mixture.shared_size))
+            yield SavedTensor("shared experts", self._mlp_bytes(mixture.shared_size))
 
 
-def bytes_per_token(tensors: tuple[Kept, ...], mean_keys: float = 0.0) -> float:
+def bytes_per_token(tensors: tuple[SavedTensor, ...], mean_keys: float = 0.0) -> float:
     """All that a layer keeps, per token."""
     return sum(tensor.bytes_per_token + tensor.per_key * mean_keys for tensor in tensors)
 
@@ -356,7 +360,7 @@ def _by_formula(
 
 def _per_parameter(architecture: Architecture, recipe: Recipe) -> Bytes:
     """Of the parameters of layers; of a frozen model the gradients and states of adapters, by its parameters."""
-    stored = bytes_of(recipe.storage)
+    stored = bytes_per_parameter(recipe.storage)
     if architecture.adapters is None:
         return stored
     share = architecture.trained_share

@@ -26,7 +26,7 @@ from narrowgauge.planner.memory.activations import (
     figures_of,
     kernels_of,
 )
-from narrowgauge.planner.memory.state_bytes import Bytes, bytes_of, on_stage, shared
+from narrowgauge.planner.memory.state_bytes import Bytes, bytes_per_parameter, on_stage, shared
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS
@@ -205,7 +205,7 @@ def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
     row = ACCUMULATIONS[request.layout.accumulation_dtype]
     if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
         return ()
-    width = bytes_of(request.recipe.storage).gradients
+    width = bytes_per_parameter(request.recipe.storage).gradients
     value = gradients.value / width * row.bytes_per_param
     is_beside = request.layout.runs_here or request.layout.keeps_gradients
     where = "beside the last gradients" if is_beside else "to which each gradient is added"

@@ -94,12 +94,12 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
 
 
 @lru_cache(maxsize=256)
-def bytes_of(storage: Storage) -> Bytes:
+def bytes_per_parameter(storage: Storage) -> Bytes:
     """Bytes per parameter, without scales by row.
 
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
-        >>> bytes_of(STORAGES["master"]), bytes_of(STORAGES["word"])
+        >>> bytes_per_parameter(STORAGES["master"]), bytes_per_parameter(STORAGES["word"])
         (Bytes(weights=2.0, gradients=2.0, optimizer=12.0), Bytes(weights=2.0, gradients=2.0, optimizer=4.0))
     """
     visible = VISIBLE[storage.visible][0] / 8
@@ -107,7 +107,7 @@ def bytes_of(storage: Storage) -> Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StatePart:
     """State of one part of a model.
 
     Args:
@@ -122,12 +122,12 @@ class Part:
         """What one of ``tensor`` ranks holds."""
         return self.matrices.scaled(1 / tensor) + self.whole
 
-    def __add__(self, other: Part) -> Part:
-        return Part(self.matrices + other.matrices, self.whole + other.whole)
+    def __add__(self, other: StatePart) -> StatePart:
+        return StatePart(self.matrices + other.matrices, self.whole + other.whole)
 
-    def scaled(self, factor: float) -> Part:
+    def scaled(self, factor: float) -> StatePart:
         """Of ``factor`` times as many parameters."""
-        return Part(self.matrices.scaled(factor), self.whole.scaled(factor))
+        return StatePart(self.matrices.scaled(factor), self.whole.scaled(factor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,21 +141,21 @@ class ModelState:
         head: of the last norm and the head, on the last stage; a tied head lies on both if they are two.
     """
 
-    layers: Part
-    experts: Part
-    embedding: Part
-    head: Part
+    layers: StatePart
+    experts: StatePart
+    embedding: StatePart
+    head: StatePart
 
 
 @lru_cache(maxsize=256)
 def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
     """The state of a whole model; a model of which only the size is known is one matrix."""
     if not architecture.has_shape:
-        sizes = bytes_of(recipe.storage).scaled(architecture.num_parameters)
-        return ModelState(Part(sizes), Part(), Part(), Part())
+        sizes = bytes_per_parameter(recipe.storage).scaled(architecture.num_parameters)
+        return ModelState(StatePart(sizes), StatePart(), StatePart(), StatePart())
     if architecture.adapters is not None:
         return _frozen(architecture, recipe, architecture.adapters)
-    layers, experts = Part(), Part()
+    layers, experts = StatePart(), StatePart()
     for name, storage, matmul, count in _named(architecture, recipe):
         part = _matrix(storage, matmul, count)
         if name.startswith("experts."):
@@ -166,12 +166,16 @@ def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
     table = _outer_storage(recipe, "model.embed_tokens.weight")
     embedding = Matmul("embed_tokens", architecture.hidden_size, architecture.vocab_size, 1, "head", "column")
     head = _outer_storage(recipe, "lm_head.weight")
-    norm = Part(whole=bytes_of(recipe.storage_of("model.norm.weight", 1)).scaled(architecture.norm_parameters))
-    positions = Part(whole=bytes_of(table).scaled((architecture.max_positions or 0) * architecture.hidden_size))
+    norm = StatePart(
+        whole=bytes_per_parameter(recipe.storage_of("model.norm.weight", 1)).scaled(architecture.norm_parameters)
+    )
+    positions = StatePart(
+        whole=bytes_per_parameter(table).scaled((architecture.max_positions or 0) * architecture.hidden_size)
+    )
     first = _matrix(table, embedding, 1) + positions
     last = norm if architecture.tie_embeddings else norm + _matrix(head, embedding, 1)
     if architecture.head_bias:
-        last += Part(bytes_of(for_vectors(head)).scaled(architecture.vocab_size))
+        last += StatePart(bytes_per_parameter(for_vectors(head)).scaled(architecture.vocab_size))
     return ModelState(layers, experts, first + norm if architecture.has_embedding_norm else first, last)
 
 
@@ -183,15 +187,18 @@ def _outer_storage(recipe: Recipe, name: str) -> Storage:
 
 def _frozen(architecture: Architecture, recipe: Recipe, adapters: Adapters) -> ModelState:
     """The state of a frozen model and its adapters, which alone have gradients and states."""
-    visible, trained = Bytes(bytes_of(recipe.storage).weights), bytes_of(recipe.storage)
-    layers, experts = Part(whole=visible.scaled(architecture.vector_parameters * architecture.num_layers)), Part()
+    visible, trained = Bytes(bytes_per_parameter(recipe.storage).weights), bytes_per_parameter(recipe.storage)
+    layers, experts = (
+        StatePart(whole=visible.scaled(architecture.vector_parameters * architecture.num_layers)),
+        StatePart(),
+    )
     for matmul in architecture.matmuls:
         if matmul.part == "head":
             continue
         elements = matmul.count * matmul.in_features * matmul.out_features
         kept = Bytes(adapters.base_bytes if matmul.name != "router" else visible.weights).scaled(elements)
         kept += visible.scaled(matmul.num_parameters - elements) + trained.scaled(adapters.parameters_of(matmul))
-        part = Part(whole=kept) if matmul.split == "none" else Part(kept)
+        part = StatePart(whole=kept) if matmul.split == "none" else StatePart(kept)
         if matmul.name.startswith("experts."):
             experts += part
         else:
@@ -200,7 +207,7 @@ def _frozen(architecture: Architecture, recipe: Recipe, adapters: Adapters) -> M
     positions = architecture.embedding_parameters - table
     head = architecture.outer_parameters - architecture.embedding_parameters
     return ModelState(
-        layers, experts, Part(visible.scaled(table), visible.scaled(positions)), Part(visible.scaled(head))
+        layers, experts, StatePart(visible.scaled(table), visible.scaled(positions)), StatePart(visible.scaled(head))
     )
 
 
@@ -218,24 +225,26 @@ def _named(architecture: Architecture, recipe: Recipe) -> Iterator[tuple[str, St
             yield matmul.name, storage, matmul, matmul.count / architecture.num_layers
 
 
-def _vectors(architecture: Architecture, recipe: Recipe) -> Part:
+def _vectors(architecture: Architecture, recipe: Recipe) -> StatePart:
     """Norms of all layers, and the other vectors."""
     numbers = range(architecture.num_layers) if recipe.keep or recipe.overrides else (0,)
     names = (f"model.layers.{layer}.input_layernorm.weight" for layer in numbers)
     mixture = architecture.mixture
     routers = mixture.num_layers * mixture.num_vectors if mixture else 0
     count = (architecture.vector_parameters * architecture.num_layers + routers) / len(numbers)
-    return sum((Part(whole=bytes_of(recipe.storage_of(name, 1)).scaled(count)) for name in names), Part())
+    return sum(
+        (StatePart(whole=bytes_per_parameter(recipe.storage_of(name, 1)).scaled(count)) for name in names), StatePart()
+    )
 
 
-def _matrix(storage: Storage, matmul: Matmul, count: float) -> Part:
+def _matrix(storage: Storage, matmul: Matmul, count: float) -> StatePart:
     elements = count * matmul.in_features * matmul.out_features
     rows = Bytes(optimizer=storage.bytes_per_row * count * matmul.out_features)
     if not storage.states:
         rows += Bytes(optimizer=_FACTOR_BYTES * count * (matmul.in_features + matmul.out_features))
-    matrices = bytes_of(storage).scaled(elements) + rows
-    biases = bytes_of(for_vectors(storage)).scaled(count * matmul.out_features * matmul.has_bias)
-    return Part(whole=matrices + biases) if matmul.split == "none" else Part(matrices, biases)
+    matrices = bytes_per_parameter(storage).scaled(elements) + rows
+    biases = bytes_per_parameter(for_vectors(storage)).scaled(count * matmul.out_features * matmul.has_bias)
+    return StatePart(whole=matrices + biases) if matmul.split == "none" else StatePart(matrices, biases)
 
 
 def on_stage(

@@ -22,7 +22,7 @@ from narrowgauge.planner.inputs.architectures import Architecture
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.time.layer_times import Work
-from narrowgauge.planner.time.roofline import bytes_of
+from narrowgauge.planner.time.roofline import bytes_per_number
 
 LINK_LATENCY_SECONDS = 4e-6
 """Of one step of a ring within a node: 2 × 7 steps of eight H200s take 54 µs more than their bytes at 16 MiB (ml-engineering,
@@ -407,7 +407,7 @@ class Exchanges:
     @property
     def _weight_bytes(self) -> float:
         adapters = self.work.architecture.adapters
-        return bytes_of(self.work.recipe.storage.visible) if adapters is None else adapters.base_bytes
+        return bytes_per_number(self.work.recipe.storage.visible) if adapters is None else adapters.base_bytes
 
     @property
     def _gradient_bytes(self) -> float:

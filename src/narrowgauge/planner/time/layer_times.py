@@ -17,7 +17,14 @@ from narrowgauge.planner.inputs.architectures import Architecture, Matmul
 from narrowgauge.planner.inputs.clusters import Nodes
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.time.roofline import Setting, Shape, bytes_of, bytes_seconds, operation_seconds, setting_of
+from narrowgauge.planner.time.roofline import (
+    Setting,
+    Shape,
+    bytes_per_number,
+    bytes_seconds,
+    operation_seconds,
+    setting_of,
+)
 from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
 
@@ -74,7 +81,7 @@ class Work:
     @property
     def width(self) -> float:
         """Bytes of a number between layers."""
-        return bytes_of(self.recipe.dtype)
+        return bytes_per_number(self.recipe.dtype)
 
     @property
     def stream_bytes(self) -> float:
@@ -220,6 +227,6 @@ def optimizer_seconds(work: Work, num_parameters: float) -> float:
         work: of the rank.
         num_parameters: that the rank updates.
     """
-    gradient = bytes_of(work.recipe.storage.visible)
+    gradient = bytes_per_number(work.recipe.storage.visible)
     num_bytes = num_parameters * (2 * work.recipe.bytes_per_param - gradient)
     return work.moved(num_bytes / work.shares["optimizer"].value)

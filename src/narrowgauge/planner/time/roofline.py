@@ -86,7 +86,7 @@ def is_native(product: Product, compute: Compute, chip: Chip) -> bool:
 
 def is_widened(format: str, chip: Chip) -> bool:
     """Whether a processor multiplies a 16-bit format as float32, for which both operands and the result are converted."""
-    return chip.vendor == "CPU" and bytes_of(format) < 4 and not multiplies(format)
+    return chip.vendor == "CPU" and bytes_per_number(format) < 4 and not multiplies(format)
 
 
 _WIDENED_BYTES = 6  # of an operand: read in 16 bits and written in 32; of the result the other way
@@ -154,7 +154,7 @@ def _cast_seconds(
     slot: str, cast: Cast, sizes: dict[str, float], setting: Setting, native: bool, chip: Chip, shares: Shares | None
 ) -> float:
     what = SLOTS[slot].tensor
-    width = bytes_of(setting.weights if what == "weight" else setting.stream)
+    width = bytes_per_number(setting.weights if what == "weight" else setting.stream)
     moved = sizes[what] * (width * _passes(cast) + _written_bytes(cast, native))
     found = shares or shares_of(chip)
     return bytes_seconds(moved / found["casts"].value, chip, found) + found["kernel_seconds"].value
@@ -167,7 +167,7 @@ def _moved_bytes(
     left, right = (SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right"))
     [result] = set(TENSORS) - {left, right}  # as large as the one that does not enter
     read = sum(sizes[what] * _written_bytes(c, native) for what, c in ((left, product.left), (right, product.right)))
-    moved = read + sizes[result] * bytes_of(setting.weights if result == "weight" else setting.stream)
+    moved = read + sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
     return moved, _extra_bytes(matmul, product, native, setting, sizes[left], sizes[right], sizes[result])
 
 
@@ -181,7 +181,7 @@ def _passes(cast: Cast) -> int:
 def _written_bytes(cast: Cast, native: bool) -> float:
     """Bytes per element of an operand: its codes, or the 16-bit values that are multiplied instead."""
     if cast.is_wide or native:
-        return bytes_of(cast.format)
+        return bytes_per_number(cast.format)
     return 2.0
 
 
@@ -204,7 +204,7 @@ def _extra_bytes(
 
 
 @lru_cache(maxsize=64)
-def bytes_of(format: str) -> float:
+def bytes_per_number(format: str) -> float:
     """Bytes of a number in memory."""
     return get_format(format).storage_bits / 8
 
@@ -222,7 +222,7 @@ def weight_bytes(setting: Setting, chip: Chip) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
+class RooflinePoint:
     """A matmul of the forward pass on one rank.
 
     Args:
@@ -252,7 +252,7 @@ class Roof:
     chip: str
     bytes_per_second: float
     peaks: dict[str, float]
-    points: tuple[Point, ...]
+    points: tuple[RooflinePoint, ...]
 
 
 def roof_of(job: Job) -> Roof:
@@ -272,12 +272,14 @@ def roof_of(job: Job) -> Roof:
     return Roof(chip.name, 1.0 / bytes_seconds(1.0, chip), peaks, tuple(points))
 
 
-def _point(row: Matmul, job: Job, format: str, chip: Chip) -> Point:
+def _point(row: Matmul, job: Job, format: str, chip: Chip) -> RooflinePoint:
     layout = job.layout
     rows = max(1.0, layout.micro_batch * job.sequence_length * row.tokens_share / layout.context)
     inner = row.in_features / (layout.tensor if row.split == "row" else 1)
     columns = row.out_features / (layout.tensor if row.split == "column" else 1)
-    moved = (rows * inner + inner * columns) * bytes_of(format) + rows * columns * 2
+    moved = (rows * inner + inner * columns) * bytes_per_number(format) + rows * columns * 2
     flops = 2 * rows * inner * columns
     seconds = matmul_seconds(flops, moved, format, chip)
-    return Point(row.name, f"{rows:,.0f} × {inner:,.0f} × {columns:,.0f}", flops / moved, flops / seconds / 1e12)
+    return RooflinePoint(
+        row.name, f"{rows:,.0f} × {inner:,.0f} × {columns:,.0f}", flops / moved, flops / seconds / 1e12
+    )

@@ -35,7 +35,7 @@ from narrowgauge.planner.time.layer_times import (
     mixture_seconds,
     optimizer_seconds,
 )
-from narrowgauge.planner.time.roofline import bytes_of
+from narrowgauge.planner.time.roofline import bytes_per_number
 
 CHECKPOINT_SECONDS = 3600.0
 """Between checkpoints where no failures are expected: an assumption."""
@@ -43,12 +43,12 @@ UNSTEADY_GROUPS = ("data", "checkpoints", "faults")
 """Groups that published throughputs of short runs leave out."""
 
 
-Known = dict[int, dict[Any, Any]]
+SecondsCache = dict[int, dict[Any, Any]]
 """Seconds that were computed already, by group of nodes: see :class:`~narrowgauge.planner.time.layer_times.Work`."""
 
 
 def step_terms(
-    job: Job, *, attention: Attention = "flash", has_intervals: bool = True, known: Known | None = None
+    job: Job, *, attention: Attention = "flash", has_intervals: bool = True, known: SecondsCache | None = None
 ) -> Terms:
     """Seconds of an optimizer step of the whole job.
 
@@ -83,7 +83,7 @@ def step_terms(
     return Terms(found)
 
 
-def least_seconds(job: Job, *, known: Known | None = None) -> float:
+def least_seconds(job: Job, *, known: SecondsCache | None = None) -> float:
     """A lower bound of a step: the slowest stage computes, and waits for the others; nothing is stored, and nothing exchanged
     unless that is known.
 
@@ -106,7 +106,7 @@ def least_seconds(job: Job, *, known: Known | None = None) -> float:
     return found
 
 
-def _works(job: Job, attention: Attention, known: Known | None) -> list[Work]:
+def _works(job: Job, attention: Attention, known: SecondsCache | None) -> list[Work]:
     """What a rank computes, of each group of nodes."""
     given = job.architecture, job.recipe, job.layout, job.sequence_length
     return [
@@ -315,7 +315,7 @@ def _optimizer_terms(work: Work, layers: int) -> Iterator[Term]:
     host = work.nodes.host_bytes_per_second * work.shares["host"].value
     there = number * storage.bytes_per_param * work.shares["host_memory_seconds_per_byte"].value
     yield Term("optimizer", "states in the host's memory", there, f"{number:.3g} parameters on the host", "CPU Adam")
-    width = bytes_of(work.recipe.storage.visible)
+    width = bytes_per_number(work.recipe.storage.visible)
     # Gradients go there and weights come back; all of it: weights twice for each micro-batch, as in FSDP2 a shard of them.
     moved = 2 * width * number
     if layout.offload == "all":

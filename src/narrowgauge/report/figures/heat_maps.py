@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from narrowgauge.report.figures.palette import plain
-from narrowgauge.report.figures.series import Array, json_list, shares
+from narrowgauge.report.figures.series import Array, equal_parts, json_list
 from narrowgauge.runs.schema import Row
 
 MAX_CELLS = 150_000
@@ -177,7 +177,7 @@ def _heat_map(metric: Metric, sampled: Array, found: MetricValues, num_cells: in
     # Steps at which none of these tensors was sampled have no column.
     is_taken = ~np.isnan(shown.values).all(axis=0)
     steps, values = sampled[is_taken], shown.values[:, is_taken]
-    joined = shares(len(steps), min(160, max(20, num_cells // max(1, len(values)))))
+    joined = equal_parts(len(steps), min(160, max(20, num_cells // max(1, len(values)))))
     starts = [first for first, _ in joined]
     low, high = (reduce(values, starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat))
     worst = np.where(high - metric.good >= metric.good - low, high, low)

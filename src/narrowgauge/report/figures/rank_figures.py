@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrowgauge.report.figures.series import Array, Series, column, json_list, series_of, shares
+from narrowgauge.report.figures.series import Array, Series, column, equal_parts, json_list, series_of
 from narrowgauge.report.figures.traces import Figure, curve_of, layout_of, traces_of
 from narrowgauge.report.groups import Group
 from narrowgauge.runs.record import Run
@@ -165,7 +165,7 @@ def _heat_map(run: Run, name: str, title: str, more: str) -> Figure:
         late = np.asarray(table["late_seconds"], float) * np.asarray(table["num_last"], float)
         waited[: len(late), place] = late / whole
     kept = _longest(np.nansum(waited, axis=1), MOST_RANKS)
-    joined = shares(len(tables), 160)
+    joined = equal_parts(len(tables), 160)
     starts = [first for first, _ in joined]
     values = np.fmax.reduceat(waited[kept], starts, axis=1)
     trace = {

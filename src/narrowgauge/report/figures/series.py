@@ -133,7 +133,7 @@ def decimate(series: Series, num_buckets: int = 400) -> Series:
     if length <= 2 * num_buckets:
         return series
     kept = {0, length - 1}
-    for first, last in shares(length, num_buckets):
+    for first, last in equal_parts(length, num_buckets):
         y = series.y[first:last]
         is_gap = np.isnan(y)
         if is_gap.any():
@@ -203,11 +203,11 @@ def outline(joined: Band, num_buckets: int = 200) -> Series:
     return Series(np.array(x), np.array(y))
 
 
-def shares(length: int, most: int) -> list[tuple[int, int]]:
+def equal_parts(length: int, most: int) -> list[tuple[int, int]]:
     """Ranges of indices that cut a list into at most ``most`` shares.
 
     Example:
-        >>> shares(5, 2), shares(2, 9)
+        >>> equal_parts(5, 2), equal_parts(2, 9)
         ([(0, 2), (2, 5)], [(0, 1), (1, 2)])
     """
     num = min(length, most)
