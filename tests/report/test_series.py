@@ -15,7 +15,6 @@ from narrowgauge.report.figures.series import (
     column,
     decimate,
     equal_parts,
-    finite_number,
     gaps,
     is_wide,
     json_list,

@@ -390,7 +390,7 @@ def scaling_dict(scaling: Scaling, at: Sequence[int] = ()) -> dict[str, Any]:
         scaling: the fit.
         at: numbers of chips whose time was asked for.
     Returns:
-        Points, laws with their seconds by shape, predictions with intervals, suspects, and the sentences of :func:`scaling_lines`.
+        Points, laws with their seconds by shape, predictions with intervals, suspects, and the sentences.
     """
     first = scaling.points[0].chips
     return {
