@@ -23,11 +23,10 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.gauges.recording.run_reporter import Screen
 from narrowgauge.report.publishing import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
@@ -37,8 +36,12 @@ from narrowgauge.trainer.experiment.definition import ExperimentConfig, is_compa
 from narrowgauge.trainer.experiment.planned_runs import compare_and_publish, hold, make_runs, plan_runs
 from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress, estimate_runs
 
-Train = Callable[[TrainConfig, bool, Screen], None]
-"""Makes a run in its folder, or continues it where the second argument is true."""
+if TYPE_CHECKING:
+    from narrowgauge.gauges.recording.run_reporter import Screen
+
+    Train = Callable[[TrainConfig, bool, Screen], None]
+    """Makes a run in its folder, or continues it where the second argument is true."""
+
 CALIBRATION_STEPS = (12, 200)
 """Fewest and most steps of the training that only measures; the first three, which compile, do not count."""
 CALIBRATION_SECONDS = (1.0, 10.0)
