@@ -15,13 +15,13 @@ from narrowgauge.analysis.diagnosis.posterior import (
     Measurement,
     Observations,
     Ranked,
-    against,
-    explained,
     healthy_share,
     is_considered,
-    likely,
+    named_causes,
     next_measurement,
-    ranked,
+    ranked_causes,
+    signs_against,
+    signs_explained,
 )
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
 from narrowgauge.analysis.diagnosis.signs.sign import Observation
@@ -197,8 +197,8 @@ def diagnose(
 def _diagnosis(evidence: Evidence) -> Diagnosis:
     """What one run's evidence says."""
     seen = observe(evidence)
-    causes = ranked(evidence, seen)
-    found = likely(evidence, seen)
+    causes = ranked_causes(evidence, seen)
+    found = named_causes(evidence, seen)
     findings = tuple(_finding(evidence, seen, first, others) for first, others in found)
     asked = causes if not findings else [found[0][0], *found[0][1]]
     num_losses = sum(loss is not None for loss in evidence.column("loss"))
@@ -226,7 +226,7 @@ def _notes(evidence: Evidence, seen: Observations) -> Iterator[str]:
 
 
 def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequence[Ranked]) -> CauseFinding:
-    cause, chain = first.cause, _by_step(seen[name] for name in explained(first.cause, seen))
+    cause, chain = first.cause, _by_step(seen[name] for name in signs_explained(first.cause, seen))
     tensor = next((sign.tensor for sign in chain if sign.tensor), None)
     storage = evidence.recipe.storage if evidence.recipe is not None else None
     return CauseFinding.filled(
@@ -241,7 +241,7 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
         cause=cause,
         probability=first.probability,
         chain=chain,
-        against=tuple(against(cause, seen)),
+        against=tuple(signs_against(cause, seen)),
         alternatives=tuple(row for row in others[:NUM_ALTERNATIVES] if row.probability >= 0.001),
     )
 

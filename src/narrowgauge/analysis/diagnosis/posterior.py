@@ -64,7 +64,7 @@ class Measurement:
     cost: float
 
 
-def chance(cause: Cause, sign: str, base_rate: float | None = None, is_consequence: bool = False) -> float:
+def sign_probability(cause: Cause, sign: str, base_rate: float | None = None, is_consequence: bool = False) -> float:
     """How likely a run with this cause shows a sign: as predicted, but not less often than healthy runs do.
 
     Of a sign that says more of another one, what is predicted holds as it is: that other one is there and this cause's own.
@@ -81,7 +81,7 @@ def chance(cause: Cause, sign: str, base_rate: float | None = None, is_consequen
     return min(0.9995, max(base, cause.predicts.get(sign, base)))
 
 
-def ranked(evidence: Evidence, seen: Observations, onset: float = math.inf) -> list[Ranked]:
+def ranked_causes(evidence: Evidence, seen: Observations, onset: float = math.inf) -> list[Ranked]:
     """All causes that the run can have, the most likely one first.
 
     Args:
@@ -121,7 +121,7 @@ def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
     log = math.log(cause.prior)
     for name, observation in seen.items():
         if observation.state != "unknown":
-            shown = chance(cause, name, observation.base_rate, _may_follow(observation, name, onset))
+            shown = sign_probability(cause, name, observation.base_rate, _may_follow(observation, name, onset))
             # Signs of a minority of cases come together or not at all: their absence would count once, which is next to nothing.
             absent = 1 - (shown if shown >= MAJORITY else observation.base_rate)
             log += math.log(shown if observation.state == "present" else absent)
@@ -133,7 +133,7 @@ def _may_follow(observation: Observation, sign: str, onset: float) -> bool:
     return observation.step is not None and observation.step >= onset and not SIGNS[sign].is_of_time
 
 
-def explained(cause: Cause, seen: Observations) -> list[str]:
+def signs_explained(cause: Cause, seen: Observations) -> list[str]:
     """The signs that are present and that a cause predicts."""
     return [
         name
@@ -142,14 +142,14 @@ def explained(cause: Cause, seen: Observations) -> list[str]:
     ]
 
 
-def against(cause: Cause, seen: Observations) -> list[str]:
+def signs_against(cause: Cause, seen: Observations) -> list[str]:
     """The signs that a cause predicts and that are absent."""
     return [
         name for name, probability in cause.predicts.items() if probability >= EXPECTED and seen[name].state == "absent"
     ]
 
 
-def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ranked]]]:
+def named_causes(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ranked]]]:
     """The causes that explain a run, one after the other, until nothing is left to explain or none is likely enough.
 
     Args:
@@ -162,13 +162,13 @@ def likely(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ra
     rest, onset = dict(seen), math.inf
     while len(found) < MAX_FINDINGS:
         named = {first.cause.name for first, _ in found}
-        causes = [row for row in ranked(evidence, rest, onset) if row.cause.name not in named]
+        causes = [row for row in ranked_causes(evidence, rest, onset) if row.cause.name not in named]
         chosen = _first_sure(causes, rest)
         if chosen is None:
             break
         first, share = chosen
         found.append((Ranked(first.cause, share), [row for row in causes if row is not first]))
-        signs = explained(first.cause, rest) if first.cause.spreads else []
+        signs = signs_explained(first.cause, rest) if first.cause.spreads else []
         steps = [seen[name].step for name in signs if not SIGNS[name].is_of_time]
         onset = min([onset, *(step for step in steps if step is not None)])
         # Those that it predicts say nothing more about the others, present or not.
@@ -194,8 +194,8 @@ def _is_rival(cause: Cause, other: Cause, seen: Observations) -> bool:
 
     Others may be there as well: a slow loader and a batch of noise are no alternatives of each other.
     """
-    explains = set(explained(cause, seen))
-    return other in (cause, CAUSES[HEALTHY]) or bool(explains & set(explained(other, seen)))
+    explains = set(signs_explained(cause, seen))
+    return other in (cause, CAUSES[HEALTHY]) or bool(explains & set(signs_explained(other, seen)))
 
 
 def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ranked]) -> Measurement | None:
@@ -257,7 +257,7 @@ def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
 
 def _gain(shares: list[tuple[Cause, float]], sign: str) -> float:
     """The entropy over causes, less the one that is expected once a sign is known."""
-    chances = [chance(cause, sign) for cause, _ in shares]
+    chances = [sign_probability(cause, sign) for cause, _ in shares]
     shown = sum(share * p for (_, share), p in zip(shares, chances, strict=True))
     after = 0.0
     for weight, answers in ((shown, chances), (1 - shown, [1 - p for p in chances])):

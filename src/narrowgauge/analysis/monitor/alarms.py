@@ -114,7 +114,8 @@ class Alarms:
             any(compute.scales_loss for compute in known.computes) if known else False,
             is_audited,
         )
-        self.judge = SpikeJudge()
+        spikes = DETECTORS["loss-spike"]
+        self.judge = SpikeJudge(window=spikes.window, z=spikes.threshold)
         """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
         self._steps, self._stragglers = StepMetrics(), Stragglers()
         self._states: dict[tuple[str, str | None], _State] = {}

@@ -13,7 +13,7 @@ from statistics import fmean, median, pstdev
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, FEWEST, LATER
+from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, FEWEST, LATER, finite, jitter
 from narrowgauge.runs.schema import step_of
 
 UNUSUAL, LEAST_UNUSUAL = 7.0, 0.1
@@ -66,13 +66,11 @@ def _repeats_since_resume(evidence: Evidence) -> Observation:
 def _unusual_rows(evidence: Evidence) -> tuple[list[int], float]:
     """The rows whose tokens are unusual, and the unigram loss of the usual ones."""
     losses = evidence.column("unigram_loss")
-    known = [loss for loss in losses if loss is not None and math.isfinite(loss)]
+    known = finite(losses)
     if len(known) < BEFORE:
         return [], math.nan
     level = median(known)
-    spread = 1.05 * median(
-        abs(b - a) for a, b in pairwise(known)
-    )  # of neighbours, where a third of all steps is unusual too
+    spread = 1.05 * jitter(known)  # of neighbours, where a third of all steps is unusual too
     limit = max(UNUSUAL * spread, LEAST_UNUSUAL)
     return [row for row, loss in enumerate(losses) if loss is not None and abs(loss - level) > limit], level
 
@@ -91,12 +89,12 @@ def _loss_follows(evidence: Evidence) -> Observation:
     """Whether the loss is higher where the tokens are unusual, beside the steps before and after."""
     rows, _ = _unusual_rows(evidence)
     losses, unusual = evidence.column("loss"), set(rows)
-    inside = [loss for row in rows if (loss := losses[row]) is not None and math.isfinite(loss)]
+    inside = finite(losses[row] for row in rows)
     near = range(max(0, rows[0] - BEFORE), min(len(losses), rows[-1] + 10))
-    beside = [loss for row in near if row not in unusual and (loss := losses[row]) is not None and math.isfinite(loss)]
+    beside = finite(losses[row] for row in near if row not in unusual)
     if not inside or len(beside) < FEWEST:
         return UNKNOWN
-    noise = median(abs(b - a) for a, b in pairwise(beside)) * math.sqrt(1 / len(inside) + 1 / len(beside))
+    noise = jitter(beside) * math.sqrt(1 / len(inside) + 1 / len(beside))
     more = median(inside) - median(beside)
     if more <= max(FOLLOWS_SIGMAS * noise, 0.05):
         return ABSENT

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
@@ -104,9 +104,19 @@ def _stays(evidence: Evidence) -> Observation:
     return present(step, f"the loss jumped at step {step} and did not come back in {width} steps", value=float(width))
 
 
+def finite(values: Iterable[float | None]) -> list[float]:
+    """The values that are known and neither NaN nor infinite."""
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def jitter(values: Iterable[float]) -> float:
+    """The median difference of two consecutive values: noise, to which a trend adds almost nothing."""
+    return median(abs(b - a) for a, b in pairwise(values))
+
+
 def level_of(values: Sequence[float | None]) -> float | None:
     """The median of finite values; ``None`` for too few, and where it is zero: nothing is so many times that."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
+    known = finite(values)
     return median(known) or None if len(known) >= FEWEST else None
 
 
@@ -204,18 +214,18 @@ def _moves(losses: Sequence[float | None], row: int) -> bool:
     """Whether the loss is at another level from a row on, beyond its noise."""
     was, now = level_of(losses[row - 10 : row]), level_of(losses[row : row + 10])
     known = [value for value in losses[row - BEFORE : row + BEFORE] if value is not None]
-    noise = median(abs(b - a) for a, b in pairwise(known)) if len(known) > 1 else 0.0
+    noise = jitter(known) if len(known) > 1 else 0.0
     return was is None or now is None or abs(now - was) > 2 * noise + 0.02 * abs(was)
 
 
 def _is_erratic(evidence: Evidence) -> Observation:
-    losses = [loss for loss in evidence.column("loss") if loss is not None and math.isfinite(loss)]
+    losses = finite(evidence.column("loss"))
     late, tokens = losses[len(losses) // 2 :], evidence.tokens_per_step
     if tokens is None:
         return UNKNOWN
     if len(late) < BEFORE or evidence.raised_by("loss-spike"):
         return ABSENT
-    level, noise = median(late), median(abs(b - a) for a, b in pairwise(late))
+    level, noise = median(late), jitter(late)
     if noise <= max(ERRATIC * level, SPREAD / math.sqrt(tokens)) or level <= 0:
         return ABSENT
     said = f"the loss differs by {noise / level:.0%} from one step to the next, and no step is a spike"
@@ -241,8 +251,8 @@ def _loss_drops(evidence: Evidence) -> Observation:
         before = losses[row - 1]
         if len(late) < 3 or before is None or not max(late) < 0.9 * before:
             continue
-        level = [loss for loss in losses[row - BEFORE : row] if loss is not None and math.isfinite(loss)]
-        noise = median(abs(b - a) for a, b in pairwise(level)) if len(level) > FEWEST else math.inf
+        level = finite(losses[row - BEFORE : row])
+        noise = jitter(level) if len(level) > FEWEST else math.inf
         if max(late) < min(level) - 3 * noise:
             step = evidence.steps[row]
             return present(
@@ -312,11 +322,11 @@ def _bursts(evidence: Evidence) -> Observation:
 
 
 def _not_falling(evidence: Evidence) -> Observation:
-    losses = [loss for loss in evidence.column("loss") if loss is not None and math.isfinite(loss)]
+    losses = finite(evidence.column("loss"))
     if len(losses) < 2 * BEFORE:
         return UNKNOWN
     early, late = losses[: len(losses) // 4], losses[-len(losses) // 4 :]
-    noise = median(abs(b - a) for a, b in pairwise(losses))
+    noise = jitter(losses)
     if median(late) < median(early) - 2 * noise / math.sqrt(len(late)):
         return ABSENT
     said = f"the median loss was {median(early):.3f} in the first quarter and is {median(late):.3f} in the last"
@@ -516,11 +526,11 @@ def _rises_with_scale(evidence: Evidence) -> Observation:
     losses = evidence.column("loss")
     events = evidence.raised_by("scale-halvings", "scale-skips")
     row = next((k for k, step in enumerate(evidence.steps) if events and step >= step_of(events[0])), 0)
-    before = [loss for loss in losses[max(0, row - 25) : max(0, row - 5)] if loss is not None and math.isfinite(loss)]
-    late = [loss for loss in losses[max(row, len(losses) - 20) :] if loss is not None and math.isfinite(loss)]
+    before = finite(losses[max(0, row - 25) : max(0, row - 5)])
+    late = finite(losses[max(row, len(losses) - 20) :])
     if min(len(before), len(late)) < 10:
         return UNKNOWN
-    noise = median(abs(b - a) for a, b in pairwise(before)) * math.sqrt(2 / min(len(before), len(late)))
+    noise = jitter(before) * math.sqrt(2 / min(len(before), len(late)))
     was, now = median(before), median(late)
     if now <= was + 1.5 * noise:
         return ABSENT
@@ -626,7 +636,7 @@ def _moves_at_resume(evidence: Evidence) -> Observation:
         was, now = level_of(before), level_of(after)
         if was is None or now is None:
             continue
-        noise = median(abs(b - a) for a, b in pairwise(known)) / math.sqrt(min(len(before), len(after)))
+        noise = jitter(known) / math.sqrt(min(len(before), len(after)))
         if now - was > max(LEVEL_SIGMAS * noise, 0.02 * abs(was)):
             step = step_of(event)
             return present(
