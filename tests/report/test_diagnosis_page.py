@@ -16,7 +16,7 @@ from narrowgauge.report.diagnosis_page import render_diagnosis, render_two
 from narrowgauge.report.hindsight import hindsight, until
 from narrowgauge.runs.record import Run
 from report.test_page_in_browser import EVIL, data_of
-from report.test_render import Document
+from report.test_runs_page import Document
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_a_postmortem_answers_when_what_what_else_and_since_when(spiked: Run) ->
     tokens, seconds = 256 * (NUM_STEPS - AT), sum(row["seconds"] for row in spiked.steps if row["step"] > AT)
     for words in (
         f"First sign, step {AT}",
-        f"live word of the monitor, step {AT}",
+        f"first alarm while training, step {AT}",
         f"{NUM_STEPS - AT} steps, {tokens:,} tokens, {seconds:.3g} s: 49% of the run",
         "--on-spike stop would have ended the run at step 81",
         "8 samples, took 80 ms",

@@ -264,7 +264,7 @@ def describe_arithmetic(found: Arithmetic) -> str:
 
 
 def comparison(one: Arithmetic, other: Arithmetic) -> Row:
-    """What differs, for JSON: ``differences`` (probe, both results, what a run feels, settings that may be why), ``settings``
+    """What differs, for JSON: ``differences`` (probe, both results, what it affects, settings that may be why), ``settings``
     (all that differ) and ``not_compared``."""
     return {
         "differences": [
@@ -293,7 +293,7 @@ def _write_comparison(one: Arithmetic, other: Arithmetic, name: str, other_name:
     ]
     columns = (
         Column("probe", "probe", code=True), Column(name, "one"), Column(other_name, "other"),
-        Column("a run feels", "felt"), Column("settings that differ", "why"),
+        Column("what it affects", "felt"), Column("settings that differ", "why"),
     )  # fmt: skip
     if rows:
         tables.write(Table(columns, rows))

@@ -1,7 +1,7 @@
 """What every command shares: standard streams that can be written to, and one line and an exit status for every error.
 
-Standard streams may be closed, belong to a terminal that knows ASCII alone, or be a pipe whose reader has left. None of it is
-the business of a command, so :func:`open_streams` mends the first two before any command runs, and the last ends it quietly.
+Standard streams may be closed, belong to a terminal that shows only ASCII, or be a pipe whose reader has left. No command deals
+with that: :func:`open_streams` repairs the first two before any command runs, and the last ends a command quietly.
 """
 
 from __future__ import annotations

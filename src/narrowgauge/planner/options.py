@@ -301,7 +301,7 @@ class Question:
         counted: what a layer keeps, counted in the model's own modules; None for the formulas.
         tokens_per_step: of an optimizer step; None if not asked.
         deadline_days, budget: within which the run must end, in days and dollars; None for no limit.
-        is_deadline_assumed: whether nobody gave the deadline.
+        is_deadline_assumed: whether the deadline was not given.
         largest: ``"context"`` or ``"batch"`` where the largest that fits is asked for; empty if not.
         optimizer: whose states are counted.
     """

@@ -230,7 +230,7 @@ def _limits(
 
 
 def _refuse_without_machines(days: float | None, budget: float | None, largest: str, lora: int | None) -> None:
-    """Refuse what a count of the state alone would leave out without a word."""
+    """Refuse what a count of the state alone would ignore."""
     for name, value in {"days": days, "budget": budget, "largest": largest or None, "lora": lora}.items():
         if value is not None:
             raise NarrowgaugeError(

@@ -27,7 +27,12 @@ from narrowgauge.planner.inputs.clusters import Cluster
 from narrowgauge.planner.inputs.efficiency import software_of
 from narrowgauge.planner.measured.scaling_law import BOTTLENECKS
 from narrowgauge.planner.options import NODE_POWER, NODE_POWER_SOURCE, OURS, Option, Question
-from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_OF_IT, MOST_TOKENS_PER_STEP, usual_tokens_per_step
+from narrowgauge.planner.search import (
+    LEAST_TOKENS_PER_STEP,
+    MOST_TOKENS_PER_STEP,
+    SIMPLER_STEP_FACTOR,
+    usual_tokens_per_step,
+)
 from narrowgauge.planner.terms import Term, Terms, changes
 from narrowgauge.runs.finding import sentences
 from narrowgauge.spec.models import MODELS
@@ -269,7 +274,7 @@ USEFUL = ("matmuls", "attention")
 
 
 def _about_model(plan: Plan) -> Iterator[str]:
-    """What of the model is not planned, or is planned beyond what was published of it."""
+    """Parts of the model that are not planned, and lengths beyond those it was published for."""
     question = plan.question
     if question.architecture.left_out:
         yield f"Only the text decoder is planned: {question.architecture.left_out} are left out."
@@ -361,7 +366,7 @@ def _about_large_steps(best: Option) -> str:
 
 
 def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
-    """Who runs a layout that this project's trainer does not, and what it runs instead."""
+    """What runs a layout that this project's trainer does not, and what that would run instead."""
     said = (
         f"This layout is more than FSDP2 with full sharding: it runs with {best.runs_with}, not with narrowgauge train"
     )
@@ -370,7 +375,7 @@ def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
     layout = layout_text(ours.layout)
     if not ours.fits:
         return f"{said}, whose closest layout ({layout}) {_clause(ours)}".removesuffix(".") + "."
-    if ours.tokens_per_step > max(best.tokens_per_step, MOST_OF_IT * usual_tokens_per_step(best.num_chips)):
+    if ours.tokens_per_step > max(best.tokens_per_step, SIMPLER_STEP_FACTOR * usual_tokens_per_step(best.num_chips)):
         return f"{said}, whose layouts take steps of {ours.tokens_per_step:,} tokens at least ({layout})."
     if ours.tokens_per_step < LEAST_TOKENS_PER_STEP <= best.tokens_per_step:
         return f"{said}, whose layouts fit for certain in steps of {ours.tokens_per_step:,} tokens at most ({layout})."
@@ -531,7 +536,7 @@ def _kind(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _about_networks(plan: Plan) -> Iterator[str]:
-    """The rates between nodes that nobody has given."""
+    """The rates between nodes that were not given."""
     used = {option.cluster for option in plan.options}
     assumed = []
     for cluster in plan.question.clusters:

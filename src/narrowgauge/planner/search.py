@@ -1,11 +1,11 @@
 """Search: the layouts in which a recipe trains a model on a cluster, the best first.
 
-A layout has a shape (how ranks are divided among the axes, and what is sharded) and a batch (sequences at once, what is computed
-again, what lies in the host's memory). Shapes are listed with the bounds that practice sets: tensor ranks share a node, stages
-hold at least one layer each, context ranks split long sequences only. Every shape is combined with every batch, and the time of
-what fits decides. Candidates are looked at in the order of their computing alone, a lower bound of their time, so that most need
-not be looked at, and nothing that is left out could have been the best. If nothing fits, the layout that comes nearest is
-returned, with the smallest changes that would make it possible.
+A layout has a shape (how ranks are divided among the axes, and what is sharded) and a batch (sequences at once, what is
+computed again, what lies in the host's memory). Shapes are listed with the bounds that practice sets: tensor ranks share a
+node, stages hold at least one layer each, context ranks split long sequences only. Every shape is combined with every batch,
+and the time of what fits decides. Candidates are tried in the order of their computing alone, a lower bound of their time, so
+that most need not be tried, and none that is skipped could have been the best. If nothing fits, the layout that comes closest
+is returned, with the smallest changes that would make it possible.
 """
 
 from __future__ import annotations
@@ -35,33 +35,29 @@ from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import ACCUMULATIONS
 
 TOKENS_PER_STEP = 1 << 22
-"""Of an optimizer step where none are given: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
+"""Tokens of an optimizer step by default: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
 LEAST_TOKENS_PER_STEP = 1 << 19
-"""Of an optimizer step where none are given, if any layout has room for their sum: half a million, the smallest batch of GPT-3's
-models (arXiv 2005.14165, table 2.1); smaller steps train, but are too small a default."""
+"""Fewest tokens of an optimizer step by default, if any layout has room for the sum of gradients: half a million, the smallest
+batch of GPT-3's models (arXiv 2005.14165, table 2.1). Smaller steps train, but are too small a default."""
 TOKENS_PER_CHIP = 1 << 10
-"""Of an optimizer step on many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
+"""Tokens of an optimizer step for each of many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
 MOST_TOKENS_PER_STEP = 1 << 26
-"""Of an optimizer step where none are given, on however many chips: 67 million; the largest published steps have 63 million, of
-DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
-MOST_OF_IT = 2
-"""Times as many tokens a step may have where none are given, for a layout that is simpler."""
+"""Most tokens of an optimizer step by default, on any number of chips: 67 million; the largest published steps have 63 million,
+in DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
+SIMPLER_STEP_FACTOR = 2
+"""By which a step may have more tokens than the default, if none are given, for a layout that is simpler."""
 LONG_SEQUENCE = 32_768
 """Tokens from which context ranks are tried."""
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 4, 8, 16, 32)
 _MICRO_BATCHES = (1, 2, 4, 8)
-_SAID = (
-    "sequence_parallel",
-    "expert_tensor",
-    "accumulation_dtype",
-    "keeps_gradients",
-)  # not tried, but taken as asked for
+# Not searched: taken as given.
+_TAKEN_AS_GIVEN = ("sequence_parallel", "expert_tensor", "accumulation_dtype", "keeps_gradients")
 _WEIGHTS, _GRADIENTS = 3, 2  # ZeRO's stages that share them
-_ALWAYS = FIXED["context"][0]
+_CONTEXT_BYTES = FIXED["context"][0]
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 MOST_OPTIONS = 4
-"""Of one recipe that are shown."""
+"""Options of one recipe that are shown."""
 NOISE = 0.05
 """Rates that differ by less are equal, and a layout that this project's trainer runs is taken: the intervals are far wider."""
 
@@ -70,7 +66,7 @@ Fixed = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class SearchCache:
-    """What searches of one model on one cluster have in common: a table of all recipes costs little more than their kinds.
+    """Results that the searches of one model on one cluster share, so that all recipes cost little more than one of each kind.
 
     Args:
         seconds: of layouts, by what a recipe computes in: all but the optimizer's.
@@ -111,7 +107,7 @@ class _Request:
         return self.memories[layout]
 
     def fits(self, layout: Layout) -> bool:
-        """Whether the chips hold it, and what is offloaded the hosts."""
+        """Whether the chips hold it, and the hosts what is offloaded."""
         room = self.cluster.memory_bytes
         if self.least_bytes(layout) > room or self.memory(layout).total > room:
             return False
@@ -134,13 +130,13 @@ class _Request:
             number /= layout.expert
         visible, sharing = bytes_per_number(self.recipe.storage.visible), layout.num_sharing
         if (adapters := self.architecture.adapters) is not None:
-            return kept + _ALWAYS + number * adapters.base_bytes / (sharing if layout.zero >= _WEIGHTS else 1)
+            return kept + _CONTEXT_BYTES + number * adapters.base_bytes / (sharing if layout.zero >= _WEIGHTS else 1)
         weights = visible / (sharing if layout.zero >= _WEIGHTS else 1)
         row = ACCUMULATIONS[layout.accumulation_dtype]
         has_sums = layout.micro_batches > 1 and bool(row.planes) and visible < row.bytes_per_param
         sums = has_sums * row.bytes_per_param / (sharing if layout.zero >= _GRADIENTS else 1)
         rest = max(0.0, self.recipe.bytes_per_param - 2 * visible) / (sharing if layout.zero else 1)
-        return kept + _ALWAYS + number * (weights + sums + rest)
+        return kept + _CONTEXT_BYTES + number * (weights + sums + rest)
 
     def least_activations(self, layout: Layout) -> float:
         """A lower bound: the worst stage has at least its part of the layers, and one micro-batch in flight."""
@@ -156,12 +152,12 @@ class _Request:
         return tokens * self.kept[kind] / (layout.tensor * layout.pipeline)
 
     def pace(self, layout: Layout) -> float:
-        """Seconds of a step by the sequence, without intervals."""
+        """Seconds of a step for each sequence, without intervals."""
         step = step_terms(self.job(layout), has_intervals=False, known=self._known)
         return step.total / layout.num_sequences
 
     def least_pace(self, layout: Layout) -> float:
-        """A lower bound of it."""
+        """A lower bound of :meth:`pace`."""
         return least_seconds(self.job(layout), known=self._known) / layout.num_sequences
 
     @property
@@ -265,7 +261,7 @@ def search(
 
 
 def _chosen(question: _Request, most: int, *, is_asked: bool) -> tuple[list[Layout], bool]:
-    """The layouts that an answer has, and whether they fit; the one that comes nearest if none does."""
+    """The layouts of an answer, and whether they fit; the one that comes closest if none does."""
     shapes = [s for s in _shapes(question) if not why_not(question.architecture, s, question.sequence_length)]
     if not shapes:
         raise _no_shape(question)
@@ -283,8 +279,8 @@ def _chosen(question: _Request, most: int, *, is_asked: bool) -> tuple[list[Layo
 
 
 def _small_enough(shapes: list[Layout], question: _Request, *, is_asked: bool) -> list[Layout]:
-    """Shapes whose replicas have a sequence each in a step; all of them if none has, unless these tokens were asked for."""
-    each, most = question.fixed.get("micro_batch", 1), question.num_sequences * (1 if is_asked else MOST_OF_IT)
+    """Shapes whose replicas each have a sequence in a step; all shapes if none has, unless the tokens of a step were given."""
+    each, most = question.fixed.get("micro_batch", 1), question.num_sequences * (1 if is_asked else SIMPLER_STEP_FACTOR)
     found = [shape for shape in shapes if shape.num_replicas * each <= most]
     if is_asked and not found:
         least = each * min(shape.num_replicas for shape in shapes)
@@ -321,7 +317,7 @@ def _fastest(shapes: list[Layout], question: _Request, most: int) -> list[Layout
 
 
 class _Fitting:
-    """The layouts that were found to fit, and the seconds above which others need not be looked at."""
+    """The layouts found to fit, and the seconds above which others need not be tried."""
 
     def __init__(self, question: _Request, most: int) -> None:
         self.question, self.most = question, most
@@ -333,7 +329,7 @@ class _Fitting:
         self._too_large: dict[Hashable, int] = {}
 
     def try_out(self, layout: Layout) -> None:
-        """Look at a layout: whether it fits, and how fast it is."""
+        """Try a layout: whether it fits, and how fast it is."""
         question, limit = self.question, self.limit * (1 + NOISE * runs_here(layout))
         # Of layouts that differ in the sequences at once alone, those of more need more memory.
         alike = _shape_of(layout), layout.recompute, layout.offload, layout.micro_batches == 1
@@ -385,7 +381,7 @@ def _shape_of(layout: Layout) -> Hashable:
 
 
 def _by_least_pace(shapes: list[Layout], question: _Request) -> list[tuple[float, Layout]]:
-    """All candidates with the lower bounds of their seconds, the least first; for recipes that are computed alike the same."""
+    """All candidates with lower bounds of their seconds, the least first; the same for recipes that compute alike."""
     orders, key = question.common.orders, (question.kind, question.batch)
     if key not in orders:
         found = question.common.candidates
@@ -410,7 +406,7 @@ def _candidates(shapes: list[Layout], question: _Request) -> Iterator[Layout]:
 
 
 def _places(question: _Request) -> tuple[Offload, ...]:
-    """Where states may lie."""
+    """Where states may be kept."""
     places = ("none",) if question.cluster.host_bytes is None else ("none", "optimizer", "all")
     return _tried(question.fixed, "offload", places)
 
@@ -421,7 +417,7 @@ def _shapes(question: _Request) -> Iterator[Layout]:
     chips, node = cluster.num_chips, cluster.chips_per_node
     contexts = (1, 2, 4, 8, 16) if question.sequence_length >= LONG_SEQUENCE else (1,)
     stages = _PIPELINE if chips > node else (1,)
-    said = {name: fixed[name] for name in _SAID if name in fixed}
+    given = {name: fixed[name] for name in _TAKEN_AS_GIVEN if name in fixed}
     for tensor in _tried(fixed, "tensor", (t for t in _TENSOR if t <= node)):
         for pipeline in _tried(fixed, "pipeline", (p for p in stages if p <= shape.num_layers)):
             for context in _tried(fixed, "context", contexts):
@@ -430,7 +426,7 @@ def _shapes(question: _Request) -> Iterator[Layout]:
                     continue
                 for sharing in _sharings(chips // ranks, max(1, node // (tensor * context)), pipeline, question):
                     for rest in _expert_and_interleave(pipeline, chips // (tensor * pipeline), question):
-                        yield Layout(tensor=tensor, pipeline=pipeline, context=context, **sharing, **rest, **said)
+                        yield Layout(tensor=tensor, pipeline=pipeline, context=context, **sharing, **rest, **given)
 
 
 def _tried(fixed: Fixed, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
@@ -533,7 +529,7 @@ def _full_host(layout: Layout, question: _Request) -> str:
 
 
 def _no_shape(question: _Request) -> RecipeError:
-    """Why no layout has the fixed values, as far as it can be said."""
+    """Why no layout has the fixed values, as far as is known."""
     names = {field.name for field in dataclasses.fields(Layout)}
     fixed = {name: value for name, value in question.fixed.items() if name in names}
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
@@ -585,7 +581,7 @@ def smallest_changes(job: Job, *, fixed: Mapping[str, Any], counted: LayerCounte
 
 
 def _freed(layout: Layout, fixed: Mapping[str, Any], fits: Fits[Layout]) -> Iterator[str]:
-    """What was pinned, freed."""
+    """The least of what was fixed that must be freed."""
     if fixed.get("recompute", "full") != "full" and fits(replace(layout, recompute="full")):
         yield "with recompute=full"
     ranks = layout.data * layout.shard
@@ -597,7 +593,7 @@ def _freed(layout: Layout, fixed: Mapping[str, Any], fits: Fits[Layout]) -> Iter
 
 
 def _offloaded(layout: Layout, fits: Fits[Layout], held: Callable[[Layout], float]) -> Iterator[str]:
-    """The least that has to lie in the hosts' memory, and how much of it that takes."""
+    """The least that has to be offloaded, and the host memory that it takes."""
     places: tuple[Offload, ...] = ("optimizer", "all")
     for place in places if layout.offload == "none" else ():
         other = replace(layout, offload=place)

@@ -318,7 +318,7 @@ def _since(found: TwoRuns, difference: FirstDifference, one: Run, other: Run) ->
     return [*said, "narrowgauge diagnose RUN OTHER reads two runs while they are training, and costs them nothing."]
 
 
-# ── figures: columns over the steps with the first sign and the live word, the chain of signs, two runs ───────────────────
+# ── figures: columns over the steps with the first sign and the first alarm, the chain of signs, two runs ───────────────────
 
 _SHOWN = {
     "loss": "Training loss",
@@ -375,10 +375,10 @@ def _moments(finding: CauseFinding, when: Hindsight, place: int) -> list[Row]:
         return [mark(when.sign, f"{finding.cause.name}: first sign, step {when.sign}", place, "dot")]
     at, kind = step_of(word), word.get("kind")
     if at == when.sign:
-        return [mark(at, f"{finding.cause.name}: first sign and live word ({kind}), step {at}", place, "dot")]
+        return [mark(at, f"{finding.cause.name}: first sign and first alarm ({kind}), step {at}", place, "dot")]
     return [
         mark(when.sign, f"{finding.cause.name}: first sign, step {when.sign}", place, "dot"),
-        mark(at, f"{kind}: live word, step {at}", place, "dash"),
+        mark(at, f"{kind}: first alarm, step {at}", place, "dash"),
     ]
 
 

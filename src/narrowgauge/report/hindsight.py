@@ -1,8 +1,8 @@
-"""Hindsight: what was trained after the first sign of a fault, who said so at the time, and what would have shown it earlier.
+"""Hindsight: what was trained after the first sign of a fault, which detector raised it, and what would have shown it earlier.
 
-Three moments count. The first *sign* is in the record. The *live word* is the first event that a detector raised for it while the
-run was training. And ``narrowgauge diagnose``, had it been asked, would have *named* the cause from some step on: that step is
-found by diagnosing shorter records. What was trained after each of them is what catching it there would have saved.
+Three moments count. The first *sign* is in the record. The first *alarm* is the first event that a detector raised for it while
+the run was training. And ``narrowgauge diagnose`` would have *named* the cause from some step on: that step is found by
+diagnosing shorter records. What was trained after each of them is what catching it there would have saved.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def hindsight(finding: CauseFinding, run: Run) -> Hindsight | None:
     """
     if finding.step is None:
         return None
-    return Hindsight(finding.step, _live_word(finding, run), _named_from(finding, run))
+    return Hindsight(finding.step, _first_alarm(finding, run), _named_from(finding, run))
 
 
-def _live_word(finding: CauseFinding, run: Run) -> Row | None:
+def _first_alarm(finding: CauseFinding, run: Run) -> Row | None:
     """The first recorded event, from the first sign on, of a kind that the finding's signs read."""
     reads = [read for sign in finding.chain for read in SIGNS[sign.sign].reads]
     kinds = {kind for table, _, kind in (read.partition(".") for read in reads) if table == "events"}
@@ -144,9 +144,9 @@ def hindsight_table(finding: CauseFinding, run: Run, found: Hindsight) -> Table:
     if found.word is not None:
         at = step_of(found.word)
         said = f"{found.word.get('kind')}: {found.word.get('message', '')}"
-        rows.append(_row(f"live word of the monitor, step {at}", said, trained_after(run, at)))
+        rows.append(_row(f"first alarm while training, step {at}", said, trained_after(run, at)))
     else:
-        rows.append(_row("live word of the monitor", f"none: {_why_silent(finding, run)}", "–"))
+        rows.append(_row("first alarm while training", f"none: {_why_silent(finding, run)}", "–"))
     if found.named is not None:
         said = f"narrowgauge diagnose of the record so far names {finding.cause.name}"
         rows.append(_row(f"diagnosis, step {found.named} at the latest", said, trained_after(run, found.named)))

@@ -54,8 +54,8 @@ class Share:
         return f"{self.value:.3g} ({self.low:.3g} to {self.high:.3g})"
 
 
-_TOGETHER = 0.7
-"""How far towards their ends all shares are taken together: they lie there at once less often than one of them does."""
+_JOINT_MOVE = 0.7
+"""How far towards their ends all shares are moved together: all are at an end at once less often than any one is."""
 
 
 class Shares:
@@ -86,7 +86,7 @@ class Shares:
 
     def _at_end(self, *, is_best: bool) -> Shares:
         ends = {name: row.low if (name in LOSSES) == is_best else row.high for name, row in self.rows.items()}
-        near = {name: row.value + _TOGETHER * (ends[name] - row.value) for name, row in self.rows.items()}
+        near = {name: row.value + _JOINT_MOVE * (ends[name] - row.value) for name, row in self.rows.items()}
         return Shares({name: Share(end, end, end, self.rows[name].source) for name, end in near.items()})
 
     def __getitem__(self, name: str) -> Share:

@@ -272,7 +272,7 @@ class MeasuredStep:
         num_ranks: that trained it.
         tokens: of a step, all ranks together.
         terms: seconds: computing, sending, waiting, the step's share of steps that were lost, and of what was outside steps.
-        late: the rank that was most often the last to arrive, in which share of the steps, and how late; None where nobody knows.
+        late: the rank that was most often the last to arrive, in which share of the steps, and how late; None where not recorded.
     """
 
     name: str
@@ -308,7 +308,7 @@ def measured_step(run: Run) -> MeasuredStep:
     quarter = len(timed) // 4
     middle = timed[quarter : len(timed) - quarter]
     inside = [float(row.get("communication_seconds") or 0.0) for row in middle]
-    # The mean of the waits of all ranks: the slowest, which the column leaves out, waits for nobody.
+    # The mean of the waits of all ranks: the slowest, which the column leaves out, does not wait.
     waits = [float(row.get("wait_seconds") or 0.0) * (num_ranks - 1) / num_ranks for row in middle]
     parts = {
         "computing": [float(row["seconds"]) - c for row, c in zip(middle, inside, strict=True)],

@@ -35,7 +35,7 @@ _STATISTIC = 4  # bytes of a float32 per token: a norm's scale, or a row's
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """What a layer keeps of one kind.
+    """Tensors of one kind that a layer saves for backward.
 
     Args:
         name: what it is.
