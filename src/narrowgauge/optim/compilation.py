@@ -212,7 +212,7 @@ def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Defi
     if alias in _ELSEWHERE:
         return
     try:
-        if (key := find_key(alias, compiler_version())) and find_package(key):
+        if (key := find_key(alias, compiler_version())) and (find_package(key) or is_refuted(key)):
             return
     except OSError:
         return  # reported when the kernel is needed
