@@ -23,6 +23,7 @@ from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.integrations.lightning import precision
 from narrowgauge.integrations.lightning.precision import MicroBatchSums, NarrowgaugePrecision, RankSums
 from narrowgauge.spec.notation import parse, parse_table
+from narrowgauge.spec.sums import REDUCTIONS
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -319,7 +320,7 @@ def test_sums_that_are_made_elsewhere_are_refused(monkeypatch: pytest.MonkeyPatc
 def test_a_resume_of_compressed_gradients_under_ddp_is_said_to_have_other_bits() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        sums = RankSums("compressed8", 0)
+        sums = RankSums(REDUCTIONS["compressed8"], 0)
         sums.install(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4)), SimpleNamespace(), 1)
         with pytest.warns(UserWarning, match="'compressed8' is resumed under DDP"):
             sums.steps = 2

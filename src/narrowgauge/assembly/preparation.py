@@ -385,13 +385,13 @@ def _groups(
             storage = converted.recipe.storage_of(name, max(2, parameter.ndim))
             factor = converted.factors.get(name, 1.0)
             own = tuple(sorted(options_of(name).items()))
-            key = (storage.name, decays(name, parameter), factor, own)
+            key = (storage, decays(name, parameter), factor, own)
             groups.setdefault(key, []).append((name, parameter))
     made = []
-    for (storage_name, decayed, factor, own), members in groups.items():
+    for (storage, decayed, factor, own), members in groups.items():
         options = {**whole, **dict(own)}
         decay = options["weight_decay"] if decayed else 0.0
-        group: dict[str, Any] = {"params": members, **dict(own), "storage": storage_name, "weight_decay": decay}
+        group: dict[str, Any] = {"params": members, **dict(own), "storage": storage, "weight_decay": decay}
         if converted.factors:
             # Weight decay independent of the learning rate: as strong as at 1e-3.
             rate = options["lr"] * factor

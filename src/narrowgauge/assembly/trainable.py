@@ -1,6 +1,6 @@
 """What ``prepare`` refuses: models that a recipe cannot train, and patterns that match nothing.
 
-Each error names the first offending parameter or module, and nothing has been changed when it is raised.
+Each error names the first offending parameter or module, and is raised before anything is changed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_patterns(model: nn.Module, recipe: Recipe, names: list[str]) -> None:
-    """Refuse patterns that match nothing, or more than they may."""
+    """Refuse patterns that match nothing, and overrides of another visible format."""
     modules = [name for name, _ in model.named_modules() if name]
     for pattern in recipe.keep:
         single = Recipe(recipe.compute, recipe.storage, keep=(pattern,))
@@ -122,7 +122,7 @@ def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _check_sparse(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse sparse gradients; a weight that a layer uses too gets the sum of both, which is dense."""
+    """Refuse sparse gradients; those of a tied weight, which a layer uses too, are dense."""
     holders: dict[Tensor, list[str]] = {}
     dense: set[Tensor] = set()
     for name, module in model.named_modules():
@@ -140,9 +140,9 @@ def _check_sparse(model: nn.Module, recipe: Recipe) -> None:
 
 
 def require_contiguous(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse to shard a parameter whose rows FSDP2 would gather in another layout, in which products round otherwise.
+    """Refuse to shard a non-contiguous parameter: FSDP2 would gather it in another layout, in which products round differently.
 
-    Those that the recipe rounds become contiguous, here and on one process.
+    Rounding makes the others contiguous, sharded or not.
 
     Raises:
         RecipeError: naming the first.
@@ -170,7 +170,7 @@ def _check_leaves(model: nn.Module, recipe: Recipe) -> None:
 
 
 def depends_on_order(module: nn.Module) -> tuple[str, str] | None:
-    """Why what a module computes for a micro-batch depends on those before it, and what to do; ``None`` if it does not."""
+    """Why a module's output for a micro-batch depends on earlier ones, and what to do; ``None`` if it does not."""
     if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
         reason = "whose running statistics depend on which micro-batches a rank has seen"
         return reason, "Replace it by a layer norm or group norm"

@@ -1,8 +1,7 @@
 """Commands on several ranks: started here with ``--nproc``, or by torchrun or Slurm, which start the same command on each rank.
 
-Ranks that are started here run the command line as it was typed, and get the settings that it was parsed to.
-
-A rank that torchrun or Slurm starts anew goes on with the run of its own job. The run folder says which job made it.
+Ranks that are started here run the command line as it was typed, and get the settings that it was parsed to. A rank that
+torchrun or Slurm starts anew continues the run of its own job; the run folder names the job that made it.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Launch:
         nproc: ranks to start here; None starts none.
         max_restarts: how often they are started anew.
         timeout: the longest time without progress in seconds; None is the default.
-        settings: what the command that started this rank was parsed to; None if ``--nproc`` started no ranks.
+        settings: in a rank that ``--nproc`` started, what the command line was parsed to; else None.
     """
 
     nproc: int | None = None
@@ -85,7 +84,7 @@ def starts_ranks(launch: Launch) -> bool:
     """Whether this process is to start ranks, rather than to be one.
 
     Raises:
-        RankError: it is a rank already, and was asked to start more.
+        RankError: this process is a rank, and ``--nproc`` was given.
     """
     from narrowgauge.distributed.launch.placement import read_placement
 
@@ -145,13 +144,13 @@ def start(launch: Launch, settings: Mapping[str, Any], goes_on: Callable[[], str
 
 
 def _note_loss(folder: Path | None, step: int, said: str) -> None:
-    """Record in the events of a run what was lost in a step; a run that does not exist yet has none."""
+    """Record a lost rank in the events of a run, if the run exists yet."""
     if folder is not None:
         append_event(folder, Event("lost", step, said.rstrip(".")))
 
 
 def how_to_resume(folder: Path) -> str:
-    """A sentence that says how a run goes on; without a checkpoint yet, from step 0."""
+    """A sentence that says how to resume a run, from step 0 if it has no checkpoint."""
     if not is_run(folder):
         return "Start it again."
     steps = [
@@ -161,7 +160,7 @@ def how_to_resume(folder: Path) -> str:
 
 
 def how_to_compare_on(folder: Path) -> str:
-    """A sentence that says how a comparison goes on."""
+    """A sentence that says how to continue a comparison."""
     return f"narrowgauge compare --out {folder} goes on." if (folder / "compare.toml").is_file() else "Start it again."
 
 
@@ -204,7 +203,7 @@ def joined_run(launch: Launch, config: TrainConfig, folder: Path | None) -> Abst
 
 
 def refuse_once() -> None:
-    """End silently where an earlier attempt of this job was refused: a restart does not mend wrong settings."""
+    """End silently if an earlier attempt of this job was refused: a restart does not fix wrong settings."""
     from narrowgauge.distributed.launch.placement import read_placement
 
     folder = os.environ.get("NARROWGAUGE_AGENT_FOLDER")
@@ -215,7 +214,7 @@ def refuse_once() -> None:
 
 
 def is_own_run(folder: Path | None) -> bool:
-    """Whether a folder holds the run of this very job, which was started anew.
+    """Whether a folder holds the run of this job, which was started anew.
 
     Args:
         folder: as requested with ``--out``.
@@ -261,7 +260,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def train(config: TrainConfig, launch: Launch) -> Path | None:
-    """Train on this rank, or alone; a job that was started anew goes on with its own run.
+    """Train on this rank, or alone; a job that was started anew continues its own run.
 
     Args:
         config: the settings, checked if this is the only process.

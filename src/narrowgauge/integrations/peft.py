@@ -1,7 +1,7 @@
 """Adapters over a quantized base: PEFT's LoRA and others, whose frozen linear layers become codes and scales.
 
-``ng.prepare(peft_model, recipe)`` trains the adapters in a storage: they alone have gradients and states. What is left is the
-frozen base, 2 bytes a parameter that no step changes. :func:`quantize_base` stores each of its linear layers in the cast of a
+``ng.prepare(peft_model, recipe)`` trains the adapters in a storage: only they have gradients and states. What remains is the
+frozen base, 2 bytes a parameter. :func:`quantize_base` stores each of its linear layers in the cast of a
 compute's weights: one byte a parameter, or half a byte and an eighth for scales. A layer of 8 bits multiplies as
 :func:`narrowgauge.quantize_for_inference` does, its input cast too (LLM.int8); one of 4 bits is widened to its input's format
 (as in QLoRA). Backward multiplies the gradient by the widened weight in the gradient's format in either case, so the adapters
@@ -37,7 +37,7 @@ _ADVICE = (
 
 
 class NoWeightError(RecipeError, AttributeError):
-    """A frozen layer's weight was asked for; as an ``AttributeError`` it answers ``hasattr`` with no."""
+    """A frozen layer's weight was requested. It is an ``AttributeError``, so ``hasattr`` is false."""
 
 
 class _Product(torch.autograd.Function):
@@ -57,7 +57,7 @@ class _Product(torch.autograd.Function):
 class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     """A frozen linear layer with codes and scales instead of a weight, through which gradients flow to its input.
 
-    PEFT takes it for an ``nn.Linear``, so that adapters may be added before or after.
+    It is an ``nn.Linear`` to PEFT, so adapters may be added before or after.
     """
 
     def forward(self, input: Tensor) -> Tensor:

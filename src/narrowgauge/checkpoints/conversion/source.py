@@ -27,7 +27,7 @@ class Source:
         weights: by parameter name, in their original dtype.
         states: by parameter name: packed where ``storages`` has the parameter, else float32 moments; ``step`` is the number of
             steps taken.
-        storages: the storage of each parameter, in a state of our own optimizers.
+        storages: the storage of each parameter, in a state of one of Narrowgauge's optimizers.
         others: copied unchanged, under their checkpoint keys: integer buffers and audit sums.
         record: contents of the checkpoint's ``state.json``.
         run: the run it belongs to.
@@ -73,7 +73,7 @@ def under_names(weights: Mapping[str, Tensor], names: Sequence[str]) -> dict[str
         weights: by name.
         names: of parameters; empty where they are unknown.
     Returns:
-        The weights, unchanged where that is not so.
+        The weights; unchanged if they do not belong together.
     Example:
         >>> list(under_names({"head.weight": torch.ones(2), "norm.weight": torch.ones(2)}, ["embedding.weight", "norm.weight"]))
         ['embedding.weight', 'norm.weight']

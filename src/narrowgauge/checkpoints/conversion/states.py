@@ -53,7 +53,7 @@ def convert(
 ) -> Report:
     """Convert a training state to the storage of a recipe, or to a checkpoint of another framework.
 
-    Invariant: a value that the target represents stays exact; else weights round to nearest and moments as their code rounds.
+    Invariant: a value that the target represents stays exact; otherwise weights round to nearest, moments as their code does.
     The same source and recipe give the same bits. ``out`` is complete or does not exist.
 
     Args:
@@ -69,8 +69,8 @@ def convert(
         names: ``[name for name, _ in model.named_parameters()]``, needed where the optimizer has no parameter names and
             the files do not contain the model's order.
         like: instead of a recipe, a checkpoint of DeepSpeed, Megatron-Core or nanotron of the same model: ``out`` becomes a
-            copy of it with the weights, moments and step count of the source. They become float32, which holds all of
-            ours; what the model computes with, is rounded to the nearest.
+            copy of it with the weights, moments and step count of the source, in float32, which holds every storage's values.
+            The copy that the model computes with is rounded to nearest.
     Returns:
         A report of what was converted, lost and left out; also written to ``out/conversion.json``.
     Raises:

@@ -1,8 +1,8 @@
 """``narrowgauge.check``: what is wrong in a training loop of your own, before it runs or while it takes a few steps.
 
 The rows of ``CHECKS`` read the model, its optimizers and the process. Those that need steps read what hooks saw
-(:mod:`narrowgauge.integrations.check.watch`). Optimizers of PyTorch and of other libraries are judged as ours are. The findings
-are a list that prints: on a terminal as a table, in a pipe as a paragraph per finding.
+(:mod:`narrowgauge.integrations.check.watch`). Optimizers of PyTorch and of other libraries pass the same checks as
+Narrowgauge's. The findings are a list that prints itself: as a table on a terminal, as a paragraph per finding in a pipe.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class SetUpWarning(UserWarning):
 
 
 class Findings(Sequence[Finding]):
-    """What :func:`narrowgauge.check` found, and the handle of what it still watches.
+    """What :func:`narrowgauge.check` found, and the handle that ends its watching.
 
     Iterates over :class:`Finding` (``name``, ``message``, ``advice``, ``where``, ``severity``), errors first. As a context
-    manager it watches the loop inside.
+    manager, it watches the loop inside.
 
     Args:
         found: the findings.
         set_up: a line for each optimizer that was checked: what it stores, and its options.
-        begin: starts to watch, and returns what ends it and looks again.
+        begin: starts watching; returns a function that ends it and runs the checks again.
         steps: optimizer steps to watch at most; 0 for all within ``with``.
 
     Example:
@@ -71,7 +71,7 @@ class Findings(Sequence[Finding]):
 
     @property
     def is_watching(self) -> bool:
-        """Whether hooks are on the optimizer."""
+        """Whether the optimizer still has hooks."""
         return self._end is not None
 
     def require(self) -> Findings:
@@ -89,7 +89,7 @@ class Findings(Sequence[Finding]):
         return self
 
     def close(self) -> Findings:
-        """Stop watching, remove every hook, and take in what was seen; nothing if nothing is watched.
+        """Stop watching, remove every hook, and add what was seen; without effect if nothing is watched.
 
         Returns:
             The findings.
@@ -190,8 +190,8 @@ def check(
 
     Invariant: nothing is changed. Watched steps give the bits of unwatched ones, and every hook is removed after the last.
 
-    Schedules of these optimizers are found by themselves; so is a ``GradScaler`` that calls a watched step, and an
-    ``AveragedModel`` that is updated while steps are watched.
+    It finds the schedules of these optimizers, a ``GradScaler`` that calls a watched step, and an ``AveragedModel`` that is
+    updated while steps are watched.
 
     Args:
         model: as the loop calls it, perhaps wrapped.
@@ -204,10 +204,9 @@ def check(
         average: an average of the weights: a module, tensors, or a state dict.
         loss: the loss of a step, before ``backward()``.
     Returns:
-        The findings, most serious first; they print as a table. ``ok`` is whether there is nothing worse than a note,
-        ``require()`` raises otherwise.
+        The findings, most serious first. ``ok`` is true if none is worse than a note; ``require()`` raises otherwise.
     Raises:
-        RecipeError: the model or the optimizer is none.
+        RecipeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
 
     Cost: reads 16,384 elements of each parameter, and the list of the process's objects once: a second. Watched steps copy the
         gradients of six small parameters, and wait for the device.
@@ -225,7 +224,7 @@ def check(
 
 
 def _watch(set_up: SetUp, handle: Findings) -> Callable[[], list[Finding]]:
-    """Begin to watch; returns what ends it and looks again, at states too that the first steps made."""
+    """Start watching; returns a function that ends it and runs the checks again, now that the optimizers have states."""
     set_up.seen = Seen()
 
     def is_scaled() -> bool:

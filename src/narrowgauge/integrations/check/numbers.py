@@ -1,4 +1,4 @@
-"""Checks of what rounding loses, by the storage that each optimizer amounts to and by the weights as they are."""
+"""Checks of what rounding loses, from each optimizer's storage and the values of the weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 
 def lost_share(held: SteppedParameter, part: float = 1.0) -> float | None:
-    """The share of changes that rounding drops in one step of this learning rate, or of a part of it.
+    """The fraction of changes that rounding drops in one step at this learning rate, or at a part of it.
 
-    Each weight is moved by what the rule would move it at most, or by its gradient where there is one and the rule does not
-    normalize it, and is rounded again as the storage does: the sums are those of the audit.
+    Each weight is moved by the rule's largest step, or by its gradient if there is one and the rule does not normalize it, and
+    rounded as the storage does. The sums are those of the audit.
 
     Returns:
         0 … 1; ``None`` where the change is not known yet.
@@ -46,7 +46,7 @@ def lost_share(held: SteppedParameter, part: float = 1.0) -> float | None:
 
 
 def lost_updates(set_up: SetUp) -> Iterator[Values]:
-    """16-bit weights of which nothing else is kept."""
+    """16-bit weights without low bits, a master copy or a compensation."""
     short = [each for each in set_up.trained if each.is_short]
     if not short:
         return
@@ -118,7 +118,7 @@ def frozen_second_moment(set_up: SetUp) -> Iterator[Values]:
 
 
 def _second_moment_bits(each: SteppedParameter) -> int | None:
-    """Mantissa bits in which a second moment is kept and rounded to the nearest; ``None`` where it is not, or unknown."""
+    """Mantissa bits of a second moment that is rounded to nearest; ``None`` if it is not, or if that is unknown."""
     code = each.storage.exp_avg_sq
     if isinstance(each.optimizer, Optimizer):
         is_kept = "exp_avg_sq" in dict(each.storage.states) and code.parts == 1 and code.rounding == "nearest"
@@ -138,7 +138,7 @@ _LEVELS_OF_4_BITS = 16
 
 
 def _bits_in_blocks(each: SteppedParameter) -> int | None:
-    """Mantissa bits of a second moment in codes with a scale a block, of torchao's classes; ``None`` for another."""
+    """Mantissa bits of a second moment that torchao stores as codes with a scale per block; ``None`` for any other."""
     if isinstance(each.optimizer, Optimizer):
         return None
     state = dict(each.optimizer.state.get(each.parameter, {})).get("exp_avg_sq")
@@ -163,7 +163,7 @@ def eps_underflow(set_up: SetUp) -> Iterator[Values]:
 
 
 def swallowed_decay(set_up: SetUp) -> Iterator[Values]:
-    """Weight decay of which every step is below half a spacing."""
+    """Weight decay whose every step is below half a spacing."""
     found = [
         each for each in set_up.trained if _keeps_nothing(each) and each.parameter.requires_grad and _is_swallowed(each)
     ]
@@ -196,7 +196,7 @@ KINDS = {
 
 
 def sensitive_modules(set_up: SetUp) -> Iterator[Values]:
-    """Norms, routers and embeddings whose 16-bit weights are all that is kept."""
+    """Norms, routers and embeddings of which only 16-bit weights are kept."""
     short = {id(each.parameter) for each in set_up.trained if each.is_short}
     found: dict[str, list[str]] = {}
     for name, module in set_up.model.named_modules():
@@ -224,7 +224,7 @@ def _keeps_nothing(each: SteppedParameter) -> bool:
 
 
 def _is_normalized(each: SteppedParameter) -> bool:
-    """Whether a rule's changes have at most about the size of the learning rate; of others they follow the gradient."""
+    """Whether a rule bounds its changes by about the learning rate, rather than following the gradient's size."""
     kind = type(each.optimizer).__name__.lower()
     return "sign" in kind or not ("sgd" in kind or "lbfgs" in kind)
 

@@ -1,4 +1,4 @@
-"""Checks of which parameters an optimizer has, and in which format they are: each yields what fills its row's sentences."""
+"""Checks of which parameters an optimizer has, and in which format. Each yields the values that fill its row's sentences."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def replaced(set_up: SetUp) -> Iterator[Values]:
 
 
 def recast(set_up: SetUp) -> Iterator[Values]:
-    """The same, where the optimizer's are of another format: a cast that made new tensors."""
+    """Parameters that a cast replaced after the optimizer was made: it has others of the same shapes in another format."""
     lost, strangers = _unmatched(set_up)
     then = {name: dtype for name in _replaced(lost, strangers) if (dtype := _recast(lost[name], strangers)) is not None}
     if then:
@@ -54,7 +54,7 @@ def _replaced(lost: dict[str, Tensor], strangers: list[SteppedParameter]) -> lis
 
 
 def _recast(now: Tensor, strangers: list[SteppedParameter]) -> torch.dtype | None:
-    """The format that a parameter had in its optimizer; ``None`` if that is its own, or of tensors that are alive elsewhere."""
+    """The format that a replaced parameter has in its optimizer; ``None`` if the format has not changed."""
     formats = {each.parameter.dtype for each in strangers if each.parameter.shape == now.shape}
     return None if now.dtype in formats else next(iter(formats), None)
 
@@ -117,13 +117,13 @@ def narrow_average(set_up: SetUp) -> Iterator[Values]:
 
 
 def written(set_up: SetUp) -> Iterator[Values]:
-    """Parameters that something else than their optimizer writes to, and that it notices."""
+    """Parameters that something other than their optimizer changed, in a way that it notices."""
     if names := _named(set_up, set_up.seen.written):
         yield {"where": told(names), "count": len(names)}
 
 
 def written_silently(set_up: SetUp) -> Iterator[Values]:
-    """The same, where it does not notice."""
+    """Parameters that were changed through ``.data``, which their optimizer cannot notice."""
     if names := _named(set_up, set_up.seen.written_silently):
         yield {"where": told(names)}
 

@@ -1,4 +1,4 @@
-"""Checks of what the process and its ranks set: flags of PyTorch, policies of data parallelism, reductions."""
+"""Checks of the process and its ranks: PyTorch's flags, policies of data parallelism, reductions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Values = dict[str, Any]
 
 
 def default_dtype(_: SetUp) -> Iterator[Values]:
-    """A default dtype that is not float32: what a loop makes without saying a format is rounded."""
+    """A default dtype other than float32, to which tensors that name no format are rounded."""
     if (dtype := torch.get_default_dtype()) is not torch.float32:
         yield {"where": "torch.get_default_dtype()", "dtype": dtype_name(dtype)}
 
@@ -40,7 +40,7 @@ def fast_float32(set_up: SetUp) -> Iterator[Values]:
 
 
 def half_accumulation(set_up: SetUp) -> Iterator[Values]:
-    """CUDA matmuls that add up in 16 bits."""
+    """CUDA matmuls that accumulate in 16 bits."""
     flags = torch.backends.cuda.matmul
     wanted = {
         "allow_fp16_accumulation": (torch.float16, "warning"),
@@ -62,7 +62,7 @@ def flushed(_: SetUp) -> Iterator[Values]:
 
 
 def tuned_kernels(set_up: SetUp) -> Iterator[Values]:
-    """cuDNN choosing among kernels by time, where bits shall not depend on the run."""
+    """cuDNN that chooses kernels by their time, with a reduction that promises the same bits."""
     has_convolution = any(isinstance(module, nn.modules.conv._ConvNd) for module in set_up.model.modules())
     if torch.backends.cudnn.benchmark and has_convolution and _order_invariant(set_up):
         yield {"where": "torch.backends.cudnn.benchmark"}
@@ -78,7 +78,7 @@ _calls = count()
 
 
 def replicas_apart(set_up: SetUp) -> Iterator[Values]:
-    """Replicas of DDP whose optimizers store other bits: it copies the weights of its first rank, and nothing beside them."""
+    """DDP replicas whose optimizers store different bits: DDP copies the first rank's weights, and nothing beside them."""
     ranks = all_ranks()
     if ranks.size == 1 or not any(isinstance(module, DistributedDataParallel) for module in set_up.model.modules()):
         return
@@ -111,7 +111,7 @@ def _step_of(each: SteppedParameter) -> int:
 
 
 def _posted(key: str, value: str, ranks: Ranks) -> dict[int, str]:
-    """What each rank that came to the same place has posted, without a collective: a rank may have been left out."""
+    """The value that each rank has posted under the same key; without a collective, since a rank may not call the check."""
     store, keys = default_store(), [f"narrowgauge/check/{rank}/{key}" for rank in range(ranks.size)]
     store.set(keys[ranks.rank], value)
     try:
@@ -122,7 +122,7 @@ def _posted(key: str, value: str, ranks: Ranks) -> dict[int, str]:
 
 
 def cut_again(set_up: SetUp) -> Iterator[Values]:
-    """A policy of data parallelism that casts weights to another format than their storage's."""
+    """A data-parallel policy that casts weights to a format other than their storage's."""
     visible = {each.storage.visible for each in set_up.stepped}
     narrow = {name for name in visible if name != "float32"}
     for where, policy in _policies(set_up.model):
@@ -132,7 +132,7 @@ def cut_again(set_up: SetUp) -> Iterator[Values]:
 
 
 def narrow_sums(set_up: SetUp) -> Iterator[Values]:
-    """Gradients that travel and are summed over ranks in 16 bits, where the weights were to keep more."""
+    """Gradients of float32 weights that are summed over ranks in 16 bits."""
     many = all_ranks().size
     for where, policy in _policies(set_up.model):
         dtype = getattr(policy, "reduce_dtype", None) or getattr(policy, "param_dtype", None)

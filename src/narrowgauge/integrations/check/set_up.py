@@ -1,8 +1,8 @@
-"""A user's set-up as the checks see it: a model, its optimizers, and which storage each optimizer amounts to.
+"""A user's set-up as the checks see it: a model, its optimizers, and the storage that each optimizer amounts to.
 
 An optimizer of another library is described by the row of ``STORAGES`` that does the same: ``torch.optim.AdamW`` over bfloat16
 weights is ``naive``, with a master copy it is ``master``, with Kahan's compensation ``kahan``. Every check of numbers reads
-that row alone, so that ours and theirs are judged by one law.
+only that row, so one law judges all optimizers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SteppedParameter:
         name: as the model has it.
         parameter: the tensor.
         group: its param group.
-        optimizer: whose.
+        optimizer: the one that steps it.
         storage: the row that says what is kept of it.
     """
 
@@ -64,7 +64,7 @@ class SteppedParameter:
 
     @property
     def rate(self) -> float:
-        """The learning rate, or the one that a schedule multiplies."""
+        """The learning rate, or the initial one that a schedule multiplies, whichever is larger."""
         # Some have None: transformers' Adafactor computes its own.
         return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr"))
 
@@ -103,7 +103,7 @@ class SetUp:
 
     @cached_property
     def stepped(self) -> list[SteppedParameter]:
-        """Every parameter of every optimizer, as often as a group names it; as it is at the first look."""
+        """Every parameter of every optimizer, as often as a group names it; cached."""
         names = {id(p): name for name, p in self.parameters.items()}
         return [
             SteppedParameter(names.get(id(p), f"param {place}"), p, group, optimizer, storage_of(optimizer, group, p))
@@ -114,11 +114,11 @@ class SetUp:
 
     @property
     def trained(self) -> list[SteppedParameter]:
-        """Those that have values and are not frozen."""
+        """The stepped parameters that have values and are not frozen."""
         return [each for each in self.stepped if each.parameter.requires_grad and not each.parameter.is_meta]
 
     def scalers(self) -> list[Any]:
-        """Every loss scaler that is known, each once: given, met in a step, or in an optimizer."""
+        """Every known loss scaler once: given by the user, seen in a step, or in an optimizer."""
         own = [optimizer.loss_scaler for optimizer in self.optimizers if isinstance(optimizer, Optimizer)]
         found = {id(s): s for s in [self.scaler, *self.seen.scalers, *own] if s is not None}
         return [scaler for scaler in found.values() if getattr(scaler, "_enabled", True)]
@@ -139,7 +139,7 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
-    """Whether a state is the float32 weight itself: within one rounding of the narrow one."""
+    """Whether a state is a master copy: float32, and within one rounding of the narrow weight."""
     weight = sample(parameter.detach()).float()
     for value in dict(optimizer.state.get(parameter, {})).values():
         if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
@@ -150,13 +150,13 @@ def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Elements of what this rank holds, evenly spread and without randomness."""
+    """Evenly spread elements of this rank's part; the same at every call."""
     flat = local_of(tensor).flatten()
     return flat[:: max(1, flat.numel() // SAMPLE)]
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers of torch's class that were given, without the wrappers of Accelerate and Lightning.
+    """The given optimizers, without the wrappers of Accelerate and Lightning.
 
     Raises:
         RecipeError: something else was given.
@@ -191,7 +191,7 @@ def set_up_of(model: Any, optimizer: Any, scheduler: Any, scaler: Any, average: 
 def updates_of_averages(model: nn.Module) -> dict[AveragedModel, int]:
     """Every ``AveragedModel`` of such a model in the process, with the number of its updates.
 
-    It may be left over from another run of this process: only one whose number grows is an average of this loop.
+    One may be left over from an earlier run of this process: only one whose number grows belongs to this loop.
     """
     shapes = _shapes(model)
     alive = [each for each in _alive(AveragedModel) if each is not model and _shapes(each.module) == shapes]
@@ -228,7 +228,7 @@ def _listed(given: Any) -> Sequence[Any]:
 
 
 def _inner_name(name: str) -> str:
-    """A name without those of compilers, checkpoints and DistributedDataParallel."""
+    """A name without the prefixes of compilers, activation checkpointing and DistributedDataParallel."""
     return plain_name(name).removeprefix("module.")
 
 

@@ -1,4 +1,4 @@
-"""The table of checks: what each looks at, and what it says. ``narrowgauge.check`` runs its rows in this order."""
+"""The table of checks: what each reads and reports. ``narrowgauge.check`` runs the rows in this order."""
 
 from __future__ import annotations
 

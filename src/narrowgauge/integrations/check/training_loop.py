@@ -1,4 +1,4 @@
-"""Checks of the loop: what happens between a batch and the next, as far as it is passed or was watched."""
+"""Checks of the training loop, from the objects that the user passed and the steps that were watched."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def moved_on_skip(set_up: SetUp) -> Iterator[Values]:
 
 
 def compiled_twice(set_up: SetUp) -> Iterator[Values]:
-    """``torch.compile`` around the step of an optimizer that has compiled kernels of its own."""
+    """``torch.compile`` around the step of an optimizer whose kernels are compiled already."""
     for optimizer in set_up.optimizers:
         is_wrapped = hasattr(optimizer.__dict__.get("step"), "_torchdynamo_orig_callable")
         if isinstance(optimizer, Optimizer) and (is_wrapped or set_up.seen.is_compiled):

@@ -1,8 +1,8 @@
-"""Watching a loop for a few steps: hooks that look, change nothing, and remove themselves.
+"""Hooks that watch a loop for a few steps, change nothing, and remove themselves.
 
-They are on the model's forward, on a few of its smallest parameters, and before and after the optimizer's step. None draws a
-random number, writes to a tensor of the user or returns anything, so the watched steps have the bits of unwatched ones. A
-:class:`GradientTracker` says how the gradient of one parameter was summed, and what happened to it after the backward pass.
+They are on the model's forward, on a few of its smallest parameters, and before and after the optimizer's step. None of them
+draws a random number, writes to a tensor or returns a value, so watched steps have the bits of unwatched ones. A
+:class:`GradientTracker` finds out how one parameter's gradient was summed, and what happened to it after the backward pass.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ class Seen:
         losses: formats of the scalar loss and of the scalars that it was computed from.
         micro_batches: the most backward passes of one step.
         clips: of each step before which all gradients were multiplied by one number: that number, and their norm then.
-        stale, zeroed: steps whose gradients began on those of the step before; steps that began on zeros.
-        gradients: other formats of gradients than their parameter's, by the parameter's id.
-        written, written_silently: ids of parameters that something else changed between steps; the latter through ``.data``.
+        stale, zeroed: steps whose gradients were added to those of the step before, and to zeros.
+        gradients: formats of gradients that differ from their parameter's, by the parameter's id.
+        written, written_silently: ids of parameters that something other than the optimizer changed between steps; the latter
+            through ``.data``.
         scalers: every ``GradScaler`` that called a step.
-        is_unscaled: whether a step came without a loss that its scaler had scaled.
+        is_unscaled: whether the scaler of a step had scaled no loss.
         is_compiled: whether the step was called through ``torch.compile``.
-        moved_on_skip: steps that were skipped, and after which a schedule moved.
+        moved_on_skip: skipped steps after which a schedule moved.
     """
 
     steps: int = 0
@@ -64,7 +65,7 @@ class Seen:
 
 @dataclass
 class _Before:
-    """What a step left, to be compared at the next one; ``num_skipped`` is from before it."""
+    """The state after a step, compared at the next one; ``num_skipped`` is from before it."""
 
     versions: dict[int, tuple[int, object]]
     prints: dict[int, int]
@@ -77,11 +78,11 @@ class Watch:
     """The hooks of one watch.
 
     Args:
-        model: whose forward is watched.
-        optimizers: whose steps are.
-        seen: what is filled in.
+        model: its forward is watched.
+        optimizers: their steps are watched.
+        seen: filled in.
         is_scaled: whether a loss scaler may skip steps without a call of the optimizer.
-        steps: after so many steps of every optimizer ``finish`` is called; 0 for never.
+        steps: steps of every optimizer after which ``finish`` is called; 0 for never.
         finish: called after the last step.
     """
 
@@ -115,7 +116,7 @@ class Watch:
         self._model = model
 
     def remove(self) -> None:
-        """Remove every hook. One that runs now, before others, is removed by the next forward pass."""
+        """Remove every hook; the next forward pass removes one that is running now and has others after it."""
         for handle in [*self._handles, *self._trackers]:
             handle.remove()
         self._handles, self._trackers = [], []
@@ -134,7 +135,7 @@ class Watch:
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
     def _hook_forward(self, model: nn.Module) -> list[Any]:
-        """On the first layer with a matrix, inside of what frameworks put around the model; not inside of compiled ones."""
+        """Hook the first linear layer, inside the wrappers of frameworks; of a compiled model, the whole."""
         is_compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
         inner = None if is_compiled else next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
         return [module.register_forward_pre_hook(self._in_forward) for module in {inner or model}]
@@ -258,7 +259,7 @@ class Watch:
 
 
 def _written(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[int, object]:
-    """The version of a parameter, and what its optimizer of ours remembers of it: a new object where it adopted a write."""
+    """The version of a parameter, and its optimizer's snapshot of it: a new object once a write was adopted."""
     weight = local_of(parameter)
     store = optimizer._registry.states.get(parameter) if isinstance(optimizer, Optimizer) else None
     return parameter._version + (0 if weight is parameter else weight._version), getattr(store, "snapshot", None)
@@ -277,7 +278,7 @@ def _smallest(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _plain(function: Callable[..., None]) -> Callable[..., None]:
-    """A hook that the compiler leaves alone, where it is loaded."""
+    """A hook that the compiler, if it is loaded, does not trace."""
     result: Callable[..., None] = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
     return result
 
@@ -296,8 +297,8 @@ class GradientTracker:
 
     Attributes:
         num_passes: backward passes that the gradient has summed.
-        is_stale: whether the sum began on the gradient of the step before.
-        was_zeroed: whether it began on zeros where there might be ``None``.
+        is_stale: whether the gradient of the step before was added to.
+        was_zeroed: whether zeros were added to, where ``None`` would do.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -320,7 +321,7 @@ class GradientTracker:
         self._follows_step, self._computed = True, None
 
     def factor(self) -> float | None:
-        """What the gradient was multiplied by since the backward pass; ``None`` where that was not one number."""
+        """The number by which the gradient was multiplied since the backward pass; ``None`` if there is no such number."""
         gradient, computed = self.parameter.grad, self._computed
         if gradient is None or computed is None or gradient.shape != computed.shape:
             return None
@@ -351,7 +352,7 @@ class GradientTracker:
 
 
 def common_factor(trackers: Sequence[GradientTracker]) -> float | None:
-    """The one number that all gradients were multiplied by since the backward pass; ``None`` if there is none."""
+    """The number by which all gradients were multiplied since the backward pass; ``None`` if there is no such number."""
     factors = [factor for tracker in trackers if (factor := tracker.factor()) is not None]
     if not factors or max(factors) - min(factors) > UNIFORM * abs(factors[0]):
         return None

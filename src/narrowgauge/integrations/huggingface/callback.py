@@ -1,4 +1,4 @@
-"""What a recipe brings to a Hugging Face run beside the arithmetic: audit, gauges, alarms, and a run folder."""
+"""A callback that gives a Hugging Face run an audit, gauges, alarms and a run folder."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class NarrowgaugeCallback(TrainerCallback):
     plain ``Trainer`` it takes losses from the log, so a run folder needs ``logging_steps=1`` there.
 
     Args:
-        folder: the run folder; ``None`` writes none. A training from its first step on never writes over another's record: it
-            takes ``folder-2``, ``folder-3`` …; one that is resumed goes on in the last of them.
+        folder: the run folder; ``None`` writes none. A new training never overwrites a record: it takes ``folder-2``,
+            ``folder-3`` …; a resumed one continues in the last of them.
         gauges_every: steps between samples of the gauges; 0 for none. They need a folder.
         loggers: where rows and events also go, such as ``"tensorboard"``.
 
     Raises:
-        RecipeError: when training begins, where the optimizer is none of ours, steps at a rate that is not
-            ``learning_rate``, or clips beside the Trainer.
+        RecipeError: when training begins, if the optimizer is not one of Narrowgauge's, steps at another rate than
+            ``learning_rate``, or clips as the Trainer does.
 
     Example:
         >>> from transformers import Trainer
@@ -66,8 +66,6 @@ class NarrowgaugeCallback(TrainerCallback):
     def readings(self, optimizer: Optimizer) -> dict[str, float]:
         """What to log beside the loss.
 
-        Args:
-            optimizer: of ours.
         Returns:
             The audit's readings over its window, skipped steps, and the loss scale where there is one.
         """
@@ -84,7 +82,7 @@ class NarrowgaugeCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        """Check that the optimizer is the one that was asked for, and open the run folder."""
+        """Check that the optimizer agrees with the arguments, and open the run folder."""
         optimizer = unwrapped(named.get("optimizer"))
         if not isinstance(optimizer, Optimizer):
             raise RecipeError(
@@ -148,7 +146,7 @@ class NarrowgaugeCallback(TrainerCallback):
 
 
 def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """The settings of a training under the names of our trainer's, which comparisons tell apart."""
+    """The settings of a training under the names that ``narrowgauge train`` uses, by which runs are compared."""
     parts = args.gradient_accumulation_steps
     return {
         "steps": state.max_steps,
@@ -166,7 +164,7 @@ def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
 
 
 def _require_what_was_asked(args: TrainingArguments, optimizer: Optimizer) -> None:
-    """Refuse an optimizer of a plain Trainer that steps at our default rate, or clips beside the Trainer.
+    """Refuse an optimizer of a plain Trainer that was made without a rate, or clips as the Trainer does.
 
     Raises:
         RecipeError: it does.

@@ -4,12 +4,12 @@
 
     trainer = MyTrainer(model=…, args=…, train_dataset=…, recipe="bfloat16/word")
 
-The Trainer keeps its loop, data, schedule, evaluation and checkpoints. What a recipe decides is done once, by us: the model is
-prepared where the Trainer makes its optimizer, after a checkpoint's weights were loaded and before the model is wrapped or
-compiled; autocast stays off, since the recipe casts; gradients are clipped inside the optimizer, in float32; losses are scaled
-by our scaler; gradients of micro-batches are summed in ``accumulation_dtype``.
+The Trainer keeps its loop, data, schedule, evaluation and checkpoints. What a recipe decides happens here: the model is prepared
+where the Trainer makes its optimizer, after a checkpoint's weights were loaded and before the model is wrapped or compiled.
+Autocast stays off, since the recipe casts. The optimizer clips gradients, in float32. Narrowgauge's scaler scales losses, and
+gradients of micro-batches are summed in ``accumulation_dtype``.
 
-What of the Trainer is private and overridden here, as of transformers 5.23:
+Private methods of the Trainer that are overridden here, as of transformers 5.23:
 
 | name | why |
 |---|---|
@@ -70,12 +70,11 @@ class NarrowgaugeTrainer(_Trainer):
             ``weight_decay`` (of what ``get_decay_parameter_names`` says), ``adam_beta1``, ``adam_beta2``,
             ``adam_epsilon``, ``max_grad_norm``, ``seed``, ``optim`` with ``optim_args`` and ``optim_target_modules`` are
             obeyed, and ``bf16`` and ``fp16`` agree with the recipe or are refused. ``optimizer_cls_and_kwargs`` may name
-            another optimizer of ours.
+            another optimizer of Narrowgauge's.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
-        accumulation_dtype: in which format the gradients of a step's micro-batches are summed, a row of
-            ``narrowgauge.spec.ACCUMULATIONS``. ``None`` is float32 in one process, and on several ranks the parameters' own,
-            where DDP and FSDP2 sum them before they communicate; a row that is named is obeyed there too, and the ranks
-            communicate each micro-batch.
+        accumulation_dtype: the format in which the gradients of a step's micro-batches are summed, a row of
+            ``narrowgauge.spec.ACCUMULATIONS``. ``None`` is float32 in one process; on several ranks, DDP and FSDP2 sum them in
+            the parameters' own format before they communicate. With a named row the ranks communicate each micro-batch.
         audit_every: steps between audits; 0 disables them.
         compile: compile the optimizer's kernels; ``None`` decides by the model's size.
 
@@ -171,7 +170,7 @@ class NarrowgaugeTrainer(_Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the Trainer's, which calls it once the model is wrapped or sharded: what is kept by parameter is made then."""
+        """As the Trainer's, which calls it after it has wrapped or sharded the model: the accumulator is made then."""
         if self.recipe_optimizer is not None and self._prepared is not None:
             self._scope.close()  # of a training that was interrupted
             self._micro_batch = 0
@@ -183,12 +182,12 @@ class NarrowgaugeTrainer(_Trainer):
 
     @property
     def _max_grad_norm(self) -> float | None:
-        """What to clip to; 0 in the arguments means not to."""
+        """The norm to clip to; 0 in the arguments means no clipping."""
         asked = self.args.max_grad_norm
         return asked if asked and asked > 0 else None
 
     def _make_accumulator(self, model: nn.Module) -> GradientAccumulator | None:
-        """What sums the micro-batches of a step, if there are several and autograd does not."""
+        """The accumulator of a step's micro-batches, if there are several and autograd does not sum them."""
         alone, asked = self.args.world_size == 1, self._accumulation_dtype
         if self.args.gradient_accumulation_steps == 1 or (asked is None and not alone):
             return None
@@ -198,7 +197,7 @@ class NarrowgaugeTrainer(_Trainer):
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As the Trainer's, for one micro-batch: its gradients go to where the recipe sums them."""
+        """As the Trainer's, for one micro-batch, whose gradients go into the accumulator."""
         if self._linears is not None:
             self._set_compute(evaluating=False)
             place = self._micro_batch * self.args.world_size + self.args.process_index
@@ -307,7 +306,7 @@ class NarrowgaugeTrainer(_Trainer):
 
 
 class _InFloat32:
-    """A loss of a model's outputs that gets them in float32, as from Accelerate's mixed precision."""
+    """A loss that gets a model's outputs in float32, as from Accelerate's mixed precision."""
 
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         self.loss = loss

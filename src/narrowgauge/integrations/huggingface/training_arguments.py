@@ -1,7 +1,7 @@
-"""What ``TrainingArguments`` ask of an optimizer, as one of ours: names, rates, decay, and what is refused.
+"""From ``TrainingArguments`` to an optimizer of Narrowgauge's: its class, rate and decay, and what is refused.
 
-``TrainingArguments(optim=…)`` is a closed list of names. Those in :data:`OPTIMS` are rules that we have, and are stepped by
-ours in the storage of the recipe; any other asks for another library's formats, which contradicts a recipe, and is refused.
+``TrainingArguments(optim=…)`` is a closed list of names. Those in :data:`OPTIMS` are rules that Narrowgauge has, in the storage
+of the recipe. Any other name requests another library's formats, which contradicts a recipe, and is refused.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class Optim:
     """How a name of ``TrainingArguments(optim=…)`` is understood.
 
     Args:
-        optimizer: our class.
-        words: the names that ``optim_args`` may give, and how each is read.
+        optimizer: Narrowgauge's class.
+        words: the names in ``optim_args``, and how the value of each is read.
         fixed: options that the name implies.
-        in_targets: whether the rule is for ``optim_target_modules`` alone, and AdamW for the rest.
+        in_targets: whether the rule steps only ``optim_target_modules``, and AdamW the rest.
     """
 
     optimizer: type[Optimizer]
@@ -60,7 +60,7 @@ Chosen = tuple[Any, Mapping[str, Any]]
 
 
 def refuse_contradictions(args: TrainingArguments, recipe: Recipe) -> None:
-    """Refuse training arguments that ask for something else than a recipe does.
+    """Refuse training arguments that contradict a recipe.
 
     Raises:
         RecipeError: naming the first of them, and what to do.
@@ -99,7 +99,7 @@ def _contradictions(args: TrainingArguments, recipe: Recipe) -> Iterator[tuple[b
 
 
 def require_whole_weights(plugin: Any, recipe: Recipe) -> None:
-    """Refuse settings of Accelerate's FSDP with which a model is sharded, or is not loaded, before it is prepared.
+    """Refuse settings of Accelerate's FSDP that shard a model, or leave it unloaded, before it is prepared.
 
     Args:
         plugin: Accelerate's, from training arguments or from ``accelerate launch``; ``None`` where there is none.
@@ -128,11 +128,11 @@ def chosen_optimizer(args: TrainingArguments, given: Chosen | None = None) -> tu
     Args:
         args: the training arguments; ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
             ``adam_epsilon`` are taken.
-        given: a class of ours and options that go before those of ``args``, instead of ``args.optim``.
+        given: a class of Narrowgauge's instead of ``args.optim``, and options that replace those of ``args``.
     Returns:
         The class and its options, ``lr`` and ``weight_decay`` among them.
     Raises:
-        RecipeError: a name, class or option that is not ours.
+        RecipeError: a name, class or option that Narrowgauge does not have.
     """
     if given is not None:
         made, options = given
@@ -165,7 +165,7 @@ def chosen_optimizer(args: TrainingArguments, given: Chosen | None = None) -> tu
 
 
 def _from_arguments(made: type[Optimizer], args: TrainingArguments) -> dict[str, Any]:
-    """The options that every set of training arguments holds, as far as an optimizer has them."""
+    """The options of training arguments that an optimizer takes."""
     options: dict[str, Any] = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     names = inspect.signature(made).parameters
     if "betas" in names:
@@ -200,7 +200,7 @@ def make_optimizer(
     given: Chosen | None = None,
     **options: Any,
 ) -> Optimizer:
-    """Prepare a model with a recipe and make the optimizer that training arguments ask for.
+    """Prepare a model with a recipe and the optimizer that training arguments name.
 
     Args:
         model: in float32, or in the recipe's visible format; changed in place.
@@ -252,7 +252,7 @@ def _targets(model: nn.Module, patterns: str | list[str] | None) -> set[str]:
 
 
 class OptimizerFactory:
-    """What :func:`optimizer_factory` gives a ``Trainer``, which makes one and calls it with the model."""
+    """The class that :func:`optimizer_factory` gives a ``Trainer``, which instantiates it and calls it with the model."""
 
     def __call__(self, model: nn.Module, *, args: TrainingArguments, recipe: Recipe, **options: Any) -> Optimizer:
         """The optimizer of a model, which is prepared with the recipe."""
@@ -272,15 +272,15 @@ def optimizer_factory(
 ) -> tuple[type[OptimizerFactory], dict[str, Any]]:
     """A recipe for a plain ``Trainer``, which prepares the model and makes its optimizer when training begins.
 
-    :class:`NarrowgaugeTrainer` does more: it clips in float32, scales losses, sums micro-batches in float32. Use this where
-    the class of the trainer cannot be changed.
+    :class:`NarrowgaugeTrainer` does more: it clips in float32, scales losses, sums micro-batches in float32. Use this if the
+    class of the trainer cannot be changed.
 
     Args:
         args: the ``TrainingArguments``: ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2``,
             ``adam_epsilon``, ``optim``, ``optim_args`` and ``optim_target_modules`` are taken.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
-        max_grad_norm: clip in the optimizer, in float32; ``args.max_grad_norm`` must be 0 then, since the Trainer would clip
-            before, rounding bfloat16 gradients.
+        max_grad_norm: clip in the optimizer, in float32; then ``args.max_grad_norm`` must be 0, since the Trainer would clip
+            first, and round bfloat16 gradients.
         seed: of stochastic rounding; ``None`` takes ``args.seed``.
         audit_every, compile: as for :func:`narrowgauge.prepare`.
     Returns:

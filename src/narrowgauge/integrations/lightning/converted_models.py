@@ -1,10 +1,10 @@
 """The models that a precision plugin of Lightning's has converted to a recipe, and the optimizers that are made for them.
 
 Lightning converts a module, wraps it for its ranks, and only then asks for optimizers. Until then the float32 values wait here.
-What was converted is noted on the module itself: a second ``Trainer`` finds it there, and nothing outlives the module.
+A note on the module itself says what it was converted to: a second ``Trainer`` finds it there, and nothing outlives the module.
 
-The recipe decides how each parameter is stored, where the optimizer's maker named no storage. Another one that was named, be it
-the usual ``word``, is a contradiction and is refused, and so is an optimizer that stores only what the model sees.
+The recipe decides how each parameter is stored. An optimizer that names another storage, even the default ``word``, contradicts
+the recipe and is refused, and so is an optimizer of another library, which stores only what the model sees.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class ConvertedModels:
         return next((trainer_of(module) for module in reversed(list(self._living()))), None)
 
     def add(self, module: nn.Module) -> None:
-        """Convert a module, unless an earlier fit has.
+        """Convert a module, unless an earlier fit has done so.
 
         Raises:
             RecipeError: it was converted to another recipe, or cannot be converted to this one.
@@ -128,7 +128,7 @@ class ConvertedModels:
                 linears.set_compute(lambda name: recipe.compute_of(name, progress))
 
     def place(self, size: int, micro_batch: int) -> None:
-        """Set which sequences of the step come next: their random bits are counted over all of them.
+        """Set which sequences of the step come next; random bits are keyed by a sequence's place in the step.
 
         Args:
             size: the number of sequences of a micro-batch.
@@ -139,7 +139,7 @@ class ConvertedModels:
             linears.set_first_sequence((here.rank + here.size * micro_batch) * size)
 
     def sync_amax(self) -> None:
-        """Join the delayed scales of all ranks; a step's closure has run the backward passes by now."""
+        """Max-reduce the amax histories over the ranks; a step's closure has run the backward passes by now."""
         for converted in self:
             if converted.linears is not None:
                 sync_amax(converted.model, converted.linears)
@@ -149,7 +149,7 @@ class ConvertedModels:
 
 
 class _Note:
-    """What a module was converted to. A copy of the module has other parameters, and so a note that says nothing."""
+    """What a module was converted to. A copy of the module has other parameters, so its note is empty."""
 
     def __init__(self, converted: Converted | None = None) -> None:
         self.converted = converted
@@ -165,12 +165,12 @@ def converted_of(module: nn.Module) -> Converted | None:
 
 
 def take_back(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
-    """Take the stored weights of an earlier fit, so that the optimizer of the next goes on from them.
+    """Read the stored weights of an earlier fit, so that the next fit's optimizer continues from them.
 
-    Warns where there are none to be taken and no checkpoint brings them.
+    Warns if there are none and no checkpoint brings them.
 
     Args:
-        module: about to be fitted, else nothing is done.
+        module: about to be fitted; otherwise nothing is done.
         optimizers: of the plugin's last fit.
     """
     converted, trainer = converted_of(module), trainer_of(module)
@@ -193,7 +193,7 @@ def take_back(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
 
 
 def _trained_part(module: nn.Module) -> nn.Module:
-    """The model inside a LightningModule that holds nothing else: its names are what a recipe's patterns are written for."""
+    """The model inside a LightningModule that holds nothing else: a recipe's patterns are written for its names."""
     holders = [child for child in module.children() if any(True for _ in child.parameters())]
     is_lightning = hasattr(module, "training_step") and hasattr(module, "configure_optimizers")
     alone = is_lightning and len(holders) == 1 and not list(module.parameters(recurse=False))
@@ -202,7 +202,7 @@ def _trained_part(module: nn.Module) -> nn.Module:
 
 
 def require_averages(recipe: Recipe, trainer: Any, has_narrow_layers: bool) -> None:
-    """Refuse an average that would mix buffers: ``WeightAveraging`` pairs those of the model with those of a copy by position.
+    """Refuse an average that would mix buffers: ``WeightAveraging`` pairs the model's with those of its copy by position.
 
     Raises:
         RecipeError: its copy has buffers, and narrow layers have added theirs between those of the model since.
@@ -222,7 +222,7 @@ def _is_weight_averaging(callback: Any) -> bool:
 
 
 def require_constant(recipe: Recipe) -> None:
-    """Refuse what Fabric's hooks cannot obey: they learn neither of steps nor of the model that is wrapped for its ranks."""
+    """Refuse recipes that need what Fabric does not tell a plugin: the step, and the model that is wrapped for its ranks."""
     asked = {
         "phases": bool(recipe.phases),
         "another compute for evaluation": recipe.evaluation not in (None, recipe.compute),
@@ -262,7 +262,7 @@ def require_recipe(optimizer: Any, recipe: Recipe) -> None:
     """Refuse an optimizer that cannot do what a recipe says.
 
     Raises:
-        RecipeError: it is none of ours, and the recipe stores more than the model sees, or scales the loss.
+        RecipeError: it is not one of Narrowgauge's, and the recipe stores more than the model sees, or scales the loss.
     """
     if isinstance(optimizer, Optimizer) or (recipe.storage.visible == "float32" and not scales_loss(recipe)):
         return
@@ -274,9 +274,9 @@ def require_recipe(optimizer: Any, recipe: Recipe) -> None:
 
 
 def bind(optimizer: Optimizer, converted: Converted, *, first: bool = True) -> None:
-    """Let an optimizer store a converted model's parameters as its recipe says, from their float32 values.
+    """Let a user's optimizer store a converted model's parameters as the recipe says, from their float32 values.
 
-    Parameters that have states, or were written to since they were converted, keep what they have.
+    Parameters that have states, or were written to after the conversion, keep their values.
 
     Args:
         optimizer: made for the converted parameters.
@@ -304,7 +304,7 @@ def bind(optimizer: Optimizer, converted: Converted, *, first: bool = True) -> N
 
 
 def expect_storage(converted: Converted) -> None:
-    """Say how the recipe of a converted model stores its parameters, to the optimizer that is about to be made for them."""
+    """Tell the optimizer that is made next how the recipe of a converted model stores its parameters."""
     named = converted.model.named_parameters()
     EXPECTED[converted.model] = {n: converted.recipe.storage_of(plain_name(n), max(2, p.ndim)) for n, p in named}
 
@@ -319,7 +319,7 @@ def leave_storage_open(parameters: Iterable[Tensor]) -> None:
 
 
 def _is_unchanged(parameter: Tensor, value: Tensor) -> bool:
-    """Whether a parameter still is what a float32 value was rounded to."""
+    """Whether a parameter still equals its float32 value, rounded."""
     shown = local_of(parameter.detach())
     return torch.equal(visible(local_of(value), str(shown.dtype).removeprefix("torch.")), shown)
 

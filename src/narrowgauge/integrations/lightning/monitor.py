@@ -1,7 +1,7 @@
-"""A callback of Lightning's Trainer: a run folder, gauges, the audit and alarms, and all of it in Lightning's own loggers.
+"""A callback of Lightning's Trainer: a run folder, gauges, the audit and alarms, also in Lightning's own loggers.
 
-The run folder is that of :class:`narrowgauge.RunRecorder`. What it writes is also handed, as numbers under the tags that all
-loggers share, to whatever loggers the ``Trainer`` has; an event is counted there, under its kind.
+:class:`narrowgauge.RunRecorder` writes the run folder. The ``Trainer``'s loggers get the same numbers, under the tags that all
+loggers share, and each event as a count of its kind.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RunMonitor(_Base):
     Losses and weights have the same bits with and without it. A fit that is resumed from a checkpoint goes on in its folder.
 
     Args:
-        folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's ``default_root_dir``. A fit from its first step on
-            never writes over another's record: it takes ``folder-2``, ``folder-3`` …
+        folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's ``default_root_dir``. A new fit never overwrites
+            a record: it takes ``folder-2``, ``folder-3`` …
         gauges_every: steps between samples of the gauges; 0 for none.
-        loggers: where rows go beside the Trainer's own loggers: names of Narrowgauge's.
-        loss, val_loss: the names under which the module logs its losses; where ``training_step`` returns its loss, that is taken.
+        loggers: names of Narrowgauge's loggers that get the rows too.
+        loss, val_loss: the names under which the module logs its losses; a loss that ``training_step`` returns is preferred.
         tokens: from a batch to the number of its tokens; ``None`` records none.
 
     Raises:
@@ -139,7 +139,7 @@ class RunMonitor(_Base):
 
 
 class _ToLoggers:
-    """Hands rows to a Trainer's loggers as they come; in the place of a delivery to one of ours."""
+    """Hands rows to a Trainer's loggers, in place of a delivery to one of Narrowgauge's."""
 
     title, failure = "Lightning's loggers", ""
 
@@ -185,7 +185,7 @@ _NUMBERS: dict[str, Callable[[Any], tuple[int, dict[str, float]]]] = {
 
 
 def _settings(trainer: Any) -> dict[str, Any]:
-    """The Trainer's settings that comparisons tell apart."""
+    """The Trainer's settings by which runs are compared."""
     names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size")
     return {name: value for name in names if (value := getattr(trainer, name, None)) is not None}
 

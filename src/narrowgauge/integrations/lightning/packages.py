@@ -1,7 +1,7 @@
-"""Lightning is installed under two names, ``lightning`` and ``pytorch_lightning``, whose classes are not each other's.
+"""Lightning's two packages, ``lightning`` and ``pytorch_lightning``, which have separate classes.
 
-A plugin or callback must be of the classes of the package whose ``Trainer`` it is given to. So each is a class of ours without a
-base, and is joined with the base of the package that the program has imported, when it is asked for.
+A plugin or callback must derive from the classes of the package whose ``Trainer`` gets it. So each is written without a base, and
+joined with the base of the package that the program has imported when it is first used.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ def package_in_use() -> str:
 
 @cache
 def joined(part: type, name: str, room: str, base: str, package: str) -> type:
-    """A class of ours with the base of a package.
+    """A class that derives from ours and from the base in a package.
 
     Args:
-        part: our part of it, which comes first.
+        part: ours, which comes first.
         name: of the class.
         room, base: where in the package its base is, such as ``"callbacks"``, ``"Callback"``.
         package: one of :data:`PACKAGES`.
     Returns:
-        The class, always the same one for the same arguments.
+        The class; the same one for the same arguments.
     """
     above = getattr(import_module(f"{package}.{room}"), base)
     made = type(name, (part, above), {"__doc__": part.__doc__, "__module__": part.__module__})
@@ -53,7 +53,7 @@ def joined(part: type, name: str, room: str, base: str, package: str) -> type:
 
 
 def joined_when_asked(part: type, name: str, room: str, base: str) -> Callable[[str], type]:
-    """The ``__getattr__`` of a module with one such class, which is joined when it is first asked for.
+    """The ``__getattr__`` of a module with one such class, which is joined on first use.
 
     Args:
         part, name, room, base: as for :func:`joined`.

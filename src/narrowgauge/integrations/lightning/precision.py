@@ -1,13 +1,14 @@
 """A recipe as the precision plugin of Lightning's Trainer and of Fabric.
 
-Lightning converts a module, wraps it for its ranks, and only then asks for optimizers. So ``prepare`` is taken in two halves:
-``convert_module`` rounds the float32 weights, swaps layers, and keeps the float32 values until ``connect`` (in Fabric: the first
-step) gives them to the optimizer. Lightning's own ``bf16-true`` cuts the weights first, and those bits are lost.
+Lightning converts a module, wraps it for its ranks, and only then asks for optimizers. So the plugin calls the two halves of
+``prepare``: ``convert_module`` rounds the float32 weights, swaps layers, and keeps the float32 values until ``connect`` (in
+Fabric: the first step) gives them to the optimizer. Lightning's own ``bf16-true`` rounds the weights first, and those bits are
+lost.
 
 Here are Lightning's hooks, in the order of a fit; :mod:`narrowgauge.integrations.lightning.converted_models` has the models. Sums
-of micro-batches, sums over ranks, and norms to clip to: each is done once, by us, or refused where Lightning does it too.
+of micro-batches, sums over ranks, and clipping happen once, here, and are refused where Lightning would repeat them.
 
-What is private in Lightning 2.6.6 and used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it
+Private names of Lightning 2.6.6 that are used: ``_MockOptimizer``, by its name (what ``configure_optimizers`` becomes when it
 returns ``None``), and ``WeightAveraging._average_model`` (whether its copy has buffers).
 """
 
@@ -46,7 +47,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.sums import REDUCTIONS
+from narrowgauge.spec.sums import Reduction
 
 _Base: Any = object
 
@@ -65,8 +66,8 @@ class RecipePrecision(_Base):
         seed: of the stochastic casts and of the recipe's own optimizer.
         loss_scaler: the scaler of the loss; ``None`` makes one where the compute is float16.
         accumulation_dtype: how the micro-batches of ``accumulate_grad_batches`` are summed, a row of ``ng.spec.ACCUMULATIONS``.
-            ``None`` is float32 on one rank, and on several the gradients' own, in which DDP and FSDP2 sum them. A row that is
-            named is refused there, in Fabric and for manual optimization.
+            ``None`` is float32 on one rank; on several, DDP and FSDP2 sum them in the gradients' own format. A named row is
+            refused on several ranks, in Fabric and for manual optimization.
         options: of the recipe's own optimizer: ``lr``, ``betas``, ``weight_decay``, ``decays``, ``max_grad_norm`` and others,
             with the defaults of :func:`narrowgauge.prepare`. The ``Trainer``'s ``gradient_clip_val`` clips in the same kernel.
 
@@ -96,7 +97,7 @@ class RecipePrecision(_Base):
         self._models = ConvertedModels(self.recipe, seed)
         self._optimizers: list[Optimizer] = []
         self._sums = MicroBatchSums(accumulation_dtype, seed)
-        self._rank_sums = RankSums(self.recipe.reduction.name, seed)
+        self._rank_sums = RankSums(self.recipe.reduction, seed)
         self._norms = StepNorms()
         self._saved_audits: list[Any] = []
         self._num_steps = 0.0
@@ -155,7 +156,7 @@ class RecipePrecision(_Base):
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Any], list[Any]]:
-        """Give the optimizers the float32 values; the recipe's own takes the place of none.
+        """Give the optimizers the float32 values; without an optimizer, make the recipe's own.
 
         Raises:
             RecipeError: an optimizer that cannot store weights as the recipe says, or several for a scaled loss; phases where
@@ -223,7 +224,7 @@ class RecipePrecision(_Base):
 
     @contextlib.contextmanager
     def val_step_context(self) -> Iterator[None]:
-        """The compute of evaluation; a checkpoint that is written after it finds that of training again."""
+        """The compute of evaluation; afterwards that of training, for a checkpoint that may follow."""
         self._models.set_compute(self._progress, evaluating=True)
         try:
             with self.forward_context():
@@ -268,7 +269,7 @@ class RecipePrecision(_Base):
             super().backward(tensor, model, *args, **kwargs)
 
     def post_backward(self, tensor: Tensor, module: nn.Module | None) -> Any:
-        """Take the micro-batch's gradients into the sum, after the callbacks have seen them; refuse sums that are not ours."""
+        """Add the micro-batch's gradients to the sum, after the callbacks have seen them; refuse sums that Lightning makes."""
         trainer = trainer_of(module)
         if trainer is None:
             return None
@@ -298,7 +299,7 @@ class RecipePrecision(_Base):
             self._norms.end(unwrapped(optimizer))
 
     def _summed(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure after which ``p.grad`` holds the step's sum, and delayed scales are those of all ranks."""
+        """A closure that leaves the step's sum in ``p.grad`` and the same delayed scales on all ranks."""
 
         def run() -> Any:
             result = closure()
@@ -352,7 +353,7 @@ class RecipePrecision(_Base):
     # ── saving and loading ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """What the model's and the optimizers' own states do not hold: scale, step and histories of the casts, audits."""
+        """State that the model's and the optimizers' own do not hold: scale, step and histories of the casts, audits."""
         state: dict[str, Any] = {"recipe": self.recipe.name}
         if self.scaler is not None:
             state["loss_scaler"] = self.scaler.state_dict()
@@ -433,10 +434,10 @@ class MicroBatchSums:
             self._sum.step = steps
 
     def take_in(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take in the gradients of one micro-batch, on one rank.
+        """Add the gradients of one micro-batch, on one rank.
 
         Raises:
-            RecipeError: on several, where DDP and FSDP2 make the sums, a format was asked for.
+            RecipeError: a format was named on several ranks, where DDP and FSDP2 make the sums.
         """
         if all_ranks().size > 1:
             self.require_unnamed("on several ranks, where DDP and FSDP2 sum micro-batches")
@@ -457,10 +458,10 @@ class MicroBatchSums:
         self._steps, self._sum, self.index = self.steps, None, 0
 
     def require_unnamed(self, where: str) -> None:
-        """Refuse a format that was asked for where others make the sums.
+        """Refuse a named format where Lightning makes the sums.
 
         Raises:
-            RecipeError: it was.
+            RecipeError: one was named.
         """
         if self.dtype is not None:
             raise RecipeError(
@@ -472,12 +473,12 @@ class RankSums:
     """The sum of gradients over ranks by the recipe's reduction, where it is not DDP's or FSDP2's own.
 
     Args:
-        name: a row of ``ng.REDUCTIONS``.
+        row: of ``ng.spec.REDUCTIONS``.
         seed: of reductions that take random bits.
     """
 
-    def __init__(self, name: str, seed: int) -> None:
-        self.name, self.seed = name, seed
+    def __init__(self, row: Reduction, seed: int) -> None:
+        self.row, self.seed = row, seed
         self._reduction: GradientReduction | None = None
         self._fills_buckets = False
 
@@ -491,22 +492,22 @@ class RankSums:
         Raises:
             RecipeError: micro-batches, which Lightning sums before they are sent.
         """
-        if self.name == "native":
+        if self.row.name == "native":
             return
         self.require_whole_steps(micro_batches)
         self.close()
         self._fills_buckets = isinstance(model, nn.parallel.DistributedDataParallel)
-        optimizer.reduction = self._reduction = reduce_gradients_with(model, self.name, seed=self.seed)
+        optimizer.reduction = self._reduction = reduce_gradients_with(model, self.row, seed=self.seed)
 
     def require_whole_steps(self, micro_batches: int) -> None:
         """Refuse micro-batches, which Lightning sums before they are sent.
 
         Raises:
-            RecipeError: there are several, and the reduction is ours.
+            RecipeError: there are several, and the reduction is Narrowgauge's.
         """
-        if self.name != "native" and micro_batches > 1:
+        if self.row.name != "native" and micro_batches > 1:
             raise RecipeError(
-                f"reduction '{self.name}' was requested of a recipe, and accumulate_grad_batches = {micro_batches} of the "
+                f"reduction '{self.row.name}' was requested of a recipe, and accumulate_grad_batches = {micro_batches} of the "
                 "Trainer, which sends no gradients of single micro-batches.",
                 "Accumulate none, or leave the reduction out of the recipe.",
             )
@@ -520,10 +521,10 @@ class RankSums:
     def steps(self, steps: int) -> None:
         if self._reduction is not None:
             self._reduction.set_step(steps)
-            if steps and self._fills_buckets and REDUCTIONS[self.name].scale_bits:
+            if steps and self._fills_buckets and self.row.scale_bits:
                 warnings.warn(
-                    f"a fit with reduction '{self.name}' is resumed under DDP, whose buckets, and so the scales of what is sent, "
-                    "are others in the first step: its bits differ from those of a fit that was not stopped.",
+                    f"a fit with reduction '{self.row.name}' is resumed under DDP, whose buckets, and so the scales of what is "
+                    "sent, are others in the first step: its bits differ from those of a fit that was not stopped.",
                     stacklevel=2,
                 )
 
@@ -534,7 +535,7 @@ class RankSums:
 
 
 class StepNorms:
-    """The norm that gradients are clipped to in one step, by the optimizer's kernel: no gradient is rounded for it."""
+    """The norm to which the optimizer's kernel clips one step: no gradient is rounded for it."""
 
     def __init__(self) -> None:
         self._before: dict[Optimizer, float | None] = {}
@@ -551,13 +552,13 @@ class StepNorms:
         optimizer.max_grad_norm = norm
 
     def end(self, optimizer: Any) -> None:
-        """Give an optimizer its own norm again."""
+        """Restore an optimizer's own norm."""
         if optimizer in self._before:
             optimizer.max_grad_norm = self._before.pop(optimizer)
 
 
 def refuse_second_clipping(what: str, optimizer: Any) -> None:
-    """Refuse what would clip the gradients of an optimizer that clips them itself.
+    """Refuse to clip the gradients of an optimizer that clips them itself.
 
     Raises:
         RecipeError: it does.

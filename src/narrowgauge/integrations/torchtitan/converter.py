@@ -1,4 +1,4 @@
-"""torchtitan: the model half of a recipe, requested where the model is configured.
+"""The model half of a recipe in torchtitan, requested where the model is configured.
 
 torchtitan 0.3 converts a model's *config*, before the model exists, and binds each layer's ``forward`` when it parallelizes the
 model, before the weights are there. So the converter only puts layers into the config that can be swapped later, and
@@ -92,7 +92,7 @@ def linears(config: Linear.Config, *, recipe: str) -> RequestedLinear.Config:
 
 
 def take_request(model: nn.Module) -> set[str]:
-    """The recipes that were requested for a model, which is about to be prepared: its layers no longer refuse to run."""
+    """The recipes that were requested for a model; from now on its layers no longer refuse to run."""
     requested = [module for module in model.modules() if isinstance(module, RequestedLinear)]
     for module in requested:
         module.refusal.remove()

@@ -1,8 +1,8 @@
-"""torchtitan: its metrics processor, which also records the run as ``narrowgauge train`` records its own.
+"""torchtitan's metrics processor, which also records the run as ``narrowgauge train`` records its own.
 
 A run gets a record by one line in its config function, ``with_record(config, gauges_every=100)``, or by an override on the
 command line. Its rows lie beside torchtitan's other output, in ``dump_folder/narrowgauge``; a run that torchtitan resumes from a
-checkpoint goes on in its folder. torchtitan's console, TensorBoard and W&B keep their ``log_freq``.
+checkpoint continues in its folder. torchtitan's console, TensorBoard and W&B keep their ``log_freq``.
 
 Used of torchtitan: ``should_log``, which the Trainer calls first in each step and before the model runs, ``log``,
 ``log_validation``, ``close``, and the attributes ``optimizers`` and ``model_parts`` that it sets before the first step.
@@ -30,8 +30,8 @@ _ADVICE = "Leave the record out: narrowgauge report reads torchtitan's TensorBoa
 class NarrowgaugeMetrics(MetricsProcessor):
     """torchtitan's metrics, and a run folder with a row of each step: loss, audit, gauges and events.
 
-    The run computes the same bits with and without it, under our optimizers container or under torchtitan's own. On several
-    ranks the first one writes.
+    The run computes the same bits with and without it, with :class:`NarrowgaugeAdamW` or torchtitan's own optimizers. On several
+    ranks, the first one writes.
 
     Args:
         config: torchtitan's, and what is recorded.
@@ -76,7 +76,7 @@ class NarrowgaugeMetrics(MetricsProcessor):
         self._tokens = 0
 
     def should_log(self, step: int) -> bool:
-        """Whether the Trainer computes the loss of a step: of every one. The first call opens the run folder."""
+        """True, so that the Trainer computes the loss of every step. The first call opens the run folder."""
         if self.recorder is None:
             self._open(step - 1)
         return True
@@ -111,14 +111,14 @@ class NarrowgaugeMetrics(MetricsProcessor):
         super().log_validation(loss, step, extra_metrics)
 
     def close(self) -> None:
-        """End the record: of a finished run if the last step was done, else of one that may be resumed."""
+        """End the record, as finished if the last step was done."""
         recorder, self.recorder = self.recorder, None
         if recorder is not None:
             recorder.close(finished=recorder.num_steps >= self._settings["training"]["steps"])
         super().close()
 
     def _open(self, done: int) -> None:
-        """Open the run folder, after so many steps of a run that goes on."""
+        """Open the run folder of a run that has done so many steps."""
         optimizers: list[torch.optim.Optimizer] = list(self.optimizers or ())
         parts = self.model_parts or []
         if len(parts) != 1 or len(optimizers) != 1:
@@ -142,7 +142,7 @@ class NarrowgaugeMetrics(MetricsProcessor):
             self.recorder.go_back(done)
 
     def _described(self, optimizer: Any) -> dict[str, Any]:
-        """The run's settings under the names of our trainer's, which comparisons tell apart."""
+        """The run's settings under the names that ``narrowgauge train`` uses, by which runs are compared."""
         config, group = self._settings, optimizer.param_groups[0]
         training, model, seed = config["training"], config["model_spec"], config["debug"]["seed"]
         micro_batch = training["local_batch_size"] * self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard

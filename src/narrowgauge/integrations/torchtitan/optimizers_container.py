@@ -1,4 +1,4 @@
-"""torchtitan: its optimizers container, which prepares the model with a recipe.
+"""torchtitan's optimizers container, which prepares the model with a recipe.
 
 torchtitan 0.3 builds the optimizers after it has sharded and initialized the model, and before it loads a checkpoint. That is
 the moment for :func:`narrowgauge.prepare`: the weights are float32, already initialized, and each rank holds its shards. The
@@ -9,13 +9,13 @@ layers come from :mod:`narrowgauge.integrations.torchtitan.converter`. A run get
 * on the command line, over any config, by two overrides: see ``docs/integrations/torchtitan.md``.
 
 Each parameter gets its options from the first group whose pattern matches its name. What a group leaves out is as in
-``torch.optim.AdamW``: a config that was written for torchtitan's own optimizer keeps its meaning to the letter.
+``torch.optim.AdamW``, so a config that was written for torchtitan's own optimizer keeps its meaning.
 
-torchtitan schedules as it is configured to, and clips, unless ``max_grad_norm`` says that the optimizer does: without rounding
-the gradients a second time. :func:`with_recipe` moves the limit there.
+torchtitan's schedules apply. It clips gradients, unless ``max_grad_norm`` lets the optimizer clip, which does not round the
+gradients a second time; :func:`with_recipe` moves the limit there.
 
-Used of torchtitan besides what it documents: ``OptimizersContainer._validate_params``, ``_log_optimizer`` and ``_post_init``,
-which its own subclasses call; looked up in 0.3.0.
+Private names of torchtitan 0.3.0 that are used: ``OptimizersContainer._validate_params``, ``_log_optimizer`` and ``_post_init``,
+which its own subclasses call too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NarrowgaugeAdamW(OptimizersContainer):
         config: the recipe and AdamW's settings; :func:`narrowgauge_adamw` makes one.
         model_parts: the model, or its pipeline stages, sharded and initialized by torchtitan; prepared in place.
     Raises:
-        RecipeError: no recipe or two; settings or parallelism that it cannot be combined with. The message names what to change.
+        RecipeError: no recipe, or two; settings or parallelism that a recipe cannot be combined with.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -122,7 +122,7 @@ def narrowgauge_adamw(recipe: str = "", lr: float = 8e-4, **settings: Any) -> Na
         recipe: a recipe's name or ``.toml`` file; empty where the model's converter names it.
         lr: the peak learning rate; torchtitan's scheduler multiplies it.
         settings: ``betas``, ``eps`` and ``weight_decay``, left out as in ``torch.optim.AdamW``; and fields of
-            :class:`NarrowgaugeAdamW.Config`. A group of its own, of a pattern such as ``"norm|bias"``, decays vectors otherwise.
+            :class:`NarrowgaugeAdamW.Config`. To decay vectors differently, add a group with a pattern such as ``"norm|bias"``.
     Returns:
         For ``config.optimizer``.
     """
@@ -222,7 +222,7 @@ def _recipe_of(config: NarrowgaugeAdamW.Config, model_parts: list[nn.Module]) ->
 
 
 def _require_suitable(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse what the recipe and torchtitan's parallelism would not do together."""
+    """Refuse recipes that torchtitan's loop or parallelism cannot obey."""
     if any(compute.scales_loss for compute in recipe.computes):
         raise RecipeError(
             f"recipe '{recipe.name}' scales the loss, and torchtitan's loop does not pass the loss through a scaler.",
@@ -304,7 +304,7 @@ class ParamGroups:
         self.groups = [(re.compile(group.pattern), group.optimizer_name, _options(group)) for group in groups]
 
     def pattern_of(self, name: str) -> str:
-        """The pattern that gives a parameter its options; ``""`` is also the answer where none does."""
+        """The pattern that gives a parameter its options; ``""`` if none does."""
         place = self._place(name)
         return "" if place is None else self.groups[place][0].pattern
 
