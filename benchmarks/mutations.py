@@ -15,6 +15,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -53,6 +54,10 @@ def room_of(path: Path) -> str:
     return path.relative_to(selection.SOURCE / "narrowgauge").parts[0].removesuffix(".py")
 
 
+SLOW = re.compile(r"compiler_missing|torch\.compile|compile=True|first_minute|subprocess|ranks")
+"""What a test file says that compiles kernels or starts processes; the others of a stage come first."""
+
+
 def stages(path: Path) -> Iterator[tuple[str, list[str]]]:
     """Names of stages and what pytest is given, the nearest tests first; each test in one stage alone."""
     names = {file: name for name, file in selection.modules().items()}
@@ -71,6 +76,7 @@ def stages(path: Path) -> Iterator[tuple[str, list[str]]]:
     seen: set[Path] = set()
     for name, files in ordered:
         left = [file for file in dict.fromkeys(files) if file not in seen]
+        left.sort(key=lambda file: len(SLOW.findall(file.read_text("utf-8"))) if file != path else -1)
         seen |= set(left)
         if left:
             yield name, [str(file.relative_to(ROOT)) for file in left]

@@ -10,6 +10,7 @@ import torch
 
 import expectations
 import narrowgauge as ng
+from covering import covering
 from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, kept, parameters, stall, visible_dtype
@@ -52,13 +53,14 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
     assert result.error > 4 * LIMITS[fallback]
 
 
-@pytest.mark.parametrize(
+@covering(
     ("storage", "beta2", "bound"),
     [
         *((storage, beta2, 0.01) for storage in ("word", "compact", "states8") for beta2 in (0.9, 0.99, 0.999, 0.9999)),
         *((storage, 0.999, 1e-3) for storage in ("split", "split8")),
         *(("collage-plus", beta2, 0.05) for beta2 in (0.95, 0.999)),
     ],
+    kinds=(None, lambda beta2: beta2 > 0.99, None),
 )
 def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound: float) -> None:
     """From 5 % below its limit on, where short dithers stop short: what stands still is off by more than the bound at the end.
