@@ -102,14 +102,19 @@ def exhaustive(names: str | Sequence[str], rows: Iterable[Any]) -> Callable[[Cal
         def every_row(**fixtures: Any) -> None:
             assert table, "the table is empty"
             failures: list[tuple[str, BaseException]] = []
+            skipped: list[BaseException] = []
             for row in table:
                 try:
                     test(**fixtures, **dict(zip(names, row, strict=True)))
+                except pytest.skip.Exception as reason:
+                    skipped.append(reason)
                 except (Exception, pytest.fail.Exception) as error:
                     failures.append(("-".join(map(text_of, row)), error))
             if failures:
                 shown = "".join(f"\n[{name}] {type(error).__name__}: {error}" for name, error in failures[:SHOWN])
                 raise AssertionError(f"{len(failures)} of {len(table)} rows fail:{shown}") from failures[0][1]
+            if len(skipped) == len(table):
+                raise skipped[0]
 
         signature = inspect.signature(test)
         left = [value for name, value in signature.parameters.items() if name not in names]

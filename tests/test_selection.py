@@ -47,6 +47,21 @@ def test_a_loop_fails_once_with_the_first_rows_and_their_reasons() -> None:
     assert said.count("AssertionError") == 10 and "18 is not odd" in said and "20 is not odd" not in said
 
 
+def test_a_row_that_is_skipped_skips_no_other() -> None:
+    seen = []
+
+    @exhaustive("number", range(4))
+    def looped(number: int) -> None:
+        if number < 3:
+            pytest.skip("too small")
+        seen.append(number)
+        assert number != 3
+
+    with pytest.raises(AssertionError, match="1 of 4 rows fail"):
+        looped()
+    assert seen == [3]
+
+
 @pytest.mark.parametrize(("bad", "match"), [([], "empty"), ([1], "1 of 1 rows fail")])
 def test_a_loop_never_passes_for_nothing(bad: list[int], match: str) -> None:
     @exhaustive("number", bad)

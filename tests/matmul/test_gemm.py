@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import exhaustive
 from matmul.scenarios import CPU, DIMS, KEY, NARROW, ROWS, exact, gaussian, names, off, quantized, words_for
 from narrowgauge.matmul import gemm
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, multiply, operand_dtype
@@ -18,7 +19,7 @@ from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
 from oracles import linear as oracle
 from tensors import bits_with_one_nan
 
-every_row = pytest.mark.parametrize("row", ROWS, **names)
+every_row = exhaustive("row", ROWS)
 every_place = pytest.mark.parametrize("place", PLACES)
 # [rows, contraction, columns]: not whole blocks, one of each side, and longer than a block of 128.
 SHAPES = [(33, 65, 17), (1, 40, 3), (5, 1, 4), (4, 300, 1)]
@@ -167,7 +168,7 @@ def test_integers_multiply_in_inference_and_then_in_training() -> None:
     assert torch.equal(multiply(codes, codes, (1, 1), COMPUTES["int8-row"].output, torch.float32), first)
 
 
-@pytest.mark.parametrize("sign", [1, -1])
+@exhaustive("sign", [1, -1])
 def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
     terms = (1 << 17) * 2 + 5
     left, right = torch.full((2, terms), 127, dtype=torch.int8), torch.full((3, terms), 127 * sign, dtype=torch.int8)
@@ -240,7 +241,7 @@ def test_emulation_is_described() -> None:
 
 
 @every_row
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@exhaustive("dtype", DTYPES[:2])
 def test_a_bias_is_added_in_every_row(row: Compute, dtype: torch.dtype) -> None:
     left, right = operands_of(row, "output", (33, 65, 17))
     bias = gaussian(17, dtype=dtype, seed=3, scale=5.0)
@@ -271,8 +272,8 @@ def test_no_rows_give_no_rows_and_no_terms_give_zeros(row: Compute, place: str) 
         assert found.shape[0] in (shape[0], -shape[0] // 32 * -32) and not found.any()
 
 
-@pytest.mark.parametrize("name", ["int8-row", "float8-row", "float8-tensor", "nvfp4"])
-@pytest.mark.parametrize("side", [0, 1])
+@exhaustive("name", ["int8-row", "float8-row", "float8-tensor", "nvfp4"])
+@exhaustive("side", [0, 1])
 def test_a_scale_that_is_nan_reaches_all_that_it_scales(name: str, side: int) -> None:
     row = COMPUTES[name]
     pair = operands_of(row, "output", (32, 64, 16))

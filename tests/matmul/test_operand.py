@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import exhaustive
 from matmul.scenarios import CPU, DIMS, KEY, ROWS, exact, gaussian, quantized, words_for
 from narrowgauge.matmul.gemm import operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, outer_shape
@@ -34,7 +35,7 @@ def used() -> list[tuple[Cast, int, torch.dtype]]:
 
 
 USED = used()
-every_cast = pytest.mark.parametrize(("cast", "dim", "dtype"), USED, ids=lambda value: str(value))
+every_cast = exhaustive(("cast", "dim", "dtype"), USED)
 SHAPES = [(33, 65), (1, 40), (40, 1), (1, 1), (128, 256)]
 STEPS = [(cast, dim, dtype) for cast, dim, dtype in USED if cast.granularity != "none"]
 # One for each way through the code: whole and blocks, codes and values, words, a fold, two levels, a rotation.
@@ -66,7 +67,7 @@ def fold_for(shape: tuple[int, int], dim: int) -> Tensor:
 
 
 @every_cast
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@exhaustive("shape", SHAPES)
 def test_an_operand_is_the_definition_s_bit_for_bit(
     cast: Cast, dim: int, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
@@ -115,7 +116,7 @@ def test_a_cast_does_not_change_what_it_casts(cast: Cast, dim: int, dtype: torch
     assert torch.equal(x.detach(), before)
 
 
-@pytest.mark.parametrize("row", [row for row in ROWS if row.is_stochastic], ids=lambda row: row.name)
+@exhaustive("row", [row for row in ROWS if row.is_stochastic])
 def test_rows_of_a_micro_batch_get_the_words_they_have_in_the_batch(row) -> None:  # type: ignore[no-untyped-def]
     cast = row.grad_input.left
     x = gaussian(64, 96, seed=3)
@@ -129,8 +130,8 @@ def test_rows_of_a_micro_batch_get_the_words_they_have_in_the_batch(row) -> None
     assert not torch.equal(other.data, whole.data[24:40])
 
 
-@pytest.mark.parametrize(("cast", "dim", "dtype"), STEPS, ids=lambda value: str(value))
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@exhaustive(("cast", "dim", "dtype"), STEPS)
+@exhaustive("bad", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_finite_makes_its_group_nan(cast: Cast, dim: int, dtype: torch.dtype, bad: float) -> None:
     if cast.scaling == "static" and bad == bad:
         pytest.skip("without a scale an infinity saturates, like whatever lies beyond the format's end")
@@ -152,7 +153,7 @@ def test_what_is_not_finite_makes_its_group_nan(cast: Cast, dim: int, dtype: tor
     assert torch.equal(found, group)
 
 
-@pytest.mark.parametrize(("cast", "dim", "dtype"), STEPS, ids=lambda value: str(value))
+@exhaustive(("cast", "dim", "dtype"), STEPS)
 def test_zeros_stay_zeros_and_tiny_values_stay_finite(cast: Cast, dim: int, dtype: torch.dtype) -> None:
     assert not values(made(torch.zeros(33, 65).bfloat16(), cast, dim, dtype)).any()
     for size in (2.0**-133, 2.0**-120, 1e-30):
@@ -173,8 +174,8 @@ def test_a_matrix_without_rows_is_an_operand_without_rows(cast: Cast, dim: int, 
         assert found.outer.shape == (0 if full.outer.shape[0] == 128 else 1, full.outer.shape[1])
 
 
-@pytest.mark.parametrize("cast", [COMPUTES["int8-row"].grad_input.left, COMPUTES["float8-row"].output.left], ids=str)
-@pytest.mark.parametrize("dim", [0, 1])
+@exhaustive("cast", [COMPUTES["int8-row"].grad_input.left, COMPUTES["float8-row"].output.left])
+@exhaustive("dim", [0, 1])
 def test_a_fold_is_a_factor_of_the_matrix(cast: Cast, dim: int) -> None:
     """Scales of the other operand that lie along the contraction: cast with them is the cast of the product."""
     x, fold = gaussian(33, 65), fold_for((33, 65), dim)
@@ -185,7 +186,7 @@ def test_a_fold_is_a_factor_of_the_matrix(cast: Cast, dim: int) -> None:
     assert found.outer is not None and torch.equal(found.outer, expected.outer)
 
 
-@pytest.mark.parametrize("name", ["float8-delayed", "nvfp4"])
+@exhaustive("name", ["float8-delayed", "nvfp4"])
 def test_a_largest_magnitude_from_elsewhere_makes_the_tensor_s_scale(name: str) -> None:
     cast, x = COMPUTES[name].output.left, gaussian(32, 64)
     dtype = operand_dtype(cast, COMPUTES[name].output, CPU)

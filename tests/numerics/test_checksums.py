@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 from torch import Tensor
 
+from covering import exhaustive
 from narrowgauge.numerics.checksums import CHUNK_BYTES, checksum, chunk_sums, word_sum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int16, torch.uint8]
@@ -32,14 +32,14 @@ def slowly(x: Tensor) -> int:
     return total % (1 << 64)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@exhaustive("length", LENGTHS)
+@exhaustive("dtype", DTYPES)
 def test_it_is_its_definition(dtype: torch.dtype, length: int) -> None:
     x = example(dtype, length)
     assert int(checksum(x)) % (1 << 64) == slowly(x)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@exhaustive("dtype", DTYPES)
 def test_it_depends_on_neither_offset_nor_strides(dtype: torch.dtype) -> None:
     x = example(dtype, 24)
     shifted = torch.cat([x[:1], x])[1:]
@@ -47,7 +47,7 @@ def test_it_depends_on_neither_offset_nor_strides(dtype: torch.dtype) -> None:
     assert checksum(x.view(4, 6).t().contiguous().t()) == checksum(x.view(4, 6))
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@exhaustive("length", LENGTHS)
 def test_any_flipped_bit_changes_it(length: int) -> None:
     x = example(torch.bfloat16, length)
     before, plain, raw, draw = checksum(x), word_sum(x), x.view(torch.uint8), random.Random(length)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import exhaustive
 from narrowgauge._torch.inductor import compile_any_shape
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.casting import round_to
@@ -65,9 +66,9 @@ KEY = torch.tensor(-77, dtype=torch.int32)
 # Each number that a word of a row and one of a column can add up to.
 EVERY_UNIFORM = (torch.arange(1 << 16).float() + 0.5) * 2.0**-16
 
-each_cast = pytest.mark.parametrize("cast", CASTS, ids=str)
-each_narrow = pytest.mark.parametrize("cast", NARROW, ids=str)
-each_nearest = pytest.mark.parametrize("cast", NEAREST, ids=str)
+each_cast = exhaustive("cast", CASTS)
+each_narrow = exhaustive("cast", NARROW)
+each_nearest = exhaustive("cast", NEAREST)
 each_dim = pytest.mark.parametrize("dim", [0, 1])
 
 
@@ -106,7 +107,7 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 # ── rounding ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", FORMATS_USED)
+@exhaustive("name", FORMATS_USED)
 def test_nearest_is_the_definition_of_rounding(name: str) -> None:
     """Every bfloat16 and its neighbours, every value of the format, every tie, and three float32 neighbours of each."""
     row, own = FORMATS[name], numbers(name)
@@ -118,7 +119,7 @@ def test_nearest_is_the_definition_of_rounding(name: str) -> None:
     assert same(round_nearest(x, row), torch.where(x.isnan(), torch.nan, expected))
 
 
-@pytest.mark.parametrize("row", NARROW_FLOATS, ids=lambda row: row.name)
+@exhaustive("row", NARROW_FLOATS)
 def test_nearest_decides_a_whole_binade_rightly(row: Format) -> None:
     """Every 37th significand of the format's top binade and of the one around its smallest normal number."""
     for exponent in (row.max_exponent, row.min_exponent - 1, row.min_exponent):
@@ -135,7 +136,7 @@ def narrow_values(row: Format) -> Tensor:
     return found[found.abs() <= row.max].unique()
 
 
-@pytest.mark.parametrize("name", [name for name in FORMATS_USED if FORMATS[name].bits <= 8])
+@exhaustive("name", [name for name in FORMATS_USED if FORMATS[name].bits <= 8])
 def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_values(name: str) -> None:
     """Not sampled: the mean over every number that can be drawn, within 2^-16 of a spacing of the value."""
     row, own = FORMATS[name], numbers(name)
@@ -152,7 +153,7 @@ def test_stochastic_over_all_numbers_is_unbiased_takes_neighbours_and_leaves_val
 # ── random words ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("key", [0, 1, -77, 2**31 - 1, -(2**31)])
+@exhaustive("key", [0, 1, -77, 2**31 - 1, -(2**31)])
 def test_words_are_hashes_of_logical_indices(key: int) -> None:
     words = random_words(5, 7, torch.tensor(key, dtype=torch.int32), first_row=1000)
     other = hashed(0x2545F491, key)
@@ -175,7 +176,7 @@ def test_chunks_of_rows_get_the_words_they_have_in_the_whole() -> None:
     assert all(a.equal(b) for a, b in zip(words_of(*counters, KEY, torch.zeros_like(KEY)), whole, strict=True))
 
 
-@pytest.mark.parametrize("cast", STOCHASTIC, ids=str)
+@exhaustive("cast", STOCHASTIC)
 def test_another_key_rounds_otherwise_and_the_same_key_alike(cast: Cast) -> None:
     x = gaussian(64, 128)
     one, again, other = (ours(x, cast, key=key) for key in (3, 3, 4))
@@ -193,7 +194,7 @@ def errors_of_equal_values(part: float) -> Tensor:
     return round_stochastic(torch.full_like(drawn, 3 + part), row, drawn).double() - (3 + part)
 
 
-@pytest.mark.parametrize("part", [0.5, 0.25, 0.0625])
+@exhaustive("part", [0.5, 0.25, 0.0625])
 def test_equal_values_do_not_round_alike(part: float) -> None:
     """The mean of a whole matrix of one value is off by 5 standard deviations of independent roundings at the most.
 
@@ -207,8 +208,8 @@ def test_equal_values_do_not_round_alike(part: float) -> None:
     assert abs(float(scores.mean()) * math.sqrt(400)) < 4
 
 
-@pytest.mark.parametrize("part", [0.5, 0.25, 0.0625])
-@pytest.mark.parametrize("along", [1, 2])
+@exhaustive("part", [0.5, 0.25, 0.0625])
+@exhaustive("along", [1, 2])
 def test_a_dot_product_is_off_as_much_as_by_independent_roundings(part: float, along: int) -> None:
     """Over columns or rows, with weights of one sign or of both: the variance of its error is the sum of variances."""
     errors = errors_of_equal_values(part)
@@ -222,7 +223,7 @@ def test_a_dot_product_is_off_as_much_as_by_independent_roundings(part: float, a
 # ── scales ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("row", [*NARROW_FLOATS, FORMATS["int8"]], ids=lambda row: row.name)
+@exhaustive("row", [*NARROW_FLOATS, FORMATS["int8"]])
 def test_power_of_two_scales_of_every_bfloat16(row: Format) -> None:
     """Up: nothing saturates, and by half of it something would. Else: the exponents' difference, as OCP MX 6.3 has it."""
     x = neighbours(every_bfloat16()[every_bfloat16() > 0], 1)
@@ -463,7 +464,7 @@ def test_codes_are_nearest_to_the_true_quotient(cast: Cast, dim: int) -> None:
     assert ((found.codes.double() - quotients).abs() <= nearest + 2.0**-21 * quotients.abs()).all()
 
 
-@pytest.mark.parametrize("cast", [cast for cast in NARROW if cast.scale == "float8_e8m0fnu"], ids=str)
+@exhaustive("cast", [cast for cast in NARROW if cast.scale == "float8_e8m0fnu"])
 def test_microscaled_blocks_follow_the_ocp_rules(cast: Cast) -> None:
     """OCP MX v1.0, section 6.3, in ml_dtypes' own numbers: nothing is rounded but the elements."""
     x = gaussian(8, 96) * random_exponents((8, 96), 20)

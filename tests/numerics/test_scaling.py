@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
+from covering import exhaustive
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
 from oracles.accumulation import Scale
@@ -47,8 +48,8 @@ def after(scaler: LossScaler, overflows: list[bool]) -> float:
 # ── the rule ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.9])
+@exhaustive("policy", POLICIES)
+@exhaustive("share", [0.05, 0.5, 0.9])
 def test_any_sequence_of_overflows_gives_the_scale_kept_on_paper(policy: dict[str, Any], share: float) -> None:
     scaler, paper, chance = LossScaler(**policy), on_paper(policy), random.Random(f"{policy} {share}")
     moved = set()
@@ -243,7 +244,7 @@ def test_a_state_saved_under_a_longer_interval_still_grows() -> None:
     assert after(shorter, [False]) == 2.0**17
 
 
-@pytest.mark.parametrize(
+@exhaustive(
     ("change", "words"),
     [
         ({"scale": 3.0}, "power of two"),
@@ -263,8 +264,8 @@ def test_a_state_that_cannot_be_is_refused_and_changes_nothing(change: dict[str,
         LossScaler.static(64.0).load_state_dict(before)
 
 
-@pytest.mark.parametrize("name", ["initial", "growth_factor", "backoff_factor", "floor", "ceiling"])
-@pytest.mark.parametrize("value", [0.0, -2.0, 3.0, 1.5, 0.1, math.nan, math.inf, 2.0**127, 2.0**-127])
+@exhaustive("name", ["initial", "growth_factor", "backoff_factor", "floor", "ceiling"])
+@exhaustive("value", [0.0, -2.0, 3.0, 1.5, 0.1, math.nan, math.inf, 2.0**127, 2.0**-127])
 def test_what_is_no_power_of_two_is_refused(name: str, value: float) -> None:
     with pytest.raises(RecipeError, match=rf"{name} = .*power of two"):
         LossScaler(**{name: value})
@@ -275,7 +276,7 @@ def test_the_nearest_power_of_two_is_offered() -> None:
         LossScaler.static(1000.0)
 
 
-@pytest.mark.parametrize(
+@exhaustive(
     "options",
     [
         {"growth_factor": 0.5},

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import exhaustive
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import codec
 from narrowgauge.spec.storages import MOMENT_CODES, STORAGES, WEIGHT_CODES, Code, Storage, find
@@ -71,7 +72,7 @@ def every_code(code: Code) -> oracle.Integers:
     return np.concatenate([steps, steps + 2 ** (code.bits - 1)]) if code.signed else steps
 
 
-@pytest.mark.parametrize("code", SHORT, **ids)
+@exhaustive("code", SHORT)
 def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code) -> None:
     values = values_of(code)
     expected = np.concatenate([values, -values]) if code.signed else values
@@ -82,7 +83,7 @@ def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code)
         assert np.array_equal(np.signbit(result), np.signbit(expected))
 
 
-@pytest.mark.parametrize("code", SHORT, **ids)
+@exhaustive("code", SHORT)
 def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -> None:
     steps = every_code(code)
     x = codec.decode(code, as_int32(steps), 0)
@@ -92,7 +93,7 @@ def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -
             assert np.array_equal(unsigned(codec.encode(code, x, addend, shift)), steps * 2**shift)
 
 
-@pytest.mark.parametrize("code", SHORT, **ids)
+@exhaustive("code", SHORT)
 def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None:
     values = values_of(code)
     middles, gaps = (values[1:] + values[:-1]) / 2, np.diff(values)
@@ -109,7 +110,7 @@ def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None
         assert np.array_equal(unsigned(codec.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
 
 
-@pytest.mark.parametrize("code", SHORT, **ids)
+@exhaustive("code", SHORT)
 def test_encode_is_monotone_and_leaves_zeros_outside_its_place(code: Code) -> None:
     bits = np.arange(0, oracle.INFINITY + 1, 8191, dtype=np.int64)
     positive = float_of(as_int32(np.append(bits, oracle.INFINITY)))
@@ -122,7 +123,7 @@ def test_encode_is_monotone_and_leaves_zeros_outside_its_place(code: Code) -> No
                 assert not (unsigned(codec.encode(code, x, addend, shift)) & ~place_mask(code, shift)).any()
 
 
-@pytest.mark.parametrize("code", ALL, **ids)
+@exhaustive("code", ALL)
 def test_nan_and_signed_zero_stay_in_their_place(code: Code) -> None:
     x = float_of(as_int32(np.array([0, 2**31, 0x7FC00000, 0xFFC00000, 0x7F800000, 0xFF800000])))
     for shift in shifts(code):
@@ -137,7 +138,7 @@ def test_nan_and_signed_zero_stay_in_their_place(code: Code) -> None:
             assert result[2:4].isnan().all() and result[4:].isinf().all()
 
 
-@pytest.mark.parametrize("code", WINDOWS, **ids)
+@exhaustive("code", WINDOWS)
 def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
     largest, smallest = 2.0**code.highest * (2 - 2.0**-code.mantissa_bits), 2.0 ** (code.lowest - code.mantissa_bits)
     x = torch.tensor(
@@ -148,7 +149,7 @@ def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
         assert result.tolist() == [*[largest] * 4, smallest, 2.0**code.lowest, 2 * smallest, smallest]
 
 
-@pytest.mark.parametrize("code", [c for c in ALL if c.hold], **ids)
+@exhaustive("code", [c for c in ALL if c.hold])
 def test_hold_keeps_every_positive_value_above_zero(code: Code) -> None:
     bits = np.concatenate([np.arange(1, 2**13), 2 ** np.arange(31), np.arange(1, oracle.INFINITY, 65521)])
     x = float_of(as_int32(bits))
@@ -165,7 +166,7 @@ def test_only_the_leading_part_of_an_expansion_is_held() -> None:
     assert kept == [2.0**-24, 0.0]
 
 
-@pytest.mark.parametrize("code", WINDOWS, **ids)
+@exhaustive("code", WINDOWS)
 def test_powers_of_two_inside_the_window_move_the_exponent_alone(code: Code) -> None:
     x = 1 + torch.rand(1000, generator=torch.Generator().manual_seed(0))
     addend = torch.randint(1 << codec.dropped_bits(code), (1000,), generator=torch.Generator().manual_seed(1)).to(
@@ -177,8 +178,8 @@ def test_powers_of_two_inside_the_window_move_the_exponent_alone(code: Code) -> 
         assert torch.equal(high - low, torch.full_like(low, up << code.mantissa_bits))
 
 
-@pytest.mark.parametrize("code", [c for c in WINDOWS if c.rounding == "stochastic"], **ids)
-@pytest.mark.parametrize("where", [0.3, 1.0, 1.7e3])
+@exhaustive("code", [c for c in WINDOWS if c.rounding == "stochastic"])
+@exhaustive("where", [0.3, 1.0, 1.7e3])
 def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> None:
     """A count over every addend there is, not a sample; also among the subnormals."""
     dropped = codec.dropped_bits(code)
@@ -217,16 +218,16 @@ def multipliers(code: Code, bound: float) -> tuple[Tensor, Tensor]:
     return codec.multipliers(code, torch.tensor(bound))
 
 
-@pytest.mark.parametrize("code", SCALED, **ids)
-@pytest.mark.parametrize("bound", [0.0, 2.0**-149, 1e-40, 2.0**-126, *BOUNDS, 3e4, 1e30, 3e38, math.inf, math.nan])
+@exhaustive("code", SCALED)
+@exhaustive("bound", [0.0, 2.0**-149, 1e-40, 2.0**-126, *BOUNDS, 3e4, 1e30, 3e38, math.inf, math.nan])
 def test_multipliers_are_powers_of_two_that_undo_each_other(code: Code, bound: float) -> None:
     into, back = (float(x) for x in multipliers(code, bound))
     assert into * back == 1.0
     assert math.frexp(into)[0] == 0.5 and 2.0**-126 <= into <= 2.0**126  # normal, so that no processor flushes them
 
 
-@pytest.mark.parametrize("code", SCALED, **ids)
-@pytest.mark.parametrize("bound", BOUNDS)
+@exhaustive("code", SCALED)
+@exhaustive("bound", BOUNDS)
 def test_every_code_of_a_row_comes_back(code: Code, bound: float) -> None:
     """The values are those of the code's list, times the power of two above the bound, and each is its own code again."""
     into, back = multipliers(code, bound)
@@ -239,8 +240,8 @@ def test_every_code_of_a_row_comes_back(code: Code, bound: float) -> None:
             assert np.array_equal(unsigned(codec.encode(code, x, addend, shift, into)), steps * 2**shift)
 
 
-@pytest.mark.parametrize("code", SCALED, **ids)
-@pytest.mark.parametrize("bound", BOUNDS)
+@exhaustive("code", SCALED)
+@exhaustive("bound", BOUNDS)
 def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(code: Code, bound: float) -> None:
     into, back = multipliers(code, bound)
     window = above(bound) * (2 - 2.0**-code.mantissa_bits)
@@ -251,8 +252,8 @@ def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(code: 
         assert kept[1] <= window and kept[2:] == [window] * 5
 
 
-@pytest.mark.parametrize("code", SCALED, **ids)
-@pytest.mark.parametrize("bound", BOUNDS)
+@exhaustive("code", SCALED)
+@exhaustive("bound", BOUNDS)
 def test_encoding_relative_to_a_row_is_monotone_and_scales_with_it(code: Code, bound: float) -> None:
     generator = torch.Generator().manual_seed(0)
     magnitudes = torch.rand(4000, generator=generator, dtype=torch.float64) * 2.2 * bound
@@ -270,8 +271,8 @@ def test_encoding_relative_to_a_row_is_monotone_and_scales_with_it(code: Code, b
                 assert torch.equal(codec.encode(code, x * 2.0**up, addend, 0, other), steps)
 
 
-@pytest.mark.parametrize("code", [c for c in SCALED if c.hold], **ids)
-@pytest.mark.parametrize("bound", [2.0**-149, 1e-40, *BOUNDS, 1e38])
+@exhaustive("code", [c for c in SCALED if c.hold])
+@exhaustive("bound", [2.0**-149, 1e-40, *BOUNDS, 1e38])
 def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: float) -> None:
     into, back = multipliers(code, bound)
     x = torch.tensor([2.0**-149, 2.0**-126, 1e-30, 1e-10, 1.0, 1e30])
@@ -283,16 +284,16 @@ def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: 
         assert not codec.encode(code, torch.tensor([0.0, -0.0]), addend, 0, into).any()
 
 
-@pytest.mark.parametrize("code", SCALED, **ids)
+@exhaustive("code", SCALED)
 def test_a_row_of_zeros_keeps_zeros(code: Code) -> None:
     into, back = multipliers(code, 0.0)
     words = codec.encode(code, torch.zeros(4), half(codec.dropped_bits(code)), 8, into)
     assert not words.any() and codec.decode(code, words, 8, back).tolist() == [0.0] * 4
 
 
-@pytest.mark.parametrize("code", [c for c in SCALED if c.rounding == "stochastic"], **ids)
-@pytest.mark.parametrize("bound", [1e-3, 3.0])
-@pytest.mark.parametrize("where", [2.0**-17.3, 2.0**-9.1, 0.3, 0.9])
+@exhaustive("code", [c for c in SCALED if c.rounding == "stochastic"])
+@exhaustive("bound", [1e-3, 3.0])
+@exhaustive("where", [2.0**-17.3, 2.0**-9.1, 0.3, 0.9])
 def test_the_mean_over_all_addends_is_the_value_relative_to_any_row(code: Code, bound: float, where: float) -> None:
     dropped, (into, back) = codec.dropped_bits(code), multipliers(code, bound)
     if where < 2.0 ** (code.lowest - 2) and code.hold:
@@ -340,7 +341,7 @@ def tail_shifts(storage: Storage) -> list[int]:
     return [place.shift + place.plane.bits * k for k in range(32 // place.plane.bits)]
 
 
-@pytest.mark.parametrize("storage", IN_BFLOAT16, **row_ids)
+@exhaustive("storage", IN_BFLOAT16)
 def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
     every, dropped = patterns(), codec.dropped_bits(storage.weight)
     for shift in tail_shifts(storage):
@@ -359,7 +360,7 @@ def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> Non
             assert np.array_equal(unsigned(seen)[finite], visible)
 
 
-@pytest.mark.parametrize("name", ["exact", "split", "master"])
+@exhaustive("name", ["exact", "split", "master"])
 def test_rows_that_lose_nothing_of_the_weight_give_float32_back(name: str) -> None:
     storage, x = STORAGES[name], patterns()
     seen, field, kept = codec.encode_weight(storage, x, half(codec.dropped_bits(storage.weight)))
@@ -402,7 +403,7 @@ def visible_float16(seen: Tensor) -> Tensor:
     return words[0].view(torch.float16)[::2].double()
 
 
-@pytest.mark.parametrize("storage", IN_FLOAT16, **row_ids)
+@exhaustive("storage", IN_FLOAT16)
 def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
     x = around_float16()
     for sign in (1.0, -1.0):
@@ -433,7 +434,7 @@ def test_a_float16_master_is_the_float32_itself() -> None:
     assert torch.equal(kept, x) and torch.equal(codec.decode_weight(STORAGES["float16/master"], seen, field), x)
 
 
-@pytest.mark.parametrize("storage", IN_FLOAT16, **row_ids)
+@exhaustive("storage", IN_FLOAT16)
 def test_beyond_float16_a_weight_is_seen_as_infinite(storage: Storage) -> None:
     x = torch.tensor([65519.996, 65520.0, 65536.0, 1e10, math.inf, math.nan])
     for sign in (1.0, -1.0):
@@ -458,7 +459,7 @@ def test_float16_gradients_keep_their_values_and_what_is_not_finite() -> None:
     assert torch.equal(codec.visible_bits("float16", codec.visible_value("float16", low)), low)
 
 
-@pytest.mark.parametrize("visible", ["bfloat16", "float32"])
+@exhaustive("visible", ["bfloat16", "float32"])
 def test_other_gradients_are_their_bits(visible: str) -> None:
     bits = torch.tensor([0x7FC00000, 0x7F800000, -0x800000, 0, 0x3F800000], dtype=torch.int32)
     assert torch.equal(bits_of(codec.gradient_value(visible, bits)), bits)

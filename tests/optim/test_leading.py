@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import narrowgauge as ng
+from covering import exhaustive
 from narrowgauge.spec.storages import STORAGES
 
 SHAPES = ((64, 48), (7, 10), (6, 4, 8), (33,), (1, 1), (5, 200))
@@ -25,8 +25,8 @@ def stepped(storage: str, **options: Any) -> tuple[list[torch.nn.Parameter], ng.
     return weights, optimizer
 
 
-@pytest.mark.parametrize("storage", [name for name in STORAGES if not name.startswith("float8/")])
-@pytest.mark.parametrize("count", [1, 5, 40])
+@exhaustive("storage", [name for name in STORAGES if not name.startswith("float8/")])
+@exhaustive("count", [1, 5, 40])
 def test_leading_values_are_the_stored_ones(storage: str, count: int) -> None:
     weights, optimizer = stepped(storage)
     for name in ("weight", "exp_avg", "exp_avg_sq"):

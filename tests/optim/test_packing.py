@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from torch import Tensor
 
 import expectations
+from covering import exhaustive
 from narrowgauge.optim import codec
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, VISIBLE, Storage
 from optim.scenarios import REPRESENTATIVES, kind, row_of
@@ -23,7 +23,7 @@ ROWS = [
     STORAGES["compact"].keeping(()),
     STORAGES["word"].keeping(tuple((f"state{k}", "exp_avg") for k in range(5))),
 ]
-every_row = pytest.mark.parametrize("storage", ROWS, ids=lambda row: f"{row.name}-{len(row.states)}")
+every_row = exhaustive("storage", ROWS)
 
 
 def random_integers(shape: tuple[int, ...] | torch.Size, bits: int, seed: int = 0) -> Tensor:
@@ -44,7 +44,7 @@ def test_every_kind_of_storage_has_a_representative() -> None:
 
 
 @every_row
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@exhaustive("shape", SHAPES)
 def test_parameter_order_and_back(storage: Storage, shape: tuple[int, ...]) -> None:
     for plane in codec.planes(storage):
         values = random_integers(shape, plane.bits).reshape(-1).view(plane.dtype).view(shape)
@@ -61,7 +61,7 @@ def test_parameter_order_and_back(storage: Storage, shape: tuple[int, ...]) -> N
 
 
 @every_row
-@pytest.mark.parametrize("shape", [(5, 7), (6, 8), (3, 4, 2)], ids=str)
+@exhaustive("shape", [(5, 7), (6, 8), (3, 4, 2)])
 def test_parameter_order_of_strided_values(storage: Storage, shape: tuple[int, ...]) -> None:
     for plane in codec.planes(storage):
         values = random_integers(shape, plane.bits).view(plane.dtype)
@@ -79,7 +79,7 @@ def numbered(storage: Storage, shape: tuple[int, ...]) -> list[Tensor]:
 
 
 @every_row
-@pytest.mark.parametrize("shape", [(24,), (6, 8), (4, 2, 6)], ids=str)
+@exhaustive("shape", [(24,), (6, 8), (4, 2, 6)])
 def test_words_hold_neighbours_where_the_weight_does(storage: Storage, shape: tuple[int, ...]) -> None:
     """Element k of a plane meets element k of the weight in the same place of the same lane."""
     if not codec.fits(storage, shape):
@@ -140,7 +140,7 @@ def test_every_field_has_one_place_and_no_two_share_a_bit(storage: Storage) -> N
 
 
 @every_row
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@exhaustive("shape", SHAPES)
 def test_the_bytes_allocated_are_those_of_the_table(storage: Storage, shape: tuple[int, ...]) -> None:
     planes = codec.planes(storage)
     allocated = [codec.allocate(storage, plane, shape, torch.device("cpu")) for plane in planes]
@@ -162,7 +162,7 @@ def test_the_bytes_allocated_are_those_of_the_table(storage: Storage, shape: tup
 # ── the visible weight ──────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("visible", VISIBLE)
+@exhaustive("visible", VISIBLE)
 def test_lanes_of_a_weight_hold_every_value_in_order(visible: str) -> None:
     """All 65,536 values of the 16-bit formats, NaNs of every payload among them."""
     bits = VISIBLE[visible][0]

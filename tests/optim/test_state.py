@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import exhaustive
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import bits_of
 from narrowgauge.optim import codec
@@ -37,8 +38,8 @@ ROWS += [row_of("tail8+bfloat16+float32"), row_of("bfloat16-pair+e4m3-row+float3
 FLAT = [row for row in ROWS if not codec.by_rows(row)]
 IN_ROWS = [row for row in ROWS if codec.by_rows(row)]
 names = {"ids": lambda row: row.name}
-every_storage = pytest.mark.parametrize("storage", ROWS, **names)
-every_flat = pytest.mark.parametrize("storage", FLAT, **names)
+every_storage = exhaustive("storage", ROWS)
+every_flat = exhaustive("storage", FLAT)
 every_in_rows = pytest.mark.parametrize("storage", IN_ROWS, **names)
 SHAPES = [(3,), (0,), (1,), (5, 7), (64, 64), (65, 63), (2, 3, 4), ()]
 STATES = ("exp_avg", "exp_avg_sq")
@@ -279,7 +280,7 @@ def test_odd_strides_of_more_dims_are_written_back_whole(storage: Storage) -> No
 
 
 @every_storage
-@pytest.mark.parametrize("shape", [(64, 64), (2, 6, 8)])
+@exhaustive("shape", [(64, 64), (2, 6, 8)])
 def test_what_fits_is_stepped_where_it_lies(storage: Storage, shape: tuple[int, ...]) -> None:
     parameter, gradient = gaussian(*shape, dtype=visible(storage)), gaussian(*shape, dtype=visible(storage), seed=1)
     store = alone(parameter, storage)
@@ -332,8 +333,8 @@ def expected_weight(storage: Storage, values: Tensor) -> Tensor:
 
 
 @every_storage
-@pytest.mark.parametrize("shape", [(1,), (7, 13), (64, 66), (3, 5, 2)])
-@pytest.mark.parametrize("joined", [True, False])
+@exhaustive("shape", [(1,), (7, 13), (64, 66), (3, 5, 2)])
+@exhaustive("joined", [True, False])
 def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
     storage: Storage, shape: tuple[int, ...], joined: bool
 ) -> None:
@@ -368,7 +369,7 @@ def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
 
 
 @every_storage
-@pytest.mark.parametrize("shape", [(7, 13), (8, 12)])
+@exhaustive("shape", [(7, 13), (8, 12)])
 def test_what_is_put_is_kept_beside_all_else(storage: Storage, shape: tuple[int, ...]) -> None:
     store = alone(gaussian(*shape, dtype=visible(storage)), storage)
     values = {"weight": gaussian(*shape), "exp_avg": gaussian(*shape, seed=1)}
@@ -389,7 +390,7 @@ def test_what_is_put_is_kept_beside_all_else(storage: Storage, shape: tuple[int,
     assert store.stored("exp_avg_sq").all()
 
 
-@pytest.mark.parametrize("name", ["word", "compact", "states8"])
+@exhaustive("name", ["word", "compact", "states8"])
 def test_with_a_seed_values_are_put_stochastically(name: str) -> None:
     """9/8 of a step above a value: an eighth of 4,096 equal ones go up, not none; |z| < 5."""
     storage = STORAGES[name]
@@ -421,7 +422,7 @@ def test_adopt_narrows_a_wide_parameter_and_quiets_nans() -> None:
 
 
 @every_storage
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (7, 13), (130, 65), (3, 5, 2)], ids=str)
+@exhaustive("shape", [(), (0,), (3, 0), (1,), (7, 13), (130, 65), (3, 5, 2)])
 def test_what_is_taken_out_goes_in_again(storage: Storage, shape: tuple[int, ...]) -> None:
     parameter = gaussian(*shape, dtype=visible(storage))
     (one, other), _ = make_states([parameter, parameter.clone()], storage, kernel(storage))

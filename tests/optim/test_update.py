@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
 import expectations
+from covering import exhaustive
 from narrowgauge.numerics.rounding import bits_of, float_of, half
 from narrowgauge.optim import codec
 from narrowgauge.optim.codec import (
@@ -31,7 +31,7 @@ from oracles import codes as oracle
 from tensors import gaussian, unsigned
 
 ROWS = [*STORAGES.values(), *map(row_of, ("bfloat16-pair+bfloat16-pair+e5m3-row", "tail8+e4m3-row+bfloat16-pair"))]
-every_row = pytest.mark.parametrize("storage", ROWS, ids=lambda row: row.name)
+every_row = exhaustive("storage", ROWS)
 SEED = torch.tensor(-123456789, dtype=torch.int32)
 
 
@@ -74,7 +74,7 @@ def started(storage: Storage, weight: Tensor, gradient: Tensor, states: Mapping[
 
 
 @every_row
-@pytest.mark.parametrize("name", STATE_NAMES)
+@exhaustive("name", STATE_NAMES)
 def test_a_state_is_the_sum_of_its_parts(storage: Storage, name: str) -> None:
     code, value = storage.code(name), gaussian(3000)
     value = value.square() if name == "exp_avg_sq" else value
@@ -184,7 +184,7 @@ def one_step(storage: Storage, count: int = 3000) -> tuple[Lane, Lane, Written]:
     return lane, filled(lane, done.visible, lane.gradient, done.fields), done
 
 
-@pytest.mark.parametrize("storage", [row for row in ROWS if row.arithmetic == "float32"], ids=lambda row: row.name)
+@exhaustive("storage", [row for row in ROWS if row.arithmetic == "float32"])
 def test_what_was_decided_before_the_kernel_is_written_as_the_rule_inside_it_writes(storage: Storage) -> None:
     """A matrix rule's result and an element-wise rule's are the same bits, and the same changes for the audit."""
     lane, _, done = one_step(storage, 500)
@@ -221,7 +221,7 @@ def test_a_step_tells_the_audit_what_it_did(storage: Storage) -> None:
     assert taken.any() or storage.weight.bits * storage.weight.parts <= 16
 
 
-@pytest.mark.parametrize("storage", [row for row in ROWS if row.arithmetic == "float32"], ids=lambda row: row.name)
+@exhaustive("storage", [row for row in ROWS if row.arithmetic == "float32"])
 def test_a_step_in_float32_is_the_papers_and_only_what_is_kept_is_cut(storage: Storage) -> None:
     before, after, done = one_step(storage)
     weight = read_weight(storage, before)
@@ -265,7 +265,7 @@ def spacings(storage: Storage, lane: Lane, name: str, x: np.ndarray) -> oracle.F
     return np.asarray(2.0 ** (exponent - (code.parts * (code.mantissa_bits + 1) - 1)))
 
 
-@pytest.mark.parametrize("storage", [row for row in ROWS if row.arithmetic == "expansion"], ids=lambda row: row.name)
+@exhaustive("storage", [row for row in ROWS if row.arithmetic == "expansion"])
 def test_what_a_step_in_expansions_keeps_are_numbers_of_the_format_that_do_not_overlap(storage: Storage) -> None:
     _, after, done = one_step(storage)
     dropped, digits = codec.dropped_bits(storage.weight), storage.weight.mantissa_bits + 1
@@ -315,7 +315,7 @@ def walked(name: str, change: float, steps: int, start: float = 1.0, count: int 
     return codec.visible_value(storage.visible, lane.visible), read_weight(storage, lane)
 
 
-@pytest.mark.parametrize(
+@exhaustive(
     ("name", "smallest", "lost"),
     [
         # What arrives whole, and what never does: the second is half a spacing or less, of 1 or of what lies below it.
@@ -342,7 +342,7 @@ def test_updates_arrive_whole_down_to_what_the_row_says(name: str, smallest: flo
             assert float(walked(name, lost, steps)[1]) == 1.0
 
 
-@pytest.mark.parametrize("name", ["kahan", "collage-light", "collage-plus"])
+@exhaustive("name", ["kahan", "collage-light", "collage-plus"])
 def test_pairs_hand_what_they_saved_to_the_seen_weight(name: str) -> None:
     """2^-14 is a hundredth of a spacing of 1: 64 of them are half of one, 128 a whole one."""
     seen, kept = walked(name, 2.0**-14, 63)
@@ -353,11 +353,18 @@ def test_pairs_hand_what_they_saved_to_the_seen_weight(name: str) -> None:
     assert (float(seen), float(kept)) == (1.0 - 2.0**-7, 1.0 - 100 * 2.0**-14)
 
 
-@pytest.mark.parametrize(
+@exhaustive(
     ("name", "change"),
-    [("word", 2.0**-20), ("compact", 2.0**-20), ("split8", 2.0**-21), ("states8", 2.0**-12), ("states8", 2.0**-18),
-     ("states8", 2.0**-21), ("stochastic", 2.0**-18)],
-)  # fmt: skip
+    [
+        ("word", 2.0**-20),
+        ("compact", 2.0**-20),
+        ("split8", 2.0**-21),
+        ("states8", 2.0**-12),
+        ("states8", 2.0**-18),
+        ("states8", 2.0**-21),
+        ("stochastic", 2.0**-18),
+    ],  # fmt: skip
+)
 def test_random_cuts_take_updates_of_any_size_on_average(name: str, change: float) -> None:
     """Each step is a coin of its own for each of 100 gradients and many steps: |z| < 5."""
     spacing = 2.0 ** -STORAGES[name].weight.mantissa_bits
@@ -372,8 +379,8 @@ def test_random_cuts_take_updates_of_any_size_on_average(name: str, change: floa
 # ── scales ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("name", ["compact", "states8", "float8/collage-plus"])
-@pytest.mark.parametrize("after", [0.25, 1.0, 8.0])
+@exhaustive("name", ["compact", "states8", "float8/collage-plus"])
+@exhaustive("after", [0.25, 1.0, 8.0])
 def test_states_are_read_with_the_old_scales_and_written_with_the_new(name: str, after: float) -> None:
     """A rule that leaves its states alone leaves them at their values, whatever becomes of the row's bounds."""
     storage = STORAGES[name]
@@ -409,7 +416,7 @@ def test_every_stochastic_row_is_listed() -> None:
         }
 
 
-@pytest.mark.parametrize("name", DEALT)
+@exhaustive("name", DEALT)
 def test_addends_are_dealt_from_the_hash_of_weight_and_mantissa(name: str) -> None:
     weight, gradient = gaussian(300), bits_of(gaussian(300, seed=1)) & -65536
     seed = torch.tensor(-987654321, dtype=torch.int32)
@@ -504,8 +511,8 @@ REGIMES = (
 )
 
 
-@pytest.mark.parametrize("row", ["word", "states8"])
-@pytest.mark.parametrize("name", REGIMES)
+@exhaustive("row", ["word", "states8"])
+@exhaustive("name", REGIMES)
 def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) -> None:
     """Every |z| < 5.5 over some 600 readings a regime: one false failure in 20,000 such tests."""
     dealt = addends(STORAGES[row], *regime(name))
@@ -526,7 +533,7 @@ def test_the_fields_random_bits_are_fair_and_independent(name: str, row: str) ->
     assert (np.abs(across) * np.sqrt(before.shape[1]) < limit).all()
 
 
-@pytest.mark.parametrize("name", REGIMES)
+@exhaustive("name", REGIMES)
 def test_no_two_random_bits_agree_more_than_chance(name: str) -> None:
     """All 32 bits and all 496 pairs of them, |z| < 5.5: one false failure in 50,000 such tests."""
     dealt = {n: torch.as_tensor(a).long() for n, a in addends(STORAGES["word"], *regime(name)).items()}

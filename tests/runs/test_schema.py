@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import narrowgauge
+from covering import exhaustive
 from narrowgauge.errors import RecordError
 from narrowgauge.runs import schema
 from narrowgauge.runs.schema import GAUGE, METRICS, PYTHON_TYPES, STEP, SUMMARY, TABLES, Column, Row, wrong_value
@@ -36,7 +37,7 @@ def row_of(kind: str, column: Column, value: Any) -> Row:
     return {"step": 1, "kind": "note", column.name: value} if kind != "summary" else {column.name: value}
 
 
-@pytest.mark.parametrize(("kind", "column"), COLUMNS, ids=named)
+@exhaustive(("kind", "column"), COLUMNS)
 def test_every_column_takes_its_type_and_null(kind: str, column: Column) -> None:
     assert isinstance(EXAMPLES[column.type], PYTHON_TYPES[column.type])
     assert wrong_value(kind, row_of(kind, column, EXAMPLES[column.type])) == ""

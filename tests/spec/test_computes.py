@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 import expectations
+from covering import exhaustive
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import BLOCKS, COMPUTES, PLACES, ROTATION_SIZE, Cast, Compute, Product, gathering_of
 from narrowgauge.spec.formats import FORMATS, get_format
 
-every_row = pytest.mark.parametrize("row", COMPUTES.values(), ids=COMPUTES)
+every_row = exhaustive("row", COMPUTES.values())
 CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values()))
 PRODUCTS = list(dict.fromkeys(product for row in COMPUTES.values() for product in row.products.values()))
 SCALED = ("tensor", "row", "column", *BLOCKS)
@@ -88,7 +89,7 @@ def test_only_gradients_are_rounded_stochastically(row: Compute) -> None:
 # ── what the casts of a product have in common ──────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("product", PRODUCTS, ids=lambda p: f"{p.left} × {p.right}")
+@exhaustive("product", PRODUCTS)
 def test_operands_of_a_product_can_be_multiplied(product: Product) -> None:
     left, right = product.left, product.right
     assert left.rotation == right.rotation
@@ -103,7 +104,7 @@ def test_operands_of_a_product_can_be_multiplied(product: Product) -> None:
     assert product.is_wide == (left.is_wide and right.is_wide)
 
 
-@pytest.mark.parametrize("cast", CASTS, ids=str)
+@exhaustive("cast", CASTS)
 def test_a_cast_is_one_that_can_be_made(cast: Cast) -> None:
     assert cast.format in FORMATS and cast.element is get_format(cast.format)
     assert cast.is_wide == (cast.granularity == "none") == (cast.element.bits > 8)
@@ -135,8 +136,8 @@ def grouped(granularity: str, dim: int) -> list[tuple[int, ...]]:
     return [(row // high, column // wide) for row in range(0, 256, 8) for column in range(0, 256, 8)]
 
 
-@pytest.mark.parametrize("one", ["none", *SCALED])
-@pytest.mark.parametrize("other", ["none", *SCALED])
+@exhaustive("one", ["none", *SCALED])
+@exhaustive("other", ["none", *SCALED])
 def test_codes_serve_where_scales_are_shared_by_the_same_places(one: str, other: str) -> None:
     """Along the one dimension and along the other: worked out from places, not from names."""
     if "none" in (one, other) and one != other:
@@ -158,7 +159,7 @@ def variations(cast: Cast) -> Iterator[Cast]:
     yield replace(cast, margin=1)
 
 
-@pytest.mark.parametrize(("one", "other"), [("tensor", "tensor"), ("row", "column"), ("128x128", "128x128")])
+@exhaustive(("one", "other"), [("tensor", "tensor"), ("row", "column"), ("128x128", "128x128")])
 def test_codes_of_another_cast_do_not_serve(one: str, other: str) -> None:
     cast, turned = Cast("float8_e4m3fn", one), Cast("float8_e4m3fn", other)  # type: ignore[arg-type]
     assert cast.serves(turned)
@@ -200,7 +201,7 @@ def chopped(x: np.ndarray, significant: int) -> np.ndarray:
     return np.ldexp(np.trunc(np.ldexp(mantissa, significant)), exponent - significant)
 
 
-@pytest.mark.parametrize("accumulation", ["float32", "promoted", "fast"])
+@exhaustive("accumulation", ["float32", "promoted", "fast"])
 def test_a_sum_made_that_way_is_within_the_bound(accumulation: str) -> None:
     """Term by term in a register that chops: of 24 bits, or of 14 as Hopper's, emptied every 128 terms or never."""
     register = 24 if accumulation == "float32" else 14

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
+from covering import exhaustive
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import (
     COMPUTES,
@@ -25,7 +24,7 @@ def test_the_slots_are_the_casts_of_a_compute() -> None:
     assert list(SLOTS) == list(COMPUTES["mxfp8"].casts)
 
 
-@pytest.mark.parametrize("matmul", PLACES)
+@exhaustive("matmul", PLACES)
 def test_both_operands_contract_the_same_side_and_leave_those_of_the_result(matmul: str) -> None:
     left, right = SLOTS[f"{matmul}.left"], SLOTS[f"{matmul}.right"]
     assert left.tensor != right.tensor
@@ -33,7 +32,7 @@ def test_both_operands_contract_the_same_side_and_leave_those_of_the_result(matm
     assert (SHAPES[left.tensor][1 - left.dim], SHAPES[right.tensor][1 - right.dim]) == RESULTS[matmul]
 
 
-@pytest.mark.parametrize("tensor", TENSORS)
+@exhaustive("tensor", TENSORS)
 def test_each_tensor_enters_two_matmuls_which_contract_different_dimensions(tensor: str) -> None:
     own = [slot for slot in SLOTS.values() if slot.tensor == tensor]
     assert sorted(slot.dim for slot in own) == [0, 1]
@@ -51,9 +50,7 @@ def test_random_bits_differ_between_tensors_and_between_the_two_casts_of_the_gra
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "compute", [*COMPUTES.values(), *map(computes.named, computes.names())], ids=lambda row: row.name
-)
+@exhaustive("compute", [*COMPUTES.values(), *map(computes.named, computes.names())])
 def test_a_cast_is_made_where_no_other_serves_it(compute: Compute) -> None:
     for name, slot in SLOTS.items():
         made = slot_of_cast(compute, name)
@@ -62,7 +59,7 @@ def test_a_cast_is_made_where_no_other_serves_it(compute: Compute) -> None:
         assert (name in casts_made(compute)) == (made == name and not compute.casts[name].is_wide)
 
 
-@pytest.mark.parametrize("compute", [row for row in COMPUTES.values() if not row.is_wide], ids=lambda row: row.name)
+@exhaustive("compute", [row for row in COMPUTES.values() if not row.is_wide])
 def test_the_slots_share_what_the_compute_reports(compute: Compute) -> None:
     shared = [
         slot_of_cast(compute, name) != name for name in ("grad_weight.right", "grad_input.right", "grad_weight.left")
