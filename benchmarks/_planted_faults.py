@@ -149,14 +149,14 @@ FAULTS = [
         ),
         (
             "rounds",
-            "rounds = -(-num_leaves // size)",
-            "rounds = num_leaves // size",
+            "numbers = range(rank, rank + size * -(-num_micro_batches // size), size)",
+            "numbers = range(rank, rank + size * (num_micro_batches // size), size)",
             "micro-batches that do not divide by the ranks are left out",
         ),
         (
-            "detour",
-            "for detour in detours if detour.step <= step)",
-            "for detour in detours if detour.step < step)",
+            "skipped-batches",
+            "for each in skipped if each.step <= step)",
+            "for each in skipped if each.step < step)",
             "after a rollback the bad batch comes again",
         ),
         (
@@ -231,9 +231,9 @@ FAULTS = [
         ),
         (
             "batch-split",
-            "leaves = [rank + size * number for number in range(rounds)]",
-            "leaves = [rank * rounds + number for number in range(rounds)]",
-            "ranks compute each other's micro-batches: sums change their order",
+            "return [by_rank[number % here.size][number // here.size] for number in range(num_micro_batches)]",
+            "return [by_rank[number // -(-num_micro_batches // here.size)][number % -(-num_micro_batches // here.size)] for number in range(num_micro_batches)]",
+            "losses of micro-batches are added up in an order that depends on the ranks",
         ),
     ),
     *_faults(
@@ -270,8 +270,8 @@ FAULTS = [
         ),
         (
             "norm-groups",
-            'steps = torch.stack([add_up(steps_of(members, scales), groups, "sum") for groups, members in parts]).sum(0)',
-            "steps = torch.stack([steps_of(members, scales) for groups, members in parts]).sum(0)",
+            'steps = torch.stack([add_up(steps_of(members, scales), groups, "sum") for groups, members in parts])',
+            "steps = torch.stack([steps_of(members, scales) for groups, members in parts])",
             "each rank clips by the norm of its own shard",
         ),
         (

@@ -363,7 +363,7 @@ def test_pairs_hand_what_they_saved_to_the_seen_weight(name: str) -> None:
         ("states8", 2.0**-18),
         ("states8", 2.0**-21),
         ("stochastic", 2.0**-18),
-    ],  # fmt: skip
+    ],
 )
 def test_random_cuts_take_updates_of_any_size_on_average(name: str, change: float) -> None:
     """Each step is a coin of its own for each of 100 gradients and many steps: |z| < 5."""
