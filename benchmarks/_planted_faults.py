@@ -232,7 +232,7 @@ FAULTS = [
         (
             "batch-split",
             "return [by_rank[number % here.size][number // here.size] for number in range(num_micro_batches)]",
-            "return [by_rank[number // -(-num_micro_batches // here.size)][number % -(-num_micro_batches // here.size)] for number in range(num_micro_batches)]",
+            "return [by_rank[-1 - number % here.size][number // here.size] for number in range(num_micro_batches)]",
             "losses of micro-batches are added up in an order that depends on the ranks",
         ),
     ),
