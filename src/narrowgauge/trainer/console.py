@@ -73,7 +73,6 @@ class Console:
         self._bar(what, None, 0, "")
 
     def start(self, name: str, step: int) -> None:
-        """Begin to count steps, after ``step``."""
         self._bar(name, self.num_steps, step, "the first step compiles")
 
     def _bar(self, name: str, total: int | None, step: int, metrics: str) -> None:
@@ -99,7 +98,6 @@ class Console:
             self.say(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
 
     def evaluation(self, row: Row) -> None:
-        """Print the validation loss."""
         self.say(f"step {row['step']:>6}/{self.num_steps}  {EVAL['val_loss'].text(row)}")
 
     def stopping(self, line: str) -> None:

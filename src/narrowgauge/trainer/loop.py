@@ -39,7 +39,7 @@ from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.memory import require_batch
 from narrowgauge.trainer.recovery import Recovery
-from narrowgauge.trainer.resume_checks import accept, moved, require_resumable, with_present_ranks
+from narrowgauge.trainer.resume_checks import accept, moved, unfinished_run, with_present_ranks
 from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import evaluate, summarize, train_step
 
@@ -157,7 +157,7 @@ def resume(
     folder = Path(folder)
     read_settings(folder)
     with _alone(folder, "write the run", "stop it, then narrowgauge resume"):
-        run = require_resumable(folder)
+        run = unfinished_run(folder)
         # Read before anything is written: a damaged record stays as it is.
         began_with, settings = run.data_fingerprint, {**run.config, **(chosen or {}), "stop_after": stop_after}
         given = {name: value for name, value in settings.items() if value is not None}

@@ -121,16 +121,15 @@ def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) 
 # ── folders that can be resumed, exported or replayed ───────────────────────────────────────────────────────────────
 
 
-def require_resumable(folder: Path) -> Run:
-    """The record of a run that can be resumed.
+def unfinished_run(folder: Path) -> Run:
+    """The record of a run that is not finished.
 
     Args:
         folder: the run folder.
     Returns:
-        The run.
+        The run; its settings are not parsed.
     Raises:
         RecordError: no such run, or a damaged or finished one.
-        NarrowgaugeError: settings that this version does not know.
     """
     run = _unpacked(folder)
     if run.summary is not None:
@@ -138,6 +137,17 @@ def require_resumable(folder: Path) -> Run:
             f"{folder} is finished: {run.summary['steps']} steps, validation loss {run.summary['val_loss']:.4f}.",
             "Start another run with narrowgauge train.",
         )
+    return run
+
+
+def require_resumable(folder: Path) -> Run:
+    """:func:`unfinished_run`, whose settings this version knows.
+
+    Raises:
+        RecordError: no such run, or a damaged or finished one.
+        NarrowgaugeError: settings that this version does not know.
+    """
+    run = unfinished_run(folder)
     TrainConfig.from_dict(run.config, str(folder / "run.toml"))
     return run
 

@@ -264,41 +264,16 @@ class NullWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        pass
 
-    def step(self, row: Row) -> None:
-        """Not written."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def eval(self, row: Row) -> None:
-        """Not written."""
-
-    def gauge(self, row: Row) -> None:
-        """Not written."""
-
-    def fingerprint(self, row: Row) -> None:
-        """Not written."""
-
-    def event(self, event: Event | Row) -> None:
-        """Not written."""
-
-    def summary(self, row: Row) -> None:
-        """Not written."""
-
-    def amend(self, run: Row) -> None:
-        """The first rank does."""
-
-    def rewind(self, step: int, *, accept_lost: bool = False) -> None:
-        """The first rank does."""
-
-    def sync(self) -> None:
-        """Nothing to flush."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+    step = eval = gauge = fingerprint = event = summary = amend = rewind = sync = close = _nothing
 
 
 class NullScreen:
-    """A :class:`~narrowgauge.gauges.recording.run_reporter.Screen` that shows nothing."""
+    """A :class:`Screen` that shows nothing."""
 
     def __enter__(self) -> NullScreen:
         return self
@@ -306,23 +281,7 @@ class NullScreen:
     def __exit__(self, *_: Any) -> None:
         pass
 
-    def stage(self, what: str) -> None:
-        """Not shown."""
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
 
-    def start(self, name: str, step: int) -> None:
-        """Not shown."""
-
-    def say(self, line: str) -> None:
-        """Not shown."""
-
-    def step(self, row: Row) -> None:
-        """Not shown."""
-
-    def evaluation(self, row: Row) -> None:
-        """Not shown."""
-
-    def stopping(self, line: str) -> None:
-        """Not shown."""
-
-    def summary(self, rows: list[Row]) -> None:
-        """Not shown."""
+    stage = start = say = step = evaluation = stopping = summary = _nothing

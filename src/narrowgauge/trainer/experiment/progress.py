@@ -227,28 +227,22 @@ class RunProgress:
         self.progress, self.num_steps = progress, num_steps
 
     def stage(self, what: str) -> None:
-        """What happens before the first step."""
         self.progress.status(what)
 
     def start(self, name: str, step: int) -> None:
-        """Begin to count steps, after ``step``."""
         self.progress.status("the first step compiles")
 
     def say(self, line: str) -> None:
-        """One line."""
         self.progress.status(line)
 
     def step(self, row: Row) -> None:
-        """A row of ``steps.jsonl``."""
         self.progress.step(row["step"])
         self.progress.status(f"step {row['step']}/{self.num_steps}  loss {row['loss']:.4f}")
 
     def evaluation(self, row: Row) -> None:
-        """A row of ``evals.jsonl``."""
         self.progress.status(f"step {row['step']}/{self.num_steps}  validation loss {row['val_loss']:.4f}")
 
     def stopping(self, line: str) -> None:
-        """One line, from within a signal handler."""
         self.progress.stopping(line)
 
     def summary(self, rows: list[dict[str, Any]]) -> None:
