@@ -74,6 +74,7 @@ def test_a_recorded_loop_has_the_rows_and_the_bits_of_the_trainer(tmp_path: Path
     loop = recorded(run, tmp_path / "mine", gauges_every=2)
     found = ng.read_run(tmp_path / "mine")
     assert lasting(found.steps) == lasting(run.rows)
+    assert [list(row) for row in lasting(found.steps)] == [list(row) for row in lasting(run.rows)]  # in the same order
     assert all(torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items())
     assert [row["step"] for row in found.gauges] == [2, 4, 6] and "updates" in found.gauges[0]
     assert [event["kind"] for event in found.events] == ["start", "finish"]

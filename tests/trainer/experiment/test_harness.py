@@ -16,7 +16,7 @@ import narrowgauge as ng
 from analysis.comparison.made_runs import SIZES
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.gauges.recording import run_recorder
+from narrowgauge.gauges.recording import step_row
 from narrowgauge.report.publishing import read_runs
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer.experiment.harness import RunLog, compare
@@ -173,9 +173,10 @@ def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: p
         read.append(read_run(log._record.reporter.folder))
 
     read: list[Run] = []
-    monkeypatch.setattr(run_recorder, "time", SimpleNamespace(perf_counter=lambda: now, process_time=lambda: 0.0))
+    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now / 2)
+    monkeypatch.setattr(step_row, "time", clock)
     compare(train, ["mine"])
-    assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
+    assert [(row["seconds"], row["cpu_seconds"]) for row in read[0].steps] == [(1.0, 0.5), (1.0, 0.5)]
     assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]
 
 
