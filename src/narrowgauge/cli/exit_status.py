@@ -122,6 +122,12 @@ def _ascii_of(character: str) -> str:
     return power + letters if letters else "?"
 
 
+def help_without_command(context: click.Context) -> None:
+    """Print the help of a group that was called without one of its commands."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
 def say_former(old: str, new: str) -> None:
     """Say on standard error that a spelling of the command line is a former one, and what it is now."""
     click.echo(f"note: {old} is now {new}; the old spelling works until the next release.", err=True)

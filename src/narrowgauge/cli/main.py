@@ -15,7 +15,7 @@ import click
 
 from narrowgauge import __version__
 from narrowgauge.cli import diagnosing, flags, launching, planning
-from narrowgauge.cli.exit_status import CommandGroup, say_former
+from narrowgauge.cli.exit_status import CommandGroup, help_without_command, say_former
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
@@ -28,19 +28,14 @@ _run_folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=
 @click.pass_context
 def main(context: click.Context) -> None:
     """Train language models in narrow number formats, know what each costs, and get the same bits again."""
-    _help_without_command(context)
+    help_without_command(context)
 
 
 @main.group("show", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
     """Print a table (formats, recipes, storages, chips, frameworks, …), one of its rows, or the machine."""
-    _help_without_command(context)
-
-
-def _help_without_command(context: click.Context) -> None:
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+    help_without_command(context)
 
 
 def _add_table(name: str, help: str) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from narrowgauge.cli import flags
-from narrowgauge.cli.exit_status import say_former
+from narrowgauge.cli.exit_status import help_without_command, say_former
 from narrowgauge.planner.inputs.clusters import HERE
 from narrowgauge.planner.inputs.efficiency import SOFTWARE
 from narrowgauge.planner.inputs.model_configs import PRESETS
@@ -73,8 +73,7 @@ class PlanGroup(click.Group):
 @click.pass_context
 def plan_group(context: click.Context) -> None:
     """Say what fits, how fast, on which machines, and why; nothing is trained."""
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
+    help_without_command(context)
 
 
 _model = click.option(

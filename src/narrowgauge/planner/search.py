@@ -148,7 +148,7 @@ class _Request:
             self.kept[kind] = (
                 inputs if layout.recompute == "full" else figures.per_layer
             ) * self.architecture.num_layers
-        tokens = layout.micro_batch * self.sequence_length / layout.context
+        tokens = layout.tokens_on_rank(self.sequence_length)
         return tokens * self.kept[kind] / (layout.tensor * layout.pipeline)
 
     def pace(self, layout: Layout) -> float:

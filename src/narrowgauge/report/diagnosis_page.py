@@ -21,7 +21,7 @@ from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.series import Series, column, decimate, gaps, is_wide, json_list
 from narrowgauge.report.figures.traces import Figure, layout_of
 from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after
-from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
+from narrowgauge.report.page import asset, capitalized, digest_of, embedded, packed, plotly_script, spec_of, template
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row, step_of
 from narrowgauge.spec.tables import Table, number_columns, text_columns
@@ -102,7 +102,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
         heading=found.name,
         subtitle=" · ".join(str(word) for word in (recipe, f"{len(run.steps):,} steps") if word),
         lead=found.verdict[:1].upper() + found.verdict[1:],
-        sentences=[f"{_capital(finding.cause.title)}: {finding.cause.effect}." for finding in found.findings],
+        sentences=[f"{capitalized(finding.cause.title)}: {finding.cause.effect}." for finding in found.findings],
         parts=parts,
         made_from="the record of the run; "
         + ("nothing was computed again" if found.replay is None else f"step {found.replay.step} was computed again"),
@@ -125,7 +125,7 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
     parts = [
         Section("change", "What to do", sentences=[*remedy, *([_next_step(found)] if found.next_measurement else [])]),
         Section("timeline", "Timeline", figures=pair_figures(found, one, other)),
-        Section("evidence", "Evidence", sentences=[_capital(said) for said in found.evidence]),
+        Section("evidence", "Evidence", sentences=[capitalized(said) for said in found.evidence]),
         Section("else", "What else it could be", "Alternatives", tables=_reasons(found)),
         Section("given", "What they were given differently", "Differences", tables=_differences(found)),
         Section(
@@ -168,10 +168,6 @@ def _document(
         plotly=plotly.packed,
     )
     return page.lstrip()
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 # ── one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,7 +244,7 @@ def _is_of_replay(finding: CauseFinding) -> bool:
 
 
 def _replay_lines(found: Diagnosis) -> list[str]:
-    return [] if found.replay is None else [f"{_capital(line.strip())}." for line in found.replay.every_line()]
+    return [] if found.replay is None else [f"{capitalized(line.strip())}." for line in found.replay.every_line()]
 
 
 def _replays(found: Diagnosis) -> list[Table]:

@@ -154,6 +154,11 @@ def _breakable(text: Any) -> markupsafe.Markup:
     return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
 
 
+def capitalized(text: str) -> str:
+    """The text with its first letter in upper case, and all others as they are."""
+    return text[:1].upper() + text[1:]
+
+
 def asset(name: str) -> str:
     """A file of ``templates/``."""
     return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()

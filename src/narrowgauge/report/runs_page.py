@@ -30,7 +30,7 @@ from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.groups import Group, Samples, final_loss, groups_of, run_names
-from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
+from narrowgauge.report.page import asset, capitalized, digest_of, embedded, packed, plotly_script, spec_of, template
 from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row, finite_number
@@ -544,16 +544,12 @@ def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> l
             name,
             group,
             line,
-            dataclasses.replace(finding, message=f"{_sentence(finding.message)} ({finding.probability:.0%})"),
+            dataclasses.replace(finding, message=f"{capitalized(finding.message)} ({finding.probability:.0%})"),
             [sign.sentence for sign in finding.chain[:_SHOWN_SIGNS]],
             command,
         )
         for finding in found.findings
     ]
-
-
-def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def marked(figure: Figure, rows: Sequence[FindingRow]) -> Figure:

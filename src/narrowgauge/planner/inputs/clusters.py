@@ -276,7 +276,7 @@ def read_cluster(path: str | Path) -> Cluster:
         ChipError: what it says contradicts itself.
     """
     path = Path(path).expanduser()
-    table = _read_toml(path)
+    table = read_table(path, "cluster", "It is a TOML file with [[nodes]].")
     groups = table.pop("nodes", [])
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise DataError(f"{path}: nodes is not a list of tables.", "Write [[nodes]] before each group of nodes.")
@@ -319,14 +319,20 @@ def _refuse_unknown(path: Path, table: Mapping[str, Any], known: tuple[str, ...]
             )
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def read_table(path: Path, what: str, advice: str) -> dict[str, Any]:
+    """The table of a TOML file.
+
+    Args:
+        path: of the file.
+        what: the file describes, and ``advice``: what it should be, for the message.
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
         return load_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"cannot read the cluster {path}: {reason.rstrip('.')}.", "It is a TOML file with [[nodes]]."
-        ) from error
+        raise DataError(f"cannot read the {what} {path}: {reason.rstrip('.')}.", advice) from None
 
 
 # ── the clusters that a question names, and parts of them where fewer chips may be better ─────────────────────────────────

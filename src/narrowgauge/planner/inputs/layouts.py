@@ -140,6 +140,10 @@ class Layout:
         """
         return self.num_replicas * self.micro_batch * self.micro_batches
 
+    def tokens_on_rank(self, sequence_length: int) -> float:
+        """Tokens of a micro-batch on one rank."""
+        return self.micro_batch * sequence_length / self.context
+
     @property
     def bubble(self) -> float:
         """The share of a step in which a stage waits for others: (p − 1) / (v m + p − 1).

@@ -40,7 +40,7 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, RecordError
 from narrowgauge.planner.formatting import duration_text
-from narrowgauge.planner.inputs.clusters import Cluster, cluster_of, read_cluster
+from narrowgauge.planner.inputs.clusters import Cluster, cluster_of, read_cluster, read_table
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
@@ -52,7 +52,6 @@ from narrowgauge.planner.time.step_time import step_terms
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.notation import parse_value
-from narrowgauge.spec.toml import load_toml
 
 Settings = Mapping[str, Any]
 
@@ -100,7 +99,7 @@ def read_launch(path: str | Path, chip: Chip | None = None) -> LaunchedJob:
     path = Path(path).expanduser()
     if path.is_dir():
         return _of_run(path, chip)
-    table = _read(path)
+    table = read_table(path, "launch", "It is a TOML file of settings, or a run folder.")
     measured = _measured(table, path)
     cluster = _cluster(table, path, chip)
     own = table.get("layout")
@@ -171,16 +170,6 @@ def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
         offload="all" if table.get("offload") else "none",
         accumulation_dtype=str(table.get("accumulation_dtype") or "float32"),
     )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return load_toml(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise DataError(
-            f"cannot read the launch {path}: {reason}.", "It is a TOML file of settings, or a run folder."
-        ) from None
 
 
 def _required(table: Settings, key: str, where: str) -> Any:

@@ -386,7 +386,7 @@ class Request:
     @property
     def tokens(self) -> float:
         """Of a micro-batch on a rank."""
-        return self.layout.micro_batch * self.sequence_length / self.layout.context
+        return self.layout.tokens_on_rank(self.sequence_length)
 
     @property
     def per_layer(self) -> float:

@@ -76,7 +76,7 @@ class Work:
     @property
     def tokens(self) -> float:
         """Of a micro-batch, on one rank."""
-        return self.layout.micro_batch * self.sequence_length / self.layout.context
+        return self.layout.tokens_on_rank(self.sequence_length)
 
     @property
     def width(self) -> float:
