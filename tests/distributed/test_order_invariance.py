@@ -1,4 +1,4 @@
-"""What would make the bits of an order-free sum depend on the number of ranks is refused as it happens; healthy loops are not."""
+"""What would make the bits of an order-invariant sum depend on the number of ranks is refused as it happens, and nothing else."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from narrowgauge.matmul import operand
 from narrowgauge.matmul.gemm import EmulationNotice, is_native
 from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.swapping import Linears, swap_linears
+from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec import computes
@@ -46,7 +46,7 @@ def make_layer(
     bias: bool = True,
     dtype: torch.dtype = torch.bfloat16,
     seed: int = 0,
-) -> tuple[Linear, Linears]:
+) -> tuple[Linear, NarrowLayers]:
     """A layer called ``fc``, in training, and the handle on it."""
     plain = nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
     with torch.no_grad():

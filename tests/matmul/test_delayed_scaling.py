@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed, same
 from narrowgauge.matmul.delayed_scaling import count_overflows, delayed_amax, new_history
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.swapping import Linears, swap_linears
+from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.spec.computes import COMPUTES, TENSORS, Cast
 
 every_row = pytest.mark.parametrize("row", DELAYED, **names)
@@ -123,7 +123,7 @@ def test_other_casts_have_no_delayed_scale() -> None:
 # ── in layers ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def train(layer: Linear, linears: Linears, steps: range, spike: int = -1) -> list:  # type: ignore[type-arg]
+def train(layer: Linear, linears: NarrowLayers, steps: range, spike: int = -1) -> list:  # type: ignore[type-arg]
     found = []
     for step in steps:
         linears.step = step

@@ -40,7 +40,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import gemm, layer_matmuls, operand
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.swapping import Linears, linears_of, swap_linears
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of, swap_linears
 from narrowgauge.numerics import fusion
 from narrowgauge.numerics.quantization import padded, rotate
 from narrowgauge.spec.computes import COMPUTES, Compute
@@ -75,7 +75,7 @@ def batch(shape: tuple[int, int, int], dtype: torch.dtype = torch.bfloat16) -> t
     return gaussian(tokens, inputs, dtype=dtype, seed=3), gaussian(tokens, outputs, dtype=dtype, seed=4)
 
 
-def silently(model: nn.Module, row: str | Compute | Callable[[str], Any], **options: Any) -> Linears:
+def silently(model: nn.Module, row: str | Compute | Callable[[str], Any], **options: Any) -> NarrowLayers:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EmulationNotice)
         return swap_linears(model, row, **options)

@@ -1,4 +1,4 @@
-"""A training on several ranks: one run folder, one voice, and with an order-free reduction the bits of one process."""
+"""A training on several ranks: one run folder, one voice, and with an order-invariant reduction the bits of one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The law of an order-free reduction: losses, gradient norms, weights and moments are equal bit for bit on any number of ranks.
+"""The law of order-invariant reductions: losses, gradient norms, weights and moments have equal bits on any number of ranks.
 
 Five leaves on one, two, three and four ranks: shares of two and three leaves, and ranks that repeat one and contribute nothing.
 """

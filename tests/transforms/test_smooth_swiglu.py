@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.swapping import Linears, swap_linears
+from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.quantization import quantize, smoothing
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES
@@ -48,7 +48,7 @@ def run_away(module: LlamaMLP, by: float = 32.0) -> None:
         module.up_proj.weight[CHANNEL] *= by
 
 
-def after_the_jump(compute: str, narrow: str = "*", *, is_smooth: bool = False) -> tuple[float, Linears]:
+def after_the_jump(compute: str, narrow: str = "*", *, is_smooth: bool = False) -> tuple[float, NarrowLayers]:
     """The output's error relative to the plain formula, in the step in which a channel jumps, after three ordinary ones."""
     module, plain = mlp(), mlp().double()
     if is_smooth:

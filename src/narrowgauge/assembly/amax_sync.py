@@ -17,14 +17,14 @@ from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.sharding import mesh_of
-from narrowgauge.matmul.swapping import Linears, linears_of
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.shards import add_up
 from narrowgauge.optim.optimizer import Optimizer
 
 _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
 
 
-def sync_amax(model: nn.Module, linears: Linears, optimizer: Optimizer | None = None) -> None:
+def sync_amax(model: nn.Module, linears: NarrowLayers, optimizer: Optimizer | None = None) -> None:
     """Max-reduce the amax histories over the ranks that train together, if there are several.
 
     These are the ranks of the optimizer's reduction, else those that the model is sharded over, else all.

@@ -33,7 +33,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.machine.processor import multiplies
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
-from narrowgauge.matmul.swapping import Linears, keep_ranks_apart, linear_names, swap_linears
+from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart, linear_names, swap_linears
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
 from narrowgauge.optim.optimizer import Optimizer
@@ -130,7 +130,7 @@ def prepare(
             parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
             mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; sparse gradients;
             narrow gathers that no layer allows, or of a recipe whose compute changes; a float32 parameter to be sharded that
-            is not contiguous; with an order-free reduction a batch norm or dropout, through which micro-batches depend on
+            is not contiguous; with an order-invariant reduction a batch norm or dropout, through which micro-batches depend on
             those before them. What a loop does that such a reduction cannot allow is refused as it happens: see
             :func:`~narrowgauge.reduce_gradients_with`.
 
@@ -221,7 +221,7 @@ class Converted:
     recipe: Recipe
     values: dict[Tensor, Tensor]
     factors: dict[str, float]
-    linears: Linears | None
+    linears: NarrowLayers | None
 
 
 def convert_model(
@@ -302,7 +302,7 @@ def scales_loss(recipe: Recipe) -> bool:
     return any(compute.scales_loss for compute in recipe.computes)
 
 
-def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> Linears | None:
+def narrow_linears(model: nn.Module, recipe: Recipe, seed: int) -> NarrowLayers | None:
     """Swap the linear layers whose compute differs from PyTorch's own, in any phase or in evaluation."""
     device = next(model.parameters()).device
     moments = [0.0, *(phase.until for phase in recipe.phases)]

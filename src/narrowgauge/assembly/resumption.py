@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from narrowgauge.matmul.swapping import Linears, linears_of
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.optim.optimizer import Optimizer
 
 KEY = "narrowgauge"
@@ -183,6 +183,6 @@ def separated(state_dict: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     return found, {**rest, "param_groups": [without(group) for group in rest["param_groups"]]}
 
 
-def _remembers(linears: Linears) -> bool:
+def _remembers(linears: NarrowLayers) -> bool:
     """Whether a step of these layers depends on earlier steps or their number, in any compute that they had."""
     return bool(linears.histories()) or any(layer.is_keyed for layer in linears.layers.values())

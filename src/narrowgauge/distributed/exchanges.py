@@ -34,7 +34,7 @@ SAME_PARAMETERS = (
 
 
 @dataclass(frozen=True)
-class Parties:
+class RankGrid:
     """The ranks that sum a gradient, as a table of replicas and shards.
 
     Args:
@@ -59,10 +59,10 @@ class Parties:
         return self.shards * self.replicas
 
 
-ALONE = Parties()
+ALONE = RankGrid()
 
 
-def replicated(group: Any = None) -> Parties:
+def replicated(group: Any = None) -> RankGrid:
     """The ranks of a process group, each of which keeps the whole; those of the default group without.
 
     Args:
@@ -72,10 +72,10 @@ def replicated(group: Any = None) -> Parties:
         return ALONE
     group = group if group is not None else dist.group.WORLD
     size = dist.get_world_size(group)
-    return Parties(1, size, group, None, group, tuple((replica, 0) for replica in range(size)))
+    return RankGrid(1, size, group, None, group, tuple((replica, 0) for replica in range(size)))
 
 
-def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> Parties:
+def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
     """The ranks of a DeviceMesh.
 
     Args:
@@ -90,7 +90,7 @@ def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> Parties:
     group = mesh.get_group(shard_dim) if replicate_dim is None else group_of(table.flatten().tolist())
     ranks = dist.get_process_group_ranks(group)
     replica_group = None if replicate_dim is None else mesh.get_group(replicate_dim)
-    return Parties(
+    return RankGrid(
         shards, replicas, group, mesh.get_group(shard_dim), replica_group, tuple(place_of[rank] for rank in ranks)
     )
 
@@ -112,7 +112,7 @@ class Exchange:
     """The sum of one flat gradient over ranks, again and again.
 
     Args:
-        parties: the ranks.
+        grid: the ranks.
         row: the reduction.
         average: divide the sum by the number of ranks.
         seed: of random bits, where the reduction takes some.
@@ -128,8 +128,8 @@ class Exchange:
     place = 0
     on_gradient: Callable[[Tensor], None] | None = None
 
-    def __init__(self, parties: Parties, row: Reduction, average: bool, seed: int) -> None:
-        self.parties, self.row, self.average, self.seed = parties, row, average, seed
+    def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:
+        self.grid, self.row, self.average, self.seed = grid, row, average, seed
 
     def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         """:meth:`add`, and show the gradient to whoever looks at what ranks send."""
@@ -159,16 +159,16 @@ class BackendSum(Exchange):
     """The backend's own sum, in the gradient's format or a wider one, followed by one division."""
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        parties = self.parties
+        grid = self.grid
         wide = gradient.to(getattr(torch, self.row.wire)) if self.row.wire else gradient
         part = wide
-        if parties.shards > 1:
+        if grid.shards > 1:
             part = wide.new_empty(output.shape)
-            reduce_scatter(part, wide, parties.shard_group)
-        if parties.replicas > 1:
-            dist.all_reduce(part, group=parties.replica_group)
-        if self.average and parties.size > 1:
-            part = part.div_(parties.size)
+            reduce_scatter(part, wide, grid.shard_group)
+        if grid.replicas > 1:
+            dist.all_reduce(part, group=grid.replica_group)
+        if self.average and grid.size > 1:
+            part = part.div_(grid.size)
         output.copy_(part)
 
 
@@ -205,15 +205,15 @@ class ExactExchange(Exchange):
 
     sums_leaves = True
 
-    def __init__(self, parties: Parties, *arguments: Any, **options: Any) -> None:
-        super().__init__(parties, *arguments, **options)
+    def __init__(self, grid: RankGrid, *arguments: Any, **options: Any) -> None:
+        super().__init__(grid, *arguments, **options)
         self._sums: ExactSums | None = None
         self._has_begun = False
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         rows = self._received(gradient)
-        part = output if self.parties.replicas == 1 else output.new_empty(rows.shape[1])
-        divisor = self.parties.size if self.average else 1
+        part = output if self.grid.replicas == 1 else output.new_empty(rows.shape[1])
+        divisor = self.grid.size if self.average else 1
         if is_last and not self._has_begun:
             sum_rows(rows, part, divisor)
         else:
@@ -225,9 +225,9 @@ class ExactExchange(Exchange):
                 sums.clear_()
             else:
                 output.zero_()  # FSDP2 shows it as a gradient
-        if is_last and self.parties.replicas > 1:
-            whole = part.new_empty(self.parties.replicas * part.numel())
-            all_gather(whole, part, self.parties.replica_group)
+        if is_last and self.grid.replicas > 1:
+            whole = part.new_empty(self.grid.replicas * part.numel())
+            all_gather(whole, part, self.grid.replica_group)
             output.copy_(whole[: output.numel()])
 
     def discard(self) -> None:
@@ -240,24 +240,24 @@ class ExactExchange(Exchange):
 
     def _received(self, gradient: Tensor) -> Tensor:
         """The piece that this rank keeps, of every rank's gradient: shape [ranks, piece]."""
-        parties = self.parties
-        if parties.size == 1:
+        grid = self.grid
+        if grid.size == 1:
             return gradient.view(1, -1)
         sent = self._pieces(gradient)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=parties.group)
-        return received.view(parties.size, -1)
+        dist.all_to_all_single(received, sent, group=grid.group)
+        return received.view(grid.size, -1)
 
     def _pieces(self, gradient: Tensor) -> Tensor:
         """The gradient as a piece for each rank of the group, in its order."""
-        parties = self.parties
-        shards = gradient.view(parties.shards, -1)
-        size = -(-shards.shape[1] // parties.replicas)
-        if shards.shape[1] != size * parties.replicas:
-            shards = torch.nn.functional.pad(shards, (0, size * parties.replicas - shards.shape[1]))
-        places = [shard * parties.replicas + replica for replica, shard in parties.places]
-        pieces = shards.reshape(parties.size, size)
-        if places != list(range(parties.size)):
+        grid = self.grid
+        shards = gradient.view(grid.shards, -1)
+        size = -(-shards.shape[1] // grid.replicas)
+        if shards.shape[1] != size * grid.replicas:
+            shards = torch.nn.functional.pad(shards, (0, size * grid.replicas - shards.shape[1]))
+        places = [shard * grid.replicas + replica for replica, shard in grid.places]
+        pieces = shards.reshape(grid.size, size)
+        if places != list(range(grid.size)):
             pieces = pieces[places]
         return pieces.reshape(-1)
 
@@ -308,21 +308,21 @@ class CompressedSum(Exchange):
     records of one gradient as temporary memory.
     """
 
-    def __init__(self, parties: Parties, row: Reduction, average: bool, seed: int) -> None:
-        super().__init__(parties, row, average, seed)
+    def __init__(self, grid: RankGrid, row: Reduction, average: bool, seed: int) -> None:
+        super().__init__(grid, row, average, seed)
         self.code = BLOCK_CODES[row.name]
         self._micro_batch = 0
 
     @torch.no_grad()
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
         """See :meth:`Exchange.add`; each micro-batch is summed on its own."""
-        parties = self.parties
-        if parties.size > 1:
+        grid = self.grid
+        if grid.size > 1:
             total = self._sum_owned(gradient)
-            if parties.replicas > 1:
+            if grid.replicas > 1:
                 total = self._gather(total)
             total = total[: output.numel()].view_as(output)
-            gradient = total.div_(parties.size) if self.average else total
+            gradient = total.div_(grid.size) if self.average else total
         output.copy_(gradient)
         self._micro_batch = 0 if is_last else self._micro_batch + 1
         self.step += is_last
@@ -333,15 +333,15 @@ class CompressedSum(Exchange):
 
     def _sum_owned(self, gradient: Tensor) -> Tensor:
         """The sum of the piece that this rank owns, float32: a replica's share of its shard, in whole records."""
-        parties, rank = self.parties, dist.get_rank(self.parties.group)
-        pieces = _pieces(gradient, parties)
+        grid, rank = self.grid, dist.get_rank(self.grid.group)
+        pieces = _pieces(gradient, grid)
         num_records = self.code.num_records(len(pieces[rank]))
-        sent = gradient.new_empty(parties.size, num_records, self.code.record_bytes, dtype=torch.uint8)
+        sent = gradient.new_empty(grid.size, num_records, self.code.record_bytes, dtype=torch.uint8)
         for owner, piece in enumerate(pieces):
             if owner != rank:
                 sent[owner] = self.code.encode(piece, self._key(_SENT, rank, owner))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=parties.group)
+        dist.all_to_all_single(received, sent, group=grid.group)
         total = torch.zeros(len(pieces[rank]), dtype=torch.float32, device=gradient.device)
         for sender, records in enumerate(received):
             # Its own part a rank has as it is.
@@ -350,8 +350,8 @@ class CompressedSum(Exchange):
 
     def _gather(self, piece: Tensor) -> Tensor:
         """All pieces of this rank's shard, each as everybody decodes it."""
-        group = self.parties.replica_group
-        rank = dist.get_rank(self.parties.group)
+        group = self.grid.replica_group
+        rank = dist.get_rank(self.grid.group)
         records = self.code.encode(piece, self._key(_GATHERED, rank, 0))
         gathered = records.new_empty(group.size() * len(records), self.code.record_bytes)
         all_gather(gathered, records, group)
@@ -365,11 +365,11 @@ class CompressedSum(Exchange):
         return key
 
 
-def _pieces(gradient: Tensor, parties: Parties) -> list[Tensor]:
+def _pieces(gradient: Tensor, grid: RankGrid) -> list[Tensor]:
     """The piece that each rank owns, of equal lengths in whole records: of its shard, its replica's share."""
-    parts = gradient.view(parties.shards, -1)
-    length = -(-parts.shape[1] // (parties.replicas * RECORD_VALUES)) * RECORD_VALUES
-    shares = [parts[shard, replica * length : (replica + 1) * length] for replica, shard in parties.places]
+    parts = gradient.view(grid.shards, -1)
+    length = -(-parts.shape[1] // (grid.replicas * RECORD_VALUES)) * RECORD_VALUES
+    shares = [parts[shard, replica * length : (replica + 1) * length] for replica, shard in grid.places]
     return [F.pad(share, (0, length - len(share))) for share in shares]
 
 

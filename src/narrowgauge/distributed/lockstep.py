@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from narrowgauge import _torch
-from narrowgauge.distributed.exchanges import SAME_PARAMETERS, Parties
+from narrowgauge.distributed.exchanges import SAME_PARAMETERS, RankGrid
 from narrowgauge.errors import RecipeError
 
 _WATCHED = 32
@@ -28,7 +28,7 @@ class Lockstep:
     """What the ranks that sum gradients together are about to do, compared.
 
     Args:
-        parties: these ranks. Those of a row gather weights together; all of them sum.
+        grid: these ranks. Those of a row gather weights together; all of them sum.
         device: where messages are.
         names: of FSDP2's groups of parameters, by number; the same on all ranks.
         is_inside: whether somebody else calls :meth:`end` after the backward pass that is under way.
@@ -40,14 +40,14 @@ class Lockstep:
 
     def __init__(
         self,
-        parties: Parties,
+        grid: RankGrid,
         device: str,
         names: Mapping[int, str],
         is_inside: Callable[[], bool],
         is_forward: Callable[[], bool],
     ) -> None:
-        self._row = parties.shard_group
-        self._groups = [parties.shard_group, *([parties.group] if parties.replicas > 1 else [])]
+        self._row = grid.shard_group
+        self._groups = [grid.shard_group, *([grid.group] if grid.replicas > 1 else [])]
         self._device, self._names = device, dict(names)
         self._is_inside, self._is_forward = is_inside, is_forward
         self._num_passes = 0

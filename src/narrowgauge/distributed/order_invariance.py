@@ -3,7 +3,8 @@
 The sum of a step is a function of its *leaves*, the gradients of its micro-batches, if each leaf is a function of its sequences
 alone and enters the sum by itself. So no forward pass may draw from a generator whose state tells what this rank has computed
 before, and no gradients may be added up on a rank before they are sent. All micro-batches must have gradients for the same
-parameters (:class:`Arrivals`), and the norm by which they are clipped must not depend on an order either (:func:`take_norms`).
+parameters (:class:`GradientUsage`), and the norm by which these are clipped must not depend on an order either
+(:func:`take_norms`).
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ _NOBODY, _MIXED = -(1 << 40), 1 << 40
 """What ranks send that took no part, or whose own micro-batches differ; others send a checksum of 32 bits."""
 
 
-class Arrivals:
+class GradientUsage:
     """The parameters whose gradients have arrived since the last :meth:`end_micro_batch`.
 
     Args:
@@ -344,8 +345,8 @@ def _total_norm(
         return original(tensors, norm_type, error_if_nonfinite, foreach)
     if order != 2.0:
         raise RecipeError(
-            f"the norm of order {order:g} was requested of gradients that an order-free reduction has summed, and its sum would "
-            "depend on the number of ranks.",
+            f"the norm of order {order:g} was requested of gradients that an order-invariant reduction has summed, and its sum "
+            "would depend on the number of ranks.",
             "Clip by norm_type=2.0 or 'inf', or with max_grad_norm= of the optimizer.",
         )
     with torch.no_grad():

@@ -28,15 +28,15 @@ from narrowgauge.distributed.exchanges import (
     ALONE,
     EXCHANGES,
     Exchange,
-    Parties,
+    RankGrid,
     group_of,
     of_mesh,
     replicated,
 )
 from narrowgauge.distributed.lockstep import Lockstep
 from narrowgauge.distributed.order_invariance import (
-    Arrivals,
     ForwardPasses,
+    GradientUsage,
     is_filled,
     refuse_unsent,
     require_first,
@@ -84,14 +84,14 @@ def reduce_gradients_with(
         average: divide the sum by the number of ranks, as FSDP2 and DDP do; if not, the loss of each micro-batch is its share of
             the step's.
         accumulator: sums the micro-batches of a step, in a format of its own; without one autograd and FSDP2 do. An
-            order-free reduction sums them itself and leaves the accumulator alone.
+            order-invariant reduction sums them itself and leaves the accumulator alone.
         sums: ``"sharded"`` sums after each micro-batch's exchange, ``"unsharded"`` on each rank before the only one, which takes
             the memory of a gradient of the whole model.
         seed: of random bits, where the reduction takes some; the same on all ranks.
         mesh: the ranks that a plain model is replicated on; all without one. A sharded model has its own.
     Returns:
         The reduction, whose ``micro_batch`` surrounds backward passes. A backward pass outside of it is a step of its own: an
-        order-free reduction refuses a second one before the gradients are zeroed.
+        order-invariant reduction refuses a second one before the gradients are zeroed.
     Raises:
         RecipeError: no such row, one that cannot do what was asked, a model on several meshes, one whose gradients another
             reduction sums, or a mixed precision of FSDP2 by which one rank would sum other values than several.
@@ -143,7 +143,7 @@ class _GroupExchange(GroupSum):
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is summed; FSDP2 asks for it before it adds to ``p.grad``."""
-        self.reduction.before_group(self.group, self.exchange.parties.shards)
+        self.reduction.before_group(self.group, self.exchange.grid.shards)
         return super().allocate(size, dtype=dtype, device=device)
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
@@ -169,7 +169,7 @@ class GradientReduction:
         self,
         model: nn.Module,
         row: Reduction,
-        make: Callable[[Parties], Exchange],
+        make: Callable[[RankGrid], Exchange],
         average: bool,
         accumulator: Accumulator | None,
         sums: str,
@@ -188,21 +188,21 @@ class GradientReduction:
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
 
-        def register(parties: Parties) -> Exchange:
-            exchange = make(parties)
+        def register(grid: RankGrid) -> Exchange:
+            exchange = make(grid)
             exchange.place, exchange.step = len(self._exchanges), self._first_step
             self._exchanges.append(exchange)
             return exchange
 
         self._fsdp = _torch.fsdp_groups(model)
-        sharded, parties = self._take_over_shards(register)
+        sharded, grid = self._take_over_shards(register)
         others = [p for p in self._trainable if id(p) not in sharded]
         self._sharded = [p for p in self._trainable if id(p) in sharded]
-        if parties is None:
-            parties = _parties_of(model, mesh)
-        self.size, self._group = parties.size, parties.group
-        _require_whole(model, others, parties)
-        whole = replicated(parties.group) if parties.size > 1 else ALONE
+        if grid is None:
+            grid = _grid_of(model, mesh)
+        self.size, self._group = grid.size, grid.group
+        _require_whole(model, others, grid)
+        whole = replicated(grid.group) if grid.size > 1 else ALONE
         self._replicated = Replicated(others, whole, register, self._dtypes_of_sums() if self._sums_leaves else {})
         self._lone = SumAfterBackward(self._replicated, self._is_inside, self._check_pass)
         self._is_lone = False
@@ -212,13 +212,13 @@ class GradientReduction:
         elif others and (self.size > 1 or self._sums_leaves):
             self._undo += self._lone.install()
             self._is_lone = True
-        self._arrivals = Arrivals(self._sharded if self._sums_leaves else (), parties.group)
+        self._usage = GradientUsage(self._sharded if self._sums_leaves else (), grid.group)
         if self.size > 1 or self._sums_leaves:
-            self._undo += self._arrivals.install(self._trainable)
+            self._undo += self._usage.install(self._trainable)
         self._forwards = ForwardPasses(self._device, self._require_sent)
         if self._sums_leaves and self._trainable:
             self._undo += self._forwards.install(inner_of(model))
-            self._keep_in_step(model, parties)
+            self._keep_in_step(model, grid)
             take_norms(_are_summed_exactly)
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -236,7 +236,7 @@ class GradientReduction:
                 contributes nothing.
         Raises:
             RecipeError: gradients of an earlier step are still there, or absence where micro-batches are summed before they
-                are exchanged; of an order-free reduction also, on all ranks, micro-batches that use different parameters of
+                are exchanged; of an order-invariant reduction also, on all ranks, micro-batches that use different parameters of
                 what FSDP2 shards, and gradients that FSDP2 was told to keep on their rank.
         """
         if self.now is not None:
@@ -260,7 +260,7 @@ class GradientReduction:
             self.now = None
 
     def accumulate_in(self, accumulator: Accumulator) -> None:
-        """Sum the micro-batches of a step in an accumulator from now on; an order-free reduction leaves it alone."""
+        """Sum the micro-batches of a step in an accumulator from now on; an order-invariant reduction leaves it alone."""
         self._accumulator = None if self._sums_leaves else accumulator
 
     @property
@@ -296,7 +296,7 @@ class GradientReduction:
         if self._accumulator is not None:
             self._accumulator.discard()
         self._in_step = False
-        self._arrivals.discard()
+        self._usage.discard()
         self._forwards.discard()
         if self.lockstep is not None:
             self.lockstep.discard()
@@ -347,21 +347,21 @@ class GradientReduction:
         if self._is_inside():
             return
         for parameter in _torch.fsdp_parameters(group):
-            self._arrivals.summed.discard(parameter)
+            self._usage.summed.discard(parameter)
             if parameter.grad is None:
                 continue
             # FSDP2 differentiates another tensor, on which the hooks of the parameter are not called.
             if shards == 1 and self._is_lone:
                 self._lone.set_aside(parameter)
             elif self._sums_leaves and is_filled(parameter.grad):
-                self._arrivals.summed.add(parameter)
+                self._usage.summed.add(parameter)
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
         """Surround a forward pass that calls no module of the model's, such as a compiled loss; modules are watched anyway.
 
         Raises:
-            RecipeError: it drew random numbers, and the reduction is order-free.
+            RecipeError: it drew random numbers, and the reduction is order-invariant.
         """
         with self._forwards.watched() if self._sums_leaves else contextlib.nullcontext():
             yield
@@ -399,7 +399,7 @@ class GradientReduction:
         if not self._in_step:
             self.require_known()
         self._in_step = True
-        self._arrivals.begin_micro_batch()
+        self._usage.begin_micro_batch()
         for module, group in self._fsdp if self._sums_leaves else ():
             if _torch.fsdp_lacks_zeros(group):
                 module.unshard()
@@ -453,14 +453,14 @@ class GradientReduction:
         if self.lockstep is not None:
             self.lockstep.end(is_last=now.is_last)
         whole = set(self._replicated.parameters)
-        if any(p.grad is None and (p in whole or not now.is_last) for p in self._arrivals):
+        if any(p.grad is None and (p in whole or not now.is_last) for p in self._usage):
             raise RecipeError(
                 "gradients were released as they arrived, before they were summed over ranks and micro-batches.",
                 "Keep the gradients, or shard the model and give each rank one micro-batch per step.",
             )
-        self._arrivals.end_micro_batch(is_absent=now.is_absent)
+        self._usage.end_micro_batch(is_absent=now.is_absent)
         if now.is_last:
-            self._arrivals.end_step()
+            self._usage.end_step()
         if self._sums_leaves:
             self._replicated.add(is_absent=now.is_absent, is_last=now.is_last)
             if not now.is_last:
@@ -478,10 +478,10 @@ class GradientReduction:
 
     # ── what is installed ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take_over_shards(self, register: Callable[[Parties], Exchange]) -> tuple[set[int], Parties | None]:
+    def _take_over_shards(self, register: Callable[[RankGrid], Exchange]) -> tuple[set[int], RankGrid | None]:
         """Give FSDP2's parameter groups their exchanges; the ids of what is sharded, and the ranks."""
         found: set[int] = set()
-        ranks: dict[tuple[int, ...], Parties] = {}
+        ranks: dict[tuple[int, ...], RankGrid] = {}
         for number, (module, group) in enumerate(self._fsdp):
             where = _torch.fsdp_mesh(group)
             if where.shard_dim is None or where.mesh.ndim != (1 if where.replicate_dim is None else 2):
@@ -489,12 +489,12 @@ class GradientReduction:
                     f"FSDP2 shards {type(module).__name__} over a mesh of {where.mesh.ndim} dims; not all sum gradients.",
                     "Shard over a mesh of one dim, or of two: replicas and shards.",
                 )
-            parties = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
-            ranks[tuple(dist.get_process_group_ranks(parties.group))] = parties
-            comm = _GroupExchange(self, register(parties), group, number)
-            alone = group_of([all_ranks().rank]) if parties.replicas > 1 else None
+            grid = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
+            ranks[tuple(dist.get_process_group_ranks(grid.group))] = grid
+            comm = _GroupExchange(self, register(grid), group, number)
+            alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
             self._undo.append(_torch.take_over_sums(module, group, comm, alone))
-            if parties.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
+            if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
                 found |= {id(p) for p in _torch.fsdp_parameters(group)}
         if len(ranks) > 1:
             raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
@@ -520,13 +520,13 @@ class GradientReduction:
                 dtypes[parameter] = dtype
         return dtypes
 
-    def _keep_in_step(self, model: nn.Module, parties: Parties) -> None:
+    def _keep_in_step(self, model: nn.Module, grid: RankGrid) -> None:
         """Let ranks agree before they gather or sum what FSDP2 shards."""
-        if parties.shards == 1:
+        if grid.shards == 1:
             return
         names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
         self.lockstep = lockstep = Lockstep(
-            parties,
+            grid,
             self._fsdp[0][1].device.type,
             {number: names[id(module)] for number, (module, _) in enumerate(self._fsdp)},
             self._is_inside,
@@ -543,20 +543,17 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
-    """Whether some are gradients of a model with an order-free reduction."""
+    """Whether some are gradients of a model with an order-invariant reduction."""
     asked = {id(gradient) for gradient in gradients}
     reductions = [reduction for reference in _installed.values() if (reduction := reference()) is not None]
     return any(reduction.sums_exactly(asked) for reduction in reductions)
 
 
-def _require_whole(model: nn.Module, others: Sequence[Tensor], parties: Parties) -> None:
+def _require_whole(model: nn.Module, others: Sequence[Tensor], grid: RankGrid) -> None:
     """Refuse a parameter of which the ranks that would add up its gradients hold different elements."""
     for groups, members in by_group(others):
         ranks = {rank for group in groups for rank in dist.get_process_group_ranks(group)}
-        if (
-            len(ranks.intersection(dist.get_process_group_ranks(parties.group)) if parties.group is not None else ())
-            > 1
-        ):
+        if len(ranks.intersection(dist.get_process_group_ranks(grid.group)) if grid.group is not None else ()) > 1:
             name = next(name for name, parameter in model.named_parameters() if parameter is members[0])
             raise RecipeError(
                 f"parameter '{name}' is a DTensor of which each rank holds a part, and it is not FSDP2 that gathers it.",
@@ -564,7 +561,7 @@ def _require_whole(model: nn.Module, others: Sequence[Tensor], parties: Parties)
             )
 
 
-def _parties_of(model: nn.Module, mesh: Any) -> Parties:
+def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
     """The ranks of a model that FSDP2 does not shard."""
     sharded = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:

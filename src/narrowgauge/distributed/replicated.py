@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from narrowgauge import _torch
-from narrowgauge.distributed.exchanges import Exchange, Parties
+from narrowgauge.distributed.exchanges import Exchange, RankGrid
 from narrowgauge.distributed.order_invariance import is_filled, refuse_unsent, require_first
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.shards import local_of
@@ -51,7 +51,7 @@ class Replicated:
 
     Args:
         parameters: those that every rank has the whole of, in the same order on all.
-        parties: the ranks.
+        grid: the ranks.
         make: makes the exchange of a bucket.
         dtypes: those in which gradients are summed, where it is not their parameter's.
     """
@@ -59,12 +59,12 @@ class Replicated:
     def __init__(
         self,
         parameters: Sequence[Tensor],
-        parties: Parties,
-        make: Callable[[Parties], Exchange],
+        grid: RankGrid,
+        make: Callable[[RankGrid], Exchange],
         dtypes: Mapping[Tensor, torch.dtype],
     ) -> None:
-        self.parameters, self.parties, self._dtypes = list(parameters), parties, dtypes
-        self.buckets = [(bucket, make(parties)) for bucket in in_buckets(parameters, dtypes)]
+        self.parameters, self.grid, self._dtypes = list(parameters), grid, dtypes
+        self.buckets = [(bucket, make(grid)) for bucket in in_buckets(parameters, dtypes)]
         self._used = torch.zeros(len(self.parameters), dtype=torch.uint8)
 
     @torch.no_grad()
@@ -99,9 +99,9 @@ class Replicated:
     def _used_anywhere(self) -> dict[Tensor, bool]:
         """Which parameters had a gradient on any rank in any micro-batch."""
         used = self._used
-        if self.parameters and self.parties.size > 1:
+        if self.parameters and self.grid.size > 1:
             used = used.to(self.parameters[0].device)
-            dist.all_reduce(used, dist.ReduceOp.MAX, group=self.parties.group)
+            dist.all_reduce(used, dist.ReduceOp.MAX, group=self.grid.group)
         return dict(zip(self.parameters, used.bool().tolist(), strict=True))
 
     def _add_bucket(self, bucket: Sequence[Tensor], exchange: Exchange, is_absent: bool, is_last: bool) -> Tensor:

@@ -27,7 +27,7 @@ from narrowgauge.spec.notation import get_compute
 Layer = Linear | GroupedLinear
 
 
-class Linears:
+class NarrowLayers:
     """The narrow layers of a model, and the step that they are at.
 
     The step seeds stochastic casts and orders delayed scales. It advances with every step of any optimizer, or only of the one
@@ -131,6 +131,9 @@ def _advance(*_: Any) -> None:
 register_optimizer_step_post_hook(_advance)
 
 
+Linears = NarrowLayers
+"""The name that version 0.1.0 had for it."""
+
 # ── swapping ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -144,7 +147,7 @@ def swap_linears(
     *,
     keep: tuple[str, ...] | None = None,
     seed: int = 0,
-) -> Linears:
+) -> NarrowLayers:
     """Let a model's linear layers and experts compute in a compute of ``COMPUTES``, in place.
 
     Parameters, names and ``state_dict`` stay; a layer is swapped unless its name matches ``keep``. On a CPU that does not
@@ -210,7 +213,7 @@ def swap_experts(
     *,
     keep: tuple[str, ...] | None = None,
     seed: int = 0,
-) -> Linears:
+) -> NarrowLayers:
     """Let only the experts of a transformers model compute in a compute of ``COMPUTES``, in place.
 
     An expert's values are those of a linear layer of the compute on that expert's tokens. Parameters, names and
@@ -243,7 +246,7 @@ def swap_experts(
     return _handle(layers, seed)
 
 
-def linears_of(model: nn.Module) -> Linears | None:
+def linears_of(model: nn.Module) -> NarrowLayers | None:
     """A handle on the narrow layers of a model, for code that has only the model.
 
     Args:
@@ -256,7 +259,7 @@ def linears_of(model: nn.Module) -> Linears | None:
     """
     layers: dict[str, Layer] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     layers |= experts.grouped_layers_of(model)
-    return Linears(layers, next(iter(layers.values())).seed) if layers else None
+    return NarrowLayers(layers, next(iter(layers.values())).seed) if layers else None
 
 
 def linear_names(model: nn.Module) -> list[str]:
@@ -279,12 +282,12 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
     return choose
 
 
-def _handle(layers: dict[str, Layer], seed: int, others: list[Linear] | None = None) -> Linears:
+def _handle(layers: dict[str, Layer], seed: int, others: list[Linear] | None = None) -> NarrowLayers:
     """The handle on swapped layers, which count every optimizer's steps; warns of computes that are emulated."""
     device = next(iter(layers.values())).state.device
     for compute in {layer.compute.name: layer.compute for layer in (*layers.values(), *(others or ()))}.values():
         warn_if_emulated(compute, device, stacklevel=4)
-    linears = Linears(layers, seed)
+    linears = NarrowLayers(layers, seed)
     linears.follow_any()
     return linears
 

@@ -259,7 +259,7 @@ class TrainConfig:
         False, "On several ranks, gather sharded weights as the codes that the recipe's matmuls take."
     )
     threads: int | None = count_field(
-        None, "CPU threads per rank.  [default: 1 with an order-free reduction, else cores / ranks]"
+        None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]"
     )
 
     @property

@@ -38,7 +38,7 @@ from narrowgauge.gauges.recording.provenance import describe_model, describe_pro
 from narrowgauge.gauges.recording.step_row import StepReader, WatchedOptimizer, batch_checksum
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
-from narrowgauge.matmul.swapping import Linears, linears_of
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
@@ -94,7 +94,7 @@ class Session:
     optimizer: AdamW
     loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None
-    linears: Linears | None = None
+    linears: NarrowLayers | None = None
     reduction: GradientReduction | None = None
     here: Ranks = ALONE
     initial_weights: Path | None = None

@@ -1,4 +1,4 @@
-"""A comparison on two ranks: the page and, with an order-free reduction, the bits of one process; stopped, continued, refused."""
+"""A comparison on two ranks: the page, the bits of one process (order-invariant reductions), stops, continuations, refusals."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def agent_folder() -> Path | None:
     return Path(name) if name else None
 
 
-class Ending:
+class FailureReporter:
     """Says why this rank ends, or leaves it to another one.
 
     Args:

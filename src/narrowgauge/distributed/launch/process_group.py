@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public
 
-from narrowgauge.distributed.launch.failure_reporting import AGENT_PROCESS, Ending, agent_folder
+from narrowgauge.distributed.launch.failure_reporting import AGENT_PROCESS, FailureReporter, agent_folder
 from narrowgauge.distributed.launch.liveness import Liveness
 from narrowgauge.distributed.launch.placement import Placement, read_placement, variables
 from narrowgauge.distributed.launch.rendezvous import meet, second_connection, with_local_rank
@@ -105,20 +105,20 @@ def process_group(
         here, _has_met = with_local_rank(here, store), True
     _set_threads(choose_threads(here, threads, is_order_invariant))
     with variables(here.variables()):  # for code that reads torchrun's
-        ending = Ending(here, agent_folder(), timeout_seconds, how_to_resume, note_loss)
+        reporter = FailureReporter(here, agent_folder(), timeout_seconds, how_to_resume, note_loss)
         own = None if store is None else second_connection(here, prefix, timeout_seconds)
         _current = alive = Liveness(
-            here, own, ending.folder, timeout_seconds + MARGIN_SECONDS, ending.expire,
-            parent if is_watching else None, ending.orphan,
+            here, own, reporter.folder, timeout_seconds + MARGIN_SECONDS, reporter.expire,
+            parent if is_watching else None, reporter.orphan,
         )  # fmt: skip
-        ending.alive = alive
+        reporter.alive = alive
         if is_watching:
             child_processes.outlive_parent()
         try:
             with _group(here, store, timeout_seconds), _spoken_once(here):
                 yield here
         except BaseException as error:
-            if (told := ending.reported(error)) is not error:
+            if (told := reporter.reported(error)) is not error:
                 raise told from error
             raise
         finally:

@@ -20,7 +20,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints, require_alike
 from narrowgauge.gauges.recording.step_row import what_saturated
-from narrowgauge.matmul.swapping import Linears
+from narrowgauge.matmul.swapping import NarrowLayers
 from narrowgauge.optim.audit import Alarm
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.loggers.logger import LOGGERS, Delivery
@@ -108,7 +108,7 @@ class Reporter:
         self,
         row: Row,
         judgement: StepJudgement | None = None,
-        linears: Linears | None = None,
+        linears: NarrowLayers | None = None,
         gauges: Gauges | None = None,
     ) -> None:
         """Take a row of ``steps.jsonl`` and what the gauges have read in that step.

@@ -27,7 +27,7 @@ from narrowgauge._torch import plain_name
 from narrowgauge.analysis.monitor.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.attach import Gauges
-from narrowgauge.matmul.swapping import Linears, linears_of
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.audit import figures_of, unwrapped
@@ -216,7 +216,7 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     return f"gradients are not finite{where}; no weight changed{scale}"
 
 
-def what_saturated(linears: Linears, step: int) -> str:
+def what_saturated(linears: NarrowLayers, step: int) -> str:
     """The message for values that exceeded their delayed scale in the last of ``step`` steps."""
     counts = linears.overflows(step - 1)
     name, worst = max(counts.items(), key=lambda item: sum(item[1]))

@@ -157,7 +157,7 @@ def _policies(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def order_bound(set_up: SetUp) -> Iterator[Values]:
-    """Modules through which one micro-batch changes what another computes, with an order-free reduction."""
+    """Modules through which one micro-batch changes what another computes, with an order-invariant reduction."""
     if name := _order_invariant(set_up):
         found = {n: reason for n, module in set_up.model.named_modules() if (reason := depends_on_order(module))}
         if found:

@@ -42,7 +42,7 @@ from narrowgauge.integrations.huggingface.training_arguments import (
     require_whole_weights,
 )
 from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.matmul.swapping import Linears, linears_of
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
@@ -103,7 +103,7 @@ class NarrowgaugeTrainer(_Trainer):
         self._settings = {"audit_every": audit_every, "compile": compile}
         self._accumulation_dtype = accumulation_dtype
         self._accumulator: GradientAccumulator | None = None
-        self._linears: Linears | None = None
+        self._linears: NarrowLayers | None = None
         self._norm: Tensor | None = None
         self._prepared: nn.Module | None = None
         self._scope = ExitStack()

@@ -26,7 +26,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import begin_alike, has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.lightning.packages import trainer_of
-from narrowgauge.matmul.swapping import Linears, keep_ranks_apart
+from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
@@ -55,7 +55,7 @@ class ConvertedModels:
                 yield converted
 
     @property
-    def linears(self) -> list[Linears]:
+    def linears(self) -> list[NarrowLayers]:
         """The narrow layers of each model that has some."""
         return [converted.linears for converted in self if converted.linears is not None]
 

@@ -41,7 +41,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fsdp_modules, mesh_of
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.torchtitan.converter import NarrowgaugeConverter, take_request
-from narrowgauge.matmul.swapping import Linears, linears_of
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.spec.notation import parse
@@ -256,7 +256,7 @@ def _require_suitable(model: nn.Module, recipe: Recipe) -> None:
         )
 
 
-def _layers(model_parts: list[nn.Module]) -> dict[int, Linears]:
+def _layers(model_parts: list[nn.Module]) -> dict[int, NarrowLayers]:
     """The narrow layers of each part that has some."""
     found = {place: linears_of(part) for place, part in enumerate(model_parts)}
     return {place: linears for place, linears in found.items() if linears is not None}
