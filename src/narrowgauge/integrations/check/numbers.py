@@ -63,9 +63,9 @@ def lost_updates(set_up: SetUp) -> Iterator[Values]:
         "some": some,
         "then": then,
         "rate": max(each.rate for each in short),
-        "cure": row.fallback,
+        "fallback": row.fallback,
         "bytes": row.bytes_per_param,
-        "cure_bytes": STORAGES[row.fallback].bytes_per_param,
+        "fallback_bytes": STORAGES[row.fallback].bytes_per_param,
     }
 
 
@@ -91,7 +91,7 @@ def rate_below_spacing(set_up: SetUp) -> Iterator[Values]:
             "format": still[0].storage.visible,
             "spacing": _spacing(typical, still[0]),
             "typical": typical,
-            "cure": still[0].storage.fallback,
+            "fallback": still[0].storage.fallback,
         }
 
 
@@ -112,7 +112,7 @@ def frozen_second_moment(set_up: SetUp) -> Iterator[Values]:
                 "bits": bits,
                 "then": "it ends up to twice too large" if in_blocks else "it never falls",
                 "highest": 1 - least,
-                "cure": "float32-states8" if each.storage.visible == "float32" else each.storage.fallback,
+                "fallback": "float32-states8" if each.storage.visible == "float32" else each.storage.fallback,
             }
             return
 
@@ -176,7 +176,7 @@ def swallowed_decay(set_up: SetUp) -> Iterator[Values]:
             "rate": found[0].rate,
             "format": found[0].storage.visible,
             "bits": found[0].storage.weight.mantissa_bits + 2,
-            "cure": found[0].storage.fallback,
+            "fallback": found[0].storage.fallback,
         }
 
 

@@ -161,8 +161,8 @@ def order_bound(set_up: SetUp) -> Iterator[Values]:
     if name := _order_invariant(set_up):
         found = {n: reason for n, module in set_up.model.named_modules() if (reason := depends_on_order(module))}
         if found:
-            why, cure = next(iter(found.values()))
-            yield {"where": told(found), "reduction": name, "reason": why, "cure": cure}
+            why, replacement = next(iter(found.values()))
+            yield {"where": told(found), "reduction": name, "reason": why, "replacement": replacement}
 
 
 def _order_invariant(set_up: SetUp) -> str:

@@ -87,19 +87,19 @@ CHECKS: dict[str, Check] = {
         Check(
             "lost-updates", "weights, learning rate", "error", numbers.lost_updates,
             "{optimizer} keeps nothing of a {format} weight but itself: at lr {rate:g} {some} rounded away{then}.",
-            'ng.AdamW(…, storage="{cure}") keeps them in {cure_bytes:g} bytes per parameter, where this takes {bytes:g}; '
+            'ng.AdamW(…, storage="{fallback}") keeps them in {fallback_bytes:g} bytes per parameter, where this takes {bytes:g}; '
             "ng.prepare(float32_model, …) keeps the weights' own low bits too.",
         ),
         Check(
             "rate-below-spacing", "weights, learning rate", "error", numbers.rate_below_spacing,
             "lr {rate:g} is below half of the spacing {spacing:.2g} that {format} has at {typical:.2g}: these tensors stand "
             "still.",
-            'Raise the learning rate, or keep their low bits with storage="{cure}".',
+            'Raise the learning rate, or keep their low bits with storage="{fallback}".',
         ),
         Check(
             "frozen-second-moment", "betas, states", "error", numbers.frozen_second_moment,
             "beta2 = {beta:g} moves a second moment of {bits} mantissa bits by less than half a spacing: {then}.",
-            'Take beta2 below {highest:.4g}, or storage="{cure}", whose second moments do not freeze.',
+            'Take beta2 below {highest:.4g}, or storage="{fallback}", whose second moments do not freeze.',
         ),
         Check(
             "eps-underflow", "eps, weights", "error", numbers.eps_underflow,
@@ -110,7 +110,7 @@ CHECKS: dict[str, Check] = {
         Check(
             "swallowed-decay", "weight decay, weights", "warning", numbers.swallowed_decay,
             "lr × weight decay = {step:.2g} is below 2^-{bits}: {format} weights are not decayed at all.",
-            'Keep their low bits with storage="{cure}"; a larger decay than {decay:g} only hides it.',
+            'Keep their low bits with storage="{fallback}"; a larger decay than {decay:g} only hides it.',
         ),
         Check(
             "sensitive-modules", "norms, routers, embeddings", "warning", numbers.sensitive_modules,
@@ -253,7 +253,7 @@ CHECKS: dict[str, Check] = {
         Check(
             "order-bound-modules", "dropout, batch norm", "error", process.order_bound,
             "reduction '{reduction}' gives the same bits on any number of ranks, and this is a module {reason}.",
-            "{cure}, or take another reduction.",
+            "{replacement}, or take another reduction.",
         ),
     )
 }  # fmt: skip
