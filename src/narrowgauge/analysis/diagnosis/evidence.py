@@ -153,6 +153,15 @@ class Evidence:
         rows = [event for events in self.events.values() for event in events if event.get("detector") in detectors]
         return sorted(rows, key=step_of)
 
+    @property
+    def resumes(self) -> list[int]:
+        """The steps from which the run was resumed."""
+        return [step_of(event) for event in self.events.get("resume", [])]
+
+    def row_after(self, step: int) -> int:
+        """The first row of a later step; the number of all rows where there is none."""
+        return next((row for row, later in enumerate(self.steps) if later > step), len(self.steps))
+
     # ── gauges ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
@@ -244,7 +253,7 @@ class Evidence:
 
     def was_resumed(self) -> bool:
         """Whether the run was resumed."""
-        return bool(self.events.get("resume"))
+        return bool(self.resumes)
 
     # ── what the record holds ────────────────────────────────────────────────────────────────────────────────────────────
 

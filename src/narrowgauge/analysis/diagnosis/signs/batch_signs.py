@@ -14,7 +14,6 @@ from statistics import fmean, median, pstdev
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, FEWEST, LATER, finite, jitter
-from narrowgauge.runs.schema import step_of
 
 UNUSUAL, LEAST_UNUSUAL = 7.0, 0.1
 """Standard deviations, and nats, between a step's unigram loss and that of all steps, from which its tokens are unusual."""
@@ -57,7 +56,7 @@ def _repeats(evidence: Evidence) -> Observation:
 
 def _repeats_since_resume(evidence: Evidence) -> Observation:
     step, before = _repeated(evidence)[0]
-    at = next((step_of(e) for e in evidence.events.get("resume", []) if 0 < step - step_of(e) <= FEWEST), None)
+    at = next((resumed for resumed in evidence.resumes if 0 < step - resumed <= FEWEST), None)
     if at is None:
         return ABSENT
     return present(step, f"the run resumed at step {at} and went on with the batch of step {before}")

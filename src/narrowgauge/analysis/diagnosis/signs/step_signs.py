@@ -476,10 +476,12 @@ def _rate_bursts(evidence: Evidence) -> Observation:
 
 def _rate_moves_at_resume(evidence: Evidence) -> Observation:
     rates = evidence.column("lr")
-    for event in evidence.events.get("resume", []):
-        row = next((k for k, step in enumerate(evidence.steps) if step > step_of(event)), 0)
-        before, now = (rates[row - 1], rates[row]) if row else (None, None)
-        if not before or not now or evidence.steps[row] - evidence.steps[row - 1] > 1 or row < 3:
+    for resumed in evidence.resumes:
+        row = evidence.row_after(resumed)
+        if not 3 <= row < len(rates) or evidence.steps[row] - evidence.steps[row - 1] > 1:
+            continue
+        before, now = rates[row - 1], rates[row]
+        if not before or not now:
             continue
         if max(now / before, before / now) >= RESUMED_BY:
             step = evidence.steps[row]
@@ -629,8 +631,8 @@ def _computes_slower(evidence: Evidence) -> Observation:
 
 def _moves_at_resume(evidence: Evidence) -> Observation:
     losses = evidence.column("loss")
-    for event in evidence.events.get("resume", []):
-        row = next((k for k, step in enumerate(evidence.steps) if step > step_of(event)), len(losses))
+    for step in evidence.resumes:
+        row = evidence.row_after(step)
         before, after = losses[max(0, row - BEFORE) : row], losses[row : row + BEFORE]
         known = [value for value in (*before, *after) if value is not None]
         was, now = level_of(before), level_of(after)
@@ -638,30 +640,23 @@ def _moves_at_resume(evidence: Evidence) -> Observation:
             continue
         noise = jitter(known) / math.sqrt(min(len(before), len(after)))
         if now - was > max(LEVEL_SIGMAS * noise, 0.02 * abs(was)):
-            step = step_of(event)
-            return present(
-                step,
-                f"the level of the loss went from {was:.3f} to {now:.3f} where the run resumed, at step {step}",
-                None,
-                now,
-                was,
-            )
+            said = f"the level of the loss went from {was:.3f} to {now:.3f} where the run resumed, at step {step}"
+            return present(step, said, None, now, was)
     return ABSENT
 
 
 def _spikes_at_resume(evidence: Evidence) -> Observation:
-    resumes = [step_of(event) for event in evidence.events.get("resume", [])]
     for spike in evidence.raised_by("loss-spike"):
-        since = next((step for step in resumes if 0 < step_of(spike) - step <= BEFORE), None)
+        at = step_of(spike)
+        since = next((step for step in evidence.resumes if 0 < at - step <= BEFORE), None)
         if since is not None:
-            step = step_of(spike)
-            return present(step, f"the loss jumped at step {step}, {step - since} steps after the run resumed")
+            return present(at, f"the loss jumped at step {at}, {at - since} steps after the run resumed")
     return ABSENT
 
 
 def _was_resumed(evidence: Evidence) -> Observation:
-    events = evidence.events.get("resume", [])
-    return present(step_of(events[0]), f"the run resumed from step {step_of(events[0])}") if events else ABSENT
+    steps = evidence.resumes
+    return present(steps[0], f"the run resumed from step {steps[0]}") if steps else ABSENT
 
 
 _TIME, _DATA, _WAIT = "steps.seconds", "steps.data_seconds", "steps.wait_seconds"
