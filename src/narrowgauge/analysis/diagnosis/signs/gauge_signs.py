@@ -85,12 +85,8 @@ def _all_dead(evidence: Evidence) -> Observation:
     samples, dead = evidence.metric("tensors", "rms", "grad"), _dead(evidence)
     if not samples or len(dead) < MOST * len(samples):
         return ABSENT
-    return present(
-        min(dead.values()),
-        f"the gradients of {len(dead)} of {len(samples)} parameters are zero",
-        None,
-        float(len(dead)),
-    )
+    said = f"the gradients of {len(dead)} of {len(samples)} parameters are zero"
+    return present(min(dead.values()), said, None, float(len(dead)))
 
 
 def _growth(samples: list[tuple[int, float]], place: int) -> float | None:

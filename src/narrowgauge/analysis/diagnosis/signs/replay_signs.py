@@ -45,13 +45,8 @@ def _dominates(evidence: Evidence, name: str, said: str, at_least: float = 0.0) 
         return ABSENT
     as_run = found.variant("as-run")
     tensor = next(iter((as_run.tensors if as_run is not None else None) or {}), None)
-    return present(
-        found.step,
-        f"{said}: {share:.0%} of the gradient's difference to float32, {difference:.1e}",
-        tensor,
-        share,
-        SHARE,
-    )
+    said = f"{said}: {share:.0%} of the gradient's difference to float32, {difference:.1e}"
+    return present(found.step, said, tensor, share, SHARE)
 
 
 def _loses_updates(evidence: Evidence) -> Observation:

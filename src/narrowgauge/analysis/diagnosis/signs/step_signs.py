@@ -151,13 +151,8 @@ def _stays_rough(evidence: Evidence) -> Observation:
     if now < ROUGH * was:
         return ABSENT
     step = evidence.steps[row]
-    return present(
-        step,
-        f"the gradient norm is {now / was:.1f} times its level after the spike of step {step}",
-        None,
-        now,
-        ROUGH * was,
-    )
+    said = f"the gradient norm is {now / was:.1f} times its level after the spike of step {step}"
+    return present(step, said, None, now, ROUGH * was)
 
 
 def _norm_vanishes(evidence: Evidence) -> Observation:
@@ -172,13 +167,8 @@ def _norm_vanishes(evidence: Evidence) -> Observation:
         level = level_of(norms[row - BEFORE : row])
         if level is not None and highest * FALL <= level:
             step = evidence.steps[row]
-            return present(
-                step,
-                f"the gradient norm fell from {level:.3g} to {highest:.3g} at step {step}",
-                None,
-                highest,
-                level / FALL,
-            )
+            said = f"the gradient norm fell from {level:.3g} to {highest:.3g} at step {step}"
+            return present(step, said, None, highest, level / FALL)
     return ABSENT
 
 
@@ -201,12 +191,8 @@ def _norm_steps(evidence: Evidence) -> Observation:
         if not (factor >= STEPS_BY or factor <= 1 / STEPS_BY):
             continue
         step = evidence.steps[row]
-        return present(
-            step,
-            f"the gradient norm is {factor:.3g} times what it was from step {step} on, and the loss as before",
-            None,
-            factor,
-        )
+        said = f"the gradient norm is {factor:.3g} times what it was from step {step} on, and the loss as before"
+        return present(step, said, None, factor)
     return ABSENT
 
 
@@ -255,13 +241,8 @@ def _loss_drops(evidence: Evidence) -> Observation:
         noise = jitter(level) if len(level) > FEWEST else math.inf
         if max(late) < min(level) - 3 * noise:
             step = evidence.steps[row]
-            return present(
-                step,
-                f"the loss fell from {before:.3f} to {max(late):.3f} at step {step}",
-                None,
-                max(late),
-                min(level) - 3 * noise,
-            )
+            said = f"the loss fell from {before:.3f} to {max(late):.3f} at step {step}"
+            return present(step, said, None, max(late), min(level) - 3 * noise)
     return ABSENT
 
 
@@ -315,10 +296,8 @@ def _bursts(evidence: Evidence) -> Observation:
     if len(found) < 2:
         return ABSENT
     (row, factor), step = found[0], evidence.steps[found[0][0]]
-    return present(
-        step,
-        f"the gradient norm jumped {len(found)} times for some steps, to {factor:.0f} times its level at step {step}",
-    )
+    said = f"the gradient norm jumped {len(found)} times for some steps, to {factor:.0f} times its level at step {step}"
+    return present(step, said)
 
 
 def _not_falling(evidence: Evidence) -> Observation:
@@ -457,9 +436,8 @@ def _rate_jumps(evidence: Evidence) -> Observation:
     for row, before, now, width in _jumps(evidence):
         if width >= STAYS:
             step = evidence.steps[row]
-            return present(
-                step, f"the learning rate rose from {before:.3g} to {now:.3g} at step {step}", None, now, JUMP * before
-            )
+            said = f"the learning rate rose from {before:.3g} to {now:.3g} at step {step}"
+            return present(step, said, None, now, JUMP * before)
     return ABSENT
 
 
@@ -513,12 +491,8 @@ def _scale_falls_alone(evidence: Evidence) -> Observation:
         now = number(row.get("loss_scale"))
         if before is not None and now is not None and now < before / 2.5 and not row.get("skipped"):
             step = int(row["step"])
-            return present(
-                step,
-                f"the loss scale fell from {before:g} to {now:g} at step {step}, and no gradient overflowed",
-                None,
-                now,
-            )
+            said = f"the loss scale fell from {before:g} to {now:g} at step {step}, and no gradient overflowed"
+            return present(step, said, None, now)
         before = now if now is not None else before
     return ABSENT
 
