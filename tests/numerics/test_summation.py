@@ -1,10 +1,9 @@
-"""Sums that ignore order, and fingerprints that ignore sharding: the laws, against fractions and Python integers."""
+"""Sums that ignore order: the laws, against fractions and Python integers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import pairwise
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import summation
-from narrowgauge.numerics.checksums import combine, fingerprint, fingerprint_all
 from narrowgauge.numerics.summation import (
     exact_sum,
     flat_chunks,
@@ -27,7 +25,7 @@ from narrowgauge.numerics.summation import (
     sum_of_squares,
 )
 from oracles.exact_sums import exact_sum as oracle_sum
-from oracles.exact_sums import exact_sum_of_squares, nearest_float, splitmix_fingerprint, squares_bound
+from oracles.exact_sums import exact_sum_of_squares, nearest_float, squares_bound
 from tensors import scalar_bits
 
 NARROW = (torch.bfloat16, torch.float16, torch.float32)
@@ -316,79 +314,3 @@ def test_compiled_pieces_equal_eager_at_every_length() -> None:
                 for eager, fused in pairs:
                     assert torch.equal(eager[0].nan_to_num(nan=-1.0), fused[0].nan_to_num(nan=-1.0))
                     assert poison is not None or torch.equal(eager[1], fused[1])
-
-
-def unsigned(x: Tensor) -> list[int]:
-    size = x.element_size()
-    raw = x.contiguous().view(-1).view(torch.uint8).tolist()
-    return [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
-
-
-@pytest.mark.parametrize(
-    "dtype",
-    [torch.float8_e4m3fn, *NARROW, torch.float64, torch.complex64, torch.bool, torch.uint8, torch.int16, torch.int64],
-)
-def test_fingerprint_is_the_stated_sum(dtype: torch.dtype, small_chunks: Callable[[int], None]) -> None:
-    x = (torch.randn(7, 9, generator=generator(5)) * 50).to(dtype)
-    for offset in (0, 1, 2**40 + 3):
-        assert fingerprint(x, offset=offset) == splitmix_fingerprint(unsigned(x), offset)
-    small_chunks(8)
-    assert fingerprint(x) == splitmix_fingerprint(unsigned(x))
-
-
-def test_fingerprint_is_pinned() -> None:
-    # splitmix64 seeded with 0 gives this as its first output: one zero element at place 0.
-    assert fingerprint(torch.zeros(1)) == 0xE220A8397B1DCDAF
-    assert fingerprint(torch.empty(0)) == 0
-
-
-def test_shards_add_up() -> None:
-    x = torch.randn(1000, generator=generator(6))
-    for seed in range(20):
-        marks = torch.randint(0, 1001, (4,), generator=generator(seed)).sort().values.tolist()
-        edges = [0, *marks, 1000]
-        shards = [fingerprint(x[a:b], offset=a) for a, b in pairwise(edges)]
-        assert combine(shards) == combine(reversed(shards)) == fingerprint(x)
-
-
-def test_fingerprint_ignores_strides() -> None:
-    x = torch.randn(12, 10, generator=generator(7))
-    assert fingerprint(x.t()) == fingerprint(x.t().contiguous()) != fingerprint(x)
-    assert fingerprint(x[::2, 1:]) == fingerprint(x[::2, 1:].clone())
-    assert fingerprint(x) == fingerprint(x.requires_grad_()) == fingerprint(x.reshape(-1))
-
-
-def test_fingerprint_sees_every_small_change() -> None:
-    x = torch.randn(500, generator=generator(8)).requires_grad_(False)
-    x[3] = 0.0
-    before = fingerprint(x)
-    seen = {before}
-    for index in range(500):
-        for flip in (0x1, -(2**31)):
-            y = x.clone()
-            y.view(torch.int32)[index] ^= flip
-            seen.add(fingerprint(y))
-    swapped = x.clone()
-    swapped[[10, 11]] = x[[11, 10]]
-    seen |= {fingerprint(swapped), fingerprint(x.roll(1)), fingerprint(x[:-1]), fingerprint(-x)}
-    assert len(seen) == 1 + 1000 + 4
-
-
-def test_nan_has_a_fingerprint_of_its_own_bits() -> None:
-    x = torch.tensor([1.0, math.nan])
-    assert fingerprint(x) == fingerprint(x.clone()) != fingerprint(torch.tensor([math.nan, 1.0]))
-
-
-def test_fingerprint_refuses_sixteen_byte_elements() -> None:
-    with pytest.raises(FormatError, match="complex128"):
-        fingerprint(torch.zeros(2, dtype=torch.complex128))
-
-
-def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
-    a, b = torch.randn(20, generator=generator(9)), torch.randn(20, generator=generator(10))
-    whole = fingerprint_all({"a": a, "b": b})
-    assert len(whole) == 16
-    assert whole == fingerprint_all({"b": b, "a": a}) == fingerprint_all({"a": fingerprint(a), "b": b})
-    others = [{"a": b, "b": a}, {"a": a}, {"a": a, "c": b}, {"a": a, "b": b, "c": a[:0]}, {}]
-    assert len({whole, *map(fingerprint_all, others)}) == 1 + len(others)
-    assert fingerprint_all({}) == "0" * 16

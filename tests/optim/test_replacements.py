@@ -66,7 +66,7 @@ def test_a_parameter_of_other_values_starts_from_these() -> None:
     optimizer = made("word")
     step(optimizer, 0)
     replace(optimizer, lambda p: p + 1)
-    with pytest.warns(UserWarning, match="'0' was replaced by a parameter of other values"):
+    with pytest.warns(UserWarning, match="'0' was replaced by a parameter with other values"):
         step(optimizer, 1)
     first = optimizer.param_groups[0]["params"][0]
     assert optimizer.num_steps(first) == 1
