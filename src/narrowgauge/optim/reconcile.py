@@ -652,7 +652,7 @@ def snapshot_after_step(states: Sequence[ParameterState], audit_every: int) -> N
             state.last_visible.copy_(state.parameter.detach())
         if audit_every and (snapshot.checksum is not None or (state.step + 1) % audit_every == 0):
             audited = (state.step + 1) % audit_every == 0 and state.last_visible is None and has_tail(state)
-            snapshot.checksum = checksum(state, (state.step + 1) // audit_every) if audited else None
+            snapshot.checksum = audited_checksum(state, (state.step + 1) // audit_every) if audited else None
 
 
 def modified_silently(states: Sequence[ParameterState], audit_every: int) -> list[ParameterState]:
@@ -663,7 +663,7 @@ def modified_silently(states: Sequence[ParameterState], audit_every: int) -> lis
             if state.last_visible is not None:
                 found.append((state, (_bits(state.last_visible) != _bits(state.parameter.detach())).any()))
             elif (before := state.snapshot.checksum) is not None:
-                now = checksum(state, (state.step + 1) // audit_every)
+                now = audited_checksum(state, (state.step + 1) // audit_every)
                 found.append((state, before != (before + 1 if now is None else now)))
     flags = torch.stack([flag for _, flag in found]).tolist() if found else []  # one wait for a device, not many
     return [state for (state, _), flag in zip(found, flags, strict=True) if flag]
@@ -675,7 +675,7 @@ def snapshot_adopted(state: ParameterState) -> None:
     state.snapshot.fingerprint = fingerprint(state.parameter) if has_tail(state) else None
 
 
-def checksum(state: ParameterState, turn: int) -> Tensor | None:
+def audited_checksum(state: ParameterState, turn: int) -> Tensor | None:
     """Checksum of the words that audit number ``turn`` covers, int64 0-d; ``None`` where they cannot be read as words."""
     words = state.weight_words()
     if words is None or not words[0].numel():
