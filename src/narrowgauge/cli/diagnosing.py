@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
 
 
-@click.command("diagnose")
+@click.command("diagnose", short_help="Name the cause of what a run shows.")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
@@ -133,7 +133,7 @@ def _print(found: Diagnosis | TwoRuns, as_json: bool) -> None:
         click.echo(found.text())
 
 
-@click.command("causes")
+@click.command("causes", short_help="Causes that diagnose names, with their signs.")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 def causes_command(as_json: bool) -> None:
     """Causes that diagnose names: what each does to a run, the signs that it predicts, and what to do."""

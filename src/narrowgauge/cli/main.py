@@ -31,7 +31,7 @@ def main(context: click.Context) -> None:
     help_without_command(context)
 
 
-@main.group("show", invoke_without_command=True)
+@main.group("show", short_help="Tables, their rows, and this machine.", invoke_without_command=True)
 @click.pass_context
 def show_group(context: click.Context) -> None:
     """Print a table (formats, recipes, storages, chips, frameworks, …), one of its rows, or the machine."""
@@ -49,16 +49,16 @@ def _add_table(name: str, help: str) -> None:
 
 
 _add_table("formats", "Number formats: range and precision.")
-_add_table("recipes", "Recipes: purpose, bytes per parameter, what is lost, native hardware.")
+_add_table("recipes", "Recipes: purpose, bytes, losses, native hardware.")
 _add_table("aliases", "Names in other libraries, and the recipe that each means.")
-_add_table("computes", "How the operands of a linear layer's three matmuls are cast.")
+_add_table("computes", "How operands of the three matmuls are cast.")
 _add_table("gathers", "Which computes can have sharded weights gathered as codes.")
-_add_table("scales", "How scalify propagates scales, and where it measures a tensor.")
+_add_table("scales", "How scalify propagates and measures scales.")
 _add_table("storages", "How weights and moments are stored between steps.")
-_add_table("reductions", "How gradients are summed across ranks, and in which format they travel.")
+_add_table("reductions", "How and in which format ranks sum gradients.")
 _add_table("chips", "Accelerators: memory, bandwidth, peak rates, links.")
 _add_table("models", "Preset models: shapes and parameter counts.")
-_add_table("frameworks", "Checkpoints of other libraries: what is read, written and refused.")
+_add_table("frameworks", "Checkpoints of other libraries, read and written.")
 
 
 @show_group.command("format")
@@ -84,7 +84,7 @@ def show_value(value: str, as_json: bool) -> None:
         tables.write(show.page_value(value))
 
 
-@show_group.command("recipe")
+@show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
 @click.argument("name", shell_complete=flags.recipes)
 @_as_json
 def show_recipe(name: str, as_json: bool) -> None:
@@ -95,7 +95,7 @@ def show_recipe(name: str, as_json: bool) -> None:
         tables.write(show.page_recipe(name))
 
 
-@show_group.command("environment")
+@show_group.command("environment", short_help="This machine, for an issue report.")
 @click.option("--torch", "with_torch", is_flag=True, help="Import PyTorch, and add what it reports (some seconds).")
 @_as_json
 def show_environment(with_torch: bool, as_json: bool) -> None:
@@ -123,7 +123,7 @@ _OF_ARITHMETIC: list[click.Parameter] = [
 ]
 
 
-@show_group.command("arithmetic", params=_OF_ARITHMETIC)
+@show_group.command("arithmetic", short_help="This machine's sums and roundings, measured.", params=_OF_ARITHMETIC)
 def show_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool) -> None:
     """Measure this machine's arithmetic: orders of sums, roundings, last bits of functions. Takes some seconds.
 
@@ -176,7 +176,7 @@ def _echo_folder(folder: Path | None) -> None:
         click.echo(folder)
 
 
-@main.command("resume", params=flags.of_resumes())
+@main.command("resume", short_help="Resume a run, on any number of ranks.", params=flags.of_resumes())
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @click.option(
@@ -203,7 +203,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else []), **options))
 
 
-@main.command("compare", params=flags.of_comparisons())
+@main.command("compare", short_help="What several recipes cost, trained alike.", params=flags.of_comparisons())
 @click.option(
     "--recipes",
     metavar="A,B,…",
@@ -301,7 +301,7 @@ def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
         click.echo(write_report(runs, out))
 
 
-@main.command("export")
+@main.command("export", short_help="Write a run's model as a Hugging Face folder.")
 @_run_folder
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option(
@@ -327,7 +327,7 @@ def export(
     _echo_folder(launching.export(launch, folder, out, dtype, max_shard_size))
 
 
-@main.command("convert")
+@main.command("convert", short_help="Convert a training state to another storage.")
 @click.argument("source", metavar="CKPT", type=click.Path(path_type=Path))
 @click.option(
     "--recipe",
@@ -377,7 +377,7 @@ def convert(
         tables.write(report.table())
 
 
-@main.command("profile")
+@main.command("profile", short_help="Measure what recipes cost a model here.")
 @click.option(
     "--model",
     required=True,

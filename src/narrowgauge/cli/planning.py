@@ -69,7 +69,7 @@ class PlanGroup(click.Group):
         return super().parse_args(ctx, args)
 
 
-@click.group("plan", cls=PlanGroup, invoke_without_command=True)
+@click.group("plan", cls=PlanGroup, short_help="What fits, how fast, on which machines.", invoke_without_command=True)
 @click.pass_context
 def plan_group(context: click.Context) -> None:
     """Say what fits, how fast, on which machines, and why; nothing is trained."""
@@ -148,7 +148,11 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decorate
 
 
-@plan_group.command("run", epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESETS)}.")
+@plan_group.command(
+    "run",
+    short_help="What fits, how fast, on which machines.",
+    epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESETS)}.",
+)
 @_with(_model, _recipe, _chip, _chips, _chips_per_node)
 @click.option(
     "--interconnect",
@@ -295,7 +299,7 @@ def run_command(
     return _show_plan(found, html, as_json, explain, row=more, said=said, files=[toml])
 
 
-@plan_group.command("state")
+@plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
 @click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
 @_with(_recipe, _chip, _chips, _chips_per_node, _cluster, _optimizer, _layout_option, _explain, _html, _as_json)
 def state_command(params: float, html: str | None, as_json: bool, explain: bool, **asked: Any) -> None:
@@ -353,7 +357,7 @@ def _show_plan(
     return _echo(["", *found.sentences(), *said, *filter(None, [html, *files])])
 
 
-@plan_group.command("layers")
+@plan_group.command("layers", short_help="Casts and matmuls of each layer on one chip.")
 @click.option(
     "--model",
     required=True,
@@ -392,7 +396,7 @@ def layers_command(model: str, recipes: list[Recipe], as_json: bool, **options: 
     return click.echo(f"\n{found.text()}")
 
 
-@plan_group.command("scaling")
+@plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…|RUN…", nargs=-1, required=True)
 @click.option("--at", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips to say the time for.")
 @_with(_html, _as_json)
@@ -439,7 +443,7 @@ def _answer(row: dict[str, Any], sentences: list[str], as_json: bool, html: str 
     return _echo([*sentences, *filter(None, [html])])
 
 
-@plan_group.command("regression")
+@plan_group.command("regression", short_help="Which setting made a step slower.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
 @_with(_one_chip, _html, _as_json)
@@ -478,7 +482,7 @@ def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
     return found.chip, found.shares
 
 
-@plan_group.command("calibrate")
+@plan_group.command("calibrate", short_help="How fast this machine is, from runs on it.")
 @click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @_with(_one_chip, _as_json)
 def calibrate_command(runs: tuple[Path, ...], chip: list[str] | None, as_json: bool) -> None:
