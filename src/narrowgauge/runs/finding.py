@@ -75,9 +75,13 @@ class Finding:
         """
         return cls(name, message.format(**values), advice.format(**values), **fields)
 
+    @property
+    def label(self) -> str:
+        """The id, and in brackets where it is."""
+        return f"{self.name} ({self.where})" if self.where else self.name
+
     def __str__(self) -> str:
-        where = f" ({self.where})" if self.where else ""
-        return f"{self.severity}: {self.name}{where}\n  {self.message}\n  {self.advice}"
+        return f"{self.severity}: {self.label}\n  {self.message}\n  {self.advice}"
 
 
 def sentences(message: str, advice: str = "") -> str:

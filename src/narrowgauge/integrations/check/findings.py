@@ -84,7 +84,7 @@ class Findings(Sequence[Finding]):
         """
         if not self.ok:
             serious = [finding for finding in self if finding.severity != "note"]
-            lines = [f"{each.name}{f' ({each.where})' if each.where else ''}: {each.message}" for each in serious]
+            lines = [f"{each.label}: {each.message}" for each in serious]
             raise RecipeError(f"the set-up has {len(serious)} faults. " + " ".join(lines), serious[0].advice)
         return self
 
