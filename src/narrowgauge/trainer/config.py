@@ -13,6 +13,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +101,12 @@ def known_model(name: str) -> str:
 def free_folder(model: str, recipe: str) -> str:
     """``runs/MODEL-RECIPE-N`` with the first free N."""
     stem = Path(model).name.removesuffix(".json") if model not in MODELS else model
-    stem = f"{stem}-{recipe.replace('/', '-')}"
-    number = 1
-    while (Path("runs") / f"{stem}-{number}").exists():
-        number += 1
-    return str(Path("runs") / f"{stem}-{number}")
+    return str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}"))
+
+
+def first_free(stem: Path) -> Path:
+    """``STEM-N`` with the first N, from 1, that does not exist."""
+    return next(path for number in count(1) if not (path := Path(f"{stem}-{number}")).exists())
 
 
 def left_by_a_kill(folder: Path) -> tuple[str, ...]:

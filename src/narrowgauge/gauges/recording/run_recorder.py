@@ -336,7 +336,7 @@ class LoopRecord:
     holds a part of the parameters; a loss is the first rank's.
 
     Args:
-        reporter: takes the rows; of a silent writer on all ranks but the first.
+        reporter: takes the rows; on all ranks but the first it has a null writer.
         here: the ranks.
 
     Attributes:

@@ -31,7 +31,7 @@ from narrowgauge.report.publishing import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
 from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig
+from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig, first_free
 from narrowgauge.trainer.experiment.definition import ExperimentConfig, is_comparison
 from narrowgauge.trainer.experiment.planned_runs import compare_and_publish, hold, make_runs, plan_runs
 from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress, estimate_runs
@@ -174,10 +174,7 @@ def _require_same(config: ExperimentConfig, out: Path) -> None:
 
 def free_folder(model: str) -> Path:
     """``comparisons/MODEL-N`` with the first N that is free."""
-    stem, number = Path(model).name.removesuffix(".json"), 1
-    while (Path("comparisons") / f"{stem}-{number}").exists():
-        number += 1
-    return Path("comparisons") / f"{stem}-{number}"
+    return first_free(Path("comparisons") / Path(model).name.removesuffix(".json"))
 
 
 # ── times ───────────────────────────────────────────────────────────────────────────────────────────────────────────
