@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from narrowgauge._torch.inductor import why_compiling_failed
 from narrowgauge.distributed.launch.process_group import beat
@@ -24,7 +24,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import ChipError, CorruptionError, RecordError
 from narrowgauge.gauges.recording.provenance import differences
-from narrowgauge.gauges.recording.run_reporter import NullScreen, NullWriter, Reporter, Screen
+from narrowgauge.gauges.recording.run_reporter import NullScreen, Reporter, Screen, first_writer
 from narrowgauge.machine.cpp_compiler import compiled_folder
 from narrowgauge.optim import compilation
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, held_folder
@@ -115,7 +115,7 @@ def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, sc
         data.require(config.sequence_length)
         screen.stage("building the model")
         session = build(config, folder, data, weights)
-        writer = _first_writer(folder, lambda: RunWriter.create(folder, describe(session), beside=("data",)))
+        writer = first_writer(folder, lambda: RunWriter.create(folder, describe(session), beside=("data",)))
     except BaseException:
         if all_ranks().is_first:
             _forget(folder, absent, prepared)
@@ -194,7 +194,7 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     since = [
         f"{name} was {before} up to step {session.step} and is {now} from there on" for name, before, now in changed
     ]
-    with _first_writer(folder, lambda: _rewound(folder, session.step, accept_changes)) as writer:
+    with first_writer(folder, lambda: _rewound(folder, session.step, accept_changes)) as writer:
         if changed:
             all_ranks().of_first(lambda: writer.amend(with_present_ranks(run.run, present)))
         noted += [Event("note", session.step, said) for said in how_it_ended(run)]
@@ -224,13 +224,6 @@ def how_it_ended(run: Run) -> list[str]:
 
 
 _BEGINNINGS, _ENDS = ("start", "resume"), ("stop", "finish", "lost", "divergence", "corruption")
-
-
-def _first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
-    """The writer of the run folder on the first rank; the others write nothing."""
-    made: list[RunWriter] = []
-    all_ranks().of_first(lambda: made.append(make()))
-    return made[0] if made else cast(RunWriter, NullWriter(folder))
 
 
 def _rewound(folder: Path, step: int, accept_lost: bool) -> RunWriter:

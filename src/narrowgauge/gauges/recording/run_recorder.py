@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
-from narrowgauge.gauges.recording.run_reporter import NullScreen, NullWriter, Reporter
+from narrowgauge.gauges.recording.run_reporter import NullScreen, Reporter, first_writer
 from narrowgauge.gauges.recording.step_row import (
     FailedSteps,
     StepReader,
@@ -272,15 +272,9 @@ class RunRecorder:
 
 def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:
     """The writer on the first rank, one that writes nothing on the others; and the run that is continued."""
-    made: list[RunWriter] = []
-
-    def open_or_create() -> Run | None:
-        goes_on = resume and is_run(folder)
-        made.append(RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
-        return read_run(folder) if goes_on else None
-
-    found = all_ranks().of_first(open_or_create)
-    return made[0] if made else cast(RunWriter, NullWriter(folder)), found
+    goes_on = all_ranks().of_first(lambda: resume and is_run(folder))
+    writer = first_writer(folder, lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
+    return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
 
 
 def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:

@@ -8,10 +8,10 @@ have a writer and a screen that do nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 from narrowgauge.analysis.monitor.alarms import Alarms
 from narrowgauge.analysis.monitor.detectors import SERIOUS
@@ -285,3 +285,15 @@ class NullScreen:
         pass
 
     stage = start = say = step = evaluation = stopping = summary = _nothing
+
+
+def first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
+    """The writer of a run folder on the first rank, and a null writer on the others; all call it.
+
+    Args:
+        folder: the run folder.
+        make: opens the writer; its error is raised on all ranks.
+    """
+    made: list[RunWriter] = []
+    all_ranks().of_first(lambda: made.append(make()))
+    return made[0] if made else cast(RunWriter, NullWriter(folder))
