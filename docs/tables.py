@@ -118,7 +118,7 @@ def serious() -> str:
 def probes() -> str:
     """What ``narrowgauge show arithmetic`` measures."""
     rows = [
-        {"name": row.name, "measures": row.measures, "felt": row.felt, "settings": ", ".join(row.settings)}
+        {"name": row.name, "measures": row.measures, "felt": row.affects, "settings": ", ".join(row.settings)}
         for row in PROBES.values()
     ]
     heads = Column("property", "name"), Column("measured", "measures")

@@ -55,7 +55,9 @@ def elsewhere(**variables: str) -> subprocess.Popen[str]:
 
 def test_every_row_of_the_table_is_measured_under_its_name() -> None:
     measured = {*ROUNDINGS, *(f"function {name}" for name in FUNCTIONS), *SUMS, "sums by threads"}
-    assert measured == set(PROBES) and all(probe.felt and probe.settings and probe.source for probe in PROBES.values())
+    assert measured == set(PROBES) and all(
+        probe.affects and probe.settings and probe.source for probe in PROBES.values()
+    )
 
 
 @pytest.mark.skipif(

@@ -271,7 +271,7 @@ def comparison(one: Arithmetic, other: Arithmetic) -> Row:
             {
                 "probe": found.probe.name,
                 "results": [found.one, found.other],
-                "felt": found.probe.felt,
+                "felt": found.probe.affects,
                 "settings": _by_name(found.settings),
             }
             for found in differences(one, other)

@@ -120,7 +120,7 @@ class Exchange:
     Attributes:
         sums_leaves: whether it also sums micro-batches, so that each one's gradient must be given to it by itself.
         step, place: optimizer steps done, and this exchange's number among a model's; they seed random bits.
-        on_gradient: takes what this rank is about to send, where somebody looks at it.
+        on_gradient: called with what this rank is about to send, for verification.
     """
 
     sums_leaves = False
@@ -132,7 +132,7 @@ class Exchange:
         self.grid, self.row, self.average, self.seed = grid, row, average, seed
 
     def take(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """:meth:`add`, and show the gradient to whoever looks at what ranks send."""
+        """:meth:`add`, after a call of ``on_gradient``."""
         if self.on_gradient is not None:
             self.on_gradient(gradient)
         self.add(gradient, output, is_last=is_last)
@@ -239,7 +239,6 @@ class ExactExchange(Exchange):
         return 0 if self._sums is None else self._sums.num_bytes
 
     def _received(self, gradient: Tensor) -> Tensor:
-        """The piece that this rank keeps, of every rank's gradient: shape [ranks, piece]."""
         grid = self.grid
         if grid.size == 1:
             return gradient.view(1, -1)
@@ -280,15 +279,15 @@ class ExactExchange(Exchange):
 # sent in float32, in the order of the ranks. Its own part it has without any rounding.
 #
 # Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
-# gathered in records too, and the owner takes the decoded values of its own piece as everybody does: all ranks hold equal bits.
+# gathered in records too, and the owner decodes its own piece as all others do: all ranks hold equal bits.
 #
-#     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  everybody's b
-#     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  everybody's a
+#     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  every rank's b
+#     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  every rank's a
 #
 # Not built: *1-bit* methods (1-bit SGD, 1-bit Adam, signSGD, PowerSGD's low rank). They are biased, so each needs the error of
 # every step fed back into the next: a residual of the whole model on every rank, which FSDP2 just saved, and which must be
 # checkpointed and cannot be resharded. The same holds for error feedback under 4 bits. Nor is the method of "Distributed Low
-# Precision Training Without Mixed Precision" (1911.07384): of it only the abstract is at hand, which describes training in
+# Precision Training Without Mixed Precision" (1911.07384): only its abstract was available, which describes training in
 # float16 throughout; a gradient that travels in float16 is what ``native`` sends for such a model.
 #
 # Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
@@ -349,7 +348,7 @@ class CompressedSum(Exchange):
         return total
 
     def _gather(self, piece: Tensor) -> Tensor:
-        """All pieces of this rank's shard, each as everybody decodes it."""
+        """All pieces of this rank's shard, decoded from records on every rank."""
         group = self.grid.replica_group
         rank = dist.get_rank(self.grid.group)
         records = self.code.encode(piece, self._key(_GATHERED, rank, 0))
@@ -358,7 +357,6 @@ class CompressedSum(Exchange):
         return self.code.decode(gathered, len(gathered) * RECORD_VALUES)
 
     def _key(self, stage: int, *others: int) -> int:
-        """Random bits of one vector."""
         key = self.seed
         for number in (self.step, self.place, self._micro_batch, stage, *others):
             key = step_seed(key, number)

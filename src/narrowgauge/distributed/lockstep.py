@@ -1,4 +1,4 @@
-"""Ranks that agree before each exchange, so that none waits for one that another does not enter.
+"""Ranks agree before each exchange, so that none waits in an exchange that another does not enter.
 
 FSDP2 gathers a group of weights when a rank calls its layer, and shares the gradients out when the rank has differentiated it.
 Ranks whose micro-batches call other layers thus enter other exchanges, or another number of them: weights of one layer are taken
@@ -31,7 +31,7 @@ class Lockstep:
         grid: these ranks. Those of a row gather weights together; all of them sum.
         device: where messages are.
         names: of FSDP2's groups of parameters, by number; the same on all ranks.
-        is_inside: whether somebody else calls :meth:`end` after the backward pass that is under way.
+        is_inside: whether the caller of the current backward pass calls :meth:`end` itself.
         is_forward: whether a forward pass is under way that will be differentiated; who evaluates may do so alone.
 
     Cost: in the passes that are watched a message of 16 bytes before each exchange, for whose answer the host waits; a run whose

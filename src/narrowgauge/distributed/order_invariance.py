@@ -114,7 +114,7 @@ class ForwardPasses:
     def install(self, model: nn.Module) -> list[Callable[[], None]]:
         """Watch a model and the parts of it that loops call by themselves; returns what ends it.
 
-        What a graph of ``torch.compile`` contains is not watched: whoever calls it can surround the call with :meth:`watched`.
+        Modules inside a graph of ``torch.compile`` are not watched: surround the call of the graph with :meth:`watched`.
         """
         undo: list[Callable[[], None]] = []
         for module in dict.fromkeys([model, *_called(model), *fsdp_modules(model)]):

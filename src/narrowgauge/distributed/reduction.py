@@ -2,7 +2,7 @@
 
 A step has micro-batches, of which each rank computes some. :meth:`GradientReduction.micro_batch` surrounds each backward pass;
 after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed while the backward pass
-goes on, by a ``ReduceScatter`` of our own; what every rank has the whole of is summed when it has ended.
+goes on, by a ``ReduceScatter`` of our own; replicated gradients are summed when it has ended.
 
 An order-invariant reduction also holds the loop to what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`):
 it refuses, as they happen, forward passes that draw random numbers and gradients that are added up before they are sent, makes
@@ -269,7 +269,7 @@ class GradientReduction:
         return max((exchange.step for exchange in self._exchanges), default=self._first_step)
 
     def set_step(self, step: int) -> None:
-        """Set the number of optimizer steps done, where a run goes on: it seeds random bits, and counts by itself otherwise."""
+        """Set the number of optimizer steps done when a run resumes; it seeds random bits and otherwise counts by itself."""
         self._first_step = step  # of what DDP's buckets make later
         for exchange in self._exchanges:
             exchange.step = step
@@ -376,7 +376,6 @@ class GradientReduction:
             require_first(before)
 
     def _device(self) -> torch.device:
-        """Where the model computes, which is not where an offloaded parameter is."""
         device: torch.device = self._fsdp[0][1].device if self._fsdp else self._trainable[0].device
         return device
 
@@ -406,7 +405,7 @@ class GradientReduction:
                 module.reshard()
 
     def require_known(self) -> None:
-        """Refuse gradients that nobody sums, or that are summed as another parameter's: replicas would drift apart.
+        """Refuse gradients that are not summed, or are summed as another parameter's: replicas would drift apart.
 
         Raises:
             RecipeError: a parameter is trained that was frozen, or not there, when the reduction was installed.
@@ -543,7 +542,6 @@ def inner_of(model: nn.Module) -> nn.Module:
 
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:
-    """Whether some are gradients of a model with an order-invariant reduction."""
     asked = {id(gradient) for gradient in gradients}
     reductions = [reduction for reference in _installed.values() if (reduction := reference()) is not None]
     return any(reduction.sums_exactly(asked) for reduction in reductions)

@@ -9,7 +9,7 @@ The majority is right. Between two ranks that disagree, the one whose gradient i
 in memory the one that no neighbour resembles is the likelier. Every check ends on all ranks with the same error, before the
 damage is used for an update or saved, and names the rank, the tensor and the element.
 
-What this does not see: a wrong update of a shard that nobody else holds, and a wrong gradient in a step that is not verified.
+What this does not see: a wrong update of a shard without a replica, and a wrong gradient in a step that is not verified.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Verifier:
 
     @torch.no_grad()
     def before_update(self) -> None:
-        """Find what has changed since the last update, though nobody wrote to it.
+        """Find what has changed since the last update without a recorded write.
 
         Raises:
             CorruptionError: on all ranks.
@@ -125,7 +125,7 @@ class Verifier:
         self._resting = {}
 
     def _changed(self) -> list[Damage]:
-        """What has changed since the last update, though nobody wrote to it."""
+        """What has changed since the last update without a recorded write."""
         found = []
         for held in self._held() if self._resting else ():
             *then, before = self._resting.get(held.name, (None,))
@@ -214,7 +214,6 @@ def _whereabouts(held: Held) -> tuple[int, int]:
 
 
 def _all_gather(mine: Tensor, group: Any) -> Tensor:
-    """The tensors of all ranks of a group, shape [ranks, …], on the CPU."""
     device = all_ranks().device
     parts = [torch.empty_like(mine, device=device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine.to(device), group=group)
@@ -222,7 +221,6 @@ def _all_gather(mine: Tensor, group: Any) -> Tensor:
 
 
 def _compare_state(group: Any, same: Sequence[Held], step: int) -> list[Damage]:
-    """What differs between the ranks of a group."""
     sums = torch.stack([checksum(held.tensor).to(same[0].tensor.device) for held in same])
     digest = checksum(sums).to(all_ranks().device)
     ends = torch.stack([digest, ~digest])
@@ -335,7 +333,6 @@ def _witnessed(model: nn.Module, seen: Callable[[str, Tensor], None]) -> Iterato
 
 
 def _gradient_sums(model: nn.Module, backward: Callable[[], object]) -> dict[str, Tensor]:
-    """The checksum of this rank's gradient of each parameter."""
     sums: dict[str, Tensor] = {}
 
     def see(name: str, gradient: Tensor) -> None:
@@ -350,7 +347,6 @@ def _gradient_sums(model: nn.Module, backward: Callable[[], object]) -> dict[str
 
 
 def _gathered_rows(sums: dict[str, Tensor]) -> list[dict[str, int]]:
-    """The checksums of every rank."""
     numbers = torch.stack(list(sums.values())).tolist() if sums else []
     return all_ranks().gather(dict(zip(sums, numbers, strict=True)))
 

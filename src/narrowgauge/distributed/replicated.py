@@ -1,4 +1,4 @@
-"""Gradients that every rank has the whole of: those of a replicated model, and of parameters that FSDP2 was told to ignore.
+"""Replicated gradients: those of a replicated model, of parameters that FSDP2 ignores, and of DDP's buckets.
 
 They are copied into flat buckets of one dtype, and the buckets are summed. The layout of the buckets holds every trainable
 parameter in the model's order, whether it has a gradient or not, so that it is the same on all ranks and in all micro-batches.
@@ -50,7 +50,7 @@ class Replicated:
     """Parameters whose gradients are summed after the backward pass.
 
     Args:
-        parameters: those that every rank has the whole of, in the same order on all.
+        parameters: the replicated ones, in the same order on all ranks.
         grid: the ranks.
         make: makes the exchange of a bucket.
         dtypes: those in which gradients are summed, where it is not their parameter's.
@@ -144,7 +144,7 @@ class SumAfterBackward:
 
     Args:
         replicated: the parameters, and their sum.
-        is_inside: whether somebody else sums the gradients of the pass that is under way.
+        is_inside: whether the gradients of the current pass are summed elsewhere.
         check: called before a sum with what its gradients would be added to; raises where there must be no sum.
     """
 
@@ -217,7 +217,7 @@ class BucketSums:
 
     Args:
         make: makes the exchange of a bucket.
-        is_inside: whether somebody else sums the gradients of the pass that is under way: they are left as they are.
+        is_inside: whether the gradients of the current pass are summed elsewhere: they are left as they are.
         average: whether sums are divided by the number of ranks.
         sums_leaves: whether each pass's gradients must enter the sum by themselves.
     """

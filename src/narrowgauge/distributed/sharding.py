@@ -145,7 +145,7 @@ class GroupSum:
 
 
 def settle(model: nn.Module) -> None:
-    """Let a model's modules and FSDP2 hold the same parameters, all of them sharded, before anybody takes them from the model.
+    """Let a model's modules and FSDP2 hold the same parameters, all of them sharded, before an optimizer takes them.
 
     A forward pass may leave gathered parameters in the modules, and FSDP2 looks only in its first one for parameters that were
     replaced after ``fully_shard``.
@@ -214,7 +214,7 @@ def mesh_of(model: nn.Module) -> Any:
 
 
 def make_equal(model: nn.Module, mesh: Any) -> None:
-    """Give every rank of a mesh the parameters and buffers of its first one, so that replicas begin alike.
+    """Broadcast the parameters and buffers of a mesh's first rank to all others, so that replicas begin with equal bits.
 
     Cost: the model's bytes, once.
     """
@@ -365,7 +365,6 @@ def _exceptions(model: nn.Module, layers: list[nn.Module]) -> tuple[list[nn.Modu
 
 
 def _usual_dtype(parameters: Iterable[Tensor]) -> torch.dtype | None:
-    """The dtype of most elements."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in parameters:
         counts[parameter.dtype] += parameter.numel()

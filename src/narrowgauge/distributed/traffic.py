@@ -7,8 +7,8 @@ are read when the step has ended, so nothing waits for the device.
 **Waiting.** Collectives end on all ranks at about the same time, so a rank that arrives late spends less time in them than the
 others: the others' time includes waiting for it. The rank with the least time in collectives is thus the last to arrive, and
 what another rank spends beyond that is its wait. No clocks are compared, so the ranks may be on any number of hosts. Where a
-different rank is late at each collective of one step, these waits are in everybody's least time and are not seen: the wait is a
-lower bound, exact for a rank that is slower than the others throughout the step.
+different rank is late at each collective of one step, these waits are in the least time of every rank and are not seen: the
+wait is a lower bound, exact for a rank that is slower than the others throughout the step.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Traffic:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> with Traffic() as traffic:
         ...     dist.all_reduce(torch.ones(1000))
-        ...     traffic.end_step()  # one rank sends nothing and waits for nobody
+        ...     traffic.end_step()  # one rank sends nothing and never waits
         {}
         >>> dist.destroy_process_group()
     """
@@ -142,7 +142,6 @@ class Traffic:
         return row
 
     def _elapsed(self) -> float:
-        """Seconds in collectives since the last call."""
         for began, ended in self._events:
             ended.synchronize()
             self._seconds.append(began.elapsed_time(ended) / 1000)

@@ -1,7 +1,7 @@
-"""Whether PyTorch's compiler can work here: it writes C++, for which it needs a compiler, headers, and a folder.
+"""Whether PyTorch's compiler can work here: it writes C++, so it needs a C++ compiler, headers and a writable folder.
 
-PyTorch finds out in the first training step, and then says so on 150 lines. Everything that is compiled here can run uncompiled,
-so the question is asked before, by compiling three lines: in a fourth of a second, and without loading PyTorch.
+PyTorch itself finds out in the first training step, in 150 lines of error. Everything that is compiled here can also run
+uncompiled. So this module checks first, by compiling three lines in a quarter of a second, without loading PyTorch.
 
 Source: torch._inductor.cpp_builder (the compiler and its flags), torch._inductor.runtime.cache_dir_utils (the folder).
 """
@@ -101,12 +101,12 @@ def compiled_folder() -> Path:
 
 
 def is_torn(path: Path) -> bool:
-    """Whether compiled code lacks its end, which a linker that was killed leaves: whoever loads it is ended by SIGBUS.
+    """Whether compiled code is truncated, as a killed linker leaves it: a process that loads it is killed by SIGBUS.
 
     Only files of the ELF format are looked into; their last part is the table of sections.
 
     Args:
-        path: an object file or a shared library that nobody is writing.
+        path: an object file or a shared library that is not being written.
     Example:
         >>> is_torn(Path(sys.executable).resolve())
         False

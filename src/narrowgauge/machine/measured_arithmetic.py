@@ -137,7 +137,6 @@ def _measured(device: torch.device, names: list[str], until: float, anew: Collec
 
 @contextlib.contextmanager
 def _plain_mode() -> Iterator[None]:
-    """Without gradients, and without the caller's autocast."""
     with torch.no_grad(), contextlib.ExitStack() as stack:
         for kind in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -191,7 +190,6 @@ def _cache_file(settings: dict[str, str]) -> Path:
 
 
 def _cached(file: Path, settings: dict[str, str]) -> Arithmetic:
-    """What was measured under these settings; nothing where the file is missing or damaged."""
     if file.name in _seen:
         return _seen[file.name]
     with contextlib.suppress(OSError, ValueError, NarrowgaugeError):

@@ -136,7 +136,6 @@ def _multiplied_by(sets: frozenset[str]) -> frozenset[str]:
 
 
 def _usable_sets() -> frozenset[str]:
-    """The instruction sets that PyTorch's matmuls may use."""
     named = os.environ.get(OVERRIDE)
     if named is not None:
         return frozenset(name.strip().lower() for name in named.split(","))
@@ -153,7 +152,6 @@ def _forbidden(level: str) -> frozenset[str]:
 
 
 def _of_linux(cpuinfo: Path) -> frozenset[str]:
-    """The flags of the first processor in the file."""
     with contextlib.suppress(OSError), cpuinfo.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             key, _, value = line.partition(":")

@@ -141,7 +141,6 @@ def _fused_word(result: Tensor) -> str:
 
 
 def _product_sum(device: torch.device) -> Tensor:
-    """The square of the factor minus its rounded value, in either order of the two terms."""
     left = torch.zeros(16, 64, dtype=torch.float32, device=device)
     right = torch.zeros(64, 16, dtype=torch.float32, device=device)
     left[:, 0], right[0] = -_ROUNDED_PRODUCT, 1.0

@@ -193,7 +193,6 @@ def describe(tree: Tree, positions: Sequence[int] = ()) -> str:
 
 
 def _name(tree: Tree) -> str:
-    """The name of a tree that has one, or an empty text."""
     canonical, num_terms = notation(tree), len(leaves(tree))
     named = [words for words, built in _NAMED.items() if canonical == notation(built(num_terms))]
     blocks = _consecutive_blocks(tree)
@@ -280,7 +279,6 @@ def _grouping(words: str, keys: list[int], stride: int) -> Iterator[tuple[str, l
 
 
 def _quotient(tree: Tree, parts: Sequence[Tree]) -> Tree:
-    """A tree with each of these subtrees replaced by its number."""
     numbers = {frozenset(leaves(part)): number for number, part in enumerate(parts)}
     built: dict[frozenset[int], Tree] = {**{frozenset({t}): t for t in leaves(tree)}, **numbers}
     for node in _inner_nodes(tree):
@@ -291,7 +289,6 @@ def _quotient(tree: Tree, parts: Sequence[Tree]) -> Tree:
 
 
 def _renumbered(tree: Tree, terms: list[int]) -> Tree:
-    """A subtree with its terms numbered from 0."""
     places = {term: place for place, term in enumerate(terms)}
     if isinstance(tree, int):
         return places[tree]

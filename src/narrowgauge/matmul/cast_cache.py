@@ -9,7 +9,7 @@ casts are (:mod:`narrowgauge.matmul.narrow_gather`).
 
 *Inputs.* In eager mode, q, k and v get the same input, and so do gate and up. :class:`LastCast` remembers the cast made last,
 by the storage it was made from and PyTorch's count of that storage's changes, and gives it to *another* layer with the same
-input; a layer that calls again has a new input, whatever it looks like. A compiler merges equal calls itself and may write
+input; a layer that calls again has a new input, even at the same address. A compiler merges equal calls itself and may write
 another tensor where this one was, so compiled code never comes here.
 """
 
@@ -132,7 +132,7 @@ _GIVEN: dict[int, _Given] = {}
 
 
 def give_casts(weight: Tensor, casts: dict[Key, Callable[[], Operand]], missing: str) -> None:
-    """Say what :func:`cast_weight` returns for a weight whose values nobody has, until the next call for it.
+    """Set what :func:`cast_weight` returns for a weight that was gathered as codes, until the next call for it.
 
     Args:
         weight: of which only the storage's identity counts; when it dies this is forgotten.

@@ -88,7 +88,7 @@ def count_overflows(history: Tensor, step: int | None = None) -> Tensor:
 
 
 def join_histories(histories: Sequence[Tensor], largest: Callable[[Tensor], Tensor]) -> None:
-    """Give the ranks that train together one history of each layer: as if one of them had computed all micro-batches.
+    """Max-reduce each layer's amax history over the ranks that train together.
 
     Args:
         histories: of all layers, changed in place; every rank gives as many.

@@ -111,7 +111,6 @@ def _(
 
 
 def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each expert that got tokens, and their rows. On CUDA this waits for the router."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
@@ -289,8 +288,6 @@ NARROW = "narrow"
 
 
 class _Projections(nn.ModuleDict):
-    """The swapped projections of one module, by name."""
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         _register()  # a process that unpickles it may have swapped no experts

@@ -153,7 +153,6 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _along(outer: Tensor | None, *, rows: bool) -> Tensor | None:
-    """An operand's scale, as one of the result's rows or columns."""
     if outer is None:
         return None
     flat = outer.reshape(-1)

@@ -143,7 +143,6 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
 
 
 def _operand(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
-    """The weight as its matmul takes it: codes and a scale, or widened block by block, which is exact."""
     if right.block is None:
         return Operand(codes, scales)
     values = padded(codes.to(torch.bfloat16), right, 1)
@@ -351,7 +350,6 @@ def quantize_layer(
 
 
 def _codes_of(weight: Tensor, right: Cast) -> tuple[Tensor, Tensor]:
-    """Codes and scales of a weight ``[out, in]``."""
     found = quantize(padded(weight, right, 1), right)
     codes = found.codes[: weight.shape[0], : weight.shape[1]].to(getattr(torch, right.format)).contiguous()
     if found.inner is not None:

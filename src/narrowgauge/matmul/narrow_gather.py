@@ -3,8 +3,8 @@
 FSDP2 asks a sharded tensor that has ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` what to gather and what to make of it.
 Here the first casts this rank's rows (:mod:`narrowgauge.spec.computes` says how), and the second hands the codes of all rows
 to the cast cache, where the layer's matmuls find them. The gathered parameter is then a tensor of the right shape and dtype
-that is filled with NaN: nobody has its values, and whoever reads them anyway sees it at once. The sharded parameter stays a
-plain DTensor: the optimizer, gradients and checkpoints know nothing of all this.
+that is filled with NaN: its values were not gathered, and code that reads them anyway fails visibly. The sharded parameter
+stays a plain DTensor: the optimizer, gradients and checkpoints know nothing of all this.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from narrowgauge.spec.computes import SLOTS, Compute, gathering_of
 
 
 def gather_narrow(model: nn.Module) -> dict[str, str]:
-    """Let FSDP2 gather weights as codes wherever the layer's compute allows it, from now on.
+    """Let FSDP2 gather weights as codes from now on, where the layer's compute allows it.
 
     Invariant: outputs and gradients have the same bits as without.
 
@@ -97,7 +97,6 @@ def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]], is_checkpoint
 
 
 def _owners(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules that hold each parameter."""
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
@@ -107,7 +106,6 @@ def _owners(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _fsdp_module(model: nn.Module, name: str) -> nn.Module:
-    """The innermost module around ``name`` that is sharded as one."""
     from torch.distributed.fsdp import FSDPModule
 
     parts = name.split(".") if name else []

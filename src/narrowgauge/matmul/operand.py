@@ -106,15 +106,12 @@ def outer_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, int] | No
 
 
 def _nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
-    """The operand of a batch without tokens."""
     shape = outer_shape(x.shape, cast, dim)
     return Operand(x.to(dtype), None if shape is None else torch.ones(shape, dtype=torch.float32, device=x.device))
 
 
 @lru_cache(None)
 def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """The definition for a cast without blocks."""
-
     def cast_whole(
         x: Tensor, by_row: Tensor | None, by_column: Tensor | None, fold: Tensor | None, amax: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
@@ -127,8 +124,6 @@ def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 @lru_cache(None)
 def _smoothing(cast: Cast) -> Callable[..., Any]:
-    """The definition of what a smooth cast multiplies channels by."""
-
     def channel_factors(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return smoothing(x, cast)
 
@@ -137,8 +132,6 @@ def _smoothing(cast: Cast) -> Callable[..., Any]:
 
 @lru_cache(None)
 def _rotation(dim: int) -> Callable[..., Any]:
-    """The definition of a cast's rotation."""
-
     def rotate_blocks(x: Tensor) -> Tensor:
         return quantization.rotate(x, dim)
 
@@ -147,8 +140,6 @@ def _rotation(dim: int) -> Callable[..., Any]:
 
 @lru_cache(None)
 def _blocks(cast: Cast, dtype: torch.dtype) -> Callable[..., Any]:
-    """The definition for a cast in blocks, on blocks."""
-
     def cast_blocks(
         x: Tensor, by_row: Tensor | None, by_column: Tensor | None, amax: Tensor | None
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:

@@ -60,7 +60,6 @@ def _cast_parameters(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _casts_itself(module: nn.Module) -> bool:
-    """Whether a module casts its own parameters."""
     return isinstance(module, Layer) or NARROW in module._modules or hasattr(module, "computes_in")
 
 
@@ -170,11 +169,6 @@ _OF_FUNCTIONS = frozenset(
 
 
 class _Forward:
-    """A wrapper of a module's own forward.
-
-    An object, not a closure: copies and pickles of the module then get one that uses their own weights.
-    """
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         # A forward that was set on the object itself.

@@ -65,7 +65,7 @@ class NarrowLayers:
         self.share_histories()
 
     def share_histories(self) -> None:
-        """Let layers with the same input scale it alike: by the amax history of the first of them."""
+        """Let layers with the same input share the amax history of the first of them, and so its scale."""
         plain = {name: layer for name, layer in self.layers.items() if isinstance(layer, Linear)}
         for name, layer in plain.items():
             owner = plain.get(first_of_input(name), layer)

@@ -1,4 +1,4 @@
-"""The measured arithmetic of a machine: what is measured, how ``run.toml`` holds it, and what parts two machines.
+"""The measured arithmetic of a machine: what is measured, how ``run.toml`` holds it, and where two machines differ.
 
 Two machines, or one machine under two settings, may both be right and differ in their last bits: they add in another order, fuse
 a multiplication with an addition, or round a function's result another way. Each :class:`Probe` names one such property.
@@ -48,7 +48,7 @@ class Probe:
     Args:
         name: what it is called in ``run.toml`` and in every table.
         measures: what is measured.
-        felt: how a difference between two machines shows in a run.
+        affects: how a difference between two machines shows in a run.
         settings: versions, variables and switches that may change it, by their names in a fingerprint.
         source: of the method.
         is_sum: whether it is an order of additions, which a number of threads may change.
@@ -57,21 +57,21 @@ class Probe:
 
     name: str
     measures: str
-    felt: str
+    affects: str
     settings: tuple[str, ...]
     source: str
     is_sum: bool = False
     in_runs: bool = True
 
 
-def _sum(name: str, measures: str, felt: str, settings: tuple[str, ...] = _PYTORCH, source: str = _FPREV) -> Probe:
-    return Probe(name, measures, felt, settings, source, is_sum=True)
+def _sum(name: str, measures: str, affects: str, settings: tuple[str, ...] = _PYTORCH, source: str = _FPREV) -> Probe:
+    return Probe(name, measures, affects, settings, source, is_sum=True)
 
 
-def _function(name: str, felt: str) -> Probe:
+def _function(name: str, affects: str) -> Probe:
     return Probe(
         f"function {name}", f"{name}: largest error, hash of the bits, results that differ outside of a vector",
-        felt, tuple(dict.fromkeys((*_PYTORCH, *LIBRARIES))), _HANDBOOK,
+        affects, tuple(dict.fromkeys((*_PYTORCH, *LIBRARIES))), _HANDBOOK,
     )  # fmt: skip
 
 

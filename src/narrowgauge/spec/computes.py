@@ -241,7 +241,6 @@ def _wide(name: str) -> Product:
 def _uniform(
     format: str, granularity: Granularity, gradients: str = "", **options: object
 ) -> tuple[Product, Product, Product]:
-    """One granularity for all casts, along each matmul's contraction."""
     forward = Cast(format, granularity, **options)  # type: ignore[arg-type]
     backward = replace(forward, format=gradients or format)
     return (
@@ -263,7 +262,6 @@ def _blocks(gradients: str = "float8_e4m3fn") -> tuple[Product, Product, Product
 
 
 def _microscaled(format: str, gradients: str = "") -> tuple[Product, Product, Product]:
-    """OCP blocks of 32 along each contraction."""
     forward = Cast(format, "1x32", "float8_e8m0fnu")
     backward = replace(forward, format=gradients or format)
     return Product(forward, forward), Product(backward, forward), Product(backward, forward)
@@ -705,7 +703,6 @@ def _can_smooth(compute: Compute) -> bool:
 
 
 def _fresh(compute: Compute) -> Compute:
-    """The compute with current scales for weights."""
     return replace(
         compute,
         output=replace(compute.output, right=_current(compute.output.right)),

@@ -458,7 +458,6 @@ def _phases(table: Mapping[str, Any], where: str) -> tuple[Phase, ...]:
 
 
 def _entries(table: Mapping[str, Any], key: str, where: str, advice: str) -> list[dict[str, Any]]:
-    """The list of tables under a key; empty without the key."""
     entries = table.get(key, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RecipeError(f"{where} has {key} = {entries!r}.", advice)
@@ -478,7 +477,6 @@ _SEE = "(narrowgauge show recipes lists all.)"
 
 
 def _find_compute(name: str) -> Compute:
-    """The compute of that name."""
     full = compute_name(name)
     alias = ALIASES.get(full)
     if (compute := computes.find(full)) is not None:

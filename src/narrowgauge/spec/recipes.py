@@ -145,7 +145,7 @@ class Recipe:
 
     @property
     def dtype(self) -> str:
-        """The dtype of plain linear layers, norms and everything else outside the casts, whatever the format of the weights."""
+        """The dtype of plain linear layers, norms and everything else outside the casts; independent of the weights' format."""
         return self.compute.dtype
 
     @property

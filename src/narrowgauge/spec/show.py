@@ -115,7 +115,6 @@ def _compute_row(compute: Compute) -> Row:
 
 
 def _operands(*places: str) -> Callable[[Row], str]:
-    """The casts at these places, equal ones once."""
     return lambda row: " × ".join(dict.fromkeys(row["casts"][place]["text"] for place in places))
 
 
@@ -184,7 +183,6 @@ def _maker(name: str) -> Callable[[], list[Row]]:
 
 @lru_cache
 def _first_rows(part: str) -> dict[str, str]:
-    """The first recipe of the table with each compute or storage."""
     first: dict[str, str] = {}
     for name in notation.representative_names():
         first.setdefault(getattr(notation.parse(name), part).name, name)
@@ -407,7 +405,6 @@ def page_recipe(name: str) -> list[Table]:
 
 
 def _facts(row: Row) -> dict[str, str]:
-    """The properties of a recipe, in the order of printing."""
     memory = f"{row['example_memory_bytes'] / 1e9:g} GB at {row['example_parameters'] / 1e9:g} billion parameters"
     facts = {
         "for": row["purpose"],

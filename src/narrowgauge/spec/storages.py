@@ -160,7 +160,6 @@ def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], 
 def _partitions(
     fields: tuple[tuple[str, int], ...],
 ) -> Iterator[tuple[tuple[tuple[str, int], ...], ...]]:
-    """All partitions of the fields into groups."""
     if not fields:
         yield ()
         return
@@ -479,5 +478,4 @@ _PARTS = ("weight", "first moment", "second moment")
 
 
 def _cut(code: Code) -> int:
-    """Mantissa bits that a code drops."""
     return max(0, 23 - code.parts * (code.mantissa_bits + 1) + 1)

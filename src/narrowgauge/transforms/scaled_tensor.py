@@ -131,7 +131,7 @@ class Scaled(Tensor):
 Rule = Callable[..., Any]
 
 FUNCTIONS: dict[Any, Rule] = {}
-"""Rules for whole functions, looked up before PyTorch decomposes them; filled by ``scaled_functions``."""
+"""Rules for whole functions, looked up before PyTorch decomposes them; filled by ``scalify.py``."""
 
 
 def unknown(what: str) -> RecipeError:

@@ -394,7 +394,6 @@ def _is_plain_head(module: nn.Module, head: Any) -> bool:
 
 
 def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
-    """Hook: the same result with plain tensors in it."""
     if isinstance(result, Scaled):
         return value_of(result)
     if isinstance(result, (list, tuple)):
@@ -548,7 +547,6 @@ def _ruled_class(origin: Any) -> Any:
 
 
 def _class_for(name: str, module: nn.Module) -> Any:
-    """The new class of a module; None for one that only calls others, or has it already."""
     if isinstance(module, _Ruled):
         return None
     found = _ruled_class(cast(Any, type(module)))

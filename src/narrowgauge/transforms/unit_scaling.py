@@ -190,7 +190,6 @@ def _kind_of(model: nn.Module) -> type[nn.Module]:
 
 
 def _check(model: Any, kind: type[nn.Module]) -> None:
-    """Refuse everything that has no rule."""
     config, head = model.config, model.get_output_embeddings()
     name = type(model).__name__
     if fsdp_groups(model):
@@ -286,7 +285,6 @@ def _parts(layer: Any) -> tuple[Any, Any]:
 
 
 def _factors(model: Any, length: int) -> Iterator[tuple[nn.Parameter, float]]:
-    """Parameters, each with the number that multiplies it."""
     gpt2 = isinstance(layers_of(model)[0], UnitGPT2Block)
     inner = rules.GELU if gpt2 else rules.SILU_GLU
     # Unit scaling divides GPT-2's sum of two embeddings by √2, the plain model does not.

@@ -1,7 +1,7 @@
 """Starting ranks on one host: ``narrowgauge train --nproc N`` is torchrun's elastic agent with N processes of this command.
 
 The agent starts the ranks, ends all when one fails, and starts them anew where restarts are allowed. What it adds to torchrun is
-the end: one line that says which rank was lost at which step and how the run goes on, instead of a report per rank; a signal
+the end: one line that says which rank was lost at which step and how to resume, instead of a report per rank; a signal
 goes to each rank once, and the ranks have time to save. No rank outlives the agent.
 
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, torch.distributed.launcher.
@@ -52,7 +52,7 @@ def run_on_ranks(
         words: arguments of the interpreter, as in ``["-m", "narrowgauge", "train"]``.
         num_ranks: how many.
         max_restarts: how often the ranks are started anew after one failed.
-        how_to_resume: a sentence that says how the run goes on, for the line about a lost rank.
+        how_to_resume: a sentence that says how to resume, for the line about a lost rank.
         note_loss: records that line: takes the last step that was done, and what was lost.
         stop_seconds: how long the ranks may take to stop after a signal.
     Raises:
@@ -119,7 +119,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _inherited(folder: str) -> dict[str, str]:
-    """The variables that the ranks inherit."""
     given = {AGENT_FOLDER: folder, AGENT_PROCESS: str(os.getpid())}
     # The store's connections are the agent's: that they break with it is one line, not the stacks of PyTorch's own log.
     given["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,8 +1,8 @@
-"""How ranks end: one of them prints why, at once, and the others leave silently with the same exit status.
+"""One failure, one report: one rank prints why the run ends, at once; the others exit silently with the same status.
 
 An error may be raised on one rank, whose absence then breaks the collectives of the others, or on all at the same time. The rank
 that asks the store first reports it. It prints before anything else, since its agent may end it the moment another rank has left.
-If no rank has an error of its own, one was lost: the roll is called (``liveness.py``) and the missing one is named. If whatever
+If no rank has an error of its own, one was lost: a roll call (``liveness.py``) finds the missing one. If the process that
 started the ranks was killed, the first rank of its host says so. What was lost is also noted where the run is recorded.
 """
 
@@ -44,13 +44,13 @@ def agent_folder() -> Path | None:
 
 
 class FailureReporter:
-    """Says why this rank ends, or leaves it to another one.
+    """Reports why this rank ends, or leaves the report to another rank.
 
     Args:
         here: the placement.
         folder: of the agent; None without one.
         timeout_seconds: the longest time without progress, for the message.
-        how_to_resume: a sentence that says how the run goes on.
+        how_to_resume: a sentence that says how to resume.
         note_loss: records what was lost: takes the last step that was done, and a sentence. Called by one rank.
     """
 
@@ -87,7 +87,7 @@ class FailureReporter:
             return error
         if is_broken(error):
             return self._broken(error)
-        if isinstance(error, BrokenPipeError):  # whoever read the output has left, which is no error of a command
+        if isinstance(error, BrokenPipeError):  # the reader of the output has left, which is no error of a command
             self.alive.claim(1)
             self._note(REPORTED, "1")
             return ReportedError(1)
@@ -141,7 +141,7 @@ class FailureReporter:
 
     def _lost(self, missing: dict[int, str], waited: str) -> ReportedError:
         """Name the lost ranks on one rank: on the console, or in a file for the agent, which knows how a process ended."""
-        # Without the store nobody can ask who reports.
+        # Without the store ranks cannot agree on the one that reports.
         is_mine = self.here.rank == 1 if missing is _STORE_LOST else self.alive.claim(1)
         message = describe_lost(missing, self.alive.step, waited)
         if is_mine and self.folder is None:
@@ -160,7 +160,6 @@ class FailureReporter:
 
 
 def _print(error: NarrowgaugeError) -> None:
-    """Print an error as the command line does."""
     print(f"{type(error).__name__}: {shortened(' '.join(str(error).split()))}", file=sys.stderr, flush=True)
 
 

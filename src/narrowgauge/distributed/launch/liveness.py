@@ -1,7 +1,7 @@
 """Signs of life: which step each rank has reached, which rank reports an error, and which one is missing.
 
 A rank that waits in a collective cannot tell why: a peer was killed, hangs, or is slow. So each rank has a thread with a
-connection of its own to the group's store. It answers a roll call for its rank whatever the main thread does, and ends the
+connection of its own to the group's store. It answers a roll call even while the main thread waits, and ends the
 process when the main thread has made no progress for too long. A rank that does not answer was lost; if all answer, those that
 do not wait in a collective hold up the others. Ranks that meet the same error at once agree through the store on the one that
 prints it.
@@ -9,8 +9,8 @@ prints it.
 Under the agent of ``narrowgauge train --nproc`` each rank also writes its step to a file of a few bytes, which outlives it, so
 that the agent can name the step at which a rank was killed.
 
-When whatever started the ranks is killed, the system kills them too, but for the first one of each host: its thread sees that
-the parent has changed, says so, and ends the process.
+When the process that started the ranks is killed, the system kills the ranks too, except the first one of each host: its thread
+sees that the parent has changed, reports it, and ends the process.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Liveness:
 
     Args:
         placement: of this rank.
-        store: a connection to the group's store that nobody else uses, since a store serves one caller at a time; None for one
+        store: a connection to the group's store for this thread alone, since a store serves one caller at a time; None for one
             rank.
         folder: where the agent of this host reads steps; None without one.
         limit_seconds: the longest time without progress.

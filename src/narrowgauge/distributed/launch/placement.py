@@ -20,7 +20,7 @@ from narrowgauge.errors import RankError
 
 _BY_HAND = "Start it with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for every rank."
 _FIRST_PORT, _NUM_PORTS = 20_000, 12_000  # below the ports that Linux gives to outgoing connections
-_NO_JOB = ("", "none")  # torchrun's --rdzv-id, if nobody names one
+_NO_JOB = ("", "none")  # torchrun's default --rdzv-id
 
 
 @dataclass(frozen=True)

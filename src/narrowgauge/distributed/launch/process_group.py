@@ -1,8 +1,8 @@
-"""From processes to one run: a rank joins its group, and leaves it so that one line says why a run ended.
+"""The process group of a run: a rank joins it, and leaves it so that one line says why a run ended.
 
-:func:`process_group` finds the other ranks (``placement.py``), meets them (``meeting.py``), starts the process group with a
-bounded timeout, and chooses the device and the number of threads. How its block ends with an error is in ``endings.py``, and the
-agent that starts ranks on one host in ``agent.py``.
+:func:`process_group` finds the other ranks (``placement.py``), meets them (``rendezvous.py``), starts the process group with a
+bounded timeout, and chooses the device and the number of threads. ``failure_reporting.py`` handles an error in its block, and
+``agent.py`` starts ranks on one host.
 
 Source: docs.pytorch.org/docs/stable/distributed.html (initialization, timeouts); docs.pytorch.org/docs/stable/elastic/run.html.
 """
@@ -67,7 +67,7 @@ def process_group(
     how_to_resume: Callable[[], str] = lambda: "",
     note_loss: Callable[[int, str], object] = lambda step, said: None,
 ) -> Iterator[Placement]:
-    """Join the other ranks of a run; leave them in the end, however that comes.
+    """Join the other ranks of a run, and leave them at its end, also after an error.
 
     Invariant: an error of one rank, or of all, is printed by one rank; all raise :class:`ReportedError`, with which the command
     line exits silently. A rank that was lost ends the others within the timeout. One rank alone raises what it raises.
@@ -78,7 +78,7 @@ def process_group(
         join_seconds: the longest time for which it waits for them at the start.
         threads: of each rank's operators on the CPU; None chooses, see :func:`choose_threads`.
         is_order_invariant: whether the run's bits must not depend on the number of ranks, so neither on the number of threads.
-        how_to_resume: a sentence that says how the run goes on, for the line about a lost rank.
+        how_to_resume: a sentence that says how to resume, for the line about a lost rank.
         note_loss: records that line: takes the last step that was done, and what was lost.
     Yields:
         The placement, with the local rank filled in.
@@ -130,10 +130,6 @@ def process_group(
 
 @contextlib.contextmanager
 def _group(here: Placement, store: Store | None, timeout_seconds: float) -> Iterator[None]:
-    """The process group of ranks that have met; one rank gets none.
-
-    After an error it is not destroyed: that may wait for ranks that are lost.
-    """
     global _is_open
     if store is None:
         yield

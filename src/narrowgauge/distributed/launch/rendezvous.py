@@ -1,7 +1,7 @@
-"""How ranks meet: a store that all of them reach, and the certainty that those who answer are of this attempt.
+"""Rendezvous: a store that all ranks reach, and the certainty that those that answer belong to this attempt.
 
-The store may be older than the ranks: an elastic agent keeps it over restarts, and does not number these alike on all hosts. So
-each rank greets with a name that nobody had before, rank 0 answers every such name with the prefix of this attempt's keys, and
+The store may be older than the ranks: an elastic agent keeps it over restarts, and numbers restarts differently on each host. So
+each rank greets with a new, unique name, rank 0 answers every such name with the prefix of this attempt's keys, and
 the ranks have met when all of them have confirmed it.
 """
 
@@ -73,7 +73,7 @@ def greet(store: Store, rank: int, patience: timedelta) -> str:
 
 
 def welcome(store: Store, size: int, seconds: float) -> tuple[str, list[int]]:
-    """Answer every greeting until all ranks have confirmed; a greeting of an earlier attempt is answered in vain.
+    """Answer every greeting until all ranks have confirmed; a greeting of an earlier attempt is ignored.
 
     Args:
         store: the shared one.
