@@ -46,7 +46,7 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 
 
 SOURCES = (
-    "errors.py",
+    "*.py",
     "_torch/*.py",
     *(f"machine/{name}.py" for name in ("cache_folder", "child_processes", "cpp_compiler", "processor")),
     *(f"spec/{name}.py" for name in ("formats", "frameworks", "storages")),
