@@ -57,10 +57,10 @@ FAULTS = [
             "the lower end of an interval is its upper end",
         ),
         (
-            "joint-variance",
-            "joint = fmean((x - a) * (y - b) for x, y in pairs)",
-            "joint = fmean((x - a) * (y + b) for x, y in pairs)",
-            "a correlation that diagnosis reads is none",
+            "difference-of-plans",
+            "return self.after - self.before",
+            "return self.before - self.after",
+            "a plan that became slower is said to have become faster",
         ),
         (
             "climb-margin",
@@ -246,13 +246,13 @@ FAULTS = [
         ),
         (
             "replicas",
-            "divisor = self.parties.size if self.average else 1",
-            "divisor = self.parties.shards if self.average else 1",
+            "divisor = self.grid.size if self.average else 1",
+            "divisor = self.grid.shards if self.average else 1",
             "gradients of replicas are averaged over too few ranks",
         ),
         (
             "used-elsewhere",
-            "dist.all_reduce(used, dist.ReduceOp.MAX, group=self.parties.group)",
+            "dist.all_reduce(used, dist.ReduceOp.MAX, group=self.grid.group)",
             "pass",
             "a parameter that another rank alone uses is not stepped",
         ),
@@ -288,8 +288,8 @@ FAULTS = [
         ),
         (
             "exchange-order",
-            "places = [shard * parties.replicas + replica for replica, shard in parties.places]",
-            "places = [replica * parties.shards + shard for replica, shard in parties.places]",
+            "places = [shard * grid.replicas + replica for replica, shard in grid.places]",
+            "places = [replica * grid.shards + shard for replica, shard in grid.places]",
             "hybrid shards get each other's gradients",
         ),
     ),
