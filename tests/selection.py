@@ -25,6 +25,8 @@ TESTS, SOURCE = ROOT / "tests", ROOT / "src"
 RECORD = TESTS / "last_whole_product.toml"
 ROOMS = ("optim", "matmul", "numerics")
 """Rooms of ``src/narrowgauge`` whose tests are products of tables, of which ``./dev test`` runs a covering part."""
+INTEGRATIONS = "integrations"
+"""All files of tests inside frameworks."""
 
 
 # ── the graph of imports ────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +132,7 @@ def closure(first: Iterable[str]) -> set[str]:
 @functools.cache
 def framework_files() -> frozenset[Path]:
     """The test files that need a framework: they call ``pytest.importorskip``."""
-    folder = TESTS / "integrations"
+    folder = TESTS / INTEGRATIONS
     return frozenset(path for path in folder.glob("test_*.py") if "importorskip(" in path.read_text(encoding="utf-8"))
 
 
@@ -138,7 +140,7 @@ def units() -> dict[str, list[str]]:
     """What ``--whole`` names, with the modules that it proves: a room, or a file of tests inside a framework."""
     rooms = {room: [name for name in modules() if name.startswith(f"narrowgauge.{room}.")] for room in ROOMS}
     names = {path: name for name, path in modules().items()}
-    return rooms | {f"integrations/{path.name}": [names[path]] for path in sorted(framework_files())}
+    return rooms | {f"{INTEGRATIONS}/{path.name}": [names[path]] for path in sorted(framework_files())}
 
 
 @functools.cache
@@ -191,12 +193,18 @@ def owed() -> tuple[list[str], str]:
         f"the last whole product (commit {record.get('commit')}, {record.get('date')}, PyTorch {record.get('torch')})"
     )
     if not record:
-        return list(units()), f"the whole product is owed: there is no {RECORD.relative_to(ROOT)}"
+        return [*ROOMS, INTEGRATIONS], f"the whole product is owed: there is no {RECORD.relative_to(ROOT)}"
     if record["torch"].partition("+")[0] != torch_of_constraints():
-        return list(units()), f"the whole product is owed: {last} ran with another PyTorch than constraints.txt names"
+        return [
+            *ROOMS,
+            INTEGRATIONS,
+        ], f"the whole product is owed: {last} ran with another PyTorch than constraints.txt names"
     found = [unit for unit, code in checksums().items() if record.get(unit) != code]
     if not found:
         return [], f"the covering part suffices: {last} proved the code of {', '.join(ROOMS)} and the frameworks' tests"
+    frameworks = [unit for unit in units() if unit not in ROOMS]
+    if set(frameworks) <= set(found):
+        found = [*(unit for unit in found if unit in ROOMS), INTEGRATIONS]
     return found, f"the whole product of {', '.join(found)} is owed: what it proves changed since {last}"
 
 

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="UNIT",
-        help="the whole products of a room (optim, matmul, numerics), or a file inside a framework (integrations/test_x.py)",
+        help="the whole products of optim, matmul or numerics, or tests inside frameworks (integrations, integrations/test_x.py)",
     )
     group.addoption(
         "--changed",
@@ -60,8 +60,8 @@ class Selection:
         if hasattr(config, "workerinput"):
             self.distances = config.workerinput["selection"]
             return
-        if unknown := set(self.whole) - set(selection.units()):
-            known = ", ".join(selection.units())
+        if unknown := set(self.whole) - {selection.INTEGRATIONS, *selection.units()}:
+            known = ", ".join([selection.INTEGRATIONS, *selection.units()])
             raise pytest.UsageError(f"--whole takes one of {known}; it was given {', '.join(sorted(unknown))}")
         if self.whole:
             self.why += f", but all of {', '.join(self.whole)}"
@@ -91,7 +91,8 @@ class Selection:
         inside = selection.TESTS in item.path.parents
         place = item.path.relative_to(selection.TESTS).as_posix() if inside else ""
         if item.path in selection.framework_files():
-            return place in self.whole or any("integrations" in name for name in self.named)
+            asked = {place, selection.INTEGRATIONS} & set(self.whole)
+            return bool(asked) or any(selection.INTEGRATIONS in name for name in self.named)
         return item.get_closest_marker("whole") is None or place.partition("/")[0] in self.whole
 
 
