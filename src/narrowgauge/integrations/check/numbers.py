@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, dtype_name, sample, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, dtype_name, sample, told
 from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.update_metrics import lost_fraction, update_sums
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.storages import STORAGES
-
-Values = dict[str, Any]
 
 LOSES, STANDS_STILL = 0.01, 0.9
 """Shares of lost changes from which a set-up loses updates, and a tensor stands still."""

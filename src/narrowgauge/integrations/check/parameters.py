@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, dtype_name, tensors_of, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, dtype_name, tensors_of, told
 from narrowgauge.optim.optimizer import Optimizer
-
-Values = dict[str, Any]
-"""What fills a row's message and advice; ``where`` is the place."""
 
 
 def missing(set_up: SetUp) -> Iterator[Values]:

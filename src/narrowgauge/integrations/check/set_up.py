@@ -27,6 +27,8 @@ from narrowgauge.spec.storages import STORAGES, Storage
 
 NARROW = (torch.bfloat16, torch.float16)
 NAIVE = {torch.bfloat16: "naive", torch.float16: "float16/naive", torch.float32: "float32", torch.float64: "float32"}
+Values = dict[str, Any]
+"""What a check yields: the values that its row's message and advice take, and ``where``."""
 SAMPLE = 1 << 14
 """Elements of each parameter that are looked at, evenly spread."""
 MASTER = {torch.bfloat16: "master", torch.float16: "float16/master"}

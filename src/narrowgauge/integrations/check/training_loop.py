@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from narrowgauge import _torch
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, dtype_name, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, Values, dtype_name, told
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.sums import naive_limit
-
-Values = dict[str, Any]
 
 
 def autocast_over_narrow(set_up: SetUp) -> Iterator[Values]:
