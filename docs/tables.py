@@ -27,6 +27,7 @@ from narrowgauge.spec.tables import Column, Row, Table
 
 TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 REFERENCE = "<!-- reference -->"
+_NOT_LISTED = ("NarrowgaugeError", "ReportedError")
 
 
 def on_page_markdown(markdown: str, **_context: object) -> str:
@@ -49,6 +50,10 @@ def reference() -> str:
     parts = []
     for package in ("narrowgauge", *(f"narrowgauge.{room}" for room in rooms())):
         homes = homes_of(package) or {name: package for name in vars(errors) if name.endswith("Error")}
+        # The base class is among the names of the package itself; the command line alone raises what was printed already.
+        homes = {
+            name: home for name, home in homes.items() if package != "narrowgauge.errors" or name not in _NOT_LISTED
+        }
         parts.append(f"## {package.replace('narrowgauge', 'ng', 1)}\n")
         parts += [f"::: {home}.{name}\n" for name, home in homes.items()]
     return "\n".join(parts)
