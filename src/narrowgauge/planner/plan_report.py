@@ -449,7 +449,7 @@ def _about_bounds(plan: Plan) -> str:
         asked += " (no deadline was given, so that of the longest published run is taken; --days sets another)"
     others = [option for option in plan.options if option.fits and not question.meets(option)]
     if not question.meets(best):
-        return f"None of the numbers of chips that were tried trains {asked}; the closest is {_ending(best, tokens)}."
+        return f"None of the tried numbers of chips trains {asked}; the closest is {_ending(best, tokens)}."
     if question.deadline_days is not None:
         fewer = [option for option in others if option.num_chips < best.num_chips]
         near = max(fewer, key=lambda option: (option.num_chips, option.tokens_per_second), default=None)
