@@ -382,9 +382,12 @@ def test_what_changes_inductor_is_hashed_without_its_comments() -> None:
     assert "_mask" in text and "srli" in text and "#" not in text and '"""' not in text
 
 
-def test_a_graph_without_a_text_is_found_by_its_source(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [ValueError("a graph with a subgraph"), AttributeError("no range_constraints")])
+def test_a_graph_without_a_text_is_found_by_its_source(
+    error: Exception, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def key(compiler: str) -> str:
-        raise ValueError("a graph with a subgraph")
+        raise error
 
     monkeypatch.setattr(compilation, "trace", lambda *_: SimpleNamespace(key=key))
     monkeypatch.setattr(compilation, "compile_ahead", lambda program, path: path.write_bytes(b"code"))

@@ -253,8 +253,8 @@ def _trace_and_compile(alias: str, definition: Definition) -> Compiled | None:
         program = trace(definition.function, definition.example, definition.lengths, definition.one_loop)
         try:
             key = program.key(compiler_version())
-        except ValueError:
-            key = alias  # of a graph without a text nothing is known but its source
+        except (ValueError, AttributeError):
+            key = alias  # of a graph without a text, or in a release that keeps graphs otherwise, only the source is known
         add_alias(alias, compiler_version(), key)
         run = _load(key, definition)
         if run is not None or is_refuted(key):
