@@ -15,13 +15,13 @@ import sys
 import time
 
 ROUNDS = 7
-EIGHT = ("plan", "--model", "llama-8b", "--chip", "H100-SXM", "--chips", "8")
-MANY = ("plan", "--model", "llama-70b", "--chip", "H100-SXM", "--chips", "512")
+EIGHT = ("plan", "run", "--model", "llama-8b", "--chip", "H100-SXM", "--chips", "8")
+MANY = ("plan", "run", "--model", "llama-70b", "--chip", "H100-SXM", "--chips", "512")
 WORD = ("--recipe", "bfloat16/word")
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "start (--version)": ("--version",),
-    "state of 10 billion, all storages": ("plan", "--params", "10e9"),
-    "measured times": ("plan", "--measured", "128:10d,256:7d", "--at", "512"),
+    "state of 10 billion, all storages": ("plan", "state", "--params", "10e9"),
+    "measured times": ("plan", "scaling", "128:10d,256:7d", "--at", "512"),
     "one recipe on 8 chips": (*EIGHT, *WORD),
     "every recipe on 8 chips": EIGHT,
     "one recipe on 512 chips": (*MANY, *WORD),

@@ -15,7 +15,7 @@ from narrowgauge.planner.plan import plan
 from narrowgauge.profiling.exact_memory import LayerCounts, require_counted
 from narrowgauge.spec.notation import parse
 
-_ASKED = ("plan", "--model", "llama-1m", "--chip", "H100-SXM", "--sequence-length", "128", "--recipe")
+_ASKED = ("plan", "run", "--model", "llama-1m", "--chip", "H100-SXM", "--sequence-length", "128", "--recipe")
 
 
 @pytest.mark.parametrize("recipe", ["bfloat16/word", "float8-row/word", "bfloat16/float32"])

@@ -70,7 +70,7 @@ def test_the_command_writes_the_pages(tmp_path: Path) -> None:
     files = [tmp_path / "before.toml", tmp_path / "after.toml"]
     for file, rate in zip(files, (3200, 100), strict=True):
         file.write_text(LAUNCH.format(rate=rate))
-    asked = (("--measured", "128:10d,256:7d"), ("--regression", *map(str, files)))
+    asked = (("scaling", "128:10d,256:7d"), ("regression", *map(str, files)))
     for words, name in zip(asked, ("scaling", "terms-changed"), strict=True):
         page = tmp_path / "page.html"
         result = CliRunner().invoke(main, ["plan", *words, "--html", str(page)])
