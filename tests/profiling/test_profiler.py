@@ -25,6 +25,10 @@ def call(*words: str) -> Result:
     return CliRunner().invoke(main, ["profile", *words], prog_name="narrowgauge")
 
 
+def predicted(*words: str) -> Result:
+    return CliRunner().invoke(main, ["plan", "layers", *words], prog_name="narrowgauge")
+
+
 def made_up(kinds: Any, recipes: list[Recipe], config: Any, **_: Any) -> list[Round]:
     """A machine on which int8-row halves a matmul and casts are free, and all others double it."""
     from narrowgauge.spec.computes import COMPUTES
@@ -46,7 +50,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_prediction_says_that_it_is_one_and_what_it_takes() -> None:
-    result = call("--model", "llama-1b", "--recipes", "float8-tensor/word, nvfp4", "--chip", "h100-sxm5")
+    result = predicted("--model", "llama-1b", "--recipe", "float8-tensor/word, nvfp4", "--chip", "h100-sxm5")
     assert result.exit_code == 0, result.stderr
     assert "PREDICTED for H100-SXM5-80GB" in result.stdout
     assert "emulated: H100-SXM5-80GB does not multiply float4_e2m1fn" in result.stdout
@@ -58,7 +62,7 @@ def test_a_prediction_says_that_it_is_one_and_what_it_takes() -> None:
 
 
 def test_json_is_an_object_for_each_recipe() -> None:
-    result = call("--model", "llama-8b", "--recipes", "float8-row,int8-row", "--chip", "H200", "--json")
+    result = predicted("--model", "llama-8b", "--recipe", "float8-row,int8-row", "--chip", "H200", "--json")
     rows = json.loads(result.stdout)
     assert [row["recipe"] for row in rows] == ["float8-row/word", "int8-row/word"]
     for row in rows:
@@ -118,11 +122,8 @@ def test_numerics_are_printed_worst_first(machine: None) -> None:
         (["--model", "lama-8m", "--recipes", "int8-row"], "no model is named 'lama-8m'. Did you mean 'llama-8m'?"),
         (["--model", "llama-8m", "--recipes", "int8-roe/word"], "Did you mean 'int8-row'?"),
         (["--model", "llama-8m", "--recipes", ","], "no recipe was named."),
-        (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "H300"], "no chip is named 'H300'."),
-        (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "A100"], "2 names begin with it"),
-        (["--model", "llama-8m", "--recipes", "int8-row", "--chip", "H200", "--numerics"], "Omit --chip"),
         (["--model", "llama-8m", "--recipes", "int8-row", "--sequence-length", "4096"], "Use --sequence-length 2048"),
-        (["--model", "llama-70b", "--recipes", "int8-row"], "Predict it for another machine: --chip NAME"),
+        (["--model", "llama-70b", "--recipes", "int8-row"], "Predict it for another machine: narrowgauge plan layers"),
         (["--recipes", "int8-row"], "Missing option '--model'"),
     ],
 )
@@ -131,6 +132,19 @@ def test_a_mistake_costs_one_line(words: list[str], message: str) -> None:
     assert result.exit_code == 2
     assert len(result.stderr.splitlines()) == 1
     assert message in result.stderr
+
+
+@pytest.mark.parametrize(("chip", "message"), [("H300", "no chip is named 'H300'."), ("A100", "2 names begin with it")])
+def test_a_mistaken_chip_costs_one_line(chip: str, message: str) -> None:
+    result = predicted("--model", "llama-8m", "--recipe", "int8-row", "--chip", chip)
+    assert (result.exit_code, len(result.stderr.splitlines())) == (2, 1)
+    assert message in result.stderr
+
+
+def test_a_prediction_by_its_former_command_says_the_present_one() -> None:
+    result = call("--model", "llama-8m", "--recipes", "int8-row", "--chip", "H200", "--numerics")
+    note, error = result.stderr.splitlines()
+    assert result.exit_code == 2 and "narrowgauge plan layers" in note and "Omit --chip" in error
 
 
 def test_a_recipe_that_is_named_twice_counts_once() -> None:

@@ -23,7 +23,7 @@ from narrowgauge.spec.models import MODELS, Model, get_model, refuse_own_code
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
-ELSEWHERE = "Predict it for another machine: --chip NAME (narrowgauge show chips)."
+ELSEWHERE = "Predict it for another machine: narrowgauge plan layers --chip NAME (narrowgauge show chips)."
 """Advice where a model is too large to be measured."""
 
 
