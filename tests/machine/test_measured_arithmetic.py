@@ -16,7 +16,7 @@ from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
 from narrowgauge.machine import measured_arithmetic
 from narrowgauge.machine.measured_arithmetic import arithmetic_of_run, settings_in_force
-from narrowgauge.machine.roundings import FUNCTIONS, ROUNDINGS, max_error, measure_subnormals
+from narrowgauge.machine.roundings import FUNCTIONS, ROUNDINGS, across_exponents, max_error, measure_subnormals
 from narrowgauge.machine.summation_order import SUMS, Sum, measure_sum
 from narrowgauge.runs.arithmetic import PROBES, Arithmetic, differences, read_arithmetic
 from narrowgauge.runs.writer import RunWriter
@@ -161,3 +161,9 @@ def test_a_file_that_holds_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("[config]\n")
     with pytest.raises(RecordError, match="no measured arithmetic"):
         read_arithmetic(tmp_path / "empty.toml")
+
+
+def test_operands_have_every_exponent_up_to_the_end_equally_often() -> None:
+    """An older record holds what the same operands gave: others would look like another machine."""
+    _, exponents = torch.frexp(across_exponents(-3, 5, 64))
+    assert torch.bincount(exponents - 1 + 3).tolist() == [8] * 8
