@@ -5,8 +5,9 @@
     rest         what one rank alone holds is summed after an update and again before the next; nothing may change in between.
     gradients    all ranks compute one and the same micro-batch, whose gradients have equal bits.
 
-The majority is right. Between two ranks that disagree, the one whose gradient is another the second time is wrong; of two values
-in memory the one that no neighbour resembles is the likelier. Every check ends on all ranks with the same error, before the
+The majority is right. Between two ranks that disagree, the one whose gradient changes when it is computed again is
+wrong; of two differing values in memory, the one unlike its neighbours is probably
+damaged. Every check ends on all ranks with the same error, before the
 damage is used for an update or saved, and names the rank, the tensor and the element.
 
 What this does not see: a wrong update of a shard without a replica, and a wrong gradient in a step that is not verified.
@@ -146,7 +147,7 @@ class Verifier:
 
     @torch.no_grad()
     def verify_state(self, step: int) -> None:
-        """Compare what several ranks hold, and what rests with what it was.
+        """Compare replicas across ranks, and memory that no step writes with its earlier checksum.
 
         Args:
             step: optimizer steps done, for the message.

@@ -1,4 +1,4 @@
-"""Eyes: gauges that watch a training step, and the search for its first bad value."""
+"""Gauges that watch a training step, the record of its row, and the search for its first bad value."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Reading:
         unseen_fraction: the same for the weight that the model sees.
         visible_edq: ⟨D,V⟩/‖D‖² for the visible weight's change V.
         num_audits: audited steps in the window.
-        imprecision_share: the source's "imprecision percentage", 0 to 1: share of *all* elements whose visible weight stayed
-            as it was, those included of which no change was intended. High is healthy where the storage keeps a tail or a
+        imprecision_share: the source's "imprecision percentage", 0 to 1: share of *all* elements whose visible weight did not
+            change, including elements whose intended update was zero. High is healthy where the storage keeps a tail or a
             low part. NaN where a window comes from a checkpoint, which does not count elements.
     """
 

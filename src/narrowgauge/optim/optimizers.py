@@ -2,7 +2,7 @@
 
 Those with a matrix rule (:class:`Muon`, :class:`Adafactor`, :class:`GaLore`, :class:`GradNormLoRP`) step parameters of two
 dims or more. AdamW steps those of fewer (gains, biases), with the same learning rate and the group's ``betas`` and ``eps``.
-Embeddings and output heads are matrices by shape only: their rows are words, of which a batch meets few. Give them a group
+Embeddings and output heads are matrices by shape only: each row is a token, and a batch contains few of them. Give them a group
 of their own with ``"rule": "adamw"``.
 """
 

@@ -117,8 +117,8 @@ def _keep_weight(state: ParameterState, value: Tensor) -> None:
 def without_none(entry: Mapping[str, Any]) -> dict[str, Any]:
     """An entry without the names that have no value.
 
-    ``None`` is torch's buffer of a momentum that is 0; an empty dict stands in a state that a distributed checkpoint had
-    flattened for what it did not find.
+    ``None`` is torch's buffer of a momentum that is 0; a distributed checkpoint that flattened the states leaves an empty
+    dict where an entry was missing.
     """
     return {
         name: torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else value

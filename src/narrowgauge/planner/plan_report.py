@@ -550,7 +550,7 @@ def _about_networks(plan: Plan) -> Iterator[str]:
 
 
 def _about_software(plan: Plan) -> Iterator[str]:
-    """Which libraries of which years the times are of."""
+    """The libraries and years that the times assume."""
     if plan.question.shares is not None:
         return
     found: dict[str, list[str]] = {}

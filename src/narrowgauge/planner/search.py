@@ -581,7 +581,7 @@ def smallest_changes(job: Job, *, fixed: Mapping[str, Any], counted: LayerCounte
 
 
 def _freed(layout: Layout, fixed: Mapping[str, Any], fits: Fits[Layout]) -> Iterator[str]:
-    """The least of what was fixed that must be freed."""
+    """The smallest set of fixed settings to relax."""
     if fixed.get("recompute", "full") != "full" and fits(replace(layout, recompute="full")):
         yield "with recompute=full"
     ranks = layout.data * layout.shard

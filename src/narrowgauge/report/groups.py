@@ -84,7 +84,7 @@ class Group:
 
 
 def _read_once(run: Run) -> tuple[Samples, Diagnosis | str]:
-    """What a page takes from a run's gauges, which are the longest of all rows: read once, and let go."""
+    """What a page takes from a run's gauges, which are the longest of all rows: read once, then released."""
     with gauges_for_now(run):
         found = diagnosed(run)
         return read_samples(run), found
@@ -173,7 +173,7 @@ def read_samples(run: Run) -> Samples:
 
 @contextlib.contextmanager
 def gauges_for_now(run: Run) -> Iterator[None]:
-    """Within it, the gauges of a run are read once at most; at its end they are let go, unless somebody held them before."""
+    """Within it, the gauges of a run are read once at most; on exit they are released, unless they were already loaded."""
     was_held = "gauges" in vars(run)
     try:
         yield

@@ -1,7 +1,7 @@
 """A lower bound of the memory of a batch, to refuse batches that cannot fit before anything is built.
 
-What a layer keeps for backward is the planner's count (:mod:`narrowgauge.planner.memory.activations`), of fused kernels:
-compiled layers keep about that, the modules one operation after the other half as much again. The logits exist in several
+What a layer keeps for backward is the planner's count (:mod:`narrowgauge.planner.memory.activations`), for fused kernels.
+Compiled layers keep about that much; eager modules keep 50 % more. The logits exist in several
 dtypes. The estimate is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs
 PyTorch.
 """

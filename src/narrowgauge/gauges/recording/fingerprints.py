@@ -270,7 +270,7 @@ class RankFingerprints:
             self._own[kind] = _digest({key: own[key] for key in named if key.startswith(f"{kind}:")})
 
     def changed(self, entries: Mapping[str, int]) -> None:
-        """Take the fingerprints of what changed on this rank since the last update, though nothing updated it."""
+        """Record the tensors that changed on this rank without a recorded update."""
         self._own["held"] = _digest(entries) if entries else 0
 
     def row(self) -> Row:

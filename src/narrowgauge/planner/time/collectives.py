@@ -247,7 +247,7 @@ class Parameters:
         return self.dense + self.experts
 
     def on_rank(self, layout: Layout, zero: int = 1) -> float:
-        """Parameters that a rank is left with of what the layout shares from a ZeRO stage on.
+        """Parameters per rank once ZeRO shards them, from stage ``zero`` on.
 
         Ranks that share experts are among those that share a replica's state, so each expert's state has fewer ranks to lie on.
 
