@@ -53,16 +53,23 @@ def refusal(*words: str) -> str:
     ("words", "fault"),
     [
         (("regresion", "a", "b"), "Did you mean 'regression'"),
+        (("--chip", "H100-SXM"), "Name the question first: narrowgauge plan run --chip …"),
+        (("--at", "512"), "Name the question first: narrowgauge plan scaling --at …"),
+        (("--html",), "Name the question first: narrowgauge plan run --html …"),
+        (("--", "--model", "llama-8b"), "Name the question first: narrowgauge plan run --model …"),
+        (("--chip", "--model", "llama-8b"), "Name the question first"),
+        (("--html=a.html", "--chp"), "Name the question first"),
+        (("former",), "No such command 'former'"),
         (("run",), "Missing option '--model'"),
         (("run", "--model", "llama-8b", "--params", "1e9"), "--params"),
         (("scaling", "1:1d,2:1d", "--chip", "H100-SXM"), "--chip"),
         (("state", "--params", "1e9", "--tokens", "1e9"), "--tokens"),
         (("calibrate",), "RUN…"),
         (("run", "--model", "llama-8b", "run"), "unexpected extra argument (run)"),
-        (("state", "--params", "0"), "--params"),
+        (("state", "--params", "0"), "'0' is not a number of at least 1, such as 10e9"),
         (("state", "--params", "nan"), "--params"),
-        (("state", "--params", "1e9", "--chips", "eight"), "'eight' is no list of numbers"),
-        (("state", "--params", "1e9", "--chips", "0"), "'0' is no list of numbers"),
+        (("state", "--params", "1e9", "--chips", "eight"), "'eight' is not a list of numbers"),
+        (("state", "--params", "1e9", "--chips", "0"), "'0' is not a list of numbers"),
         (("run", "--model", "llama-9b", "--chip", "H100-SXM"), "Did you mean"),
         (("run", "--model", "llama-8b", "--chip", "H100"), "2 names begin with it"),
         (("run", "--model", "llama-8b", "--chip", "H900-SXM"), "Did you mean"),
@@ -230,16 +237,30 @@ def test_former_spellings_of_two_files_and_of_runs(tmp_path: Path) -> None:
         (("--measured", "1:1d,2:1d", "--chip", "H100-SXM"), "--chip does not go with --measured"),
         (("--params", "1e9", "--tokens", "1e9"), "--tokens does not go with --params"),
         (("--calibrate",), "Runs are missing"),
-        (("--model", "llama-8b", "run"), "unexpected argument (run)"),
+        (("--model", "llama-8b", "run"), "unexpected argument (run). (See narrowgauge plan --help.)"),
+        (("--model", "llama-8b", "--chp", "a"), "No such option '--chp'. Did you mean '--chip'?"),
     ],
 )
 def test_a_mistake_in_the_former_spelling_costs_one_line(words: tuple[str, ...], fault: str) -> None:
     assert fault in refusal(*words)
 
 
+def test_help_of_the_former_spelling_is_that_of_the_question() -> None:
+    assert answer("--model", "llama-8b", "--help") == answer("run", "--help")
+    assert answer("--help", "--params=1e9") == answer("state", "--help")
+
+
+def test_recipes_are_named_by_either_spelling() -> None:
+    words = ("layers", "--model", "llama-1m", "--chip", "H100-SXM", "--json")
+    assert answer(*words, "--recipe", "float8-row/word") == answer(*words, "--recipes", "float8-row/word")
+    shown = CliRunner().invoke(main, ["profile", "--help"]).output
+    assert "--recipe, --recipes" in shown and "--chip" not in shown
+
+
 def test_help_names_every_question() -> None:
-    shown = {name for name, command in plan_group.commands.items() if not command.hidden}
+    shown = set(plan_group.commands)
     assert shown == {"run", "state", "layers", "scaling", "regression", "calibrate"}
+    assert all(f"\n  narrowgauge plan {name} " in answer() for name in ("run", "state", "scaling"))
     assert all(f"\n  {name} " in text for text in (answer("--help"), answer()) for name in shown)
 
 

@@ -386,7 +386,9 @@ def convert(
     help="A preset (narrowgauge show models) or a folder with a config.json.",
 )
 @click.option(
+    "--recipe",
     "--recipes",
+    "recipes",
     required=True,
     metavar="A,B,…",
     type=flags.RECIPES,
@@ -396,6 +398,7 @@ def convert(
 @click.option(
     "--chip",
     metavar="NAME",
+    hidden=True,
     shell_complete=flags.chips,
     help="Former spelling of narrowgauge plan layers: predict for this chip instead of measuring here.",
 )

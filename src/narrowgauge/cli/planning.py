@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import shutil
 import sys
@@ -35,7 +36,7 @@ def _amount(least: float) -> flags.Parsed:
         except ValueError:
             number = math.nan
         if not least <= number < 1e18:
-            raise click.BadParameter(f"'{text}' is no number from {least:g} on, such as 10e9 or 10B.")
+            raise click.BadParameter(f"'{text}' is not a number of at least {least:g}, such as 10e9 or 10B.")
         return number
 
     return flags.Parsed(read)
@@ -45,7 +46,7 @@ def _counts(text: str) -> list[int]:
     """Whole numbers with commas between them."""
     parts = _names(text)
     if not parts or not all(part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
-        raise click.BadParameter(f"'{text}' is no list of numbers from 1 on, such as 8,16.")
+        raise click.BadParameter(f"'{text}' is not a list of numbers of at least 1, such as 8,16.")
     return [int(part) for part in parts]
 
 
@@ -62,17 +63,49 @@ def _layout(text: str) -> dict[str, Any]:
 class PlanGroup(click.Group):
     """The questions; flags without one are the former spelling, which works until the next release."""
 
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """The context of the former spelling where its flags ask; with ``--help``, that of the present command's help."""
+        flags_given = [] if not args or args[0] in self.commands else _flags_of(args)
+        command = next((_FORMER[flag] for flag in flags_given if flag in _FORMER), None)
+        if command is None:
+            return super().make_context(info_name, args, parent, **extra)
+        if "--help" in flags_given:
+            above = click.Context(self, info_name=info_name, parent=parent)
+            return command.make_context(command.name, ["--help"], above, **extra)
+        return _former_command.make_context(info_name, args, parent, **extra)
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Send flags of the former spelling to its command."""
-        if args and args[0] not in self.commands and _FORMER.keys() & {word.partition("=")[0] for word in args}:
-            args = [_former_command.name or "", *args]
+        """Refuse flags of a question that is not named."""
+        if args and args[0].startswith("-") and not ctx.resilient_parsing:
+            flag = next(iter(_flags_of([word for word in args if word != "--"])), "")
+            for name, command in self.commands.items():
+                if any(flag in param.opts for param in command.params):
+                    raise click.UsageError(_question_first(f"{name} {flag}"), ctx)
         return super().parse_args(ctx, args)
+
+
+def _flags_of(args: list[str]) -> list[str]:
+    """The words of a command line that can be flags, without their values."""
+    words = itertools.takewhile(lambda word: word != "--", args)
+    return [word.partition("=")[0] for word in words if word.startswith("-")]
+
+
+def _question_first(asked: str) -> str:
+    return f"Name the question first: narrowgauge plan {asked} …"
 
 
 @click.group("plan", cls=PlanGroup, short_help="What fits, how fast, on which machines.", invoke_without_command=True)
 @click.pass_context
 def plan_group(context: click.Context) -> None:
-    """Say what fits, how fast, on which machines, and why; nothing is trained."""
+    """Say what fits, how fast, on which machines, and why; nothing is trained.
+
+    \b
+    narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8
+    narrowgauge plan state --params 10e9 --recipe bfloat16/states8
+    narrowgauge plan scaling 128:10d,256:7d --at 512,1024
+    """
     help_without_command(context)
 
 
@@ -367,6 +400,7 @@ def _show_plan(
 )
 @click.option(
     "--recipe",
+    "--recipes",
     "recipes",
     required=True,
     metavar="A,B,…",
@@ -535,8 +569,11 @@ _FORMER = {
 
 def _former_params() -> list[click.Parameter]:
     """Every flag that the former spelling had."""
-    flags_now = {param.name: param for command in _FORMER.values() for param in command.params}
-    own = [param for param in flags_now.values() if isinstance(param, click.Option)]
+    flags_now: dict[str | None, click.Option] = {}
+    for param in (param for command in _FORMER.values() for param in command.params):
+        if isinstance(param, click.Option):
+            flags_now.setdefault(param.name, param)
+    own = list(flags_now.values())
     optional = [click.Option([f"--{param.name}"], type=param.type, hidden=True) for param in own if param.required]
     return [
         *(param for param in own if not param.required),
@@ -551,9 +588,10 @@ def _former_params() -> list[click.Parameter]:
 @click.pass_context
 def _ask_formerly(context: click.Context, /, runs: tuple[Path, ...], **asked: Any) -> None:
     """Former spelling of the questions: flags of `plan` itself, of which one asks and the others must belong to it."""
-    context = context.parent or context  # of `plan`, which an error names
     given = {name for name, value in asked.items() if value not in (None, False, (), [])}
     found = [flag for flag in _FORMER if flag.removeprefix("--") in given]
+    if not found:
+        raise click.UsageError(_question_first("run --model"), context)
     if len(found) > 1:
         raise click.UsageError(f"{found[0]} and {found[1]} ask different questions.", context)
     command = _FORMER[found[0]]
@@ -580,7 +618,4 @@ def _flag(name: str) -> str:
     return "--price" if name == "dollars_per_hour" else f"--{name.replace('_', '-')}"
 
 
-_former_command = click.Command(
-    "former", params=_former_params(), callback=_ask_formerly, help=_ask_formerly.__doc__, hidden=True
-)
-plan_group.add_command(_former_command)
+_former_command = click.Command("plan", params=_former_params(), callback=_ask_formerly, help=_ask_formerly.__doc__)
