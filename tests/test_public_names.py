@@ -116,6 +116,26 @@ def test_an_unknown_name_is_refused() -> None:
         _ = narrowgauge.no_such_name
 
 
+@pytest.mark.parametrize(
+    ("package", "name", "advice"),
+    [
+        ("narrowgauge.optim", "AdamW", "It is narrowgauge.AdamW."),
+        ("narrowgauge.spec", "parse", "It is narrowgauge.parse."),
+        ("narrowgauge.runs", "read_run", "It is narrowgauge.read_run."),
+        ("narrowgauge.spec", "FORMAT", "Did you mean 'FORMATS'?"),
+        ("narrowgauge", "AdamWW", "Did you mean 'AdamW'?"),
+        ("narrowgauge", "specs", "Did you mean 'spec'?"),
+        ("narrowgauge", "__no_name__", "has no attribute '__no_name__'"),
+        ("narrowgauge.spec", "xxxxxxxx", "has no attribute 'xxxxxxxx'"),
+    ],
+)
+def test_an_unknown_name_is_told_where_it_is_or_what_is_near(package: str, name: str, advice: str) -> None:
+    with pytest.raises(AttributeError) as refused:
+        getattr(import_module(package), name)
+    assert str(refused.value).startswith(f"module '{package}' has no attribute '{name}'")
+    assert str(refused.value).endswith(advice)
+
+
 def test_each_name_is_defined_where_it_is_said_to_live() -> None:
     astray = []
     for package, offered in OFFERED.items():

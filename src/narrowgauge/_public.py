@@ -8,7 +8,7 @@ Source: Scientific Python's SPEC 1, lazy loading of submodules and functions fro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from importlib import import_module
 
@@ -72,7 +72,7 @@ def find(name: str) -> object:
         return import_module(f"{PACKAGE}.{name}")
     room = next((room for room in rooms() if name in homes_of(f"{PACKAGE}.{room}") or _has_error(room, name)), None)
     if room is None:
-        raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
+        raise _unknown(PACKAGE, name, (*homes, *rooms()))
     import warnings
 
     said = f"{PACKAGE}.{name} is now {PACKAGE}.{room}.{name}; the old name works until the next release."
@@ -82,6 +82,19 @@ def find(name: str) -> object:
 
 def _has_error(room: str, name: str) -> bool:
     return room == "errors" and name.endswith("Error") and hasattr(import_module(f"{PACKAGE}.errors"), name)
+
+
+def _unknown(package: str, name: str, known: Iterable[str]) -> AttributeError:
+    """The error for a name that a package does not have: where it is, or which of the known names is near."""
+    said = f"module {package!r} has no attribute {name!r}"
+    if not name.startswith("_"):
+        # Here, where a name is not found: it imports difflib.
+        from narrowgauge.errors import suggestion
+
+        advice = f"It is {PACKAGE}.{name}." if name in homes_of(PACKAGE) else suggestion(name, known)
+        said = f"{said}. {advice}" if advice else said
+    # With a name, Python does not add a suggestion of its own.
+    return AttributeError(said, name=name)
 
 
 def offer(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -95,7 +108,7 @@ def offer(package: str) -> tuple[Callable[[str], object], Callable[[], list[str]
         if name == "__all__":
             return list(homes_of(package))
         if name.startswith("_") or name not in homes_of(package):
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _unknown(package, name, homes_of(package))
         return getattr(import_module(homes_of(package)[name]), name)
 
     return find_in, lambda: sorted(homes_of(package))

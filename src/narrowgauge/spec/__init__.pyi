@@ -9,3 +9,5 @@ from narrowgauge.spec.formats import Format as Format
 from narrowgauge.spec.storages import STORAGES as STORAGES
 from narrowgauge.spec.storages import Storage as Storage
 from narrowgauge.spec.sums import ACCUMULATIONS as ACCUMULATIONS
+from narrowgauge.spec.sums import REDUCTIONS as REDUCTIONS
+from narrowgauge.spec.sums import Reduction as Reduction
