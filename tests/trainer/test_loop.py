@@ -234,3 +234,4 @@ def test_a_compiler_that_fails_in_a_step_costs_one_line(
     with pytest.raises(ChipError if told else torch_errors.InductorError) as raised:
         loop.train(settings(place, tmp_path / "run", compile=True))
     assert (f"the model could not be compiled in step 1: {told}" in str(raised.value)) == bool(told)
+    assert ("Fix that, or pass --no-compile." in str(raised.value)) == bool(told)

@@ -320,7 +320,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
             if session.config.compile and (reason := why_compiling_failed(error)):
                 raise ChipError(
                     f"the model could not be compiled in step {session.step + 1}: {reason.rstrip('.')}.",
-                    f"Mend that, or train without: --no-compile. PyTorch compiles into {compiled_folder()}.",
+                    f"Fix that, or pass --no-compile. PyTorch compiles into {compiled_folder()}.",
                 ) from error
             raise
         finally:

@@ -71,7 +71,7 @@ def test_contradictory_requests_are_refused() -> None:
         compare(lambda recipe, seed, log: None, ["mine"])
     with pytest.raises(NarrowgaugeError, match="no recipe was named"):
         compare(trained, [])
-    with pytest.raises(NarrowgaugeError, match=r"two of the recipes are one, bfloat16/word\. Name each once\."):
+    with pytest.raises(NarrowgaugeError, match=r"two of the recipes are identical, bfloat16/word\. Name each once\."):
         compare(trained, ["bf16/word", "bfloat16/word"])
     with pytest.raises(NarrowgaugeError, match="seeds = 0"):
         compare(trained, ["bfloat16/word"], seeds=0)

@@ -339,13 +339,13 @@ def test_recipe_files_of_one_base_are_labelled_by_their_names(base: TrainConfig,
 
 def test_one_recipe_twice_and_two_of_one_name_are_refused(base: TrainConfig, tmp_path: Path) -> None:
     one, same = (recipe_file(tmp_path, name, 'keep = ["lm_head"]') for name in ("a.toml", "b.toml"))
-    with pytest.raises(RecipeError, match="two of the recipes are one"):
+    with pytest.raises(RecipeError, match="two of the recipes are identical"):
         make_config([one, same], base)
     other = recipe_file(tmp_path, "c.toml", 'name = "A"\nkeep = ["*"]')
     with pytest.raises(RecipeError, match=r"two of the recipes are called bfloat16/word \(A\)\. Give each a name"):
         make_config([one, other], base)
     plain = recipe_file(tmp_path, "d.toml", "")
-    with pytest.raises(RecipeError, match="two of the recipes are one, bfloat16/word"):
+    with pytest.raises(RecipeError, match="two of the recipes are identical, bfloat16/word"):
         make_config([parse("bfloat16/word"), plain], base)
 
 
@@ -519,7 +519,7 @@ def test_validations_are_spread_over_the_run_unless_they_are_given(tmp_path: Pat
         (
             {"recipes": [parse("bf16/word"), parse("bfloat16/word")]},
             RecipeError,
-            "two of the recipes are one, bfloat16/word",
+            "two of the recipes are identical, bfloat16/word",
         ),
         ({"seeds": 0}, NarrowgaugeError, "seeds = 0"),
         ({"seeds": (1, 1)}, NarrowgaugeError, "none twice"),

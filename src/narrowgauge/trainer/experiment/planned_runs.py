@@ -73,7 +73,7 @@ def require_distinct(recipes: Sequence[Any]) -> None:
     for index, recipe in enumerate(recipes):
         for other in range(index):
             if recipes[other] == recipe:
-                raise RecipeError(f"two of the recipes are one, {labels[index]}.", "Name each once.")
+                raise RecipeError(f"two of the recipes are identical, {labels[index]}.", "Name each once.")
             if folders[other] == folders[index]:
                 raise RecipeError(
                     f"two of the recipes are called {labels[index]}.",
