@@ -466,6 +466,16 @@ def test_without_a_compiler_the_alias_of_any_is_followed(cache: Path) -> None:
     assert found == [KEY, None, KEY]
 
 
+def test_where_nothing_can_be_written_the_alias_of_any_compiler_is_followed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel_cache.add_alias("a" * 24, "another compiler", KEY)
+    assert compilation._find_key("a" * 24) == (None if compiler_version() else KEY)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert compilation._find_key("a" * 24) == KEY
+    assert compilation._find_key("b" * 24) is None
+
+
 @needs_compiler
 def test_a_comment_in_the_source_leaves_every_key_as_it_was(tmp_path: Path) -> None:
     """In a copy of the package, and a constant does not."""

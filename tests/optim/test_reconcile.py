@@ -73,3 +73,17 @@ def test_a_write_counts_where_options_change_before_the_same_step() -> None:
     with pytest.warns(UserWarning, match="modified outside"):
         optimizer.step()
     assert torch.equal(optimizer.stored(weight), values.float())
+
+
+def test_what_users_added_to_a_state_stays_where_options_widen_it() -> None:
+    optimizer = trained()
+    weight = parameters_of(optimizer)[0]
+    optimizer.state[weight]["seen"] = 3
+    snapshot = optimizer._registry.states[weight].snapshot
+    assert snapshot is not None
+    snapshot.num_writes = 2
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.step()
+    assert optimizer.state[weight]["seen"] == 3 and "momentum_buffer" in optimizer.state[weight]
+    widened = optimizer._registry.states[weight].snapshot
+    assert widened is not None and widened is not snapshot and widened.num_writes == 2

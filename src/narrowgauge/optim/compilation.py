@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import subprocess
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +40,7 @@ from narrowgauge.optim.kernel_cache import (
     find_package,
     is_refuted,
     marked,
+    packages_folder,
     refute,
 )
 
@@ -49,7 +51,7 @@ SOURCES = (
     "*.py",
     "_torch/*.py",
     *(f"machine/{name}.py" for name in ("cache_folder", "child_processes", "cpp_compiler", "processor")),
-    *(f"spec/{name}.py" for name in ("formats", "frameworks", "storages")),
+    *(f"spec/{name}.py" for name in ("formats", "frameworks", "significance", "storages", "sums")),
     "numerics/*.py",
     "optim/**/*.py",
 )
@@ -212,7 +214,7 @@ def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Defi
     if alias in _ELSEWHERE:
         return
     try:
-        if (key := find_key(alias, compiler_version())) and (find_package(key) or is_refuted(key)):
+        if (key := _find_key(alias)) and (find_package(key) or is_refuted(key)):
             return
     except OSError:
         return  # reported when the kernel is needed
@@ -228,7 +230,7 @@ def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
         _ELSEWHERE.pop(alias).wait()
     run: Compiled | None = None
     try:
-        key = find_key(alias, compiler_version())
+        key = _find_key(alias)
         run = _load(key, definition) if key else None
         if run is None and not (key and is_refuted(key)):
             if missing := compiler_missing():
@@ -245,6 +247,12 @@ def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
         reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
         _warn_once(f"compiling into {cache_folder() / 'kernels'} failed ({reason})")
     return run
+
+
+def _find_key(alias: str) -> str | None:
+    """The key under an alias; where nothing can be compiled into the folder, that of whatever compiler made a package."""
+    key = find_key(alias, compiler_version())
+    return key if key or os.access(packages_folder(), os.W_OK) else find_key(alias, "")
 
 
 def _trace_and_compile(alias: str, definition: Definition) -> Compiled | None:

@@ -182,7 +182,7 @@ class ParameterState:
         return {**kept, **{name: tuple(extra.shape) for name, extra in self.extras.items()}}
 
     def inherit(self, old: ParameterState) -> None:
-        """Copy an older state of the parameter, bit for bit; what that lacks begins as zeros."""
+        """Copy an older state of the parameter, bit for bit, and what users added to it; what that lacks begins as zeros."""
         kept, places, fields = old._lane().fields, codec.places(self.storage), {}
         widths = dict(self.storage.fields)
         for name in places.keys() & kept.keys():
@@ -194,6 +194,9 @@ class ParameterState:
             for name in mine.keys() & theirs.keys():
                 mine[name].copy_(theirs[name])
         self.step = self.begun = old.step
+        self.notes = {name: value for name, value in old.notes.items() if name not in self.shapes_of_states}
+        if self.snapshot is not None and old.snapshot is not None:
+            self.snapshot.num_writes = old.snapshot.num_writes
 
     def _lane(self) -> codec.Lane:
         """The state as one lane in the parameter's order, a matrix or flat."""
