@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,9 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[Any, 
     found: list[tuple[Any, ...]] = []
 
     def run_on_ranks(words: list[str], ranks: int, **options: Any) -> None:
-        found.append((words, ranks, {**options, "settings": json.loads(os.environ["NARROWGAUGE_SETTINGS"])}))
+        file = Path(os.environ["NARROWGAUGE_SETTINGS"])
+        assert os.name == "nt" or stat.S_IMODE(file.stat().st_mode) == 0o600
+        found.append((words, ranks, {**options, "file": file, "settings": json.loads(file.read_text())}))
 
     monkeypatch.setattr(agent, "run_on_ranks", run_on_ranks)
     return found
@@ -69,15 +72,19 @@ def test_ranks_get_the_same_words_and_what_they_were_parsed_to(started: list[tup
     )
     assert config.recipe.title == parse("mine.toml").title
     assert Path(str(config.out)).parts[-2] == "runs", "all ranks, and those that are started anew, have one folder"
-    assert "NARROWGAUGE_SETTINGS" not in os.environ
+    assert "NARROWGAUGE_SETTINGS" not in os.environ and not options["file"].parent.exists()
 
 
 def test_a_rank_takes_what_the_command_line_was_parsed_to(
-    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    started: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    words = ["train", "--steps", "7", "--gradient-accumulation-steps", "2", "--nproc", "2"]
+    recipe, handed = tmp_path / "mine.toml", tmp_path / "settings.json"
+    recipe.write_text('recipe = "int8-row/word"\n')
+    words = ["train", "--steps", "7", "--gradient-accumulation-steps", "2", "--recipe", "mine.toml", "--nproc", "2"]
     assert call(*words).exit_code == 0
-    monkeypatch.setenv("NARROWGAUGE_SETTINGS", json.dumps(started[0][2]["settings"]))
+    handed.write_text(json.dumps(started[0][2]["settings"]))
+    recipe.unlink()  # a rank that is started anew does not read it again
+    monkeypatch.setenv("NARROWGAUGE_SETTINGS", str(handed))
     trained: list[tuple[TrainConfig, Launch]] = []
     monkeypatch.setattr(launching, "train", lambda config, launch: trained.append((config, launch)))
     assert call(*words).exit_code == 0

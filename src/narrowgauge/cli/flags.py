@@ -9,6 +9,7 @@ Source: click's ``shell_complete``; ``docs/start.md`` shows how to enable it.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar
@@ -41,7 +42,19 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8
         return self.read(value) if isinstance(value, str) else value
 
 
-RECIPE, RECIPES = Parsed(notation.parse), Parsed(notation.parse_names)
+SETTINGS = "NARROWGAUGE_SETTINGS"
+"""The variable that names the file of a rank's settings, JSON: Linux limits a variable to 128 KiB."""
+
+
+class ParsedOnce(Parsed):
+    """A recipe, whose file is not read again by the ranks that ``--nproc`` starts: they have the settings."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Parse text, unless this process is such a rank."""
+        return value if SETTINGS in os.environ else super().convert(value, param, ctx)
+
+
+RECIPE, RECIPES = ParsedOnce(notation.parse), ParsedOnce(notation.parse_names)
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from narrowgauge.cli.flags import SETTINGS
 from narrowgauge.errors import RankError, ReportedError
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import is_run, read_run, read_settings
@@ -48,8 +50,6 @@ class Launch:
     settings: Mapping[str, Any] | None = None
 
 
-_SETTINGS = "NARROWGAUGE_SETTINGS"
-"""The variable in which a rank gets the settings as JSON."""
 OPTIONS = {"nproc": "--nproc", "max_restarts": "--max-restarts", "timeout": "--timeout"}
 
 
@@ -60,8 +60,9 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
         if max_restarts and nproc is None:
             raise click.UsageError("--max-restarts is for ranks that --nproc starts.", click.get_current_context())
         # Taken away: what this process starts is none of these ranks.
-        if (given := os.environ.pop(_SETTINGS, None)) is not None:
-            return command(launch=Launch(timeout=timeout, settings=json.loads(given)), **others)
+        if (given := os.environ.pop(SETTINGS, None)) is not None:
+            settings = json.loads(Path(given).read_text(encoding="utf-8"))
+            return command(launch=Launch(timeout=timeout, settings=settings), **others)
         return command(launch=Launch(nproc, max_restarts, timeout), **others)
 
     launched.__doc__, launched.__name__ = command.__doc__, command.__name__
@@ -133,7 +134,10 @@ def start(launch: Launch, settings: Mapping[str, Any], goes_on: Callable[[], str
     from narrowgauge.distributed.launch.agent import run_on_ranks
     from narrowgauge.distributed.launch.placement import variables
 
-    with variables({_SETTINGS: json.dumps(settings)}):
+    with tempfile.TemporaryDirectory(prefix="narrowgauge-") as name, variables({SETTINGS: f"{name}/settings.json"}):
+        file = Path(name) / "settings.json"
+        file.touch(mode=0o600)
+        file.write_text(json.dumps(settings), encoding="utf-8")
         run_on_ranks(
             ["-m", "narrowgauge", *click.get_current_context().obj],
             launch.nproc,
