@@ -2,9 +2,11 @@
 
 ``changed_tests`` serves ``./dev test --changed``. ``owed`` serves ``./dev ci``: each unit of the whole product (the tests of
 ``optim``, ``matmul`` and ``numerics``, each file of tests inside a framework) stands in ``last_whole_product.toml`` with a
-checksum of the code that it proves: the module itself and all that it imports. A unit whose checksum is no longer that is owed.
+checksum of the code that it proves: its modules, those of its tests that the covering part runs in part only, ``conftest``, and
+all that these import; for frameworks also the versions in ``constraints.txt``. A unit whose checksum is no longer that is owed.
 Checksums leave out docstrings and comments: rewording one owes nothing. The file is written by
-``./dev test --all`` when it passes.
+``./dev test --all`` when it passes. It names the vector level of the machine that ran it, for the reader: a pass at one level
+counts on machines of every other.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ ROOMS = ("optim", "matmul", "numerics")
 """Rooms of ``src/narrowgauge`` whose tests are products of tables, of which ``./dev test`` runs a covering part."""
 INTEGRATIONS = "integrations"
 """All files of tests inside frameworks."""
+PLUGINS = ("conftest", "tiers", "selection", "covering")
+"""Modules of ``tests`` under which every test runs, with those of ``tests`` that they import (:func:`plugins`)."""
 
 
 # ── the graph of imports ────────────────────────────────────────────────────────────────────────────────────────────
@@ -137,10 +141,23 @@ def framework_files() -> frozenset[Path]:
 
 
 def units() -> dict[str, list[str]]:
-    """What ``--whole`` names, with the modules that it proves: a room, or a file of tests inside a framework."""
-    rooms = {room: [name for name in modules() if name.startswith(f"narrowgauge.{room}.")] for room in ROOMS}
+    """What ``--whole`` names, with the modules that it proves: a room with its covering tests, or a file inside a framework.
+
+    A room's other tests are no part of it, since every run of the tests takes them whole.
+    """
     names = {path: name for name, path in modules().items()}
-    return rooms | {f"{INTEGRATIONS}/{path.name}": [names[path]] for path in sorted(framework_files())}
+    rooms = {
+        room: [
+            "conftest",
+            *(name for name in modules() if name.startswith(f"narrowgauge.{room}.")),
+            *(name for name in modules() if name.startswith(f"{room}.") and "covering" in closure([name])),
+        ]
+        for room in ROOMS
+    }
+    return rooms | {
+        f"{INTEGRATIONS}/{path.name}": ["conftest", f"{INTEGRATIONS}.conftest", names[path]]
+        for path in sorted(framework_files())
+    }
 
 
 @functools.cache
@@ -161,21 +178,25 @@ def written(module: str) -> bytes:
     return hashlib.sha256("\n".join(lines).encode()).digest()
 
 
-def checksum(first: Iterable[str]) -> str:
-    found = hashlib.sha256()
+def checksum(first: Iterable[str], versions: str = "") -> str:
+    found = hashlib.sha256(versions.encode())
     for module in sorted(closure(first)):
         found.update(module.encode() + b"\0" + written(module))
     return found.hexdigest()[:16]
 
 
+def constraints() -> str:
+    return (ROOT / "constraints.txt").read_text(encoding="utf-8")
+
+
 def torch_of_constraints() -> str:
-    found = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
+    found = re.search(r"^torch==(\S+)", constraints(), re.MULTILINE)
     assert found, "constraints.txt names no PyTorch"
     return found[1]
 
 
 def checksums() -> dict[str, str]:
-    return {unit: checksum(first) for unit, first in units().items()}
+    return {unit: checksum(first, "" if unit in ROOMS else constraints()) for unit, first in units().items()}
 
 
 def recorded() -> dict[str, str]:
@@ -217,7 +238,8 @@ def record_whole_product(proved: dict[str, str]) -> None:
         "# `./dev ci` runs the whole product of each unit whose code (with all that it imports) has another checksum.",
         f'commit = "{commit.stdout.strip() or "unknown"}"',
         f'date = "{datetime.now(timezone.utc):%Y-%m-%d}"',
-        f'machine = "{platform.system()} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"',
+        f'machine = "{platform.system()} {platform.machine()}"',
+        f'vectors = "{torch.backends.cpu.get_cpu_capability()}"',
         f'python = "{platform.python_version()}"',
         f'torch = "{torch.__version__}"',
         "",
@@ -252,10 +274,21 @@ def changed_paths(base: str) -> list[str]:
     return sorted({*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")})
 
 
+@functools.cache
+def plugins() -> frozenset[str]:
+    """The modules of ``tests`` under which every test runs."""
+    return frozenset(name for name in closure(PLUGINS) if TESTS in modules()[name].parents)
+
+
 def mirrors(module: str) -> str | None:
     """The folder of tests, or the test file, that is named after a module's room."""
     room = module.split(".")[1] if module.startswith("narrowgauge.") else ""
     return next((place for place in (f"{room}/", f"test_{room}.py") if room and (TESTS / place).exists()), None)
+
+
+def changed_plugins(paths: Iterable[str]) -> bool:
+    """Whether one of :func:`plugins` is among these paths, or the ``conftest.py`` of the checkout, which loads them."""
+    return not {"conftest.py", *(modules()[name].relative_to(ROOT).as_posix() for name in plugins())}.isdisjoint(paths)
 
 
 @functools.cache
@@ -269,7 +302,8 @@ def changed_tests(paths: Iterable[str]) -> dict[Path, int]:
     """Test files, and modules for their doctests, with how far each stands from the change.
 
     0: it changed itself, or imports from ``tests`` what changed. 1: it tests the room of a changed module. 2: it imports a
-    changed module itself, or names a changed file or its folder that is no module.
+    changed module itself, or names a changed file or its folder that is no module; or runs under a changed plugin, as all do,
+    of which the tests of the choice itself come first.
     """
     paths = list(paths)
     names = {path: name for name, path in modules().items()}
@@ -283,6 +317,7 @@ def changed_tests(paths: Iterable[str]) -> dict[Path, int]:
     named = {Path(path).name for path in others} | {Path(path).parts[0] for path in others if "/" in path}
     named |= {Path(path).stem for path in others if path.endswith(".py")}
     rooms = {mirrors(name) for name in changed | gone} - {None}
+    under_changed = changed_plugins(paths)
     found: dict[Path, int] = {}
     for name, path in modules().items():
         if name in changed:
@@ -290,11 +325,13 @@ def changed_tests(paths: Iterable[str]) -> dict[Path, int]:
         if TESTS not in path.parents or not path.name.startswith("test_"):
             continue
         place, own = path.relative_to(TESTS).as_posix(), imports(name)
-        if any(each in own and not each.startswith("narrowgauge") for each in changed):
+        if any(each in own and not each.startswith("narrowgauge") for each in changed) or (
+            place == "test_selection.py" and under_changed
+        ):
             found[path] = 0
         elif any(place.startswith(room) for room in rooms if room):
             found.setdefault(path, 1)
-        elif own & changed or named & strings(path):
+        elif own & changed or named & strings(path) or under_changed or f"{name.partition('.')[0]}.conftest" in changed:
             found.setdefault(path, 2)
     return found
 

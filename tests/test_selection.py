@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import selection
+import tiers
 from covering import chosen, exhaustive
 from optim.pairs import PAIRS, kind_of_rule
 from optim.scenarios import kind_of_code
@@ -99,7 +102,73 @@ def test_what_a_unit_proves_is_all_it_imports() -> None:
     assert set(selection.ROOMS) < set(units) and "integrations/test_torchtitan.py" in units
     optim = selection.closure(units["optim"])
     assert "narrowgauge.spec.storages" in optim and "narrowgauge.errors" in optim
-    assert not any(name.startswith(("narrowgauge.matmul", "narrowgauge.trainer")) for name in optim)
+    assert not any(name.startswith(("narrowgauge.planner", "narrowgauge.trainer")) for name in optim)
+
+
+def test_a_unit_holds_its_covering_tests_and_what_they_stand_on() -> None:
+    units = selection.units()
+    optim = selection.closure(units["optim"])
+    assert {"optim.test_contracts", "optim.scenarios", "covering", "conftest"} <= optim
+    assert all("conftest" in first for first in units.values())
+    assert "integrations.conftest" in units["integrations/test_peft.py"]
+    for room in selection.ROOMS:
+        assert any(name.startswith(f"{room}.test_") for name in units[room]), room
+
+
+def test_another_version_of_a_package_is_owed_by_the_frameworks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = selection.checksums()
+    raised = selection.constraints().replace("lightning==", "lightning==9.")
+    monkeypatch.setattr(selection, "constraints", lambda: raised)
+    after = selection.checksums()
+    assert {unit for unit in before if before[unit] == after[unit]} == set(selection.ROOMS)
+
+
+@pytest.mark.parametrize(
+    "path", ["tests/conftest.py", "tests/tiers.py", "tests/selection.py", "tests/covering.py", "conftest.py"]
+)
+def test_what_every_test_runs_under_selects_every_file_and_the_tests_of_the_choice_first(path: str) -> None:
+    found = selection.changed_tests([path])
+    assert set(selection.TESTS.rglob("test_*.py")) <= set(found)
+    assert found[Path(__file__)] == 0 and found[ROOT / "tests" / "test_readme.py"] == 2
+    assert selection.changed_plugins([path]) and not selection.changed_plugins(["tests/ranks.py"])
+
+
+def test_a_conftest_of_a_folder_selects_its_files() -> None:
+    found = selection.changed_tests(["tests/integrations/conftest.py"])
+    assert found[selection.TESTS / "integrations" / "test_peft.py"] == 2
+    assert selection.TESTS / "test_readme.py" not in found
+
+
+OPTIONS_THAT_NARROW = (
+    *(["-k", "a"], ["-m", "a"], ["--deselect", "a"], ["--ignore", "a"], ["--ignore-glob", "a"], ["--lf"]),
+    *(["--stepwise"], ["--stepwise-skip"], ["--setup-only"], ["--setup-plan"], ["--collect-only"], ["--fixtures"]),
+    *(["--fixtures-per-test"], ["-o", "xfail_strict=0"], ["-c", "a"], ["--doctest-ignore-import-errors"]),
+)
+
+
+@pytest.mark.parametrize("words", OPTIONS_THAT_NARROW, ids=" ".join)
+def test_an_option_that_leaves_tests_out_records_nothing(words: list[str], pytestconfig: pytest.Config) -> None:
+    def parsed(*words: str) -> Any:
+        options = pytestconfig._parser.parse(list(words))
+        return SimpleNamespace(getoption=lambda name, default=None: getattr(options, name, default))
+
+    assert tiers.narrowed(parsed(*words)) and not tiers.narrowed(parsed("-x", "--durations=3"))
+
+
+def test_what_did_not_run_is_not_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    proved = {"optim": "1", "integrations/test_peft.py": "2", "integrations/test_paths.py": "3"}
+    monkeypatch.setattr(selection, "checksums", lambda: proved)
+    monkeypatch.setattr(selection, "RECORD", tmp_path / "record.toml")
+    missing = ""
+    monkeypatch.setattr("narrowgauge.machine.cpp_compiler.compiler_missing", lambda: missing)
+    said = tiers.record(proved, {"tests/integrations/test_peft.py", "tests/planner/test_paths.py"})
+    assert said == "recorded in record.toml, without integrations/test_paths.py"
+    found = selection.recorded()
+    assert (found["optim"], found["integrations/test_peft.py"]) == ("1", "2")
+    assert "integrations/test_paths.py" not in found and found["vectors"]
+    missing = "no compiler"  # the variable as it is then
+    assert tiers.record(proved, {f"tests/{unit}" for unit in proved}) == "recorded in record.toml, without optim"
+    assert "optim" not in selection.recorded()
 
 
 @pytest.fixture

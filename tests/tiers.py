@@ -80,7 +80,8 @@ class Selection:
         first, second, third = (list(self.distances.values()).count(far) for far in range(3))
         self.why = (
             f"{len(paths)} files changed since {since[:12]}: {first} that are or hold such tests themselves, then {second} of "
-            f"their rooms, then {third} that import or name what changed; {self.why}"
+            f"their rooms, then {third} that import or name what changed"
+            f"{', or run under it as all do' if selection.changed_plugins(paths) else ''}; {self.why}"
         )
 
     def takes(self, item: pytest.Item) -> bool:
@@ -97,11 +98,15 @@ class Selection:
 
 
 def narrowed(config: pytest.Config) -> bool:
-    """Whether an option of pytest leaves tests out."""
-    options = ("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "collectonly", "update_golden")
-    return any(config.getoption(name, None) for name in options)
+    """Whether an option of pytest leaves tests out, or does not run them."""
+    return any(config.getoption(name, None) for name in NARROWING)
 
 
+NARROWING = (
+    *("keyword", "markexpr", "deselect", "ignore", "ignore_glob", "lf", "stepwise", "stepwise_skip", "stepwise_reset"),
+    *("collectonly", "setuponly", "setupplan", "showfixtures", "show_fixtures_per_test"),
+    *("doctest_ignore_import_errors", "override_ini", "inifilename", "looponfail", "update_golden"),
+)
 CHOSEN = pytest.StashKey[Selection]()
 
 
@@ -176,12 +181,23 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatu
             f"selection: {chosen.not_started} tests were not started after {SECONDS_OF_CHANGED} s, the farthest from the change"
         )
     if chosen.proved and not exitstatus:
-        passed = {Path(report.fspath).name for report in terminalreporter.stats.get("passed", [])}
-        terminalreporter.write_line(f"selection: {record(chosen.proved, passed)}")
+        passed, failed = (
+            {report.nodeid.partition("::")[0] for kind in kinds for report in terminalreporter.stats.get(kind, [])}
+            for kinds in (("passed",), ("failed", "error"))
+        )
+        terminalreporter.write_line(f"selection: {record(chosen.proved, passed - failed)}")
 
 
 def record(proved: dict[str, str], passed: set[str]) -> str:
-    """Write the file, but for frameworks that are not installed here; returns what was done."""
+    """Write the file, but for what does not run here; returns what was done.
+
+    Args:
+        proved: the units with their checksums before the tests ran.
+        passed: test files, as paths in the checkout, of which tests passed and none failed. Of a framework that is not
+            installed none did. Rooms are left out where no C++ compiler is, since tests of their kernels are skipped.
+    """
+    from narrowgauge.machine.cpp_compiler import compiler_missing
+
     for function in (
         selection.modules,
         selection.tree,
@@ -193,6 +209,8 @@ def record(proved: dict[str, str], passed: set[str]) -> str:
         function.cache_clear()
     if selection.checksums() != proved:
         return "not recorded as a whole product: code changed while the tests ran"
-    skipped = {unit for unit in proved if unit.endswith(".py") and Path(unit).name not in passed}
+    skipped = {unit for unit in proved if unit not in selection.ROOMS and f"tests/{unit}" not in passed}
+    if compiler_missing():
+        skipped |= set(selection.ROOMS) & set(proved)
     selection.record_whole_product({unit: code for unit, code in proved.items() if unit not in skipped})
     return f"recorded in {selection.RECORD.name}" + (f", without {', '.join(sorted(skipped))}" if skipped else "")
