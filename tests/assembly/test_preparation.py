@@ -289,6 +289,41 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         ng.prepare(Net(), "bfloat16/word", storage="exact")
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"storage": "exact"}, "options_of gave a storage for 'block.inner.weight'"),
+        ({"params": []}, "options_of gave params"),
+        ({"learning_rate": 0.1}, "options_of gave 'learning_rate' .* AdamW does not have"),
+        (None, "options_of gave None .* must give a dict"),
+    ],
+)
+def test_options_of_a_parameter_that_nothing_would_read_are_refused(options: Any, said: str) -> None:
+    with pytest.raises(ng.RecipeError, match=said):
+        ng.prepare(Net(), "bfloat16/word", options_of=lambda name: options)
+
+
+def test_options_of_parameters_are_grouped_where_they_are_equal() -> None:
+    _, optimizer = ng.prepare(Net(), "bfloat16/word", options_of=lambda name: {"betas": [0.9, 0.95]})
+    assert [group["betas"] for group in optimizer.param_groups] == [[0.9, 0.95]]
+
+
+class Named(ng.SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+
+
+def test_whatever_makes_an_optimizer_of_ours_is_taken_and_nothing_else() -> None:
+    _, optimizer = ng.prepare(Net(), "bfloat16/word", optimizer=Named)
+    assert type(optimizer) is Named and optimizer.param_groups[0]["weight_decay"] == 0
+    _, made = ng.prepare(Net(), "bfloat16/word", optimizer=lambda ps, **k: ng.AdamW(ps, **k), lr=0.5)
+    assert (made.param_groups[0]["lr"], made.param_groups[0]["weight_decay"]) == (0.5, 0.01)
+    wrong: Any
+    for wrong in (torch.optim.AdamW, made, lambda ps, **k: None):
+        with pytest.raises(ng.RecipeError, match="no optimizer of narrowgauge"):
+            ng.prepare(Net(), "bfloat16/word", optimizer=wrong)
+
+
 def of_the_head(name: str) -> dict[str, float]:
     return {"lr": 0.5} if name.startswith("head") else {}
 

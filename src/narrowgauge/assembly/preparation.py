@@ -29,7 +29,7 @@ from narrowgauge.assembly.trainable import require_contiguous, require_summable,
 from narrowgauge.distributed import sharding
 from narrowgauge.distributed.reduction import inner_of, reduce_gradients_with
 from narrowgauge.distributed.sharding import has_shards, make_equal, require_mesh, settle
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine.processor import multiplies
 from narrowgauge.matmul.narrow_gather import gather_narrow
 from narrowgauge.matmul.scopes import compute_in_scope
@@ -38,6 +38,7 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.optim.validation import HOW_TORCH_STEPS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -144,6 +145,7 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
+    _require_maker(optimizer)
     policy, inner = parse(recipe), inner_of(model)
     require_summable(model, policy, mesh)
     converted = convert_model(inner, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
@@ -273,7 +275,7 @@ def optimizer_for(
     Returns:
         The optimizer; the stored weights are the float32 values, rounded once to the storage's code.
     Raises:
-        RecipeError: a storage among the options.
+        RecipeError: a storage among the options, or options of a parameter that the optimizer does not have.
     """
     policy = converted.recipe
     if "storage" in options:
@@ -281,15 +283,19 @@ def optimizer_for(
             f"storage '{options['storage']}' was requested beside recipe '{policy.name}', which says how everything is stored.",
             "Leave it out, or name it in the recipe.",
         )
-    defaults = inspect.signature(optimizer_class).parameters
-    options = {**{name: defaults[name].default for name in ("lr", "weight_decay")}, **options}
+    options = {**{name: _default_of(optimizer_class, name) for name in ("lr", "weight_decay")}, **options}
+    groups = _groups(converted, options, decays, options_of)
+    given = [(group["params"][0][0], set(group)) for group in groups]
     optimizer = optimizer_class(
-        _groups(converted, options, decays, options_of),
+        groups,
         storage=policy.storage,
         seed=seed,
         loss_scaler=(loss_scaler or LossScaler()) if scales_loss(policy) else loss_scaler,
         **options,
     )
+    if not isinstance(optimizer, Optimizer):
+        raise _no_optimizer(type(optimizer).__name__)
+    _require_known(given, optimizer)
     optimizer.name_parameters(converted.model)
     optimizer.adopt(converted.values)
     if converted.linears:
@@ -364,6 +370,71 @@ def _shard(model: nn.Module, values: dict[Tensor, Tensor], mesh: Any, how: str, 
     return {p: own_part(p, of_name[name]) for name, p in model.named_parameters() if name in of_name}
 
 
+def _require_maker(optimizer: object) -> None:
+    """Refuse what makes no optimizer of this package, before the model is changed."""
+    if not callable(optimizer) or (isinstance(optimizer, type) and not issubclass(optimizer, Optimizer)):
+        made = optimizer if isinstance(optimizer, type) else type(optimizer)
+        raise _no_optimizer(f"{made.__module__}.{made.__qualname__}")
+
+
+def _no_optimizer(found: str) -> RecipeError:
+    return RecipeError(
+        f"optimizer is {found}, which is no optimizer of narrowgauge.", "Take a class such as ng.AdamW or ng.SGD."
+    )
+
+
+def _default_of(optimizer: Callable[..., Any], name: str) -> Any:
+    """An option's default: that of the nearest class which declares it; AdamW's where none does."""
+    classes = [vars(base).get("__init__") for base in optimizer.__mro__] if isinstance(optimizer, type) else [optimizer]
+    for made_by in (*classes, AdamW):
+        try:
+            declared = inspect.signature(made_by).parameters if callable(made_by) else {}
+        except ValueError:  # of a callable in C
+            continue
+        if name in declared and declared[name].default is not inspect.Parameter.empty:
+            return declared[name].default
+    raise AssertionError(name)
+
+
+def _own_options(name: str, options_of: Callable[[str], Mapping[str, Any]]) -> dict[str, Any]:
+    """A parameter's own options; refuses those that its recipe or its group decides."""
+    own = options_of(name)
+    if not isinstance(own, Mapping):
+        raise RecipeError(f"options_of gave {own!r} for '{name}'; it must give a dict.", "Give {} for no options.")
+    if "storage" in own:
+        raise RecipeError(
+            f"options_of gave a storage for '{name}', and the recipe says how everything is stored.",
+            "Name the storage in an override of the recipe.",
+        )
+    if "params" in own:
+        raise RecipeError(f"options_of gave params for '{name}', which is one parameter.", "Leave params out.")
+    return dict(own)
+
+
+def _require_known(given: list[tuple[str, set[str]]], optimizer: Optimizer) -> None:
+    """Refuse options of parameters that an optimizer would never read."""
+    known = {*optimizer.defaults, *_KNOWN}
+    for name, options in given:
+        if strange := sorted(map(str, options - known)):
+            raise RecipeError(
+                f"options_of gave '{strange[0]}' for '{name}', which {type(optimizer).__name__} does not have.",
+                suggestion(strange[0], known - _INTERNAL),
+            )
+
+
+_INTERNAL = {"params", "param_names", "storage", "lr_factor"}
+_KNOWN = {*_INTERNAL, *HOW_TORCH_STEPS, "rule", "initial_lr", "amsgrad", "decoupled_weight_decay"}
+
+
+def _are_equal(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    """Whether options are equal; a tensor, which may change, is equal to itself alone."""
+
+    def same(a: Any, b: Any) -> bool:
+        return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
+
+    return mine.keys() == theirs.keys() and all(same(mine[name], theirs[name]) for name in mine)
+
+
 # The learning rate at which weight decay has the same strength in a unit-scaled model as in any other.
 _DECAYED_AT = 1e-3
 
@@ -378,20 +449,24 @@ def _groups(
 
     ``whole`` has the optimizer's ``lr`` and ``weight_decay``.
     """
-    groups: dict[tuple[Any, ...], list[tuple[str, Tensor]]] = {}
+    groups: list[tuple[tuple[Any, ...], dict[str, Any], list[tuple[str, Tensor]]]] = []
     for name, parameter in converted.model.named_parameters():
         if parameter.requires_grad:
             # The optimizer derives the storage of vectors from the storage of their group.
             storage = converted.recipe.storage_of(name, max(2, parameter.ndim))
             factor = converted.factors.get(name, 1.0)
-            own = tuple(sorted(options_of(name).items()))
-            key = (storage, decays(name, parameter), factor, own)
-            groups.setdefault(key, []).append((name, parameter))
+            own = _own_options(name, options_of)
+            key = (storage, decays(name, parameter), factor)
+            alike = (members for others, theirs, members in groups if others == key and _are_equal(theirs, own))
+            members = next(alike, None)
+            if members is None:
+                groups.append((key, own, members := []))
+            members.append((name, parameter))
     made = []
-    for (storage, decayed, factor, own), members in groups.items():
-        options = {**whole, **dict(own)}
+    for (storage, decayed, factor), own, members in groups:
+        options = {**whole, **own}
         decay = options["weight_decay"] if decayed else 0.0
-        group: dict[str, Any] = {"params": members, **dict(own), "storage": storage, "weight_decay": decay}
+        group: dict[str, Any] = {"params": members, **own, "storage": storage, "weight_decay": decay}
         if converted.factors:
             # Weight decay independent of the learning rate: as strong as at 1e-3.
             rate = options["lr"] * factor
