@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 import narrowgauge as ng
 from golden_files import TOLERANCE, deviation, digest, machine_key
+from narrowgauge._moved import DOCUMENTED, PICKLED, RENAMED
 from tensors import same_bits
 from trainer.tiny_runs import call
 
@@ -157,3 +160,46 @@ def test_an_optimizer_state_is_loaded(version: Path, name: str, tmp_path: Path) 
         ):  # the order of its matmuls' sums depends on the processor
             assert same_bits(optimizer.stored(parameter), weight)
         torch.testing.assert_close(optimizer.stored(parameter), weight, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["float8-delayed-split8", "bfloat16-collage-plus"])
+@pytest.mark.filterwarnings("error::DeprecationWarning:narrowgauge")
+def test_pickled_model_and_optimizer_continue_with_the_same_bits(version: Path, name: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(version / "objects.zip") as packed:
+        packed.extractall(tmp_path)
+    saved = torch.load(tmp_path / f"{name}.pt", weights_only=False)
+    parameters = list(saved["model"].parameters())
+    saved["model"](torch.ones(16, 32, dtype=parameters[0].dtype))
+    for parameter in parameters:
+        parameter.grad = ((torch.arange(parameter.numel()) % 7 - 3) / 8).view_as(parameter).to(parameter.dtype)
+    saved["optimizer"].step()
+    for parameter, known in zip(parameters, torch.load(tmp_path / f"{name}-next.pt"), strict=True):
+        assert same_bits(parameter.detach(), known)
+
+
+@pytest.mark.parametrize(
+    ("former", "name", "present"),
+    [
+        ("transforms.unit_export", "plain_state_dict", "transforms.unit_scaling"),
+        ("distributed.replicas", "Verifier", "distributed.replica_verification"),
+        ("loggers.available", "Logger", "runs.loggers.logger"),
+        ("loggers.available", "LOGGERS", "runs.loggers.logger"),
+        ("spec.toml_text", "load_toml", "spec.toml"),
+    ],
+)
+def test_former_module_forwards_with_one_warning(
+    former: str, name: str, present: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, f"narrowgauge.{former}", raising=False)
+    with pytest.warns(DeprecationWarning, match=re.escape(f"is now narrowgauge.{present}.")) as said:
+        found = getattr(import_module(f"narrowgauge.{former}"), name)
+    assert found is getattr(import_module(f"narrowgauge.{present}"), name) and len(said) == 1
+
+
+def test_every_former_module_names_a_module() -> None:
+    present = {**DOCUMENTED, **PICKLED}
+    source = Path(str(ng.__file__)).parent
+    places = [source / name.replace(".", "/") for name in present.values()]
+    assert all(place.is_dir() or place.with_suffix(".py").is_file() for place in places)
+    for former, names in RENAMED.items():
+        assert all(hasattr(import_module(f"narrowgauge.{present[former]}"), name) for name in names.values())

@@ -12,9 +12,24 @@ plain values, and only verbs that touch tensors (``prepare``, ``AdamW``, ``round
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+
+
+class _FormerModules:
+    """Finds modules by the paths that they had in an earlier version, where no present one has that path."""
+
+    @staticmethod
+    def find_spec(fullname: str, path: object = None, target: object = None) -> Any:
+        if not fullname.startswith("narrowgauge.") or fullname == "narrowgauge._moved":
+            return None
+        return import_module("narrowgauge._moved").find_former(fullname)
+
+
+sys.meta_path.append(_FormerModules())
 
 
 def __getattr__(name: str) -> object:

@@ -20,6 +20,7 @@ from typing import Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
+from narrowgauge.spec.rows import loads_older
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
@@ -33,6 +34,7 @@ ROTATION_SIZE = 16
 PLACES = ("output", "grad_input", "grad_weight")
 
 
+@loads_older(dict)
 @dataclass(frozen=True, slots=True)
 class Cast:
     """The cast of one operand of a matmul.
@@ -112,6 +114,7 @@ class Cast:
         return ", ".join(words)
 
 
+@loads_older(dict)
 @dataclass(frozen=True, slots=True)
 class Product:
     """One matmul: ``left [rows, contraction]`` times ``right [columns, contraction]`` transposed.
@@ -145,6 +148,7 @@ class Product:
         }[self.accumulation]
 
 
+@loads_older(lambda: COMPUTES)
 @dataclass(frozen=True, slots=True)
 class Compute:
     """The six casts of a linear layer, and the dtype of everything else.

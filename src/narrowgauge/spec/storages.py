@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+from narrowgauge.spec.rows import loads_older
+
 Rounding = Literal["nearest", "stochastic"]
 
 
@@ -179,6 +181,7 @@ STATE_NAMES = ("exp_avg", "exp_avg_sq")
 _FROZEN_MANTISSA = 10
 
 
+@loads_older(lambda: STORAGES)
 @dataclass(frozen=True, slots=True)
 class Storage:
     """How a weight and its moments are stored between steps.

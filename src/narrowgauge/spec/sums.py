@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.rows import loads_older
 from narrowgauge.spec.storages import STORAGES
 
 SHARDINGS = ("full", "none")
@@ -89,6 +90,7 @@ def naive_limit() -> int:
 # ── reductions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@loads_older(lambda: REDUCTIONS)
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How gradients are summed across ranks.

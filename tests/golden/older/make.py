@@ -44,6 +44,7 @@ OPTIMIZERS = {
     "AdamW-collage-plus": ("AdamW", {"storage": "collage-plus"}),
     "Muon-split": ("Muon", {"storage": "split"}),
 }
+OBJECTS = ("float8-delayed/split8", "bfloat16/collage-plus")
 
 
 def call(*words: object) -> None:
@@ -101,6 +102,21 @@ def make_states(place: Path) -> None:
         torch.save(saved, place / f"{name}.pt")
 
 
+def make_objects(place: Path) -> None:
+    """For each recipe: a model and its optimizer, pickled whole after two steps, and the parameters after one more."""
+    for recipe in OBJECTS:
+        torch.manual_seed(0)
+        net = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 32))
+        model, optimizer = ng.prepare(net, recipe, lr=1e-2)
+        for step in range(3):
+            if step == 2:
+                torch.save({"model": model, "optimizer": optimizer}, place / f"{recipe.replace('/', '-')}.pt")
+            for parameter in model.parameters():
+                parameter.grad = ((torch.arange(parameter.numel()) % 7 - 3) / 8).view_as(parameter).to(parameter.dtype)
+            optimizer.step()
+        torch.save([p.detach() for p in model.parameters()], place / f"{recipe.replace('/', '-')}-next.pt")
+
+
 def pack(folder: Path, file: Path, without: tuple[str, ...] = ()) -> None:
     with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as packed:
         for path in sorted(folder.rglob("*")):
@@ -135,6 +151,9 @@ def main() -> None:
         (place / "states").mkdir()
         make_states(place / "states")
         pack(place / "states", out / "states.zip")
+        (place / "objects").mkdir()
+        make_objects(place / "objects")
+        pack(place / "objects", out / "objects.zip")
         call("export", place / "finished", place / "export", "--dtype", "float32")
         known = {
             "key": machine_key(),
