@@ -100,9 +100,9 @@ WHOLE = (
     "tests/spec/test_show.py::test_each_compute_and_storage_is_described_once_and_named_elsewhere",
     "tests/test_readme.py::test_the_table_is_the_one_the_words_give",
     "tests/distributed/test_reduction.py::test_every_reduction_has_its_figures",
-    "tests/optim/test_packing.py::test_every_kind_of_storage_has_a_representative",
-    "tests/optim/test_packing.py::test_scales_and_eight_bit_planes_lie_in_rows_and_nothing_else_does",
-    "tests/optim/test_update.py::test_every_stochastic_row_is_listed",
+    "tests/optim/test_codec_packing.py::test_every_kind_of_storage_has_a_representative",
+    "tests/optim/test_codec_packing.py::test_scales_and_eight_bit_planes_lie_in_rows_and_nothing_else_does",
+    "tests/optim/test_codec_update.py::test_every_stochastic_row_is_listed",
     "tests/optim/test_contracts.py::test_the_page_of_rules_has_the_tables_figures",
     "tests/matmul/test_inference.py::test_what_cannot_be_served_is_refused",
     "tests/matmul/test_narrow_gather.py::test_table",
@@ -113,7 +113,7 @@ WHOLE = (
 PARAMETRIZED = (
     "tests/numerics/test_casting.py",
     "tests/optim/test_claims.py",
-    "tests/optim/test_update.py",
+    "tests/optim/test_codec_update.py",
     "tests/matmul/test_linear.py",
     "tests/analysis/monitor/test_alarms.py",
 )

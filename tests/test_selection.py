@@ -82,10 +82,10 @@ def distance(test: str, *changed: str) -> int | None:
 def test_a_change_selects_its_room_and_who_imports_it() -> None:
     changed = "src/narrowgauge/spec/storages.py"
     assert distance("spec/test_formats.py", changed) == 1
-    assert distance("optim/test_packing.py", changed) == 2
+    assert distance("optim/test_codec_packing.py", changed) == 2
     assert distance("runs/test_record.py", changed) is None
     assert selection.changed_tests([changed])[ROOT / changed] == 0  # its doctests
-    assert distance("optim/test_packing.py", "tests/optim/scenarios.py") == 0
+    assert distance("optim/test_codec_packing.py", "tests/optim/scenarios.py") == 0
     assert distance("test_readme.py", "README.md") == 2
     assert distance("test_github.py", ".github/workflows/ci.yml") == 2
 

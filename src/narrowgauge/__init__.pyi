@@ -25,7 +25,7 @@ from narrowgauge.integrations.check.findings import Findings as Findings
 from narrowgauge.integrations.check.findings import check as check
 from narrowgauge.matmul.inference import quantize_for_inference as quantize_for_inference
 from narrowgauge.matmul.swapping import swap_linears as swap_linears
-from narrowgauge.numerics.casting import round_to as round_to
+from narrowgauge.numerics.rounding import round_to as round_to
 from narrowgauge.numerics.scaling import LossScaler as LossScaler
 from narrowgauge.optim.accumulation import GradientAccumulator as GradientAccumulator
 from narrowgauge.optim.audit import audit as audit

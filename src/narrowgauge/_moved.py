@@ -35,7 +35,6 @@ PICKLED = {
     "matmul.linears": "matmul.swapping",
     "optim.buckets": "optim.state",
     "optim.elementwise_optimizers": "optim.optimizers",
-    "optim.gradient_release": "optim.release",
     "optim.matrix_optimizers": "optim.optimizers",
     "optim.packing": "optim.codec",
     "optim.registry": "optim.reconcile",
@@ -51,6 +50,7 @@ PICKLED = {
     "transforms.unit_rules": "transforms.unit_layers",
 }
 """Modules whose classes and functions pickled models and optimizers name."""
+_PRESENT = DOCUMENTED | PICKLED
 RENAMED = {"matmul.linears": {"Linears": "NarrowLayers"}, "optim.stores": {"Store": "ParameterState"}}
 """Present names of classes that are renamed, by former module."""
 _PACKAGE = "narrowgauge."
@@ -64,7 +64,7 @@ class _Forwarding:
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__.removeprefix(_PACKAGE)
-        present = _PACKAGE + (DOCUMENTED.get(name) or PICKLED[name])
+        present = _PACKAGE + _PRESENT[name]
         if name in DOCUMENTED:
             public = present.rpartition(".")[0] if name.startswith("integrations.") else present
             warnings.warn(f"{module.__name__} is now {public}.", DeprecationWarning, stacklevel=2)
@@ -87,6 +87,6 @@ def find_former(fullname: str) -> ModuleSpec | None:
         fullname: such as ``"narrowgauge.spec.toml_text"``.
     """
     name = fullname.removeprefix(_PACKAGE)
-    if name == fullname or name not in {**DOCUMENTED, **PICKLED}:
+    if name == fullname or name not in _PRESENT:
         return None
     return ModuleSpec(fullname, _Forwarding(), is_package=name == "loggers")  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from narrowgauge.cli.main import main
-from narrowgauge.machine import measured_arithmetic
+from narrowgauge.gauges.probes import measured_arithmetic
 from narrowgauge.runs.arithmetic import Arithmetic
 from narrowgauge.runs.writer import RunWriter
 

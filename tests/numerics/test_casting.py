@@ -16,7 +16,7 @@ from torch import Tensor
 import expectations
 from expectations import INTEGERS
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics.casting import round_to
+from narrowgauge.numerics.rounding import round_to
 from narrowgauge.spec.formats import FORMATS
 from oracles.minifloat import Grid, scale_nearest
 

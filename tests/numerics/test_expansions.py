@@ -14,7 +14,6 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import rounding
-from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.expansions import (
     Expansion,
     NearestEven,
@@ -35,7 +34,7 @@ from narrowgauge.numerics.expansions import (
     two_prod,
     two_sum,
 )
-from narrowgauge.numerics.rounding import MAGNITUDE, QUIET_NAN, bits_of, float_of
+from narrowgauge.numerics.rounding import MAGNITUDE, QUIET_NAN, bits_of, float_of, round_to
 from oracles import rational_expansions as oracle
 from oracles import released_collage as narrow
 from oracles.minifloat import Grid

@@ -21,7 +21,6 @@ from torch import Tensor
 from covering import exhaustive
 from narrowgauge._torch.inductor import compile_any_shape
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics.casting import round_to
 from narrowgauge.numerics.quantization import (
     TINY,
     Quantized,
@@ -40,7 +39,7 @@ from narrowgauge.numerics.quantization import (
     uniform,
     words_of,
 )
-from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.rounding import round_to, step_seed
 from narrowgauge.spec.computes import COMPUTES, ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import FORMATS, Format
 from oracles import casting as oracle

@@ -7,8 +7,8 @@ from typing import Any
 from narrowgauge.planner.inputs.clusters import cluster_of
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
-from narrowgauge.planner.options import Option, Question
 from narrowgauge.planner.plan_report import Plan
+from narrowgauge.planner.question import Option, Question
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.notation import parse
 

@@ -9,9 +9,9 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.options import OURS, Option
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan
+from narrowgauge.planner.question import OURS, Option
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP, NOISE
 
 MODELS = ("llama-8b", "llama-33b", "llama-70b", "mixtral-8x7b")

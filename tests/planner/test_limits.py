@@ -9,9 +9,9 @@ import pytest
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes
-from narrowgauge.planner.options import NODE_POWER
 from narrowgauge.planner.plan import LONGEST_DAYS, plan, sizes_of
 from narrowgauge.planner.plan_report import energy_terms
+from narrowgauge.planner.question import NODE_POWER
 from narrowgauge.spec.chips import CHIPS, get_chip
 
 WORD: dict[str, Any] = {"recipes": ["bfloat16/word"], "chip": "H100-SXM"}

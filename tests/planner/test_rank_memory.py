@@ -11,7 +11,7 @@ from narrowgauge.planner.inputs.architectures import of_size
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.memory.rank_memory import FIXED, host_bytes, memory_terms, stages_of
-from narrowgauge.planner.options import MEMORY_GROUPS
+from narrowgauge.planner.question import MEMORY_GROUPS
 from narrowgauge.spec.notation import parse, parse_table
 
 _NOTHING = dict.fromkeys(FIXED, 0.0)

@@ -14,7 +14,7 @@ from narrowgauge.planner.inputs.efficiency import Share, Shares, shares_of
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
-from narrowgauge.planner.options import STEP_GROUPS
+from narrowgauge.planner.question import STEP_GROUPS
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.planner.time.step_time import UNSTEADY_GROUPS, stage_layers, step_terms, why_not
 from narrowgauge.spec.chips import get_chip

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.report.groups import Group, groups_of
+from narrowgauge.report.recipe_groups import Group, groups_of
 from narrowgauge.report.runs_page import render
 from narrowgauge.runs.record import Run
 

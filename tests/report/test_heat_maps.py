@@ -11,7 +11,7 @@ import pytest
 
 from narrowgauge.report.figures import heat_maps as module
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps, short_names
-from narrowgauge.report.groups import read_samples
+from narrowgauge.report.recipe_groups import read_samples
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 
 from narrowgauge.report.figures.histograms import KIND_TITLES, MAX_BARS, SHOWN_FORMATS, format_ranges, histograms
-from narrowgauge.report.groups import read_samples
+from narrowgauge.report.recipe_groups import read_samples
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS, TENSOR_KINDS
 from narrowgauge.spec.formats import get_format

@@ -18,7 +18,7 @@ from narrowgauge.report.figures.history_figures import event_strip
 from narrowgauge.report.figures.loss_figures import comparison_figures
 from narrowgauge.report.figures.palette import colour, dash_of, plain, symbol_of
 from narrowgauge.report.figures.traces import Figure
-from narrowgauge.report.groups import Group, run_names
+from narrowgauge.report.recipe_groups import Group, run_names
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs
 

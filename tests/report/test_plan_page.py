@@ -7,8 +7,8 @@ import json
 import re
 
 from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan_report import Plan
+from narrowgauge.planner.question import Option
 from narrowgauge.report.page import digest_of
 from narrowgauge.report.plan_page import figures_of, memory_bars, render_plan, scaling_curve, time_bars
 from planner.made_plans import made_option, made_plan

@@ -9,7 +9,7 @@ import pytest
 
 from narrowgauge.report.figures.loss_figures import comparison_figures
 from narrowgauge.report.figures.rank_figures import MOST_RANKS, MOST_RUNS, rank_figures, rank_rows
-from narrowgauge.report.groups import run_names
+from narrowgauge.report.recipe_groups import run_names
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs, page_of
 

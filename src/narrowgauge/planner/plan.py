@@ -27,8 +27,8 @@ from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.memory.activations import LayerCounter
 from narrowgauge.planner.memory.rank_memory import memory_terms
 from narrowgauge.planner.memory.state_bytes import is_stepped, with_optimizer
-from narrowgauge.planner.options import OURS, Option, Question
 from narrowgauge.planner.plan_report import MOST_SHARED, Plan
+from narrowgauge.planner.question import OURS, Option, Question
 from narrowgauge.planner.search import MOST_OPTIONS, SearchCache, search, smallest_changes
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.roofline import describe_support

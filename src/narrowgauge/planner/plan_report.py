@@ -26,7 +26,7 @@ from narrowgauge.planner.formatting import (
 from narrowgauge.planner.inputs.clusters import Cluster
 from narrowgauge.planner.inputs.efficiency import software_of
 from narrowgauge.planner.measured.scaling_law import BOTTLENECKS
-from narrowgauge.planner.options import NODE_POWER, NODE_POWER_SOURCE, OURS, Option, Question
+from narrowgauge.planner.question import NODE_POWER, NODE_POWER_SOURCE, OURS, Option, Question
 from narrowgauge.planner.search import (
     LEAST_TOKENS_PER_STEP,
     MOST_TOKENS_PER_STEP,

@@ -24,7 +24,7 @@ from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout, Offload, Recompute
 from narrowgauge.planner.memory.activations import LayerCounter, figures_of, kernels_of
 from narrowgauge.planner.memory.rank_memory import FIXED, host_bytes, memory_terms
-from narrowgauge.planner.options import Option, runs_here
+from narrowgauge.planner.question import Option, runs_here
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.layer_times import computed_as
 from narrowgauge.planner.time.roofline import bytes_per_number

@@ -30,8 +30,8 @@ from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.planner.inputs.model_configs import preset, read_architecture
 from narrowgauge.planner.memory.activations import LayerCount, bytes_per_token, cast_weight_bytes, layer_tensors
-from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan_report import Plan
+from narrowgauge.planner.question import Option
 from narrowgauge.spec.models import refuse_own_code
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Row

@@ -11,9 +11,9 @@ from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.measured.launches import Attribution, attribution_lines
 from narrowgauge.planner.measured.regression import Regression, regression_lines
 from narrowgauge.planner.measured.scaling_law import Scaling, scaling_lines
-from narrowgauge.planner.options import MEMORY_GROUPS, STEP_GROUPS, Option
 from narrowgauge.planner.plan import sizes_of
 from narrowgauge.planner.plan_report import Plan, terms_table
+from narrowgauge.planner.question import MEMORY_GROUPS, STEP_GROUPS, Option
 from narrowgauge.planner.time.roofline import Roof, roof_of
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.traces import Figure

@@ -29,8 +29,8 @@ from narrowgauge.report.figures.loss_figures import comparison_figures
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.traces import Figure
-from narrowgauge.report.groups import Group, Samples, final_loss, groups_of, run_names
 from narrowgauge.report.page import asset, capitalized, digest_of, embedded, packed, plotly_script, spec_of, template
+from narrowgauge.report.recipe_groups import Group, Samples, final_loss, groups_of, run_names
 from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row, finite_number

@@ -2,8 +2,8 @@
 
 Two machines, or one machine under two settings, may both be right and differ in their last bits: they add in another order, fuse
 a multiplication with an addition, or round a function's result another way. Each :class:`Probe` names one such property.
-:mod:`narrowgauge.machine.measured_arithmetic` measures it under the same name, with PyTorch; results are read and compared here
-without it. They are short texts, equal where the bits are::
+:mod:`narrowgauge.gauges.probes` measures it under the same name, with PyTorch; results are read and compared here without it.
+They are short texts, equal where the bits are::
 
     [arithmetic.settings]
     torch = "2.13.0+cpu"

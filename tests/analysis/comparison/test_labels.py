@@ -9,7 +9,7 @@ from pathlib import Path
 from analysis.comparison.made_runs import made, seeds, sentence
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels, run_name
-from narrowgauge.report.groups import groups_of
+from narrowgauge.report.recipe_groups import groups_of
 
 
 def test_names_of_recipes_and_folders() -> None:

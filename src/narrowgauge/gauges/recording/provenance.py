@@ -16,7 +16,7 @@ from torch import nn
 import narrowgauge
 from narrowgauge.distributed.launch.placement import read_placement
 from narrowgauge.errors import RecordError
-from narrowgauge.machine.measured_arithmetic import arithmetic_of_run
+from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run
 from narrowgauge.runs import arithmetic
 from narrowgauge.spec.frameworks import installed_version
 

@@ -8,6 +8,7 @@ All that a resumed loop needs is in the rows: nothing of the recorder belongs in
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import sys
 import time
@@ -485,3 +486,19 @@ class LoopRecord:
                 optimizer.on_alarm = handler
             self._handlers.clear()
             self.watched.clear()
+
+
+def folder_for(folder: Path, *, goes_on: bool) -> Path:
+    """The first free folder of a name and number, or the last taken one of a training that is resumed.
+
+    Args:
+        folder: the name; then ``folder-2``, ``folder-3`` …
+        goes_on: the training starts from a checkpoint.
+    Returns:
+        A folder without a record, unless the training goes on in one.
+    """
+    numbered = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
+    taken = list(itertools.takewhile(is_run, numbered))
+    if goes_on and taken:
+        return taken[-1]
+    return folder if not taken else folder.with_name(f"{folder.name}-{len(taken) + 1}")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, dtype_name, sample, told
-from narrowgauge.numerics.casting import round_to
+from narrowgauge.numerics.rounding import round_to
 from narrowgauge.numerics.update_metrics import lost_fraction, update_sums
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.storages import STORAGES

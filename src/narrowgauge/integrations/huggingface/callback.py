@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.gauges.recording.run_recorder import RunRecorder
-from narrowgauge.integrations.run_folders import folder_for
+from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.recipes import Recipe

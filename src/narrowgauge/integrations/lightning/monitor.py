@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.gauges.recording.run_recorder import RunRecorder
+from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 from narrowgauge.integrations.lightning.packages import joined_when_asked
 from narrowgauge.integrations.lightning.precision import RecipePrecision
-from narrowgauge.integrations.run_folders import folder_for
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.loggers.logger import gauge_numbers, numbers_of
 from narrowgauge.runs.schema import EVAL, STEP, Row

@@ -21,8 +21,7 @@ from torchtitan.trainer import Trainer
 
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
-from narrowgauge.gauges.recording.run_recorder import RunRecorder
-from narrowgauge.integrations.run_folders import folder_for
+from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 
 _ADVICE = "Leave the record out: narrowgauge report reads torchtitan's TensorBoard files too."
 

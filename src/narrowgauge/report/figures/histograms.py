@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from narrowgauge.report.figures.palette import colour
 from narrowgauge.report.figures.series import json_list, rounded
-from narrowgauge.report.groups import MOST_HISTOGRAMS, Samples, spread
+from narrowgauge.report.recipe_groups import MOST_HISTOGRAMS, Samples, spread
 from narrowgauge.runs.schema import FIRST_EXPONENT, Row
 from narrowgauge.spec.formats import FORMATS
 

@@ -10,7 +10,7 @@ import numpy as np
 from narrowgauge.report.figures.palette import plain
 from narrowgauge.report.figures.series import accumulate, is_wide, series_of
 from narrowgauge.report.figures.traces import Figure, curve_of, layout_of, traces_of
-from narrowgauge.report.groups import Group
+from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, finite_number
 

@@ -32,7 +32,7 @@ from narrowgauge.report.figures.traces import (
     layout_of,
     traces_of,
 )
-from narrowgauge.report.groups import Group, final_loss
+from narrowgauge.report.recipe_groups import Group, final_loss
 from narrowgauge.runs.schema import Row, finite_number
 
 SMALLEST_SPAN = 0.001

@@ -12,7 +12,7 @@ import numpy as np
 
 from narrowgauge.report.figures.palette import colour, dash_of, plain, symbol_of
 from narrowgauge.report.figures.series import Array, Band, Series, band, decimate, gaps, is_wide, json_list, outline
-from narrowgauge.report.groups import Group
+from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
 CROSS_GAP = 0.05

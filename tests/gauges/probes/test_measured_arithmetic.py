@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from narrowgauge.errors import RecordError
+from narrowgauge.gauges.probes import measured_arithmetic
+from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run, settings_in_force
+from narrowgauge.gauges.probes.roundings import FUNCTIONS, ROUNDINGS, across_exponents, max_error, measure_subnormals
+from narrowgauge.gauges.probes.summation_order import SUMS, Sum, measure_sum
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
-from narrowgauge.machine import measured_arithmetic
-from narrowgauge.machine.measured_arithmetic import arithmetic_of_run, settings_in_force
-from narrowgauge.machine.roundings import FUNCTIONS, ROUNDINGS, across_exponents, max_error, measure_subnormals
-from narrowgauge.machine.summation_order import SUMS, Sum, measure_sum
 from narrowgauge.runs.arithmetic import PROBES, Arithmetic, differences, read_arithmetic
 from narrowgauge.runs.writer import RunWriter
 
@@ -42,7 +42,7 @@ def one_thread() -> object:
 
 MEASURE = """
 import json, torch
-from narrowgauge.machine.measured_arithmetic import arithmetic_of_run
+from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run
 print(json.dumps(arithmetic_of_run(torch.device("cpu"), budget_seconds=600.0).to_toml()))
 """
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from narrowgauge.report.figures.heat_maps import MOST_TENSORS
-from narrowgauge.report.groups import MOST_HISTOGRAMS, read_samples, spread
+from narrowgauge.report.recipe_groups import MOST_HISTOGRAMS, read_samples, spread
 from narrowgauge.runs import record
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import NUM_EXPONENTS

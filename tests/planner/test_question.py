@@ -12,9 +12,9 @@ from narrowgauge.errors import ChipError
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes
 from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.measured.scaling_law import Scaling, fit, read_points, scaling_lines
-from narrowgauge.planner.options import Option
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan
+from narrowgauge.planner.question import Option
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.machine import summation_order
-from narrowgauge.machine.summation_order import (
+from narrowgauge.gauges.probes import summation_order
+from narrowgauge.gauges.probes.summation_order import (
     Tree,
     depth,
     describe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.report.groups import final_loss, groups_of, run_names
+from narrowgauge.report.recipe_groups import final_loss, groups_of, run_names
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
-from narrowgauge.report.groups import groups_of
+from narrowgauge.report.recipe_groups import groups_of
 from narrowgauge.report.runs_page import MAX_EVENT_ROWS, MAX_REPETITIONS, cost_table, event_rows
 from narrowgauge.runs.record import Run
 from report.made_pages import page_of

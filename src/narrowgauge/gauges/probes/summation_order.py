@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.machine.roundings import between, bits_of
+from narrowgauge.gauges.probes.roundings import between, bits_of
 
 Tree: TypeAlias = int | tuple["Tree", ...]
 """A term's number, or the trees whose sums are added at once: two for an addition, more for a fused sum."""

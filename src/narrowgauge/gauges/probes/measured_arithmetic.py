@@ -24,10 +24,10 @@ from pathlib import Path
 import torch
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.gauges.probes.roundings import FUNCTIONS, ROUNDINGS, measure_function
+from narrowgauge.gauges.probes.summation_order import SUMS, measure_sum
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.machine.processor import instruction_sets, processor_name
-from narrowgauge.machine.roundings import FUNCTIONS, ROUNDINGS, measure_function
-from narrowgauge.machine.summation_order import SUMS, measure_sum
 from narrowgauge.runs.arithmetic import PROBES, UNAVAILABLE, Arithmetic
 from narrowgauge.runs.atomic_io import write_whole
 
