@@ -42,13 +42,11 @@ def loss_of(sums: Tensor, layer: str, slot: str) -> Loss:
 class CastErrorHooks:
     """Hooks on the linear layers of a model in training, which add up what casts lose.
 
-    Args:
-        computes: the names of the computes to try, by layer.
-
     Attributes:
+        computes: names of the computes to try, by layer.
         sums: by layer, compute and slot.
-        largest: the amax of each tensor over all batches so far, by layer and tensor.
-        outers: the outer scale of each operand, by layer, compute and slot.
+        largest: amax of each tensor over all batches so far, by layer and tensor.
+        outers: outer scale of each operand, by layer, compute and slot.
     """
 
     computes: dict[str, list[str]]
@@ -58,7 +56,7 @@ class CastErrorHooks:
 
     @contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
-        """Within it, every forward and backward pass is measured."""
+        """Measure every forward and backward pass within it."""
         layers = [(n, m) for n, m in model.named_modules() if is_linear(m) and self.computes.get(n)]
         handles = [module.register_forward_hook(self._hook(name)) for name, module in layers]
         try:
@@ -103,14 +101,7 @@ class CastErrorHooks:
 
 
 def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, ...]]:
-    """What each recipe's casts lose on the first batches of a training run.
-
-    Args:
-        recipes: whose casts are tried.
-        config: the model, the data and the size of a step; its recipe is not used.
-    Returns:
-        For each recipe the losses of all its casts, worst first.
-    """
+    """What each recipe's casts lose on the first batches of a training run, worst first; ``config.recipe`` is not used."""
     found: dict[Recipe, tuple[Loss, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = vocabulary_size(config.model)
@@ -123,7 +114,6 @@ def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, .
 
 
 def _losses_in(session: Session, recipes: Sequence[Recipe]) -> dict[Recipe, tuple[Loss, ...]]:
-    """The losses of some recipes' casts, from one training run."""
     layers = [name for name, module in session.model.named_modules() if is_linear(module)]
     chosen = {recipe: _computes(layers, recipe) for recipe in recipes}
     tried = {name: list(dict.fromkeys(own[name] for own in chosen.values() if own[name])) for name in layers}

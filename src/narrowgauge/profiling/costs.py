@@ -35,12 +35,11 @@ Table = Mapping[tuple[Shape, Setting], Seconds]
 
 @dataclass(frozen=True)
 class Round:
-    """What was timed in one round, or predicted.
+    """Seconds that were timed in one round, or predicted.
 
     Args:
-        steps: seconds of a whole step of each plain recipe and baseline.
-        table: seconds of the operations of each linear layer.
-        blocks: seconds of all the model's blocks, forward and backward, by recipe; empty where they were not timed.
+        steps: of a whole step of each plain recipe and baseline.
+        blocks: of all the model's blocks, forward and backward, by recipe; empty where they were not timed.
     """
 
     steps: Mapping[Recipe, float]
@@ -53,11 +52,8 @@ class KindCost:
     """One kind of layer in one recipe; seconds are of one layer, forward and backward.
 
     Args:
-        kind: which.
-        setting: how it is computed.
-        operations: seconds of each operation; of shared casts of the input, its share.
+        operations: seconds of each; of a cast of the input that layers share, this kind's share.
         seconds: in a block, with the overhead there.
-        baseline_seconds: in the baseline.
         ratio: the baseline's seconds over its own: above 1 it gains.
     """
 
@@ -87,8 +83,8 @@ class Memory:
     """Bytes that linear layers hold.
 
     Args:
-        kept, baseline_kept: of inputs kept for backward, and the same in the baseline.
-        weight_casts: of casts of weights, where they are cached for the micro-batches of a step.
+        kept, baseline_kept: inputs kept for backward, and the same in the baseline.
+        weight_casts: casts of weights, where they are cached for the micro-batches of a step.
     """
 
     kept: float
@@ -98,18 +94,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class RecipeCost:
-    """What one recipe costs.
+    """What one recipe costs; a ratio is the baseline's seconds over its own.
 
     Args:
-        recipe: as requested.
-        baseline: the recipe it is compared with.
-        kinds: its linear layers.
-        linears_ratio: the baseline's seconds in linear layers over its own.
-        step_ratio: the baseline's step over its own.
-        step_seconds: its own step.
         linears_share: the share of the baseline's step that linear layers take.
         block_factor: seconds of its narrow layers in a block over the sum of their operations.
-        memory: of its linear layers.
         overrides: patterns of layers that would be faster plain.
         fastest_ratio: ``step_ratio`` with those plain.
     """
@@ -205,13 +194,7 @@ def fastest_settings(settings: Settings, table: Table) -> dict[Kind, Setting]:
 
 
 def memory_of(settings: Settings, baseline: Settings, tokens: int, weight_bytes: Mapping[Setting, float]) -> Memory:
-    """What the linear layers hold.
-
-    Args:
-        settings, baseline: how each kind is computed, and how in the baseline.
-        tokens: of a micro-batch.
-        weight_bytes: of all casts of a weight, per element.
-    """
+    """What the linear layers hold; ``tokens`` of a micro-batch, ``weight_bytes`` of all casts of a weight, per element."""
 
     def kept(given: Settings) -> float:
         total = 0.0
@@ -229,12 +212,7 @@ def cost_of(
 ) -> RecipeCost:
     """What a recipe costs: each ratio is taken within a round, and the median of all rounds is returned.
 
-    Args:
-        recipe: which.
-        kinds: the model's linear layers.
-        rounds: what was timed, or predicted.
-        tokens: of a micro-batch.
-        weight_bytes: see :func:`memory_of`.
+    ``tokens`` and ``weight_bytes`` are those of :func:`memory_of`.
     """
     baseline = baseline_of(recipe)
     own, other = settings_of(kinds, recipe), settings_of(kinds, baseline)

@@ -4,8 +4,8 @@ Two models that differ by one layer run forward on fake tensors, which have shap
 counted in seconds. What the larger one saves beyond the smaller is what a layer keeps. The planner says the same by formulas; the
 count is for models whose modules the formulas do not know, and for tests of the formulas.
 
-The count holds for layouts whose layers run whole on one rank, as this project's trainer runs them; what libraries with tensor,
-pipeline or context ranks keep is the formula's.
+The count holds for layouts whose layers run whole on one rank, as this project's trainer runs them. For libraries with tensor,
+pipeline or context ranks the plan keeps its formula.
 """
 
 from __future__ import annotations
@@ -64,14 +64,7 @@ class LayerCounts:
         self._recipes: dict[Hashable, Recipe] = {}
 
     def __call__(self, recipe: Recipe, sequence_length: int) -> LayerCount:
-        """What a layer keeps.
-
-        Args:
-            recipe: of the model; recipes that differ in what is kept between steps alone are counted once.
-            sequence_length: tokens of a sequence.
-        Returns:
-            Bytes per token, and bytes that do not depend on the tokens.
-        """
+        """What a layer keeps; recipes that differ only in what is kept between steps are counted once."""
         vectors = recipe.storage_of("model.norm.weight", 1).visible
         key = (recipe.compute, recipe.storage.visible, vectors, recipe.keep, recipe.overrides, sequence_length)
         if key not in self._found:
@@ -118,11 +111,7 @@ class LayerCounts:
 
 
 def require_counted(found: Plan) -> None:
-    """Refuse a plan in which nothing was counted.
-
-    Raises:
-        DataError: no option has its layers whole on one rank.
-    """
+    """Refuse a plan in which nothing was counted: no option has its layers whole on one rank."""
     options = [*found.options, *([found.trainable] if isinstance(found.trainable, Option) else [])]
     if not any(option.is_counted for option in options):
         raise DataError("--exact was requested, and it counts layers that lie whole on one rank.", _ADVICE)
@@ -147,14 +136,7 @@ Kind = tuple[tuple[int, ...], str, int]
 
 
 class Saved(NamedTuple):
-    """Equal tensors that a layer keeps.
-
-    Args:
-        shape: of each.
-        dtype: of each.
-        num_bytes: of each one's memory, which other tensors may share.
-        num_tensors: how many.
-    """
+    """Equal tensors that a layer keeps; ``num_bytes`` is of each one's memory, which other tensors may share."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -163,15 +145,9 @@ class Saved(NamedTuple):
 
 
 def layer_memory(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, sequence_length: int) -> list[Saved]:
-    """What one layer of a model keeps for backward, the largest first.
+    """What one layer of a model keeps for backward besides its parameters, the largest first.
 
-    Args:
-        config: the keys of a Hugging Face ``config.json`` with equal layers.
-        recipe: of the model.
-        micro_batch, sequence_length: of the input.
-    Returns:
-        The tensors; parameters are not among them.
-
+    ``config`` has the keys of a Hugging Face ``config.json`` with equal layers.
     Cost: seconds, whatever the model's size.
     Example:
         >>> from narrowgauge.planner.inputs.model_configs import config_of

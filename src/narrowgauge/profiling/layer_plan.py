@@ -29,13 +29,7 @@ ELSEWHERE = "Predict it for another machine: narrowgauge plan layers --chip NAME
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Layers whose names differ only in numbers.
-
-    Args:
-        pattern: of their names, numbers as ``*``.
-        shape: of each.
-        count: how many.
-    """
+    """Layers of one shape whose names differ only in numbers, ``*`` in ``pattern``."""
 
     pattern: str
     shape: Shape
@@ -66,11 +60,7 @@ def kinds_of(names: Iterable[tuple[str, Shape]]) -> tuple[Kind, ...]:
 def read_model(name: str) -> tuple[Model, tuple[Kind, ...]]:
     """The shape of a model and its linear layers.
 
-    Args:
-        name: a preset's, which needs no PyTorch, or a folder with a Hugging Face ``config.json``.
-    Raises:
-        RecipeError: no preset has that name.
-        DataError: the folder holds no model that can be read.
+    ``name`` is a preset, which needs no PyTorch, or a folder with a Hugging Face ``config.json``.
     """
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):

@@ -3,7 +3,7 @@
 A machine's speed drifts by tens of percent within minutes. So each round times everything once, a real compiled training step in
 bfloat16 included, and ratios are taken within a round. Everything is compiled before the first round.
 
-Timed are the functions that a narrow layer itself calls, in its order, on random operands of the layer's shape: up to six
+The functions timed are those that a narrow layer itself calls, in its order, on random operands of the layer's shape: up to six
 casts and three matmuls. They do not add up to what the layer takes in a model: operators must be launched, a compiler cannot fuse
 across them, and operands are no longer in the cache. One decoder block, forward and backward in a compute, shows all of that; a
 step is as many blocks as the model has, and a rest that no compute changes.
@@ -92,17 +92,7 @@ def measure(
     rounds: int = ROUNDS,
     say: Callable[[str], None] = lambda _: None,
 ) -> list[Round]:
-    """Time everything that the costs of these recipes need.
-
-    Args:
-        kinds: the model's linear layers.
-        recipes: whose costs are needed.
-        config: the model and the size of a step; its recipe is not used.
-        rounds: how many.
-        say: called with a line of progress.
-    Returns:
-        The seconds of each round.
-    """
+    """Time everything that the costs of these recipes need; ``config.recipe`` is not used. ``say`` gets lines of progress."""
     device = device_here()
     sessions = {recipe: training_session(replace(config, recipe=recipe)) for recipe in compared_steps(recipes)}
     steps: dict[Recipe, Work] = {recipe: partial(train_step, session) for recipe, session in sessions.items()}
@@ -151,11 +141,7 @@ def weight_bytes(setting: Setting, device: torch.device) -> float:
 
 
 def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig) -> None:
-    """Refuse a model whose step does not fit this machine.
-
-    Raises:
-        ChipError: it needs more memory than is free.
-    """
+    """Refuse a model whose step needs more memory than is free."""
     architecture = shape_of(config.model)
     batch = 0 if architecture is None else batch_bytes(architecture, config)
     # The float32 weights that a model is initialized in stay until its states are made.
@@ -171,13 +157,13 @@ def require_memory(model: Model, recipes: Iterable[Recipe], config: TrainConfig)
 
 
 def _warmed(work: Work, device: torch.device) -> int:
-    """The number of repeats, once it is compiled."""
+    """Compile it, and return the number of repeats."""
     work(), work()
     return max(1, min(_MOST_REPEATS, math.ceil(_LEAST_SECONDS / max(_seconds(work, 1, device), 1e-9))))
 
 
 def _seconds(work: Work, repeats: int, device: torch.device) -> float:
-    """Seconds of one call, the mean of as many."""
+    """Mean seconds of a call."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -199,13 +185,7 @@ _ORDER = ("output.left", "output.right", "grad_input.right", "grad_input.left", 
 def operations_of(shape: Shape, setting: Setting, num_tokens: int, device: torch.device) -> dict[str, Work]:
     """The operations of a linear layer on random operands; each call runs one.
 
-    They return the operands, the output and the gradients of the layer itself.
-
-    Args:
-        shape: of its weight.
-        setting: how it is computed.
-        num_tokens: rows of its input.
-        device: where.
+    They return the operands, the output and the gradients of the layer itself. ``num_tokens`` are the rows of its input.
     """
     x, weight, grad = operands(shape, setting, num_tokens, device)
     compute = named(setting.compute)
@@ -244,13 +224,7 @@ def _plain_operations(x: Tensor, weight: Tensor, grad: Tensor) -> dict[str, Work
 def narrow_operations(
     compute: Compute, x: Tensor, weight: Tensor, grad: Tensor, state: Tensor | None = None
 ) -> dict[str, Work]:
-    """The casts that a compute makes, and its matmuls.
-
-    Args:
-        compute: which.
-        x, weight, grad: see :func:`operands`.
-        state: a layer's, which its random bits depend on.
-    """
+    """The casts that a compute makes, and its matmuls; random bits depend on ``state``, that of a layer."""
     state = torch.zeros(4, dtype=torch.int32, device=x.device) if state is None else state
     history = history_for(compute, x.device)
     tensors = {"input": x, "weight": weight, "gradient": grad}
@@ -292,12 +266,7 @@ _RANDOM_TOKENS = 1 << 18
 
 
 def training_session(config: TrainConfig, *, compile: bool = True) -> Session:
-    """The trainer's own session on random tokens, without audits.
-
-    Args:
-        config: the model, its recipe and the size of a step.
-        compile: whether the model is compiled.
-    """
+    """The trainer's own session on random tokens, without audits."""
     size = vocabulary_size(config.model)
     assert size is not None
     count = max(_RANDOM_TOKENS, 2 * config.tokens_per_step)
@@ -313,13 +282,7 @@ def blocks_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 @dataclass
 class Block:
-    """One decoder block, and the arguments of a call.
-
-    Args:
-        module: the block.
-        args, kwargs: of the call; the stream requires a gradient, as in the middle of a model.
-        recipe: it computes in.
-    """
+    """One decoder block, and the arguments of a call; the stream requires a gradient, as in the middle of a model."""
 
     module: nn.Module
     args: tuple[Any, ...]
@@ -335,7 +298,7 @@ class Block:
         return stream
 
     def pass_through(self) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         output = self.output()
         output.backward(torch.ones_like(output))
         for leaf in self.leaves:
@@ -349,13 +312,7 @@ class Block:
 
 
 def training_block(session: Session, recipe: Recipe, *, compile: bool = True) -> Block:
-    """A copy of the model's first decoder block, in a recipe's computes.
-
-    Args:
-        session: of the plain recipe; it is not changed.
-        recipe: whose computes the copy gets.
-        compile: whether it is compiled.
-    """
+    """A copy of the model's first decoder block, in a recipe's computes; ``session``, of the plain recipe, is not changed."""
     name, original = blocks_of(session.model)[0]
     args, kwargs = _arguments(session, name)
     module = copy.deepcopy(original)
@@ -372,7 +329,7 @@ def training_block(session: Session, recipe: Recipe, *, compile: bool = True) ->
 
 @contextmanager
 def many_versions() -> Iterator[None]:
-    """Within it the compiler makes a version of a block for each compute; its default limit is eight."""
+    """Let the compiler keep a version of a block for each compute; by default it keeps eight."""
     limit = max(torch._dynamo.config.recompile_limit, inductor.MANY_VERSIONS)
     with torch._dynamo.config.patch(recompile_limit=limit):
         yield
@@ -390,7 +347,6 @@ class _ArgumentRecorder(nn.Module):
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        """Record the arguments and end the pass."""
         self.arguments = args, kwargs
         raise _Called
 

@@ -33,12 +33,7 @@ from narrowgauge.spec.recipes import Recipe
 
 @dataclass(frozen=True)
 class Step:
-    """The size of a step.
-
-    Args:
-        model: the shape of the decoder.
-        num_sequences, sequence_length: of a batch.
-    """
+    """The model of a step, and the size of its batch."""
 
     model: Model
     num_sequences: int
@@ -46,7 +41,6 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Of a batch."""
         return self.num_sequences * self.sequence_length
 
 
@@ -62,11 +56,6 @@ def rest_seconds(recipe: Recipe, step: Step, chip: Chip) -> float:
 def predict(kinds: Sequence[Kind], recipes: Iterable[Recipe], step: Step, chip: Chip) -> Round:
     """What :func:`narrowgauge.profiling.measurement.measure` would time on the chip.
 
-    Args:
-        kinds: the model's linear layers.
-        recipes: whose costs are predicted.
-        step: its size.
-        chip: where.
     Raises:
         ChipError: the chip does not multiply a dtype that a model is stored in, or its memory is too small.
     """

@@ -17,7 +17,6 @@ class Loss:
     """What one cast of one layer loses.
 
     Args:
-        layer: its name.
         cast: its slot, ``output.left`` … ``grad_weight.right``.
         operand: ``input``, ``weight`` or ``gradient``.
         sqnr_db: signal to quantization noise, decibels.
@@ -38,11 +37,8 @@ class Profile:
     """What each recipe costs a model.
 
     Args:
-        model: its name.
         where: the machine or the chip.
         is_predicted: from a chip's data sheet, not measured.
-        num_sequences, sequence_length: of a batch.
-        costs: one for each recipe.
         multiplied: ``native`` or ``emulated``, and why, for each recipe.
         losses: of each recipe's casts, worst first; empty where they were not requested.
         notes: assumptions and warnings.

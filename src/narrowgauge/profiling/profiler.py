@@ -37,10 +37,7 @@ def profile(
         chip: a name of ``narrowgauge show chips``; ``None`` measures this machine.
         numerics: also train a few steps on text and report what each cast loses.
         batch_size: sequences per step.
-        sequence_length: tokens per sequence.
         say: called with a line of progress before each long operation.
-    Returns:
-        The profile.
     Raises:
         NarrowgaugeError: an unknown model, recipe or chip, or a model that does not fit.
 
