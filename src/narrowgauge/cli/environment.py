@@ -46,10 +46,8 @@ _SECRET = re.compile("KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL", re.IGNORECASE)
 
 
 def collect(root: Path = Path("/")) -> Environment:
-    """Describe this machine and installation without importing PyTorch.
+    """Describe this machine and installation without importing PyTorch; ``root`` is the folder of ``proc``.
 
-    Args:
-        root: where ``proc`` lies.
     Returns:
         ``narrowgauge``, ``python``, ``packages``, ``system``, ``processor``, ``num_cpus`` (usable by this process),
         ``memory_bytes``, ``instruction_sets``, ``native_formats`` (multiplied by this CPU), ``gpus`` (``name``, ``chip``),
@@ -102,10 +100,9 @@ def collect_from_torch() -> Environment:
 
 
 def describe(found: Environment) -> str:
-    """The description as plain text, one line per property, to be pasted into an issue.
+    """The result of :func:`collect` as plain text, one line per property, to be pasted into an issue.
 
-    Args:
-        found: by :func:`collect`, with the result of :func:`collect_from_torch` under ``torch`` if requested.
+    The key ``torch`` may hold the result of :func:`collect_from_torch`.
     """
     cache, torch = found["kernel_cache"], found.get("torch")
     lines = {
@@ -223,7 +220,6 @@ def print_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool
     Args:
         others: run folders, or files of ``--json``; with two of them nothing is measured.
         device: what to measure; ``None`` for the one that runs train on.
-        as_json: print an object.
     """
     if len(others) > 2:
         raise click.UsageError("Two machines are compared at most.", click.get_current_context())

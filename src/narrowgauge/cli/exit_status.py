@@ -29,7 +29,6 @@ class CommandGroup(click.Group):
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *_: object, **extra: Any
     ) -> NoReturn:
-        """Run one command and exit."""
         open_streams()
         extra["standalone_mode"] = False
         # The words of the command line, for commands that start other processes with them.
@@ -61,7 +60,6 @@ class CommandGroup(click.Group):
         sys.exit(status)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run the named command."""
         try:
             return super().invoke(ctx)
         # click would print an empty line before it raises Abort.
@@ -151,7 +149,7 @@ def _is_reporter(is_interruption: bool) -> bool:
 
 
 def _launch() -> Any:
-    """What knows about other ranks; None in a command that has not loaded it, and so has none."""
+    """The module that knows other ranks; None in a command that has not loaded it, and so has none."""
     return sys.modules.get("narrowgauge.distributed.launch.process_group")
 
 

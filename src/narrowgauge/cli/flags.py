@@ -157,7 +157,7 @@ def of_comparisons() -> list[click.Parameter]:
 
 
 def of_resumes() -> list[click.Parameter]:
-    """The flags of settings that whoever resumes a run may choose anew."""
+    """The flags of settings that may be chosen anew on resume."""
     from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig
 
     others = [field.name for field in dataclasses.fields(TrainConfig) if field.name not in CHANGEABLE_ON_RESUME]
@@ -171,7 +171,6 @@ class Size(click.ParamType):  # type: ignore[type-arg]  # as above
     _UNITS: ClassVar = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Parse text."""
         if not isinstance(value, str):
             return value
         match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]?B|)", value.strip(), re.IGNORECASE | re.ASCII)

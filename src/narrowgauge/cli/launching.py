@@ -82,11 +82,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def starts_ranks(launch: Launch) -> bool:
-    """Whether this process is to start ranks, rather than to be one.
-
-    Raises:
-        RankError: this process is a rank, and ``--nproc`` was given.
-    """
+    """Whether this process is to start ranks, rather than to be one; a rank that is given ``--nproc`` is refused."""
     from narrowgauge.distributed.launch.placement import read_placement
 
     here = read_placement()
@@ -101,13 +97,7 @@ def starts_ranks(launch: Launch) -> bool:
 
 
 def require_one_process(command: str) -> None:
-    """Refuse ranks of a command that reads or writes the files of a run as a whole.
-
-    Args:
-        command: its name.
-    Raises:
-        RankError: torchrun or Slurm has started several.
-    """
+    """Refuse ranks of torchrun or Slurm in a command that reads or writes the files of a run as a whole."""
     from narrowgauge.distributed.launch.placement import read_placement
 
     here = read_placement()
@@ -122,7 +112,6 @@ def start(launch: Launch, settings: Mapping[str, Any], goes_on: Callable[[], str
     """Start the present command on the ranks of this machine and wait for them.
 
     Args:
-        launch: how many ranks.
         settings: what the command line was parsed to, as far as the ranks need it; see :attr:`Launch.settings`.
         goes_on: a sentence that says how the work goes on, for the line about a lost rank.
         folder: of the run, if there is one: its events name what was lost.
@@ -175,16 +164,11 @@ def joined(
     is_order_invariant: bool = False,
     folder: Path | None = None,
 ) -> AbstractContextManager[Placement]:
-    """The process group of this rank; without ranks, its threads.
+    """The process group of this rank, or without ranks its threads; ``goes_on`` and ``folder`` as for :func:`start`.
 
     Args:
-        launch: the timeout.
-        goes_on: as for :func:`start`.
         threads: of each rank; None chooses.
-        is_order_invariant: whether the bits must not depend on the number of threads.
-        folder: as for :func:`start`.
-    Returns:
-        A context manager that yields the placement.
+        is_order_invariant: the bits must not depend on the number of threads.
     """
     from narrowgauge.distributed.launch import process_group as groups
 
@@ -220,8 +204,6 @@ def refuse_once() -> None:
 def is_own_run(folder: Path | None) -> bool:
     """Whether a folder holds the run of this job, which was started anew.
 
-    Args:
-        folder: as requested with ``--out``.
     Raises:
         RankError: a restart cannot tell which run is its own.
     """
@@ -239,7 +221,7 @@ def is_own_run(folder: Path | None) -> bool:
 
 
 def _not_found_again(folder_of: str | None) -> RankError:
-    """A restart cannot tell which folder of a ``run``, say, is its own; or, with None, which job it is."""
+    """The error of a restart that cannot tell its own folder, say of a ``run``; with None, its own job."""
     what = "it has no name (torchrun: --rdzv-id)" if folder_of is None else f"no --out names its {folder_of} folder"
     return RankError(f"this job may be started anew, and {what}.", "Set it, so that a restart finds its own run.")
 
@@ -264,14 +246,7 @@ def is_finished(folder: Path) -> bool:
 
 
 def train(config: TrainConfig, launch: Launch) -> Path | None:
-    """Train on this rank, or alone; a job that was started anew continues its own run.
-
-    Args:
-        config: the settings, checked if this is the only process.
-        launch: the timeout.
-    Returns:
-        The run folder; None on all ranks but the first.
-    """
+    """Train on this rank, or alone; a job that was started anew continues its own run. Ranks but the first get None."""
     from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer.console import Console
 
@@ -304,16 +279,7 @@ def _note_restart(is_first: bool) -> None:
 
 
 def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any, **options: Any) -> Path | None:
-    """Resume a run on this rank, or alone.
-
-    Args:
-        folder: of the run.
-        config: its settings.
-        launch: the timeout.
-        arguments, options: of ``loop.resume``.
-    Returns:
-        The run folder; None on all ranks but the first.
-    """
+    """Resume a run on this rank, or alone; ranks but the first get None. ``loop.resume`` takes the further arguments."""
     from narrowgauge.distributed.launch.agreement import describe_rank, require_same
     from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer import loop
@@ -327,16 +293,7 @@ def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any, *
 def compare(
     config: ExperimentConfig, folder: Path | None, launch: Launch, stream: TextIO
 ) -> tuple[Comparison, Path] | None:
-    """Compare on this rank, or alone.
-
-    Args:
-        config: the definition, checked.
-        folder: of the comparison; None takes a free one.
-        launch: the timeout.
-        stream: for the progress display.
-    Returns:
-        The comparison and its page; None on all ranks but the first.
-    """
+    """Compare on this rank, or alone; ``folder`` None takes a free one. Ranks but the first get None."""
     from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer.experiment import training
 
@@ -363,14 +320,7 @@ def compare(
 
 
 def export(launch: Launch, folder: Path, out: Path, dtype: Dtype, max_file_bytes: int) -> Path | None:
-    """Export on this rank, which shares the files with the others, or alone.
-
-    Args:
-        launch: the timeout.
-        folder, out, dtype, max_file_bytes: as for ``exporting.export``.
-    Returns:
-        ``out``; None on all ranks but the first.
-    """
+    """Export on this rank, which shares the files with the others, or alone; ranks but the first get None."""
     from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer import exporting
 

@@ -502,7 +502,7 @@ def regression_command(before: Path, after: Path, chip: list[str] | None, html: 
 
 
 def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
-    """The chip of that name and its shares: those of this machine as calibrated, or the published ones of the table's."""
+    """The chip of that name and, for this machine, its calibrated shares; None stands for the published ones."""
     if not names:
         return None, None
     if len(names) > 1:
