@@ -1,7 +1,7 @@
-"""Sums of flat gradients over ranks: whose parts are summed, who keeps which part, and by which collectives.
+"""Sums of flat gradients over ranks: whose shards are summed, who keeps which, and by which collectives.
 
-One picture covers every kind of sharding. The ranks form a table of ``replicas`` rows and ``shards`` columns; each has the
-gradient of the whole, cut into ``shards`` parts, and is given the sum of the part of its column:
+One picture covers every kind of sharding. The ranks form a table of ``replicas`` rows and ``shards`` columns. Each rank has a
+gradient of the whole, cut into ``shards`` pieces, and gets the sum of its column's piece:
 
     FSDP2                    one row
     replicated, and DDP      one column
@@ -30,7 +30,7 @@ SAME_PARAMETERS = (
     "Use the same parameters in every micro-batch, times 0 where one leaves them out, or keep those that some leave out whole on "
     "every rank: ignored_params=… of fully_shard."
 )
-"""What to do where micro-batches use other parameters of what FSDP2 shards."""
+"""What to do where micro-batches use different parameters of what FSDP2 shards."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class RankGrid:
     """The ranks that sum a gradient, as a table of replicas and shards.
 
     Args:
-        shards: into how many parts the gradient is cut.
-        replicas: how many ranks keep each part.
-        group: the process group of all of them; ``None`` for a process on its own.
-        shard_group: the ranks of this rank's row, in the order of the parts.
+        shards: into how many pieces the gradient is cut.
+        replicas: how many ranks keep each piece.
+        group: the process group of all of them; ``None`` for a single process.
+        shard_group: the ranks of this rank's row, in the order of the pieces.
         replica_group: the ranks of this rank's column.
-        places: of each rank of ``group``, in its order: the row and the column.
+        places: row and column of each rank of ``group``, in its order.
     """
 
     shards: int = 1
@@ -55,7 +55,6 @@ class RankGrid:
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
         return self.shards * self.replicas
 
 
@@ -63,11 +62,7 @@ ALONE = RankGrid()
 
 
 def replicated(group: Any = None) -> RankGrid:
-    """The ranks of a process group, each of which keeps the whole; those of the default group without.
-
-    Args:
-        group: a process group.
-    """
+    """The ranks of a process group, each of which keeps the whole; without a group, all ranks."""
     if not has_group() or dist.get_world_size(group) == 1:
         return ALONE
     group = group if group is not None else dist.group.WORLD
@@ -76,13 +71,7 @@ def replicated(group: Any = None) -> RankGrid:
 
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
-    """The ranks of a DeviceMesh.
-
-    Args:
-        mesh: of one or two dims.
-        shard_dim: the dim along which parameters are sharded.
-        replicate_dim: the dim along which they are replicated, if there is one.
-    """
+    """The ranks of a DeviceMesh; ``replicate_dim`` is ``None`` where nothing is replicated."""
     table = mesh.mesh.reshape(1, -1) if replicate_dim is None else mesh.mesh.permute(replicate_dim, shard_dim)
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
@@ -112,13 +101,11 @@ class Exchange:
     """The sum of one flat gradient over ranks, again and again.
 
     Args:
-        grid: the ranks.
-        row: the reduction.
         average: divide the sum by the number of ranks.
-        seed: of random bits, where the reduction takes some.
+        seed: of random bits, for reductions that draw some.
 
     Attributes:
-        sums_leaves: whether it also sums micro-batches, so that each one's gradient must be given to it by itself.
+        sums_leaves: whether it also sums micro-batches; each one's gradient must then be passed to it separately.
         step, place: optimizer steps done, and this exchange's number among a model's; they seed random bits.
         on_gradient: called with what this rank is about to send, for verification.
     """
@@ -138,11 +125,11 @@ class Exchange:
         self.add(gradient, output, is_last=is_last)
 
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """Take in a gradient, and put this rank's part of the sum over ranks into ``output``.
+        """Add a gradient, and write this rank's piece of the sum over ranks to ``output``.
 
         Args:
             gradient: shape [shards * n], of this rank's micro-batch; it may be overwritten.
-            output: shape [n], of the same dtype; may be left as it is, if the exchange sums micro-batches and others follow.
+            output: shape [n], of the same dtype; may be left as it is if the exchange sums micro-batches and others follow.
             is_last: whether this is the step's last micro-batch.
         """
         raise NotImplementedError
@@ -151,7 +138,7 @@ class Exchange:
         """Forget the micro-batches since the last step."""
 
     def num_bytes(self) -> int:
-        """Bytes that are kept between micro-batches and steps, counted from live tensors."""
+        """Bytes kept between micro-batches and steps, counted from live tensors."""
         return 0
 
 
@@ -174,13 +161,13 @@ class BackendSum(Exchange):
 
 # PyTorch 2.13 renames these two; 2.11 knows the old names only.
 def reduce_scatter(output: Tensor, gradient: Tensor, group: Any) -> None:
-    """This rank's part of the sum over the ranks of a group."""
+    """This rank's piece of the sum over a group."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, gradient, group=group)
 
 
 def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
-    """The parts of all ranks of a group, one after the other."""
+    """The pieces of all ranks of a group, one after the other."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, part, group=group)
 
@@ -188,8 +175,8 @@ def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
 # ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank sends every other the piece
-# that the other keeps (*all-to-all*), the same bytes as a ring's reduce-scatter, and adds what it has received in exact sums:
-# these know no order, and so neither how many ranks there are nor which of them computed what. With replicas each keeps a piece
+# that the other keeps (*all-to-all*), the same bytes as a ring's reduce-scatter, and adds what it has received in exact sums.
+# These depend neither on the order nor on how many ranks there are or which computed what. With replicas each keeps a piece
 # of a shard, and the rounded pieces are gathered once a step:
 #
 #     ranks 0 1 2 3 as 2 replicas of 2 shards       0 │ s0 r0   1 │ s1 r0
@@ -199,8 +186,8 @@ def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
 class ExactExchange(Exchange):
     """Exact sums over ranks and micro-batches; see :class:`~narrowgauge.numerics.exact_sums.ExactSums`.
 
-    Cost: on the wire each micro-batch's gradient once, and with replicas the sum once a step; with several micro-batches in a
-        step 16 bytes for each element that this rank keeps.
+    Cost: on the wire each micro-batch's gradient once, and with replicas the sum once a step. With several micro-batches in a
+        step, 16 bytes for each element that this rank keeps.
     """
 
     sums_leaves = True
@@ -275,8 +262,8 @@ class ExactExchange(Exchange):
 # ── sums of compressed gradients ───────────────────────────────────────────────────────────────────────────────────────
 #
 # A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
-# *owner* its part of the gradient once, in records (:mod:`narrowgauge.numerics.block_codes`), and the owner adds what all ranks
-# sent in float32, in the order of the ranks. Its own part it has without any rounding.
+# *owner* its piece of the gradient once, in records (:mod:`narrowgauge.numerics.block_codes`), and the owner adds what all ranks
+# sent in float32, in the order of the ranks. It has its own piece without any rounding.
 #
 # Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
 # gathered in records too, and the owner decodes its own piece as all others do: all ranks hold equal bits.
@@ -300,7 +287,7 @@ _SENT, _GATHERED = range(2)
 class CompressedSum(Exchange):
     """The sum of gradients in records of 8 or 4 bits.
 
-    Invariant: every rank that keeps a part of the sum gets the same bits of it. A value that is not finite on any rank makes the
+    Invariant: all ranks that keep a piece of the sum get the same bits of it. A value that is not finite on any rank makes the
     sum NaN there. Random bits are a function of the seed, the step, the exchange, the micro-batch, the rank and the place.
 
     Cost: of float32's bytes 0.2588 (8 bits) or 0.1416 (4 bits), once for FSDP2 and twice where several ranks keep the sum; the
@@ -314,7 +301,7 @@ class CompressedSum(Exchange):
 
     @torch.no_grad()
     def add(self, gradient: Tensor, output: Tensor, *, is_last: bool = True) -> None:
-        """See :meth:`Exchange.add`; each micro-batch is summed on its own."""
+        """See :meth:`Exchange.add`; each micro-batch is summed separately."""
         grid = self.grid
         if grid.size > 1:
             total = self._sum_owned(gradient)
@@ -327,11 +314,10 @@ class CompressedSum(Exchange):
         self.step += is_last
 
     def discard(self) -> None:
-        """Forget the micro-batches since the last step."""
         self._micro_batch = 0
 
     def _sum_owned(self, gradient: Tensor) -> Tensor:
-        """The sum of the piece that this rank owns, float32: a replica's share of its shard, in whole records."""
+        """The float32 sum of the piece that this rank owns: a replica's share of its shard, in whole records."""
         grid, rank = self.grid, dist.get_rank(self.grid.group)
         pieces = _pieces(gradient, grid)
         num_records = self.code.num_records(len(pieces[rank]))
@@ -343,7 +329,7 @@ class CompressedSum(Exchange):
         dist.all_to_all_single(received, sent, group=grid.group)
         total = torch.zeros(len(pieces[rank]), dtype=torch.float32, device=gradient.device)
         for sender, records in enumerate(received):
-            # Its own part a rank has as it is.
+            # A rank has its own piece unrounded.
             total = total + pieces[rank] if sender == rank else self.code.add_decoded(total, records)
         return total
 
@@ -364,7 +350,7 @@ class CompressedSum(Exchange):
 
 
 def _pieces(gradient: Tensor, grid: RankGrid) -> list[Tensor]:
-    """The piece that each rank owns, of equal lengths in whole records: of its shard, its replica's share."""
+    """The pieces that the ranks own: for each rank its replica's share of its shard, of equal lengths in whole records."""
     parts = gradient.view(grid.shards, -1)
     length = -(-parts.shape[1] // (grid.replicas * RECORD_VALUES)) * RECORD_VALUES
     shares = [parts[shard, replica * length : (replica + 1) * length] for replica, shard in grid.places]

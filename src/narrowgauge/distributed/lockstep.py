@@ -1,9 +1,9 @@
 """Ranks agree before each exchange, so that none waits in an exchange that another does not enter.
 
-FSDP2 gathers a group of weights when a rank calls its layer, and shares the gradients out when the rank has differentiated it.
-Ranks whose micro-batches call other layers thus enter other exchanges, or another number of them: weights of one layer are taken
-for those of another, or a rank waits until the group's timeout. So each rank says first what it is about to do, in one message of
-16 bytes; where they differ, nothing is exchanged and every rank gets the same error.
+FSDP2 gathers a group of weights when a rank calls its layer, and reduce-scatters the gradients when the rank has differentiated
+it. Ranks whose micro-batches call different layers thus enter different exchanges, or a different number of them: one layer's
+weights are taken for another's, or a rank waits until the group's timeout. So each rank first says what it is about to do, in one
+message of 16 bytes; where they differ, nothing is exchanged and every rank gets the same error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from narrowgauge.distributed.exchanges import SAME_PARAMETERS, RankGrid
 from narrowgauge.errors import RecipeError
 
 _WATCHED = 32
-"""Backward passes of which each exchange is agreed upon; of later ones those at powers of two are."""
+"""Backward passes whose every exchange is agreed upon; of later ones, those at powers of two."""
 _SIZE_BITS = 40
 _ENDS = ("end a micro-batch", "end a step")
 
@@ -32,10 +32,10 @@ class Lockstep:
         device: where messages are.
         names: of FSDP2's groups of parameters, by number; the same on all ranks.
         is_inside: whether the caller of the current backward pass calls :meth:`end` itself.
-        is_forward: whether a forward pass is under way that will be differentiated; who evaluates may do so alone.
+        is_forward: whether a forward pass is under way that will be differentiated; a rank may evaluate alone.
 
-    Cost: in the passes that are watched a message of 16 bytes before each exchange, for whose answer the host waits; a run whose
-        ranks have used the same layers for so many passes pays nothing more.
+    Cost: in the watched passes a message of 16 bytes before each exchange, for whose answer the host waits; afterwards almost
+        nothing.
     """
 
     def __init__(
@@ -56,9 +56,6 @@ class Lockstep:
     def before_gather(self, number: int, num_bytes: int) -> None:
         """Agree to gather a group's weights, in a step.
 
-        Args:
-            number: of the group.
-            num_bytes: of this rank's part.
         Raises:
             RecipeError: on all ranks, where one is about to do something else.
         """
@@ -68,11 +65,11 @@ class Lockstep:
             self._exchange(2 * number + 1, num_bytes, [self._row])
 
     def before_sum(self, number: int, numel: int) -> None:
-        """Agree to sum ``numel`` gradients of a group; as :meth:`before_gather`."""
+        """Agree to sum ``numel`` gradients of a group; like :meth:`before_gather`."""
         self._exchange(2 * number + 2, numel, self._groups)
 
     def end(self, *, is_last: bool) -> None:
-        """Agree that a backward pass has ended, and whether it was the step's last; as :meth:`before_gather`."""
+        """Agree that a backward pass has ended, and whether it was the step's last; like :meth:`before_gather`."""
         self._agree(0, int(is_last), self._groups)
         self._num_passes += 1
 

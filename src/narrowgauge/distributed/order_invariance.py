@@ -1,7 +1,7 @@
 """What keeps an exact sum of gradients independent of order: of ranks, of micro-batches, and of who computed what.
 
 The sum of a step is a function of its *leaves*, the gradients of its micro-batches, if each leaf is a function of its sequences
-alone and enters the sum by itself. So no forward pass may draw from a generator whose state tells what this rank has computed
+alone and enters the sum separately. So no forward pass may draw from a generator whose state tells what this rank has computed
 before, and no gradients may be added up on a rank before they are sent. All micro-batches must have gradients for the same
 parameters (:class:`GradientUsage`), and the norm by which these are clipped must not depend on an order either
 (:func:`take_norms`).
@@ -35,29 +35,22 @@ IN_MICRO_BATCHES = (
 
 
 def require_first(before: Iterable[Tensor]) -> None:
-    """Refuse gradients from before a backward pass, that its own would be added to.
+    """Refuse to add a backward pass's gradients to those that were there before it; zeros are as good as ``None``.
 
-    Args:
-        before: what ``p.grad`` of the pass's parameters held; zeros are as good as ``None``.
     Raises:
         RecipeError: they are not zeros.
-    Cost: none without them; else one read, for which the host waits.
+    Cost: nothing if there are none; else one read, for which the host waits.
     """
     if any(map(is_filled, before)):
         refuse_second()
 
 
 def is_filled(gradient: Tensor) -> bool:
-    """Whether this rank's part of a gradient has a value that is not zero."""
+    """Whether this rank's shard of a gradient has a nonzero value."""
     return bool(local_of(gradient.detach()).any())
 
 
 def refuse_second() -> None:
-    """Refuse a backward pass whose gradients would be added to sums of an earlier one.
-
-    Raises:
-        RecipeError: always.
-    """
     raise RecipeError(
         "a second backward pass was met in one step: its gradients would be added to those of the first, each sum rounded by "
         "itself, and so other bits come out on another number of ranks.",
@@ -66,13 +59,6 @@ def refuse_second() -> None:
 
 
 def refuse_unsent(how: str) -> None:
-    """Refuse a backward pass whose gradients are added up on this rank.
-
-    Args:
-        how: what keeps them.
-    Raises:
-        RecipeError: always.
-    """
     raise RecipeError(
         f"{how} adds up the gradients of micro-batches on each rank before they are sent, and so other bits come out on another "
         "number of ranks.",
@@ -83,11 +69,7 @@ def refuse_unsent(how: str) -> None:
 def generator_state(device: torch.device) -> tuple[bytes, ...]:
     """The state of the default generators that a forward pass draws from: the host's, and the device's.
 
-    Args:
-        device: of the model.
-    Returns:
-        Nothing while CUDA records a graph, which must not ask.
-    Cost: 5 µs.
+    Empty while CUDA captures a graph, when the state cannot be read. Cost: 5 µs.
     """
     states = [torch.default_generator.get_state()]
     if device.type not in ("cpu", "meta"):
@@ -103,7 +85,7 @@ class ForwardPasses:
 
     Args:
         device: on which it computes, asked anew each time.
-        check: called as one begins; raises where its gradients could not be summed.
+        check: called as a pass begins; raises where its gradients could not be summed.
     """
 
     def __init__(self, device: Callable[[], torch.device], check: Callable[[], None]) -> None:
@@ -112,7 +94,7 @@ class ForwardPasses:
         self._before: tuple[bytes, ...] = ()
 
     def install(self, model: nn.Module) -> list[Callable[[], None]]:
-        """Watch a model and the parts of it that loops call by themselves; returns what ends it.
+        """Watch a model and the modules in it that loops call directly; returns what undoes it.
 
         Modules inside a graph of ``torch.compile`` are not watched: surround the call of the graph with :meth:`watched`.
         """
@@ -124,7 +106,7 @@ class ForwardPasses:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch what is computed within: a forward pass that no module of the model's stands for."""
+        """Watch what is computed within: a forward pass that calls no watched module."""
         self.begin(self)
         try:
             yield
@@ -139,21 +121,17 @@ class ForwardPasses:
         return self._outermost is not None
 
     def begin(self, part: object) -> None:
-        """Note the state of the generators, unless a forward pass has begun already.
-
-        Args:
-            part: what computes it.
-        """
+        """Note the state of the generators, unless a forward pass has begun already."""
         if self._outermost is None:
             is_trained = part.training if isinstance(part, nn.Module) else True
             self._outermost, self._before = part, generator_state(self._device()) if is_trained else ()
             self._check()
 
     def end(self, part: object) -> None:
-        """Compare the state of the generators, where ``part`` has begun the forward pass.
+        """Compare the state of the generators, if ``part`` began the forward pass.
 
         Raises:
-            RecipeError: it is another.
+            RecipeError: it has changed.
         """
         if self._outermost is not part:
             return
@@ -205,7 +183,7 @@ def _nothing(*_: Any) -> None:
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:
-    """The children of a module, and of containers that cannot be called themselves their members."""
+    """A module's children; in place of containers that cannot be called, their members."""
     for child in module.children():
         if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             yield from _called(child)
@@ -228,11 +206,11 @@ class GradientUsage:
     """The parameters whose gradients have arrived since the last :meth:`end_micro_batch`.
 
     Args:
-        sharded: those whose gradients are taken in as one vector of a group, in the same order on all ranks.
+        sharded: those whose gradients a group sums as one vector, in the same order on all ranks.
         group: of the ranks that sum them; ``None`` for one rank.
 
     Attributes:
-        summed: parameters to whose sum of this step no gradient may be added.
+        summed: parameters whose sum of this step is complete: no gradient may be added.
     """
 
     def __init__(self, sharded: Sequence[Any], group: Any) -> None:
@@ -250,17 +228,14 @@ class GradientUsage:
         return iter(self._counts)
 
     def begin_micro_batch(self) -> None:
-        """Forget what came in between."""
         self._counts.clear()
         self.summed.clear()
 
     def end_micro_batch(self, *, is_absent: bool) -> None:
-        """Note which parameters were used.
+        """Note which parameters were used; an absent micro-batch does not count.
 
-        Args:
-            is_absent: the micro-batch does not count.
         Raises:
-            RecipeError: a gradient came twice.
+            RecipeError: a gradient arrived twice.
         """
         used = bytes(min(self._counts[p], 2) for p in self._sharded)
         self._counts.clear()
@@ -277,7 +252,7 @@ class GradientUsage:
         """Compare the micro-batches of all ranks.
 
         Raises:
-            RecipeError: on all ranks, where other parameters had gradients in one than in another.
+            RecipeError: on all ranks, where different parameters had gradients in one than in another.
         Cost: one message of 16 bytes, where anything is sharded.
         """
         used, is_mixed = self._used, self._is_mixed
@@ -298,7 +273,6 @@ class GradientUsage:
             )
 
     def discard(self) -> None:
-        """Forget the step."""
         self._counts.clear()
         self.summed.clear()
         self._used, self._is_mixed = None, False
@@ -321,11 +295,7 @@ _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 
 @functools.cache
 def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
-    """Let ``clip_grad_norm_`` and ``get_total_norm`` take the norm of some gradients exactly, from now on.
-
-    Args:
-        is_summed: whether gradients are among those.
-    """
+    """From now on ``clip_grad_norm_`` and ``get_total_norm`` compute exact norms of the gradients that ``is_summed`` accepts."""
     _torch.replace_total_norm(lambda original: functools.partial(_total_norm, original, is_summed))
 
 

@@ -1,8 +1,8 @@
 """The processes that train together, and how one asks the others.
 
-Ranks exchange small Python objects; what the first one finds out, all learn; and what fails on one fails on all, or those without
-the error would wait for the others for ever. Without a process group there is one process, of rank 0, and nothing to exchange:
-callers need not ask.
+Ranks exchange small Python objects. What the first one finds out, all learn; and what fails on one fails on all, or those without
+the error would wait forever. Without a process group there is one process, of rank 0, and nothing to exchange: callers need not
+check.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ class Ranks:
     """The processes of a group, as one of them sees them; all of them make each call, in the same order.
 
     Args:
-        rank: this process, from 0.
-        size: the number of processes.
-        group: their process group; the default one without.
+        group: their process group; ``None`` for the default one.
 
     Example:
         >>> Ranks().gather(7), Ranks().of_first(lambda: 7), Ranks().together(lambda: 7), Ranks().largest(7)
@@ -50,7 +48,7 @@ class Ranks:
         return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, by rank, on every rank; what can be pickled."""
+        """The value of each rank, by rank, on every rank; it is pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -58,7 +56,7 @@ class Ranks:
         return values
 
     def largest(self, number: int) -> int:
-        """The largest number of any rank, on every rank. Cost: an all-reduce of 8 bytes."""
+        """The largest number of any rank, on every rank."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.int64, device=self.device)
@@ -66,14 +64,11 @@ class Ranks:
         return int(found)
 
     def of_first(self, function: Callable[[], T]) -> T:
-        """What a function returns on the first rank, on every rank; the others do not call it.
+        """What a function returns on the first rank, on every rank; the others do not call it. The result is pickled.
 
-        Args:
-            function: what checks or writes files, say; its result can be pickled.
         Raises:
             NarrowgaugeError, OSError: what it raises, on every rank.
             ReportedError: on the others, where it raises anything else: the first has the traceback.
-        Cost: a broadcast.
         """
         if self.size == 1:
             return function()
@@ -96,8 +91,7 @@ class Ranks:
         """What a function returns here, if it fails on no rank.
 
         Raises:
-            Exception: the error of the first rank that has one, on every rank; told as in :meth:`of_first`.
-        Cost: an all-gather of small objects.
+            Exception: the error of the first rank that has one, on every rank; passed on as in :meth:`of_first`.
         """
         if self.size == 1:
             return function()
@@ -116,17 +110,17 @@ class Ranks:
         return found[0]
 
     def close(self) -> None:
-        """Give a process group of their own back, see :meth:`apart`; the default one stays."""
+        """Destroy the group that :meth:`apart` made; the default one stays."""
         if self.group is not None:
             dist.destroy_process_group(self.group)
 
     def apart(self) -> Ranks:
-        """The same ranks in a process group of their own, whose objects are sent from the CPU."""
+        """The same ranks in a process group of their own, which sends objects from the CPU."""
         return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))
 
 
 def _told(error: BaseException) -> NarrowgaugeError | OSError:
-    """What the other ranks raise for an error of one: the same, if it says in a line what is wrong."""
+    """What the other ranks raise for an error of one: the same, if its message says what is wrong."""
     return error if isinstance(error, (NarrowgaugeError, OSError)) else ReportedError(status=1)
 
 
@@ -135,12 +129,11 @@ ALONE = Ranks()
 
 
 def has_group() -> bool:
-    """Whether a process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def all_ranks() -> Ranks:
-    """The processes of the default process group; one process where there is none.
+    """The ranks of the default process group; without one, a single process.
 
     Example:
         >>> all_ranks()
@@ -150,7 +143,7 @@ def all_ranks() -> Ranks:
 
 
 def largest_of_ranks(values: Tensor) -> Tensor:
-    """The elementwise maximum over all ranks of the default group; a copy of the values where there is none."""
+    """The elementwise maximum over all ranks of the default group, as a new tensor."""
     values = values.clone()
     if has_group():
         dist.all_reduce(values, op=dist.ReduceOp.MAX)

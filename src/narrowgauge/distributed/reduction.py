@@ -1,11 +1,11 @@
 """Summing gradients across ranks by a row of ``REDUCTIONS``, for models that are sharded (FSDP2), replicated, or both.
 
 A step has micro-batches, of which each rank computes some. :meth:`GradientReduction.micro_batch` surrounds each backward pass;
-after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed while the backward pass
-goes on, by a ``ReduceScatter`` of our own; replicated gradients are summed when it has ended.
+after the last, ``p.grad`` holds the sum over all micro-batches of all ranks. What FSDP2 shards is summed during the backward
+pass, by a ``ReduceScatter`` of our own; replicated gradients are summed after it.
 
-An order-invariant reduction also holds the loop to what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`):
-it refuses, as they happen, forward passes that draw random numbers and gradients that are added up before they are sent, makes
+An order-invariant reduction also enforces what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`). It
+refuses, as they happen, forward passes that draw random numbers and gradients that are added up before they are sent. It makes
 PyTorch's own clipping norm exact, and lets ranks agree before they exchange what FSDP2 shards
 (:mod:`narrowgauge.distributed.lockstep`).
 """
@@ -79,16 +79,16 @@ def reduce_gradients_with(
 
     Args:
         model: sharded by FSDP2, with replicas (HSDP) or without; wrapped in DDP; or plain, with equal weights on all ranks.
-            Parameters beside those that FSDP2 shards must be equal on all ranks. Freeze parameters before.
+            What FSDP2 does not shard must be equal on all ranks. Freeze parameters first.
         name: a row of ``REDUCTIONS``, or its name.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do; if not, the loss of each micro-batch is its share of
             the step's.
         accumulator: sums the micro-batches of a step, in a format of its own; without one autograd and FSDP2 do. An
-            order-invariant reduction sums them itself and leaves the accumulator alone.
-        sums: ``"sharded"`` sums after each micro-batch's exchange, ``"unsharded"`` on each rank before the only one, which takes
-            the memory of a gradient of the whole model.
-        seed: of random bits, where the reduction takes some; the same on all ranks.
-        mesh: the ranks that a plain model is replicated on; all without one. A sharded model has its own.
+            order-invariant reduction sums them itself and ignores the accumulator.
+        sums: ``"sharded"`` exchanges each micro-batch's gradients, then adds them up; ``"unsharded"`` adds them up on each rank
+            and exchanges once, which takes the memory of a gradient of the whole model.
+        seed: of random bits, where the reduction draws some; the same on all ranks.
+        mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has its own.
     Returns:
         The reduction, whose ``micro_batch`` surrounds backward passes. A backward pass outside of it is a step of its own: an
         order-invariant reduction refuses a second one before the gradients are zeroed.
@@ -142,7 +142,7 @@ class _GroupExchange(GroupSum):
         self.known = _torch.fsdp_parameters(group)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is summed; FSDP2 asks for it before it adds to ``p.grad``."""
+        """Memory for what is summed; FSDP2 calls it before it adds to ``p.grad``."""
         self.reduction.before_group(self.group, self.exchange.grid.shards)
         return super().allocate(size, dtype=dtype, device=device)
 
@@ -161,7 +161,6 @@ class GradientReduction:
     """Sums the gradients of a model across ranks; made by :func:`reduce_gradients_with`.
 
     Attributes:
-        row: the row of ``REDUCTIONS``.
         size: the number of ranks whose gradients are summed.
     """
 
@@ -225,7 +224,7 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool = True, is_absent: bool = False) -> Iterator[None]:
-        """Surround the backward pass of one micro-batch; every rank has as many in a step as every other.
+        """Surround the backward pass of one micro-batch; all ranks have equally many in a step.
 
         After the last, ``p.grad`` holds the sum over all micro-batches of all ranks, divided once by the number of ranks where
         ``average``. A failure in it discards the step.
@@ -260,7 +259,7 @@ class GradientReduction:
             self.now = None
 
     def accumulate_in(self, accumulator: Accumulator) -> None:
-        """Sum the micro-batches of a step in an accumulator from now on; an order-invariant reduction leaves it alone."""
+        """Sum the micro-batches of a step in an accumulator from now on; an order-invariant reduction ignores it."""
         self._accumulator = None if self._sums_leaves else accumulator
 
     @property
@@ -276,7 +275,7 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def shown_to(self, look: Callable[[Tensor], None]) -> Iterator[None]:
-        """Within it ``look`` is called with each flat gradient that this rank sends into a sum, before it is sent."""
+        """Call ``look`` with each flat gradient that this rank is about to send into a sum."""
         for exchange in self._exchanges:
             exchange.on_gradient = look
         try:
@@ -309,36 +308,29 @@ class GradientReduction:
         return values
 
     def bytes_per_param(self) -> float:
-        """Bytes per parameter that are kept between micro-batches and steps, counted from live tensors."""
+        """Bytes per parameter kept between micro-batches and steps, counted from live tensors."""
         kept = sum(exchange.num_bytes() for exchange in self._exchanges)
         return kept / max(1, sum(local_of(p).numel() for p in self._trainable))
 
     def sums_exactly(self, gradients: Set[int]) -> bool:
-        """Whether it sums exactly, and some of these are its gradients.
-
-        Args:
-            gradients: their ``id``.
-        """
+        """Whether it sums exactly and a tensor with one of these ids is among its gradients."""
         return self._sums_leaves and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
 
     @property
     def is_installed(self) -> bool:
-        """Whether it takes part in backward passes: not once it was closed, and not where one process has nothing to sum."""
+        """Whether it takes part in backward passes: false once closed, and where one process has nothing to sum."""
         return bool(self._undo)
 
     def close(self) -> None:
-        """Sum as before this reduction was installed; DDP keeps its hook, which then sums each bucket by itself."""
+        """Restore how gradients were summed before; DDP keeps its hook, which then sums each bucket by itself."""
         for undo in self._undo:
             undo()
         self._undo.clear()
         self._is_closed = True
 
     def before_group(self, group: Any, shards: int) -> None:
-        """Look at a group of FSDP2 whose gradients are about to be summed, and added to ``p.grad``.
+        """Check a group of FSDP2, cut into ``shards``, whose gradients are about to be summed and added to ``p.grad``.
 
-        Args:
-            group: of :func:`narrowgauge._torch.fsdp_groups`.
-            shards: into which it is cut.
         Raises:
             RecipeError: the sum would not be sent.
         """
@@ -358,7 +350,7 @@ class GradientReduction:
 
     @contextlib.contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Surround a forward pass that calls no module of the model's, such as a compiled loss; modules are watched anyway.
+        """Surround a forward pass that calls no module of the model, such as a compiled loss; modules are watched anyway.
 
         Raises:
             RecipeError: it drew random numbers, and the reduction is order-invariant.
@@ -370,7 +362,7 @@ class GradientReduction:
         return self.now is not None
 
     def _check_pass(self, before: Iterable[Tensor]) -> None:
-        """Refuse the sum of a backward pass that nothing surrounds, where there must be none."""
+        """Refuse the sum of a backward pass that nothing surrounds, where it must not be taken."""
         self.require_known()
         if self._sums_leaves:
             require_first(before)
@@ -380,7 +372,7 @@ class GradientReduction:
         return device
 
     def _require_sent(self, groups: Sequence[Any] = ()) -> None:
-        """Refuse what FSDP2 was told to keep on its rank, of some of its groups or of all."""
+        """Refuse gradients that FSDP2 was told to keep on their rank, of some of its groups or of all."""
         if any(map(_torch.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
             refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
 
@@ -408,7 +400,7 @@ class GradientReduction:
         """Refuse gradients that are not summed, or are summed as another parameter's: replicas would drift apart.
 
         Raises:
-            RecipeError: a parameter is trained that was frozen, or not there, when the reduction was installed.
+            RecipeError: a trained parameter was frozen or missing when the reduction was installed.
         """
         known = {id(p) for p in self._trainable}
         groups = [group for _, group in _torch.fsdp_groups(self._model)]
@@ -425,10 +417,10 @@ class GradientReduction:
             )
 
     def require_stepped(self) -> None:
-        """What an optimizer calls none of whose parameters has a gradient.
+        """Refuse a step of an optimizer none of whose parameters has a gradient, though gradients were summed.
 
         Raises:
-            RecipeError: gradients were summed: they are of other parameters.
+            RecipeError: there are summed gradients, so they belong to other parameters.
         """
         found = next((p for p in self._trainable if p.grad is not None), None)
         if found is not None:
@@ -439,14 +431,14 @@ class GradientReduction:
             )
 
     def _set_aside(self) -> dict[Tensor, Tensor | None]:
-        """The sums so far of what is summed on this rank, out of the way of a backward pass that does not count."""
+        """Take what this rank has summed so far out of the way of a backward pass that does not count."""
         kept = {p: p.grad for p in self._replicated.parameters}
         for parameter in kept:
             parameter.grad = None
         return kept
 
     def _take_in(self, now: _MicroBatch, kept: dict[Tensor, Tensor | None]) -> None:
-        """Add the gradients of a micro-batch; after the last put in the sums."""
+        """Add the gradients of a micro-batch; after the last, write the sums to ``p.grad``."""
         if self._sums_leaves:
             self._require_sent()
         if self.lockstep is not None:
@@ -478,7 +470,7 @@ class GradientReduction:
     # ── what is installed ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take_over_shards(self, register: Callable[[RankGrid], Exchange]) -> tuple[set[int], RankGrid | None]:
-        """Give FSDP2's parameter groups their exchanges; the ids of what is sharded, and the ranks."""
+        """Give FSDP2's parameter groups their exchanges; return the ids of the sharded parameters, and the ranks."""
         found: set[int] = set()
         ranks: dict[tuple[int, ...], RankGrid] = {}
         for number, (module, group) in enumerate(self._fsdp):
@@ -500,11 +492,7 @@ class GradientReduction:
         return found, next(iter(ranks.values()), None)
 
     def _dtypes_of_sums(self) -> dict[Tensor, torch.dtype]:
-        """The dtypes in which FSDP2's mixed precision sums gradients, the same for a group on one rank as on several.
-
-        Raises:
-            RecipeError: one rank would sum other values.
-        """
+        """The dtypes in which FSDP2's mixed precision sums gradients, the same for a group on one rank as on several."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for module, group in self._fsdp:
             for parameter in _torch.fsdp_parameters(group):
@@ -536,7 +524,7 @@ class GradientReduction:
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel wraps, or the model."""
+    """The model that DistributedDataParallel wraps, or the model itself."""
     inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return inner
 

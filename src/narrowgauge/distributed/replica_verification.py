@@ -5,10 +5,9 @@
     rest         what one rank alone holds is summed after an update and again before the next; nothing may change in between.
     gradients    all ranks compute one and the same micro-batch, whose gradients have equal bits.
 
-The majority is right. Between two ranks that disagree, the one whose gradient changes when it is computed again is
-wrong; of two differing values in memory, the one unlike its neighbours is probably
-damaged. Every check ends on all ranks with the same error, before the
-damage is used for an update or saved, and names the rank, the tensor and the element.
+The majority is right. Between two ranks that disagree, the one whose gradient changes when it is computed again is wrong; of two
+differing values in memory, the one unlike its neighbours is probably damaged. Every check ends with the same error on all ranks,
+before the damage is used for an update or saved, and names the rank, the tensor and the element.
 
 What this does not see: a wrong update of a shard without a replica, and a wrong gradient in a step that is not verified.
 """
@@ -34,7 +33,7 @@ from narrowgauge.numerics.shards import is_sharded
 _ADVICE = "Take the machine of rank {rank} out of service and resume: the last checkpoint was saved before the damage."
 _ADVICE_UNKNOWN = "Test the memory of both machines, and resume: the last checkpoint was saved before the damage."
 _FAR, _NEAR = 16.0, 1e-4
-"""Beyond what multiples of the median magnitude of its neighbours a value is suspicious."""
+"""A value is suspicious outside these multiples of the median magnitude of its neighbours."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,8 @@ class Held:
     """A tensor that this rank holds between steps.
 
     Args:
-        name: of what it is, for messages.
-        tensor: this rank's part, as it lies in memory.
+        name: for messages.
+        tensor: this rank's shard, as it lies in memory.
         owner: the parameter that it belongs to; a DTensor says which other ranks hold the same.
     """
 
@@ -56,7 +55,7 @@ class Held:
 class Damage:
     """What a check of :data:`narrowgauge.runs.events.RAISED_BY` found to be damaged.
 
-    ``rank`` is ``None`` where two ranks disagree and neither is suspicious, or a guess.
+    ``rank`` is a guess if ``is_guess``, and ``None`` where two ranks disagree and neither is suspicious.
     """
 
     check: str
@@ -69,7 +68,7 @@ class Damage:
 class Verifier:
     """Verifies what the ranks hold and compute.
 
-    Invariant: it changes no value, and no gradient is left behind. All ranks call each method at the same place.
+    Invariant: it changes no value and leaves no gradient behind. All ranks call each method at the same place.
 
     Args:
         held: what this rank holds between steps, parameters and states; the same names in the same order on all ranks.
@@ -93,11 +92,7 @@ class Verifier:
 
     @torch.no_grad()
     def after_update(self, step: int) -> None:
-        """Remember what now must not change until the next update.
-
-        Args:
-            step: optimizer steps done.
-        """
+        """Remember what must not change until the next update; ``step`` counts optimizer steps done."""
         if self.size == 1 or self.every == 0:
             return
         self.forget()
@@ -126,7 +121,6 @@ class Verifier:
         self._resting = {}
 
     def _changed(self) -> list[Damage]:
-        """What has changed since the last update without a recorded write."""
         found = []
         for held in self._held() if self._resting else ():
             *then, before = self._resting.get(held.name, (None,))
@@ -149,8 +143,6 @@ class Verifier:
     def verify_state(self, step: int) -> None:
         """Compare replicas across ranks, and memory that no step writes with its earlier checksum.
 
-        Args:
-            step: optimizer steps done, for the message.
         Raises:
             CorruptionError: on all ranks.
         Cost: one read of it, one message of 16 bytes for each group of ranks, and one of 8.
@@ -171,12 +163,11 @@ class Verifier:
 
         Args:
             step: optimizer steps done, for the message.
-            model: the model; there are no gradients yet.
+            model: without gradients yet.
             backward: computes the loss of the same micro-batch on every rank and differentiates it; the sum over ranks that it
                 makes of gradients which FSDP2 shards is zero. Called twice where gradients differ.
         Raises:
             CorruptionError: on all ranks.
-        Cost: one micro-batch.
         """
         if self.size == 1:
             return
@@ -201,7 +192,7 @@ class Verifier:
 
 
 def replica_groups(owner: Any) -> list[Any]:
-    """The process groups of ranks that hold the same part of a parameter as this one; none where it is alone."""
+    """The process groups of ranks that hold the same shard of a parameter as this one; none where it is alone."""
     if not is_sharded(owner):
         return [dist.group.WORLD]
     mesh = owner.device_mesh
@@ -259,7 +250,7 @@ def _state_damage(held: Held, sums: Tensor, ranks: Sequence[int], group: Any, st
 
 
 def _minority(values: Sequence[Any]) -> list[int]:
-    """The places of all values but the one that more than half agree on; none where there is no such one."""
+    """The indices of the values that a majority of the others outvotes; none where there is no majority."""
     most = max(values, key=values.count)
     return [k for k, value in enumerate(values) if value != most] if 2 * values.count(most) > len(values) else []
 

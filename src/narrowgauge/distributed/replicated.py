@@ -26,11 +26,9 @@ BUCKET_BYTES = 32 << 20
 
 
 def in_buckets(parameters: Iterable[Tensor], dtypes: Mapping[Tensor, torch.dtype]) -> list[list[Tensor]]:
-    """Parameters whose gradients are summed in one dtype on one device, in order, of at most :data:`BUCKET_BYTES` of parameters.
+    """Parameters in buckets of one dtype of their sums and one device, in order, of at most :data:`BUCKET_BYTES` of parameters.
 
-    Args:
-        parameters: one alone may be larger.
-        dtypes: as for :class:`Replicated`.
+    A single parameter may be larger.
     """
     buckets: list[list[Tensor]] = []
     kinds: dict[Any, tuple[list[Tensor], int]] = {}
@@ -51,9 +49,8 @@ class Replicated:
 
     Args:
         parameters: the replicated ones, in the same order on all ranks.
-        grid: the ranks.
         make: makes the exchange of a bucket.
-        dtypes: those in which gradients are summed, where it is not their parameter's.
+        dtypes: of gradients that are summed in another dtype than their parameter's.
     """
 
     def __init__(
@@ -69,11 +66,11 @@ class Replicated:
 
     @torch.no_grad()
     def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
-        """Take in ``p.grad``; after the last micro-batch put in the sums.
+        """Add ``p.grad``; after the last micro-batch write the sums to it, before that set it to ``None``.
 
         Args:
             is_absent: these gradients do not count.
-            is_last: whether this is the step's last micro-batch. Before it, ``p.grad`` is ``None`` afterwards.
+            is_last: whether this is the step's last micro-batch.
         """
         if not self.parameters:
             return
@@ -91,7 +88,6 @@ class Replicated:
             self._used.zero_()
 
     def discard(self) -> None:
-        """Forget the micro-batches since the last step."""
         self._used.zero_()
         for _, exchange in self.buckets:
             exchange.discard()
@@ -143,7 +139,6 @@ class SumAfterBackward:
     reentrant checkpointing does.
 
     Args:
-        replicated: the parameters, and their sum.
         is_inside: whether the gradients of the current pass are summed elsewhere.
         check: called before a sum with what its gradients would be added to; raises where there must be no sum.
     """
@@ -213,13 +208,13 @@ class BucketSums:
     """Sums each bucket when DDP has filled it.
 
     DDP fills it with all that a gradient holds: what was accumulated in ``no_sync()``, and also what it has summed before.
-    Averaged again that is itself; added up it would be multiplied by the number of ranks, and so is refused.
+    An average of that, averaged again, does not change; a sum would be multiplied by the number of ranks, and so is refused.
 
     Args:
         make: makes the exchange of a bucket.
         is_inside: whether the gradients of the current pass are summed elsewhere: they are left as they are.
         average: whether sums are divided by the number of ranks.
-        sums_leaves: whether each pass's gradients must enter the sum by themselves.
+        sums_leaves: whether each pass's gradients must enter the sum separately.
     """
 
     def __init__(

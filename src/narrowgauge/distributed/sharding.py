@@ -1,9 +1,10 @@
 """Sharding: a model's parameters shared out over the ranks of a mesh by PyTorch's FSDP2, one group for each decoder layer.
 
-FSDP2 gathers a group's parameters before they are used and shares its gradients out after backward; nothing of it is rewritten
-here. What is decided here is which parameters form a group. A group's gradients have one dtype, so a module that a recipe's
-``keep`` leaves in float32 beside bfloat16 gets a group of its own, and single float32 vectors in a module of bfloat16 matrices
-stay whole on every rank: a message for each would cost more than its memory. What stays whole, the gradient reduction sums.
+FSDP2 gathers a group's parameters before they are used and reduce-scatters its gradients after backward; nothing of it is
+rewritten here. What is decided here is which parameters form a group. A group's gradients have one dtype, so a module that a
+recipe's ``keep`` leaves in float32 beside bfloat16 gets a group of its own. Single float32 vectors in a module of bfloat16
+matrices stay whole on every rank: a message for each would cost more than its memory. The gradient reduction sums what stays
+whole.
 
 A two-dimensional mesh is *hybrid*: replicas along its first axis, shards along its second.
 """
@@ -26,15 +27,13 @@ from narrowgauge.spec.sums import SHARDINGS
 
 
 def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", replicas: int = 1) -> Any:
-    """The mesh of a job: one axis, or with several replicas two.
+    """The mesh of a job, with axes named ``replicate`` and ``shard``: one of them, or with several replicas both.
 
     Args:
         num_ranks: processes in the default process group, which must exist.
         device_type: ``"cpu"`` or ``"cuda"``.
         sharding: one of ``SHARDINGS``.
-        replicas: how many times the model is held by all ranks together; must divide their number. Only for ``"full"``.
-    Returns:
-        A ``DeviceMesh`` whose axes are named ``replicate`` and ``shard``.
+        replicas: how many copies of the model all ranks hold together; must divide their number. Only for ``"full"``.
     Raises:
         RecipeError: the replicas do not divide the ranks.
     """
@@ -53,15 +52,13 @@ def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", repli
 def shard(
     model: nn.Module, mesh: Any, *, offload: bool = False, is_layer: Callable[[nn.Module], bool] | None = None
 ) -> nn.Module:
-    """Share a model's parameters out over a mesh with FSDP2: a group for each decoder layer, and one for the rest.
+    """Shard a model's parameters over a mesh with FSDP2: a group for each decoder layer, and one for the rest.
 
     Args:
         model: whole on every rank, with equal values; changed in place: its parameters become DTensors.
         mesh: a ``DeviceMesh`` of one axis, or of two: replicas, then shards.
         offload: keep parameters, gradients and states in the host's memory; a layer is copied to the device when it is used.
         is_layer: which modules get a group of their own; ``None`` for those of :func:`layers_of`.
-    Returns:
-        The same model.
     Raises:
         RecipeError: the model is sharded already, or the mesh has more than two axes.
 
@@ -124,13 +121,11 @@ class GroupSum:
     """FSDP2's interface to the sum of one parameter group's gradients (``FSDPModule.set_custom_reduce_scatter``)."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is summed."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
     ) -> None:
-        """What FSDP2 calls, in its backward pass."""
         self.sum(input_tensor, output_tensor, group)
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
@@ -138,7 +133,7 @@ class GroupSum:
 
         Args:
             gradient: shape [shards * n], of this rank; it may be overwritten.
-            output: shape [n], this rank's part of the sum.
+            output: shape [n], this rank's piece of the sum.
             group: the process group of the shards.
         """
         raise NotImplementedError
@@ -186,14 +181,10 @@ def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]
 
 
 def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that uses parts of a sharded model, with what the root holds gathered while it runs.
+    """A function that uses submodules of a sharded model, with what the root holds gathered while it runs.
 
     FSDP2 gathers parameters when a module is called; a loss that calls a model's body and multiplies by its head's weight calls
-    neither the model nor the head.
-
-    Args:
-        model: its parameters are sharded.
-        function: does not call the model itself.
+    neither the model nor the head. ``function`` must not call the model itself.
     """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -209,15 +200,12 @@ def has_shards(model: nn.Module) -> bool:
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """The ``DeviceMesh`` that a model is sharded over: that of its first DTensor; ``None`` where no parameter is one."""
+    """The ``DeviceMesh`` of a model's first DTensor; ``None`` where no parameter is one."""
     return next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
 
 
 def make_equal(model: nn.Module, mesh: Any) -> None:
-    """Broadcast the parameters and buffers of a mesh's first rank to all others, so that replicas begin with equal bits.
-
-    Cost: the model's bytes, once.
-    """
+    """Broadcast the parameters and buffers of a mesh's first rank, so that replicas begin with equal bits."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.device.type != "meta"}
     for axis in reversed(range(mesh.ndim)):
         group = mesh.get_group(axis)
@@ -232,28 +220,24 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
 
 
 def begin_alike(model: nn.Module) -> None:
-    """Give every rank the parameters of the first, in full, before they are rounded: DDP would copy the rounded ones alone."""
+    """Give every rank the first one's parameters, in full, before they are rounded: DDP would copy the rounded ones alone."""
     here = all_ranks()
     if here.size > 1 and not has_shards(model):
         make_equal(model, make_mesh(here.size, next(model.parameters()).device.type, sharding="none"))
 
 
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """:func:`~narrowgauge.numerics.checksums.fingerprint_all` of tensors some of which are DTensors: that of the whole tensors.
+    """:func:`~narrowgauge.numerics.checksums.fingerprint_all` of whole tensors, some of which are DTensors.
 
     Every rank of their meshes calls it, with the same names, and gets the same 16 digits as one process that holds all of it.
-
-    Cost: as :func:`fingerprints_whole`.
     """
     return fingerprint_all(fingerprints_whole(named))
 
 
 def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """:func:`~narrowgauge.numerics.checksums.fingerprint` of each of several tensors; of a DTensor, that of the whole tensor.
+    """:func:`~narrowgauge.numerics.checksums.fingerprint` of each tensor; of a DTensor, that of the whole tensor.
 
     Every rank of their meshes calls it, with the same names in the same order, and gets the same numbers.
-
-    Cost: as :func:`fingerprints_whole_and_own`.
     """
     return fingerprints_whole_and_own(named)[0]
 
@@ -300,8 +284,7 @@ def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
     """Refuse a mesh that a model cannot be placed on.
 
     Raises:
-        RecipeError: the model is sharded already, or the mesh has more than two axes or no names for two, or no sharding is
-            named so.
+        RecipeError: the model is sharded already, the mesh has over two axes or no names for two, or ``sharding`` is unknown.
     """
     if sharding not in SHARDINGS:
         raise RecipeError(f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}.")

@@ -1,8 +1,8 @@
 """Traffic: what each step sends between ranks, how long that takes, and which rank the others wait for.
 
-Every collective that goes through ``torch.distributed`` is counted while a :class:`Traffic` is watching: those of FSDP2, of the
-gradient reductions and of the gradient norm alike. A count is two readings of a clock; on CUDA two events on the stream, which
-are read when the step has ended, so nothing waits for the device.
+A :class:`Traffic` counts every collective that goes through ``torch.distributed``: FSDP2's, the gradient reductions' and the
+gradient norm's. A count is two readings of a clock; on CUDA two events on the stream, which are read when the step has ended, so
+nothing waits for the device.
 
 **Waiting.** Collectives end on all ranks at about the same time, so a rank that arrives late spends less time in them than the
 others: the others' time includes waiting for it. The rank with the least time in collectives is thus the last to arrive, and
@@ -32,7 +32,7 @@ Columns = dict[str, Any]
 """Columns of a row of ``steps.jsonl``."""
 
 WINDOW = 10
-"""Steps that are joined into one table of ranks; with more ranks than that as many steps as ranks, which bounds the record."""
+"""Steps that are joined into one table of ranks; with more ranks as many steps as ranks, which bounds the record."""
 
 # What a rank sends, as a multiple of an argument's bytes, by the size of the group: what a ring sends, the least that is possible
 # for large messages, whatever algorithm the backend takes.
@@ -63,20 +63,18 @@ COLLECTIVES: dict[str, tuple[str, str]] = {
     "recv": ("tensor", "nothing"),
     "barrier": ("group", "nothing"),
 }
-"""The functions of ``torch.distributed`` that are counted: the argument that is sent, and how much of it (``(n - 1) / n`` is
-``share``). Gathers and broadcasts of objects are made of these."""
+"""The functions of ``torch.distributed`` that are counted: the argument that is sent, and how much of it (``share`` is
+``(n - 1) / n``). Gathers and broadcasts of objects are made of these.
+"""
 
 
 class Traffic:
-    """Counts what is sent between ranks, from its making until :meth:`close`; one at a time.
+    """Counts what is sent between ranks, from its creation until :meth:`close`; one at a time.
 
-    Invariant: it changes no value and no order of what is sent. What threads of Python send in the background is not counted.
+    Invariant: it changes no value and no order of what is sent. What Python threads send in the background is not counted.
 
     Args:
         window: steps that are joined into one table of ranks; ``None`` for :data:`WINDOW`, or more with more ranks.
-
-    Attributes:
-        window: as given.
 
     Cost: 2 µs for a collective, and one exchange of 16 bytes in :meth:`end_step`.
 
@@ -108,11 +106,11 @@ class Traffic:
         self.close()
 
     def close(self) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._restore()
 
     def begin_step(self) -> None:
-        """Leave out what was sent since the last step: evaluations and checkpoints are no part of it."""
+        """Discard what was sent since the last step: evaluations and checkpoints do not count."""
         self._elapsed()
         self._bytes.clear()
 
@@ -152,7 +150,6 @@ class Traffic:
         return seconds
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of ``torch.distributed`` that counts what it sends."""
         argument, how = COLLECTIVES[name]
         places = list(inspect.signature(function).parameters)
         factor, sent_at, group_at = _FACTORS[how], places.index(argument), places.index("group")
@@ -196,7 +193,7 @@ class Traffic:
 
 
 def _in_background() -> bool:
-    """Whether a thread of Python's calls, such as one that writes a checkpoint while steps go on; autograd's are none."""
+    """Whether a Python thread calls, such as one that writes a checkpoint while steps go on; autograd's threads do not count."""
     thread = threading.current_thread()
     return thread is not threading.main_thread() and not thread.name.startswith("Dummy-")
 
@@ -209,12 +206,8 @@ def num_bytes(sent: Any) -> int:
 
 
 def columns_of(step: Tensor) -> Columns:
-    """What the ranks together did in a step.
+    """The columns of ``steps.jsonl`` for a step, shape [R, 2]: the bytes and seconds of each rank.
 
-    Args:
-        step: shape [R, 2], the bytes and seconds of each rank.
-    Returns:
-        The columns of ``steps.jsonl``.
     Example:
         >>> columns_of(torch.tensor([[80.0, 0.75], [80.0, 0.25]], dtype=torch.float64))
         {'communication_bytes': 80.0, 'communication_seconds': 0.5, 'wait_seconds': 0.5}
@@ -224,16 +217,14 @@ def columns_of(step: Tensor) -> Columns:
 
 
 def _lead(step: Tensor) -> Tensor:
-    """By how much the last to arrive was behind the others on average: seconds, 0-d."""
+    """How long the others waited for the last to arrive, on average: seconds, 0-d."""
     seconds = step[:, 1]
     return (seconds - seconds.min()).sum() / (len(seconds) - 1)
 
 
 def table_of(steps: Sequence[Tensor]) -> Columns:
-    """What each rank did in a window of steps.
+    """What each rank did in a window of steps, each of shape [R, 2]: the bytes and seconds of each rank.
 
-    Args:
-        steps: shape [R, 2] each, the bytes and seconds of each rank.
     Returns:
         ``num_steps``, and lists with a number for each rank: ``communication_bytes``, ``communication_seconds`` and
         ``wait_seconds`` of a step on average, ``num_last``, the steps in which the others waited for it, and ``late_seconds``,

@@ -1,8 +1,8 @@
 """Starting ranks on one host: ``narrowgauge train --nproc N`` is torchrun's elastic agent with N processes of this command.
 
-The agent starts the ranks, ends all when one fails, and starts them anew where restarts are allowed. What it adds to torchrun is
-the end: one line that says which rank was lost at which step and how to resume, instead of a report per rank; a signal
-goes to each rank once, and the ranks have time to save. No rank outlives the agent.
+The agent starts the ranks, ends all when one fails, and restarts them where that is allowed. Beyond torchrun it prints one line
+that says which rank was lost at which step and how to resume, in place of a report per rank; it passes a signal to each rank
+once and gives the ranks time to save. No rank outlives the agent.
 
 Source: docs.pytorch.org/docs/stable/elastic/agent.html, torch.distributed.launcher.
 """
@@ -50,9 +50,8 @@ def run_on_ranks(
 
     Args:
         words: arguments of the interpreter, as in ``["-m", "narrowgauge", "train"]``.
-        num_ranks: how many.
-        max_restarts: how often the ranks are started anew after one failed.
-        how_to_resume: a sentence that says how to resume, for the line about a lost rank.
+        max_restarts: how often the ranks are restarted after one failed.
+        how_to_resume: a sentence for the line about a lost rank.
         note_loss: records that line: takes the last step that was done, and what was lost.
         stop_seconds: how long the ranks may take to stop after a signal.
     Raises:
@@ -159,8 +158,6 @@ def first_killed(codes: Mapping[int, int]) -> int | None:
 
     Args:
         codes: exit codes by rank, in the order in which they were seen; negative for a signal.
-    Returns:
-        Its number, if there is one.
     Example:
         >>> first_killed({0: 1, 3: -15, 2: -9})
         2
@@ -169,12 +166,8 @@ def first_killed(codes: Mapping[int, int]) -> int | None:
 
 
 def describe_killed(rank: int, number: int, step: int) -> str:
-    """A sentence about a rank that a signal ended.
+    """A sentence about a rank that signal ``number`` ended after ``step`` steps.
 
-    Args:
-        rank: its number.
-        number: of the signal.
-        step: the last one it has done.
     Example:
         >>> describe_killed(2, 9, 57)
         'rank 2 was killed by signal 9 (SIGKILL: by hand, or the memory was full) in step 58.'
@@ -190,7 +183,7 @@ def describe_killed(rank: int, number: int, step: int) -> str:
 
 
 def _stopped(error: SignalException, folder: Path) -> BaseException:
-    """After a signal: the first rank has said that it stopped, if it had begun."""
+    """What a signal raises here: an error already reported, if the first rank has said that it stopped."""
     is_terminated = error.sigval != signal.SIGINT
     if _last_note(folder, REPORTED):
         return ReportedError(128 + signal.SIGTERM if is_terminated else 128 + signal.SIGINT)

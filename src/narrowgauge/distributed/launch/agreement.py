@@ -34,8 +34,6 @@ _ADVICE = "Start every rank with the same command, version and environment."
 def describe_rank() -> dict[str, str]:
     """What the numbers of a run depend on beside its settings: versions, source, processor, variables.
 
-    Returns:
-        Texts by name.
     Cost: about 10 ms, once: one read of the package's source.
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else torch.backends.cpu.get_cpu_capability()
@@ -53,11 +51,7 @@ def describe_rank() -> dict[str, str]:
 
 @functools.cache
 def source_digest(folder: Path) -> str:
-    """A digest of the Python files below a folder: 16 hexadecimal digits.
-
-    Args:
-        folder: of a package.
-    """
+    """A digest of the Python files below a folder: 16 hexadecimal digits."""
     state = hashlib.blake2b(digest_size=8)
     for file in sorted(folder.rglob("*.py")):
         state.update(file.relative_to(folder).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
@@ -65,12 +59,8 @@ def source_digest(folder: Path) -> str:
 
 
 def first_difference(described: Sequence[Mapping[str, object]]) -> str:
-    """The first rank that differs from rank 0, and where, as a clause; empty if there is none.
+    """The first rank that differs from rank 0, and at most three differences, as a clause; empty if there is none.
 
-    Args:
-        described: of each rank, values by name.
-    Returns:
-        At most three names, with both values.
     Example:
         >>> first_difference([{"lr": 0.1}, {"lr": 0.1}, {"lr": 0.2}])
         'rank 2 has lr = 0.2, and rank 0 has 0.1'
@@ -86,13 +76,10 @@ def first_difference(described: Sequence[Mapping[str, object]]) -> str:
 
 
 def require_same(described: Mapping[str, object]) -> None:
-    """Refuse ranks that differ in something the numbers depend on.
+    """Refuse ranks that differ in something the numbers depend on; all of them call it. Values are pickled.
 
-    Args:
-        described: values by name, that can be pickled.
     Raises:
         RankError: on every rank, with the first rank that differs and how.
-    Cost: one small all-gather.
     """
     if difference := first_difference(all_ranks().gather(dict(described))):
         raise RankError(f"{difference}.", _ADVICE)

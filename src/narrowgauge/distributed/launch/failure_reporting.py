@@ -38,7 +38,7 @@ _STORE_LOST = {0: ""}
 
 
 def agent_folder() -> Path | None:
-    """Where the agent of this host reads what its ranks write; None without one."""
+    """Where the agent of this host reads what its ranks write; None without an agent."""
     name = os.environ.get(AGENT_FOLDER)
     return Path(name) if name else None
 
@@ -47,10 +47,9 @@ class FailureReporter:
     """Reports why this rank ends, or leaves the report to another rank.
 
     Args:
-        here: the placement.
         folder: of the agent; None without one.
         timeout_seconds: the longest time without progress, for the message.
-        how_to_resume: a sentence that says how to resume.
+        how_to_resume: a sentence.
         note_loss: records what was lost: takes the last step that was done, and a sentence. Called by one rank.
     """
 
@@ -70,13 +69,7 @@ class FailureReporter:
         self._orphaned = threading.Lock()
 
     def reported(self, error: BaseException) -> BaseException:
-        """Report an error, if no other rank does.
-
-        Args:
-            error: as it was raised.
-        Returns:
-            What this rank raises.
-        """
+        """Report an error, if no other rank does, and return what this rank raises."""
         if self.alive.is_orphan():
             self.orphan()
         if self.here.size == 1 or isinstance(error, ReportedError):
@@ -184,8 +177,6 @@ def describe_lost(missing: Mapping[int, str], step: int, waited: str = "") -> st
         missing: the ranks, each with the line of code where it is; empty if all wait at the same place.
         step: the last one that all have done.
         waited: for how long, with its unit; empty if the connection broke.
-    Returns:
-        One sentence.
     Example:
         >>> describe_lost({2: "data.py:30"}, 57, "30 s")
         'rank 2 (at data.py:30) did not arrive within 30 s in step 58; --timeout allows more.'

@@ -1,10 +1,9 @@
 """Signs of life: which step each rank has reached, which rank reports an error, and which one is missing.
 
-A rank that waits in a collective cannot tell why: a peer was killed, hangs, or is slow. So each rank has a thread with a
-connection of its own to the group's store. It answers a roll call even while the main thread waits, and ends the
-process when the main thread has made no progress for too long. A rank that does not answer was lost; if all answer, those that
-do not wait in a collective hold up the others. Ranks that meet the same error at once agree through the store on the one that
-prints it.
+A rank that waits in a collective cannot tell why: a peer was killed, hangs, or is slow. So each rank has a thread with its own
+connection to the group's store. The thread answers a roll call even while the main thread waits, and ends the process when the
+main thread has made no progress for too long. A rank that does not answer was lost; if all answer, those that do not wait in a
+collective hold up the others. Ranks that meet the same error at once agree through the store on the one that prints it.
 
 Under the agent of ``narrowgauge train --nproc`` each rank also writes its step to a file of a few bytes, which outlives it, so
 that the agent can name the step at which a rank was killed.
@@ -40,15 +39,13 @@ class Liveness:
     """The signs of life of one rank.
 
     Args:
-        placement: of this rank.
         store: a connection to the group's store for this thread alone, since a store serves one caller at a time; None for one
             rank.
         folder: where the agent of this host reads steps; None without one.
         limit_seconds: the longest time without progress.
-        expire: called from the thread, with the ranks that hold up the others, when there was no progress for that long; it ends
-            the process.
-        parent: process id of what has started the ranks, if this one is to watch it; a child of another process is an orphan.
-        orphan: called from the thread once it has ended; it ends the process.
+        expire: called from the thread after that time, with the ranks that hold up the others; it ends the process.
+        parent: process id of what started the ranks, if this one is to watch it; a child of another process is an orphan.
+        orphan: called from the thread once the parent has ended; it ends the process.
     """
 
     def __init__(
@@ -87,7 +84,7 @@ class Liveness:
         return self.is_orphan()
 
     def beat(self, step: int) -> None:
-        """Note progress: this rank has done ``step`` steps. Cost: about 2 µs."""
+        """Note that this rank has done ``step`` steps. Cost: about 2 µs."""
         self.step, self._moment = step, time.monotonic()
         if self._descriptor is not None:
             os.pwrite(self._descriptor, b"%-20d %-10d\n" % (step, os.getpid()), 0)
@@ -102,11 +99,7 @@ class Liveness:
             self._descriptor = None
 
     def claim(self, status: int) -> bool:
-        """Whether this rank reports the error of its group: the first one to ask.
-
-        Args:
-            status: the exit status of the command.
-        """
+        """Whether this rank, the first to ask, reports the error of its group; ``status`` is the command's exit status."""
         if self._store is None:
             return True
         mine = json.dumps([self.placement.rank, status])
@@ -173,12 +166,11 @@ class Liveness:
 
 
 def late_ranks(answers: Sequence[tuple[int, bool, str]]) -> dict[int, str]:
-    """The ranks for which others wait, with the line of code where each is.
+    """The ranks for which others wait, with the line of code where each is: those with the fewest steps; among equals, those that
+    do not wait.
 
     Args:
         answers: of each rank, the steps it has done, whether it waits in a collective, and where.
-    Returns:
-        Those with the fewest steps; among equals, those that do not wait; none if all of them wait.
     Example:
         >>> late_ranks([(57, True, ""), (57, False, "data.py:30"), (57, True, "")])
         {1: 'data.py:30'}
@@ -212,14 +204,7 @@ def _step_file(folder: Path, rank: int) -> Path:
 
 
 def read_beat(folder: Path, rank: int) -> tuple[int, int | None]:
-    """What a rank of an agent's run wrote last.
-
-    Args:
-        folder: of the agent.
-        rank: of the run.
-    Returns:
-        The number of steps it has done, and its process id; 0 and None if it wrote nothing.
-    """
+    """What a rank of an agent's run wrote last: the number of steps done, and its process id; 0 and None if nothing."""
     try:
         step, process = _step_file(folder, rank).read_text().split()
     except (OSError, ValueError):

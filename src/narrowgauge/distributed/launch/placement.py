@@ -28,7 +28,6 @@ class Placement:
     """A process among the processes of a run.
 
     Attributes:
-        rank: from 0 to ``size - 1``.
         size: number of ranks; 1 without any variables.
         local_rank: rank among those of this host; None if the environment does not say.
         local_size: number of ranks on this host; None if the environment does not say.
@@ -52,26 +51,20 @@ class Placement:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank speaks for all."""
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
-        """The variables that torchrun would have set, for code that reads those alone."""
+        """The variables that torchrun would have set, for code that reads only those."""
         found = {"RANK": self.rank, "WORLD_SIZE": self.size, "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         found |= {"LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_size}
         return {name: str(value) for name, value in found.items() if value is not None}
 
 
 def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
-    """Where this process stands.
+    """Where this process stands: by torchrun's variables if they are set, else those of a Slurm job step, else one rank.
 
-    Args:
-        environment: the variables of the process.
-    Returns:
-        torchrun's placement if its variables are set, else that of a Slurm job step, else one rank.
     Raises:
-        RankError: a variable is missing, no number, or contradicts another one.
-    Cost: microseconds; nothing is imported.
+        RankError: a variable is missing, not a number, or contradicts another one.
     Example:
         >>> read_placement({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1", "MASTER_PORT": "29500"}).size
         2
@@ -85,7 +78,7 @@ def read_placement(environment: Mapping[str, str] = os.environ) -> Placement:
 
 @contextmanager
 def variables(given: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and those from before in the end."""
+    """Set environment variables, and restore the earlier ones at the end."""
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
     try:
@@ -141,7 +134,7 @@ def _of_slurm(environment: Mapping[str, str]) -> Placement:
 
 
 def _slurm_address(environment: Mapping[str, str]) -> str:
-    """The host of rank 0: as told, or the first of the step's hosts."""
+    """The host of rank 0: ``MASTER_ADDR``, or the first of the step's hosts."""
     if environment.get("MASTER_ADDR"):
         return environment["MASTER_ADDR"]
     for name in ("SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST"):
@@ -154,7 +147,7 @@ def _slurm_address(environment: Mapping[str, str]) -> str:
 
 
 def _slurm_port(environment: Mapping[str, str]) -> int:
-    """As told, or one that other jobs and steps on the host are unlikely to have."""
+    """``MASTER_PORT``, or a port that other jobs and steps on the host are unlikely to have."""
     if environment.get("MASTER_PORT"):
         return _number(environment, "MASTER_PORT")
     job, step = (int(environment.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
@@ -172,12 +165,8 @@ def _tasks_on_this_node(environment: Mapping[str, str]) -> int | None:
 
 
 def first_host(hosts: str) -> str:
-    """The first host of Slurm's list.
+    """The first host of Slurm's list of hosts and ranges.
 
-    Args:
-        hosts: hosts and ranges, as in ``node[003-006,9],login1``.
-    Returns:
-        Its name.
     Example:
         >>> first_host("node[003-006,9]-ib,login1")
         'node003-ib'
@@ -190,10 +179,6 @@ def first_host(hosts: str) -> str:
 def tasks_per_node(counts: str) -> list[int]:
     """The number of processes on each host of a Slurm step.
 
-    Args:
-        counts: as in ``4(x2),3``.
-    Returns:
-        A number per host.
     Raises:
         ValueError: not such a text.
     Example:

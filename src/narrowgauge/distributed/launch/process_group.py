@@ -26,9 +26,9 @@ from narrowgauge.distributed.launch.rendezvous import meet, second_connection, w
 from narrowgauge.machine import child_processes
 
 TIMEOUT_SECONDS = 1800.0
-"""Default of the longest time without progress: enough to prepare data on rank 0 and to compile a large model."""
+"""The longest time without progress, by default: enough to prepare data on rank 0 and to compile a large model."""
 JOIN_SECONDS = 600.0
-"""Default of the longest time for which ranks wait for each other at the start."""
+"""How long ranks wait for each other at the start, by default."""
 MARGIN_SECONDS = 10.0
 """How much longer a rank's thread waits than gloo, whose collectives say more; NCCL ends a process, and waits longest."""
 _current: Liveness | None = None
@@ -45,7 +45,7 @@ def is_open() -> bool:
     """Whether a :func:`process_group` that ended with an error left threads that wait for other ranks.
 
     The interpreter must not be shut down then: one of them may want its lock, and the C++ runtime would abort the process, with
-    another exit status and a line of its own. The command line leaves with ``os._exit``.
+    another exit status and a line of its own. The command line exits with ``os._exit``.
     """
     return _is_open
 
@@ -78,7 +78,7 @@ def process_group(
         join_seconds: the longest time for which it waits for them at the start.
         threads: of each rank's operators on the CPU; None chooses, see :func:`choose_threads`.
         is_order_invariant: whether the run's bits must not depend on the number of ranks, so neither on the number of threads.
-        how_to_resume: a sentence that says how to resume, for the line about a lost rank.
+        how_to_resume: a sentence for the line about a lost rank.
         note_loss: records that line: takes the last step that was done, and what was lost.
     Yields:
         The placement, with the local rank filled in.
@@ -143,7 +143,7 @@ def _group(here: Placement, store: Store | None, timeout_seconds: float) -> Iter
 
 
 def choose_threads(here: Placement, threads: int | None, is_order_invariant: bool) -> int | None:
-    """The number of threads of a rank's operators on the CPU.
+    """The number of threads of a rank's operators on the CPU; None leaves PyTorch's own choice.
 
     Args:
         here: the placement, with the number of ranks on this host.
@@ -151,8 +151,6 @@ def choose_threads(here: Placement, threads: int | None, is_order_invariant: boo
             matrix product depend on the number of threads; as PyTorch or ``OMP_NUM_THREADS`` chooses for one rank on a host;
             else an equal share of the cores.
         is_order_invariant: whether the bits must not depend on the number of ranks.
-    Returns:
-        The number; None leaves PyTorch's own choice.
     Example:
         >>> choose_threads(Placement(size=4, local_size=4), None, is_order_invariant=True)
         1
@@ -169,11 +167,7 @@ def choose_threads(here: Placement, threads: int | None, is_order_invariant: boo
 
 @contextlib.contextmanager
 def threads_of_run(threads: int | None, is_order_invariant: bool) -> Iterator[None]:
-    """The number of threads of one of several runs in this process, in a process group or alone; the one before at its end.
-
-    Args:
-        threads, is_order_invariant: as for :func:`choose_threads`.
-    """
+    """Set the number of threads by :func:`choose_threads` for one of several runs in this process, and restore it at the end."""
     before = torch.get_num_threads()
     _set_threads(choose_threads(read_placement(), threads, is_order_invariant))
     try:

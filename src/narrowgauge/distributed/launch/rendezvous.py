@@ -1,8 +1,8 @@
 """Rendezvous: a store that all ranks reach, and the certainty that those that answer belong to this attempt.
 
 The store may be older than the ranks: an elastic agent keeps it over restarts, and numbers restarts differently on each host. So
-each rank greets with a new, unique name, rank 0 answers every such name with the prefix of this attempt's keys, and
-the ranks have met when all of them have confirmed it.
+each rank greets with a new, unique name, and rank 0 answers every such name with the prefix of this attempt's keys. The ranks
+have met when all of them have confirmed it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ _LOOK_SECONDS = 0.05
 
 
 def meet(here: Placement, join_seconds: float) -> tuple[Store, str]:
-    """Wait until all ranks have come.
+    """Wait until all ranks have come, at most ``join_seconds``.
 
-    Args:
-        here: the placement, of several ranks.
-        join_seconds: the longest time to wait.
     Returns:
         A store that all ranks of this attempt share, and no others; and the prefix of its keys.
     Raises:
@@ -54,14 +51,9 @@ def meet(here: Placement, join_seconds: float) -> tuple[Store, str]:
 
 
 def greet(store: Store, rank: int, patience: timedelta) -> str:
-    """Greet rank 0 until it answers.
+    """Greet rank 0 until it answers with the prefix of this attempt's keys.
 
-    Args:
-        store: the shared one, which may hold the keys of earlier attempts.
-        rank: this one, not 0.
-        patience: the longest time to wait.
-    Returns:
-        The prefix of this attempt's keys.
+    ``store`` may hold the keys of earlier attempts.
     """
     name = uuid.uuid4().hex
     store.set(f"narrowgauge/hello/{rank}", name)
@@ -75,10 +67,6 @@ def greet(store: Store, rank: int, patience: timedelta) -> str:
 def welcome(store: Store, size: int, seconds: float) -> tuple[str, list[int]]:
     """Answer every greeting until all ranks have confirmed; a greeting of an earlier attempt is ignored.
 
-    Args:
-        store: the shared one.
-        size: number of ranks.
-        seconds: the longest time to wait.
     Returns:
         The prefix of this attempt's keys, and the ranks that did not come.
     """
@@ -130,12 +118,7 @@ def _first_line(text: str) -> str:
 def second_connection(here: Placement, prefix: str, timeout_seconds: float) -> Store:
     """Another connection to the same store, for another thread: a connection serves one caller at a time.
 
-    Args:
-        here: the placement.
-        prefix: as :func:`meet` returned it.
-        timeout_seconds: the longest time for an answer.
-    Returns:
-        A store of the same keys.
+    ``prefix`` is what :func:`meet` returned; ``timeout_seconds`` limits the wait for an answer.
     """
     assert here.address is not None and here.port is not None
     patience = timedelta(seconds=min(timeout_seconds, 60.0))
@@ -144,7 +127,7 @@ def second_connection(here: Placement, prefix: str, timeout_seconds: float) -> S
 
 
 def with_local_rank(here: Placement, store: Store) -> Placement:
-    """The placement; where the environment does not say its local rank, with the rank among those of the same host."""
+    """The placement; a local rank that the environment does not state is the rank among those of the same host."""
     hosts = [store.get(f"host/{rank}").decode() for rank in range(here.size)]
     mine = [rank for rank in range(here.size) if hosts[rank] == hosts[here.rank]]
     local = mine.index(here.rank) if here.local_rank is None else here.local_rank
