@@ -269,6 +269,13 @@ def base_of(name: str | None) -> str:
         return git("rev-parse", "HEAD")[0]
 
 
+def read_again() -> None:
+    """Forget what was read from files, which may have changed since."""
+    for found in list(globals().values()):
+        if hasattr(found, "cache_clear"):
+            found.cache_clear()
+
+
 def changed_paths(base: str) -> list[str]:
     """Paths that differ from a commit, files that git does not know included."""
     return sorted({*git("diff", "--name-only", base), *git("ls-files", "--others", "--exclude-standard")})

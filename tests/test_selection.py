@@ -181,16 +181,14 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_words_about_code_owe_nothing_and_code_does(module: Path) -> None:
     def code(text: str) -> bytes:
         module.write_text(text)
-        selection.tree.cache_clear()
-        selection.written.cache_clear()
+        selection.read_again()
         return selection.written("module")
 
     first = code('"""One."""\n\n\ndef f(x):\n    """Two."""\n    return x + 1\n')
     assert first == code('"""Another."""\n\n# Why.\ndef f(x):\n    """More.\n\n    Lines."""\n\n    return x + 1\n')
     assert first != code('"""One."""\n\n\ndef f(x):\n    """Two."""\n    return x - 1\n')
     assert code('X = """\n# one\n"""\n') != code('X = """\n# two\n"""\n')
-    selection.tree.cache_clear()
-    selection.written.cache_clear()
+    selection.read_again()
 
 
 def test_a_unit_is_owed_once_its_code_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,15 +198,7 @@ def record(proved: dict[str, str], passed: set[str]) -> str:
     """
     from narrowgauge.machine.cpp_compiler import compiler_missing
 
-    for function in (
-        selection.modules,
-        selection.tree,
-        selection.stub,
-        selection.module_of,
-        selection.imports,
-        selection.written,
-    ):
-        function.cache_clear()
+    selection.read_again()
     if selection.checksums() != proved:
         return "not recorded as a whole product: code changed while the tests ran"
     skipped = {unit for unit in proved if unit not in selection.ROOMS and f"tests/{unit}" not in passed}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from narrowgauge.cli import flags
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.archive import zip_file_of
 from narrowgauge.runs.foreign_logs import is_log, log_names
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 @click.command("diagnose", short_help="Name the cause of what a run shows.")
 @click.argument("run", metavar="RUN", type=click.Path(path_type=Path))
 @click.argument("other", metavar="[OTHER]", required=False, type=click.Path(path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+@flags.json_object
 @click.option("--html", "page", metavar="FILE", type=click.Path(path_type=Path), help="Also write one page.")
 @click.option(
     "--replay",
@@ -134,7 +135,7 @@ def _print(found: Diagnosis | TwoRuns, as_json: bool) -> None:
 
 
 @click.command("causes", short_help="Causes that diagnose names, with their signs.")
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
+@flags.json_list
 def causes_command(as_json: bool) -> None:
     """Causes that diagnose names: what each does to a run, the signs that it predicts, and what to do."""
     from narrowgauge.analysis.diagnosis import causes

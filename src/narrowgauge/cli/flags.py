@@ -54,6 +54,20 @@ class ParsedOnce(Parsed):
         return value if SETTINGS in os.environ else super().convert(value, param, ctx)
 
 
+def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A decorator that gives a command these options, in this order."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+json_object = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
+json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
+
 RECIPE, RECIPES = ParsedOnce(notation.parse), ParsedOnce(notation.parse_names)
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
@@ -108,6 +122,32 @@ def _items(names: Mapping[str, str], incomplete: str, otherwise: str) -> list[Co
 models = of({name: f"{model.num_parameters:,} parameters" for name, model in MODELS.items()}, "dir")
 chips = of({name: f"{chip.memory_gb:g} GB" for name, chip in CHIPS.items()})
 number_formats = of([*formats.FORMATS, *formats.ALIASES])
+
+model_and_recipes = combined(
+    click.option(
+        "--model",
+        required=True,
+        metavar="TEXT",
+        shell_complete=models,
+        help="A preset (narrowgauge show models) or a folder with a config.json.",
+    ),
+    click.option(
+        "--recipe",
+        "--recipes",
+        "recipes",
+        required=True,
+        metavar="A,B,…",
+        type=RECIPES,
+        shell_complete=many_recipes,
+        help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
+    ),
+)
+batch_shape = combined(
+    click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step."),
+    click.option(
+        "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
+    ),
+)
 
 
 def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | None = None) -> list[click.Parameter]:

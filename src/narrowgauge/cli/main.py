@@ -19,7 +19,6 @@ from narrowgauge.cli.exit_status import CommandGroup, help_without_command, say_
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 _run_folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
 
 
@@ -40,7 +39,7 @@ def show_group(context: click.Context) -> None:
 
 def _add_table(name: str, help: str) -> None:
     @show_group.command(name, help=help)
-    @_as_json
+    @flags.json_list
     def show_table(as_json: bool) -> None:
         if as_json:
             tables.write_json(show.rows(name))
@@ -63,7 +62,7 @@ _add_table("frameworks", "Checkpoints of other libraries, read and written.")
 
 @show_group.command("format")
 @click.argument("name", shell_complete=flags.number_formats)
-@_as_json
+@flags.json_list
 def show_format(name: str, as_json: bool) -> None:
     """All properties of the format NAME."""
     if as_json:
@@ -75,7 +74,7 @@ def show_format(name: str, as_json: bool) -> None:
 # A negative number would otherwise be parsed as an option.
 @show_group.command("value", context_settings={"ignore_unknown_options": True})
 @click.argument("value")
-@_as_json
+@flags.json_list
 def show_value(value: str, as_json: bool) -> None:
     """VALUE (0.1, 1e-8, 0x1p-3, inf) rounded to every format."""
     if as_json:
@@ -86,7 +85,7 @@ def show_value(value: str, as_json: bool) -> None:
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
 @click.argument("name", shell_complete=flags.recipes)
-@_as_json
+@flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME (or a .toml file) stores, computes and loses."""
     if as_json:
@@ -97,7 +96,7 @@ def show_recipe(name: str, as_json: bool) -> None:
 
 @show_group.command("environment", short_help="This machine, for an issue report.")
 @click.option("--torch", "with_torch", is_flag=True, help="Import PyTorch, and add what it reports (some seconds).")
-@_as_json
+@flags.json_list
 def show_environment(with_torch: bool, as_json: bool) -> None:
     """Describe this machine for an issue report: versions, processor, GPUs, kernel cache, relevant variables."""
     # What reads the versions of packages takes longer to load than all tables.
@@ -224,7 +223,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
     help="A TOML file of the same settings (batch_size = 8); flags override it.",
 )  # fmt: skip
-@_as_json
+@flags.json_list
 @launching.options
 def compare(
     recipes: list[Recipe] | None,
@@ -352,7 +351,7 @@ def export(
     "--like", metavar="CKPT", type=click.Path(path_type=Path),
     help="Instead of --recipe: write a copy of this checkpoint of DeepSpeed, Megatron-Core or nanotron, with CKPT's state in it.",
 )  # fmt: skip
-@_as_json
+@flags.json_list
 def convert(
     source: Path,
     recipe: Recipe | None,
@@ -378,23 +377,7 @@ def convert(
 
 
 @main.command("profile", short_help="Measure what recipes cost a model here.")
-@click.option(
-    "--model",
-    required=True,
-    metavar="TEXT",
-    shell_complete=flags.models,
-    help="A preset (narrowgauge show models) or a folder with a config.json.",
-)
-@click.option(
-    "--recipe",
-    "--recipes",
-    "recipes",
-    required=True,
-    metavar="A,B,…",
-    type=flags.RECIPES,
-    shell_complete=flags.many_recipes,
-    help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
-)
+@flags.model_and_recipes
 @click.option(
     "--chip",
     metavar="NAME",
@@ -405,11 +388,8 @@ def convert(
 @click.option(
     "--numerics", is_flag=True, help="Also train some steps on text and report the error of each layer's casts."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
-@click.option(
-    "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
-)
-@_as_json
+@flags.batch_shape
+@flags.json_list
 def profile(as_json: bool, **options: Any) -> None:
     """Measure what recipes cost a model here: casts, matmuls, step time, memory, and the fastest combination.
 
@@ -422,11 +402,7 @@ def profile(as_json: bool, **options: Any) -> None:
     found = profiled(
         options.pop("model"), options.pop("recipes"), **options, say=lambda line: click.echo(f"{line} …", err=True)
     )
-    if as_json:
-        tables.write_json(found.rows())
-    else:
-        tables.write(found.tables())
-        click.echo(f"\n{found.text()}")
+    planning.show_profile(found, as_json)
 
 
 main.add_command(planning.plan_group)

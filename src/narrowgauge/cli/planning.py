@@ -8,9 +8,9 @@ import math
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -22,6 +22,9 @@ from narrowgauge.planner.inputs.model_configs import PRESETS
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
+
+if TYPE_CHECKING:
+    from narrowgauge.profiling.profile_report import Profile
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -167,18 +170,6 @@ _explain = click.option(
 _html = click.option(
     "--html", metavar="[FILE]", is_flag=False, flag_value="plan.html", help="Write one page.  [default: plan.html]"
 )
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
-
-
-def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A command with these options, in this order."""
-
-    def decorate(function: Any) -> Any:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
 
 
 @plan_group.command(
@@ -186,7 +177,7 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     short_help="What fits, how fast, on which machines.",
     epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESETS)}.",
 )
-@_with(_model, _recipe, _chip, _chips, _chips_per_node)
+@flags.combined(_model, _recipe, _chip, _chips, _chips_per_node)
 @click.option(
     "--interconnect",
     type=_amount(1e-3),
@@ -258,7 +249,7 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     is_flag=True,
     help="Count what a layer keeps in the model's own modules, not by formula; needs PyTorch, some seconds.",
 )
-@_with(_explain, _html)
+@flags.combined(_explain, _html)
 @click.option(
     "--toml",
     metavar="[FILE]",
@@ -266,7 +257,7 @@ def _with(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     flag_value="-",
     help="Write the best option for narrowgauge train --config.  [default: to standard output, alone]",
 )
-@_as_json
+@flags.json_object
 def run_command(
     model: str,
     *,
@@ -334,7 +325,9 @@ def run_command(
 
 @plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
 @click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
-@_with(_recipe, _chip, _chips, _chips_per_node, _cluster, _optimizer, _layout_option, _explain, _html, _as_json)
+@flags.combined(
+    _recipe, _chip, _chips, _chips_per_node, _cluster, _optimizer, _layout_option, _explain, _html, flags.json_object
+)
 def state_command(params: float, html: str | None, as_json: bool, explain: bool, **asked: Any) -> None:
     """Count the state of a number of parameters: weights, gradients and optimizer states.
 
@@ -391,31 +384,12 @@ def _show_plan(
 
 
 @plan_group.command("layers", short_help="Casts and matmuls of each layer on one chip.")
-@click.option(
-    "--model",
-    required=True,
-    metavar="TEXT",
-    shell_complete=flags.models,
-    help="A preset (narrowgauge show models) or a folder with a config.json.",
-)
-@click.option(
-    "--recipe",
-    "--recipes",
-    "recipes",
-    required=True,
-    metavar="A,B,…",
-    type=flags.RECIPES,
-    shell_complete=flags.many_recipes,
-    help="Recipes to compare with bfloat16 (narrowgauge show recipes).",
-)
+@flags.model_and_recipes
 @click.option(
     "--chip", required=True, metavar="NAME", shell_complete=flags.chips, help="The chip (narrowgauge show chips)."
 )
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Sequences per step.")
-@click.option(
-    "--sequence-length", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens per sequence."
-)
-@click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
+@flags.batch_shape
+@flags.json_list
 def layers_command(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
     """Predict what recipes cost on one chip layer by layer: casts, matmuls, and the fastest combination.
 
@@ -423,7 +397,11 @@ def layers_command(model: str, recipes: list[Recipe], as_json: bool, **options: 
     """
     from narrowgauge.profiling.profiler import profile
 
-    found = profile(model, recipes, **options)
+    show_profile(profile(model, recipes, **options), as_json)
+
+
+def show_profile(found: Profile, as_json: bool) -> None:
+    """Print what recipes cost layer by layer, as tables or as JSON."""
     if as_json:
         return tables.write_json(found.rows())
     tables.write(found.tables())
@@ -433,7 +411,7 @@ def layers_command(model: str, recipes: list[Recipe], as_json: bool, **options: 
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…|RUN…", nargs=-1, required=True)
 @click.option("--at", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips to say the time for.")
-@_with(_html, _as_json)
+@flags.combined(_html, flags.json_object)
 def scaling_command(measured: tuple[str, ...], at: list[int] | None, html: str | None, as_json: bool) -> None:
     """Say what does not scale, from measured times or from run folders.
 
@@ -480,7 +458,7 @@ def _answer(row: dict[str, Any], sentences: list[str], as_json: bool, html: str 
 @plan_group.command("regression", short_help="Which setting made a step slower.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@_with(_one_chip, _html, _as_json)
+@flags.combined(_one_chip, _html, flags.json_object)
 def regression_command(before: Path, after: Path, chip: list[str] | None, html: str | None, as_json: bool) -> None:
     """Say which term of the step became slower between two launches, by how much, and which setting did it.
 
@@ -518,7 +496,7 @@ def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
 
 @plan_group.command("calibrate", short_help="How fast this machine is, from runs on it.")
 @click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@_with(_one_chip, _as_json)
+@flags.combined(_one_chip, flags.json_object)
 def calibrate_command(runs: tuple[Path, ...], chip: list[str] | None, as_json: bool) -> None:
     """Fit what this machine reaches of its rates to runs and to files of narrowgauge profile --json, for --chip here."""
     from narrowgauge.planner.measured import calibration

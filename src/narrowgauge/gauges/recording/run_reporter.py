@@ -9,6 +9,7 @@ have a writer and a screen that do nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, Protocol, cast
@@ -249,7 +250,17 @@ def _raise(error: Exception) -> NoReturn:
 # ── ranks beside the first: nothing is written or shown ─────────────────────────────────────────────────────────────
 
 
-class NullWriter:
+class _Null(AbstractContextManager[Any]):
+    """Enters as itself, and does nothing."""
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def _nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+class NullWriter(_Null):
     """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing.
 
     Args:
@@ -260,31 +271,13 @@ class NullWriter:
         self.path = path
         self.num_rows: dict[str, int] = {}
 
-    def __enter__(self) -> NullWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    step = eval = gauge = fingerprint = event = summary = amend = rewind = sync = close = _nothing
+    step = eval = gauge = fingerprint = event = summary = amend = rewind = sync = close = _Null._nothing
 
 
-class NullScreen:
+class NullScreen(_Null):
     """A :class:`Screen` that shows nothing."""
 
-    def __enter__(self) -> NullScreen:
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        pass
-
-    def _nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    stage = start = say = step = evaluation = stopping = summary = _nothing
+    stage = start = say = step = evaluation = stopping = summary = _Null._nothing
 
 
 def first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
