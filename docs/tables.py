@@ -123,11 +123,11 @@ def serious() -> str:
 def probes() -> str:
     """What ``narrowgauge show arithmetic`` measures."""
     rows = [
-        {"name": row.name, "measures": row.measures, "felt": row.affects, "settings": ", ".join(row.settings)}
+        {"name": row.name, "measures": row.measures, "affects": row.affects, "settings": ", ".join(row.settings)}
         for row in PROBES.values()
     ]
     heads = Column("property", "name"), Column("measured", "measures")
-    return _markdown(rows, *heads, **{"a difference in a run": "felt", "may change it": "settings"})
+    return _markdown(rows, *heads, **{"a difference in a run": "affects", "may change it": "settings"})
 
 
 def kinds() -> str:

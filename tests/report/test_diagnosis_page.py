@@ -87,7 +87,7 @@ def test_two_runs_have_a_page_with_the_place_where_they_part(spiked: Run) -> Non
     page = render_two(found, healthy, spiked)
     text = Document(page).text
     for words in (
-        "The runs part at step 81, in the loss",
+        "The runs first differ at step 81, in the loss",
         "silent-corruption",
         "79 steps, 20,224 tokens",
         found.evidence[0][1:],

@@ -54,7 +54,7 @@ def diagnose_command(
 ) -> None:
     """Name the cause of what the record of RUN shows: evidence, confidence, what else it could be, and what to measure next.
 
-    With OTHER, a run that should have been equal: where the two part, and why.
+    With OTHER, a run that should have been equal: where the two first differ, and why.
 
     RUN is a run folder, finished or not, one in a zip file of report --pack, or the log of another framework, as for report.
     """

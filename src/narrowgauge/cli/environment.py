@@ -267,7 +267,7 @@ def comparison(one: Arithmetic, other: Arithmetic) -> Row:
             {
                 "probe": found.probe.name,
                 "results": [found.one, found.other],
-                "felt": found.probe.affects,
+                "affects": found.probe.affects,
                 "settings": _by_name(found.settings),
             }
             for found in differences(one, other)
@@ -289,7 +289,7 @@ def _write_comparison(one: Arithmetic, other: Arithmetic, name: str, other_name:
     ]
     columns = (
         Column("probe", "probe", code=True), Column(name, "one"), Column(other_name, "other"),
-        Column("what it affects", "felt"), Column("settings that differ", "why"),
+        Column("what it affects", "affects"), Column("settings that differ", "why"),
     )  # fmt: skip
     if rows:
         tables.write(Table(columns, rows))

@@ -127,7 +127,7 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
         Section("timeline", "Timeline", figures=pair_figures(found, one, other)),
         Section("evidence", "Evidence", sentences=[capitalized(said) for said in found.evidence]),
         Section("else", "What else it could be", "Alternatives", tables=_reasons(found)),
-        Section("given", "What they were given differently", "Differences", tables=_differences(found)),
+        Section("given", "Settings, data and software that differ", "Differences", tables=_differences(found)),
         Section(
             "earlier",
             "Caught earlier",
@@ -304,7 +304,7 @@ def _differences(found: TwoRuns) -> list[Table]:
 
 def _since(found: TwoRuns, difference: FirstDifference, one: Run, other: Run) -> list[str]:
     said = [
-        f"Trained after they parted, by {name}: {trained_after(run, difference.step)}."
+        f"Trained after the first difference, by {name}: {trained_after(run, difference.step)}."
         for name, run in zip(found.names, (one, other), strict=True)
     ]
     if not found.alignment.has_fingerprints:
@@ -464,7 +464,9 @@ def pair_figures(found: TwoRuns, one: Run, other: Run) -> list[Figure]:
 def _marks(found: TwoRuns) -> list[Row]:
     alignment = found.alignment
     marks = (
-        [_parting(alignment.first_difference, "they part", 2, "dot")] if alignment.first_difference is not None else []
+        [_parting(alignment.first_difference, "first difference", 2, "dot")]
+        if alignment.first_difference is not None
+        else []
     )
     if alignment.rounded is not None:
         marks.append(_parting(alignment.rounded, "they differ by rounding", 3, "dash"))

@@ -179,7 +179,7 @@ def test_a_setting_that_cannot_act_there_is_not_the_reason(tmp_path: Path) -> No
         ),
     )
     assert found.reason is not None and found.reason.name == "bug"
-    assert found.evidence[0] == "given differently: max_grad_norm 1.0 and 2.0"
+    assert found.evidence[0] == "not the same: max_grad_norm 1.0 and 2.0"
 
 
 def test_without_fingerprints_the_columns_name_step_and_stage_and_the_answer_says_what_to_record(

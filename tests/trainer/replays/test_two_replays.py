@@ -80,8 +80,8 @@ def test_damage_does_not_happen_twice_and_code_does(
     assert replayed is not None and replayed.repeats == (True, False) and replayed.agree, found.text()
     assert replayed.persists is persists and replayed.since == AT - 2
     assert found.reason is not None and found.reason.name == reason, found.text()
-    assert f"of other, the replay parts from the record at step {AT}" in found.text()
-    assert "computed again here, both give the same: nothing that they were given parts them" in found.text()
+    assert f"of other, the replay first differs from the record at step {AT}" in found.text()
+    assert "computed again here, both give the same: settings and data do not explain the difference" in found.text()
 
 
 def test_a_hundredth_of_a_gradient_is_more_than_rounding_in_a_narrow_format(plain: Path) -> None:

@@ -42,7 +42,8 @@ class ReplayMismatch:
             return (
                 f"the run found {name} changed between steps {self.step - 1} and {self.step}, which no replay repeats"
             )
-        return f"the replay parts from the record at step {self.step}: {self.what} is {self.replayed} and was {self.recorded}"
+        values = f"{self.what} is {self.replayed} and was {self.recorded}"
+        return f"the replay first differs from the record at step {self.step}: {values}"
 
 
 # ── the variants of a step, a row per change of its arithmetic ───────────────────────────────────────────────────────────
@@ -452,7 +453,7 @@ class ReplayedPair:
             found.append(f"both were computed again from step {self.since} on, with the bits of their records")
         found += self.said
         if self.excludes_settings:
-            found.append("computed again here, both give the same: nothing that they were given parts them")
+            found.append("computed again here, both give the same: settings and data do not explain the difference")
         return found
 
     def to_dict(self) -> dict[str, Any]:

@@ -305,7 +305,7 @@ def first_mismatch(
     Example:
         >>> row = {"step": 3, "loss": 2.5, "grad_norm": 1.0}
         >>> first_mismatch(row, {**row, "grad_norm": 1.25}).message
-        'the replay parts from the record at step 3: grad_norm is 1.25 and was 1.0'
+        'the replay first differs from the record at step 3: grad_norm is 1.25 and was 1.0'
     """
     step = replayed["step"]
     if prints is not None and printed is not None:

@@ -152,7 +152,7 @@ def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say:
             said.append(f"of {run.path.name}, {each.mismatch.message}")
             again.append(_persists(run, each.mismatch.step, say))
             if again[-1] is not None:
-                how = "parts from its replay again" if again[-1] else "has the bits of its replay again"
+                how = "differs from its replay again" if again[-1] else "has the bits of its replay again"
                 said.append(f"from a later checkpoint on, {run.path.name} {how}")
     persists = None if not again or None in again else True in again
     tables = [[{key: entry[0] for key, entry in row["tensors"].items()} for row in each.prints] for each in repeated]

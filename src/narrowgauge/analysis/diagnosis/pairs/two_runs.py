@@ -48,7 +48,7 @@ class TwoRuns:
         difference = self.alignment.first_difference
         if difference is None:
             return _sameness(self.alignment)
-        where = f"The runs part at step {difference.step}, in {_place(difference)}"
+        where = f"The runs first differ at step {difference.step}, in {_place(difference)}"
         if self.reason is None:
             asked = ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[:_NAMED])
             return f"{where}. Why is not known from these records{f': {asked}' if asked else ''}."
@@ -141,7 +141,7 @@ def _place(difference: FirstDifference) -> str:
 def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) -> Iterator[str]:
     difference = alignment.first_difference
     given = _listed(alignment)
-    yield f"given differently: {given}" if given else "given alike: settings, data, versions, machine"
+    yield f"not the same: {given}" if given else "the same in both: settings, data, versions, machine"
     if difference is None:
         return
     if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
