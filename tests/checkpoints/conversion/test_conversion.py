@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from checkpoints.conversion.unpickling import Trap
 from narrowgauge.checkpoints.conversion import folders
 from narrowgauge.checkpoints.conversion.conversion_report import compare, largest_of
 from narrowgauge.checkpoints.saving import load_checkpoint
@@ -763,16 +764,6 @@ def test_shards_are_refused_with_what_joins_them(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"")
     with pytest.raises(DataError, match=r"nor weights\. python -m torch\.distributed\.checkpoint\.format_utils"):
         ng.convert(tmp_path, "bfloat16/word", tmp_path / "out")
-
-
-class Trap:
-    """Unpickled, it would make a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder),)
 
 
 def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
 import narrowgauge as ng
+from checkpoints.conversion.unpickling import Trap
 from narrowgauge.checkpoints.conversion.encodings import ENCODINGS
 from narrowgauge.checkpoints.conversion.files import load_pickle
 from narrowgauge.checkpoints.conversion.foreign import SHARDED, read_foreign
@@ -362,16 +362,6 @@ def test_another_layout_is_refused_in_one_line(tmp_path: Path) -> None:
         )
         assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.output
         assert "is not laid out as" in refused.stderr
-
-
-class Trap:
-    """Unpickled, it would make a folder."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.folder),)
 
 
 def test_nothing_in_a_sharded_checkpoint_is_run(tmp_path: Path) -> None:

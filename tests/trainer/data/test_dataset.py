@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -298,6 +299,12 @@ class TestBatches:
         assert list(dataset.valid_batches(2, 16, limit=0)) == []
         (small,) = dataset.valid_batches(1000, 16)
         assert small.shape == (num_windows, 17)
+
+    @pytest.mark.parametrize(("tokens", "windows"), [(32, 1), (33, 2), (48, 2), (49, 3)])
+    def test_the_last_window_has_a_token_to_predict(self, dataset: Dataset, tokens: int, windows: int) -> None:
+        held_out = dataclasses.replace(dataset, valid=dataset.valid[:tokens])
+        (batch,) = held_out.valid_batches(8, 16)
+        assert batch.shape == (windows, 17)
 
     def test_a_sequence_longer_than_the_data_is_refused(self, dataset: Dataset) -> None:
         length = dataset.num_tokens
