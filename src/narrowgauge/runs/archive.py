@@ -23,7 +23,7 @@ from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 
 _MOST_BYTES = 2 << 30
-"""Of the zip file, and of everything in it unpacked. A page of as many rows would not fit into memory."""
+"""Of the zip file, and of everything in it unpacked: a page of more rows would not fit into memory."""
 _MOST_MEMBERS = 100_000
 
 _COMMENT = b"Training runs. Open this file with: narrowgauge report FILE.zip"
@@ -34,11 +34,7 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, EOFError, ValueError, N
 
 
 def read_bytes(path: Path) -> bytes | None:
-    """All bytes of a file, on the disk or in a zip file; ``None`` if there is no such file.
-
-    Raises:
-        RecordError: the path leads into a zip file that is damaged or refused, or cannot be read.
-    """
+    """All bytes of a file, on the disk or in a zip file; ``None`` if there is no such file."""
     with disk_errors(path):
         if path.exists():
             return path.read_bytes()
@@ -70,11 +66,7 @@ def zip_file_of(path: Path) -> Path | None:
 
 
 def files_in(path: Path) -> list[Path]:
-    """All files below a path in a zip file, in the order of the zip file; none for other paths.
-
-    Raises:
-        RecordError: the file is no zip file, damaged or refused, or cannot be read.
-    """
+    """All files below a path in a zip file, in the order of the zip file; none for other paths."""
     file, name = _split(path)
     if file is None:
         return []
@@ -83,7 +75,6 @@ def files_in(path: Path) -> list[Path]:
 
 
 def _split(path: Path) -> tuple[Path | None, str]:
-    """The file that a path is or leads into, and the rest of the path."""
     with disk_errors(path):
         place = next((place for place in (path, *path.parents) if place.exists()), path)
         return (place if place.is_file() else None), path.relative_to(place).as_posix()
@@ -179,8 +170,8 @@ def write_zip(path: Path, files: Mapping[str, Path]) -> None:
         files: for each name in the zip file, a file on the disk or in a zip file; those that do not exist are left out.
 
     Raises:
-        RecordError: another file is there, a name or the size is one that a reader would refuse, or a file cannot be read
-            or written; ``path`` is as it was.
+        RecordError: another file is there, a reader would refuse a name or the size, or a file cannot be read or written;
+            ``path`` is as it was.
 
     Cost: the compressed bytes in memory.
 

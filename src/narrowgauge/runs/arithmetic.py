@@ -47,7 +47,6 @@ class Probe:
 
     Args:
         name: what it is called in ``run.toml`` and in every table.
-        measures: what is measured.
         affects: how a difference between two machines shows in a run.
         settings: versions, variables and switches that may change it, by their names in a fingerprint.
         source: of the method.
@@ -192,12 +191,7 @@ _MEASURE = "Measure it on that machine: narrowgauge show arithmetic --json > mac
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a machine's arithmetic was measured to be.
-
-    Args:
-        settings: versions, processor, threads and switches in force, by name.
-        results: by the name of a row of :data:`narrowgauge.runs.arithmetic.PROBES`; those not measured are absent.
-    """
+    """What a machine's arithmetic was measured to be: the settings in force, and the result of each probe that was measured."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     results: Mapping[str, str] = field(default_factory=dict)
@@ -208,13 +202,8 @@ class Arithmetic:
 
     @classmethod
     def from_toml(cls, table: object, where: str) -> Arithmetic:
-        """Read the table.
+        """Read the table of :meth:`to_toml`; ``where`` names the file in messages.
 
-        Args:
-            table: as from :meth:`to_toml`.
-            where: the file, for messages.
-        Raises:
-            RecordError: it is no such table.
         Example:
             >>> found = Arithmetic({"threads": "2"}, {"layer norm": "sequential"})
             >>> Arithmetic.from_toml(found.to_toml(), "run.toml") == found
@@ -231,12 +220,11 @@ class Arithmetic:
 
 @dataclass(frozen=True)
 class ArithmeticDifference:
-    """One property of the arithmetic that differs.
+    """One property of the arithmetic that differs between two machines.
 
     Args:
         probe: the row of the table; a name that this version does not know has a row without words.
-        one, other: the results.
-        settings: which settings that may change it differ: name, value there, and value in the other.
+        settings: which settings that may change it differ: name, value on the one, and value on the other.
     """
 
     probe: Probe
@@ -253,12 +241,13 @@ class ArithmeticDifference:
 def differences(
     one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | Arithmetic
 ) -> list[ArithmeticDifference]:
-    """What parts two machines, in the order of the table.
+    """The probes whose results differ between two machines, in the order of the table.
+
+    Probes that only one side has measured are left out (see :func:`not_compared`).
 
     Args:
         one, other: measured arithmetics, or the contents of two ``run.toml``; without the table nothing is compared.
-    Returns:
-        The probes whose results differ; those measured on one side only are left out, see :func:`not_compared`.
+
     Example:
         >>> found = differences(
         ...     Arithmetic({"threads": "1"}, {"sum of a tensor": "sequential", "layer norm": "pairwise"}),
@@ -279,9 +268,9 @@ def differences(
 def origin(found: list[ArithmeticDifference]) -> str:
     """Where the differences between two machines come from, by the settings that may be why and by what they are.
 
-    Returns:
-        ``versions`` where libraries differ; ``sums`` where nothing but orders of additions differs, as with another number of
-        threads; ``machine`` where functions or roundings do too, as with other vector instructions; empty without a difference.
+    ``versions`` where libraries differ; ``sums`` where nothing but orders of additions differs, as with another number of
+    threads; ``machine`` where functions or roundings do too, as with other vector instructions; empty without a difference.
+
     Example:
         >>> one, other = (Arithmetic({"threads": n}, {"sum of a tensor": order}) for n, order in (("1", "a"), ("2", "b")))
         >>> origin(differences(one, other))
@@ -297,12 +286,7 @@ def origin(found: list[ArithmeticDifference]) -> str:
 def changed_settings(
     one: Arithmetic, other: Arithmetic, names: tuple[str, ...] = ()
 ) -> tuple[tuple[str, str, str], ...]:
-    """Settings that differ, with both values.
-
-    Args:
-        one, other: measured arithmetics.
-        names: those to look at; all where empty.
-    """
+    """Those of the named settings that differ, or of all without names: name and both values."""
     values = [
         (name, one.settings.get(name, "not set"), other.settings.get(name, "not set"))
         for name in names or dict.fromkeys([*one.settings, *other.settings])
@@ -317,12 +301,10 @@ def not_compared(one: Arithmetic, other: Arithmetic) -> list[str]:
 
 
 def read_arithmetic(path: str | Path) -> Arithmetic:
-    """The arithmetic of the machine of a run, or of a file.
+    """The measured arithmetic that a file or a run folder holds.
 
     Args:
-        path: a run folder, or a file that ``narrowgauge show arithmetic --json`` or a ``run.toml`` wrote.
-    Raises:
-        RecordError: it cannot be read, or holds no measured arithmetic.
+        path: a run folder, a ``run.toml``, or what ``narrowgauge show arithmetic --json`` printed.
     """
     path = Path(path)
     if path.is_dir():

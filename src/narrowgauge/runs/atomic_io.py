@@ -38,14 +38,6 @@ AGAIN = "give the same command again"
 def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
     """An error of the operating system as a ``RecordError``: what, where, and on a full disk the free bytes.
 
-    Args:
-        path: the file or folder that was written or read.
-        error: what the operating system raised.
-        then: advice after a full disk.
-
-    Returns:
-        The error to raise.
-
     Example:
         >>> import errno
         >>> print(disk_error(Path("run.toml"), PermissionError(errno.EACCES, "Permission denied")).message)
@@ -60,7 +52,7 @@ def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
 
 
 def hidden_error(error: Exception) -> OSError:
-    """The operating system's error in another one's message: safetensors reports a full disk only in that way.
+    """The operating system's error that another one's message quotes: safetensors reports a full disk only in that way.
 
     Example:
         >>> hidden_error(ValueError("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
@@ -101,7 +93,6 @@ def disk_errors(path: Path, then: str = RESUME) -> Iterator[None]:
 
 
 def sync_file(path: Path) -> None:
-    """Sync a file to the disk."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         os.fsync(descriptor)
@@ -110,7 +101,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Sync a folder to the disk; without it a rename may be lost in a power failure."""
+    """Sync a folder to the disk: without it a power failure may undo a rename."""
     if sys.platform == "win32":
         return
     descriptor = os.open(path, os.O_RDONLY)
@@ -126,14 +117,9 @@ def temporary_name(path: Path) -> Path:
 
 
 def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
-    """Replace a file so that any reader, at any moment, sees the old bytes or the new ones.
+    """Replace a file so that any reader, at any moment, sees the old bytes or the new ones; its folder must exist.
 
     Invariant: after a crash ``path`` holds its old content or ``data``, never a mixture.
-
-    Args:
-        path: the final name; its folder exists.
-        data: the new content.
-        then: advice after a full disk.
 
     Raises:
         RecordError: the operating system refused, or ``path`` is a folder, a device or a pipe, which a rename would remove;
@@ -162,17 +148,9 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
 
 
 def append_whole(descriptor: int, path: Path, data: bytes) -> None:
-    """Append all of ``data`` or nothing.
+    """Append complete lines to a file that was opened with ``O_APPEND``: all of them, or on an error none.
 
-    One ``os.write`` where the disk has room; a part that was written before an error is cut off again.
-
-    Args:
-        descriptor: open with ``O_APPEND``.
-        path: its name, for the message.
-        data: complete lines.
-
-    Raises:
-        RecordError: the operating system refused; the file is unchanged.
+    One ``os.write`` where the disk has room; what was written before an error is cut off again.
     """
     length = os.fstat(descriptor).st_size
     with disk_errors(path):
@@ -185,10 +163,7 @@ def append_whole(descriptor: int, path: Path, data: bytes) -> None:
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON.
-
-    Raises:
-        ValueError: it is not JSON, or it is nested too deep, where Python raises ``RecursionError``.
+    """Parse JSON; too deep a nesting, where Python raises ``RecursionError``, is a ``ValueError`` like any other damage.
 
     Example:
         >>> load_json("[" * 100_000)
@@ -203,10 +178,7 @@ def load_json(text: bytes | str) -> Any:
 
 
 def digest(path: Path) -> str:
-    """BLAKE2b-256 of a file in hexadecimal.
-
-    Cost: one read of the file at about 1 GB/s; constant memory.
-    """
+    """BLAKE2b-256 of a file in hexadecimal, in constant memory."""
     state = hashlib.blake2b(digest_size=32)
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
@@ -216,13 +188,9 @@ def digest(path: Path) -> str:
 
 @contextlib.contextmanager
 def held_folder(path: Path) -> Iterator[bool]:
-    """Lock a folder for this process during the block; nothing is written.
+    """Lock an existing folder for this process during the block; nothing is written.
 
-    Args:
-        path: a folder that exists.
-
-    Returns:
-        Whether it is locked (see :func:`lock`); ``False`` also where the folder was removed or replaced meanwhile.
+    Yields whether it is locked (see :func:`lock`): ``False`` also where the folder was removed or replaced meanwhile.
     """
     if sys.platform == "win32":
         yield True
@@ -236,17 +204,12 @@ def held_folder(path: Path) -> Iterator[bool]:
 
 
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file for this process; the system releases the lock when the process ends, however it ends.
+    """Lock an open file for this process and return whether it is locked; the system releases the lock when the process ends.
+
+    Where the file system has no locks the answer is ``True``: nothing can be known there.
 
     Not ``filelock``: it locks a file of its own by name, which would add files to run folders and cannot lock a folder or an
     open file of rows; and where the file system has no locks it falls back to a file that a killed process leaves behind.
-
-    Args:
-        descriptor: an open file.
-        wait: block until it is free, or return at once.
-
-    Returns:
-        Whether it is locked. Where the file system has no locks, ``True``: nothing can be known there.
     """
     if sys.platform == "win32":
         return True

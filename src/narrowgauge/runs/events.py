@@ -1,9 +1,9 @@
 """Events: what happened in a run that a person should know.
 
-Metrics go to ``steps.jsonl``; an event is a sentence. Each event has a kind from the table below, the step it belongs to, one
-sentence, and where they apply the detector that raised it, the tensor, the measured value, the threshold and what to do. The
-console, ``events.jsonl``, TensorBoard and the report all show the same events. The sentence is for people: code that must know
-what happened reads the kind, the detector and the other columns.
+Metrics go to ``steps.jsonl``; an event is a sentence. Each event has a kind from the table below, its step, one sentence, and
+where they apply the detector that raised it, the tensor, the measured value, the threshold and what to do. The console,
+``events.jsonl``, TensorBoard and the report all show the same events. The sentence is for people: code that must know what
+happened reads the kind, the detector and the other columns.
 """
 
 from __future__ import annotations
@@ -74,10 +74,8 @@ class Event:
         kind: a key of :data:`KINDS`.
         step: optimizer steps done when it happened; 0 is before the first.
         message: one sentence.
-        tensor: the parameter it is about.
-        rank: the process it is about, of a run on several.
-        value: what was measured, in the unit that the message names.
-        threshold: what the value was compared with, in the same unit.
+        tensor, rank: the parameter, and the process of several, that it is about.
+        value, threshold: what was measured, and what that was compared with, in the unit that the message names.
         advice: what to do.
         detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, or a key of :data:`RAISED_BY`;
             empty where nothing was judged.
@@ -117,13 +115,7 @@ class Event:
 
     @classmethod
     def of(cls, kind: str, step: int, finding: Finding) -> Event:
-        """The event that a finding raises.
-
-        Args:
-            kind: a key of :data:`KINDS`.
-            step: optimizer steps done.
-            finding: what was found.
-        """
+        """The event of kind ``kind`` that a finding raises, after ``step`` optimizer steps."""
         return cls(
             kind, step, finding.message, finding.where or None, finding.value, finding.threshold, finding.advice,
             finding.rank, finding.name,
@@ -143,10 +135,11 @@ def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
     as any error in the training loop would.
 
     Args:
-        callback: takes an event: ``kind``, ``step``, ``message`` and, where they apply, ``detector``, ``tensor``, ``rank``,
-            ``value``, ``threshold`` and ``advice``.
+        callback: takes an :class:`Event`.
+
     Returns:
         A function that removes the callback.
+
     Example:
         >>> kinds = []
         >>> stop = on_event(lambda event: kinds.append(event.kind))
@@ -166,6 +159,6 @@ def on_event(callback: Callable[[Event], object]) -> Callable[[], None]:
 
 
 def emit(event: Event) -> None:
-    """Call every callback with an event; writers of runs and gauges call it after writing the event."""
+    """Call every callback with an event; writers of runs and gauges do so after writing it."""
     for callback in list(_LISTENERS):
         callback(event)

@@ -1,7 +1,7 @@
 """A finding: one thing that is wrong, whoever found it, and what to do about it.
 
-Detectors of the monitor, checks of ``ng.check`` and causes of the diagnosis are rows of three tables, with an id, a message and
-advice each; a plan says why a layout does not fit, and what would. All of them find this one type, and it is put into words here
+Detectors of the monitor, checks of ``ng.check`` and causes of the diagnosis are rows of three tables, each with an id, a message
+and advice; a plan says why a layout does not fit, and what would. All of them produce this one type, which is put into words here
 alone: :meth:`Finding.filled` fills a row's templates with the values that were measured, and :func:`sentences` joins a message
 and its advice for a console, a page or a logger. Code reads the fields and never the words.
 """
@@ -30,12 +30,11 @@ class Finding:
         name: the id of what found it: a detector, a check, a cause.
         message: what was found.
         advice: what to do, with the setting or the line to change.
-        where: the parameter, tensor or module, or the object it is about.
+        where: the parameter, tensor, module or object it is about.
         severity: a key of :data:`SEVERITIES`.
         step: the optimizer step at which it shows; ``None`` where it has none.
-        rank: the process it is about; ``None`` where all are alike, or which one it is is not known.
-        value: what was measured.
-        threshold: what the value was compared with.
+        rank: the process it is about; ``None`` where it is about all, or it is not known which.
+        value, threshold: what was measured, and what that was compared with.
         unit: of both; empty for ratios.
         source: where the symptom and its threshold are described.
 
@@ -62,13 +61,14 @@ class Finding:
     def filled(
         cls: type[AnyFinding], name: str, message: str, advice: str, values: Mapping[str, Any], **fields: Any
     ) -> AnyFinding:
-        """A finding whose words are templates of a table, filled with values.
+        """A finding whose words are the templates of a table's row, filled with values.
 
         Args:
             name: of the row.
             message, advice: of the row, with a name in braces for each value.
             values: by name; those that no template names are ignored.
-            fields: of the finding.
+            fields: the other fields of the finding.
+
         Example:
             >>> Finding.filled("overflow", "{value:.0%} of it saturates", "Widen '{module}'.", {"value": 0.2, "module": "a"})
             Finding(name='overflow', message='20% of it saturates', advice="Widen 'a'.", where='', severity='warning', ...)

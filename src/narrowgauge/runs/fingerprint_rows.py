@@ -1,7 +1,7 @@
 """The rows of ``fingerprints.jsonl``: which of several ranks differs from the others.
 
-Ranks that must hold the same are right where most of them agree. Between two that disagree nothing but the values tells; of two
-factors that clip the gradients, the one that clips nothing is the wrong one.
+Where ranks must hold the same value, the one that most of them hold is right. Two that disagree are equally suspect, except
+for the factors by which they clip their gradients: there the rank that clips nothing is wrong.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ APPLIED_NO_CLIP = "applied no clip"
 
 
 def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks that hold another value than more than half of all; none where no value is held by so many.
+    """The ranks that differ from the value of more than half of all; none without such a majority. ``None`` does not count.
 
-    Args:
-        values: of each rank, by rank; ``None`` of one that holds nothing, and does not count.
     Example:
         >>> odd_ranks([7, 7, 8]), odd_ranks([7, 8]), odd_ranks([None, 7, 7, 8])
         ((2,), (), (3,))
@@ -30,10 +28,8 @@ def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
 
 
 def unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
-    """The ranks that clipped nothing where others clipped.
+    """The ranks that clipped nothing where others clipped, by the factors with which each multiplied its gradients.
 
-    Args:
-        factors: by which each rank multiplied its gradients.
     Example:
         >>> unclipped_ranks([0.5, 1.0]), unclipped_ranks([1.0, 1.0]), unclipped_ranks([0.5, 0.25])
         ((1,), (), ())
@@ -44,13 +40,12 @@ def unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
 
 
 def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
-    """Where the ranks of one run part in a step: what differs, on which ranks, in words.
+    """Where the ranks of one run disagree in a step, by its row of ``fingerprints.jsonl``.
 
-    Args:
-        row: of ``fingerprints.jsonl``.
     Returns:
-        ``KIND:NAME``, the ranks that are alone with their value (none where that is not known), and a sentence without its
-        full stop. Empty where ranks hold alike what they must.
+        ``KIND:NAME`` of what differs, the ranks that are alone with their value (none where that is not known), and a sentence
+        without its full stop. Empty where ranks agree wherever they must.
+
     Example:
         >>> parted_in({"step": 4, "ranks": {"clip": [0.5, 1.0]}})[2]
         'the factor that clips the gradients differs in step 4: 0.5 on rank 0, 1 on rank 1; rank 1 applied no clip'

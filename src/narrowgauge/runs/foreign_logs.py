@@ -52,21 +52,13 @@ class Log:
     is_finished: bool | None = None
 
     def add(self, name: str, step: Any, value: Any) -> None:
-        """Take one value.
-
-        Raises:
-            ValueError: the step is not a whole number.
-        """
+        """Take one value; ``ValueError`` where the step is not a whole number."""
         if not is_whole(step):
             raise ValueError(f"{name} has step {short(step)}, which is not a whole number")
         self.values.setdefault(name, {})[int(step)] = value
 
     def rows(self, table: str) -> list[Row]:
-        """The rows of ``"steps"`` or ``"evals"``, ascending; a column that was not logged at a step is absent.
-
-        Raises:
-            ValueError: a value is not a number.
-        """
+        """The rows of ``"steps"`` or ``"evals"``, ascending; a column that was not logged at a step is absent."""
         columns = [name for name in NAMES if name in (STEP if table == "steps" else EVAL)]
         found: dict[int, Row] = {}
         for column in columns:
@@ -119,11 +111,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _read_trainer_state(files: list[Path]) -> Log:
-    """The rows of ``log_history``; each ``loss`` is the mean of the steps since the one before.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The rows of ``log_history``; each ``loss`` is the mean of the steps since the one before."""
     state: Any = load_json(files[0].read_bytes())
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
@@ -139,7 +127,7 @@ def _read_trainer_state(files: list[Path]) -> Log:
     return log
 
 
-# ── Lightning: metrics.csv, which its CSVLogger writes, of Trainer and Fabric alike ──────────────────────────────────────
+# ── Lightning: metrics.csv, which the CSVLogger of its Trainer and of Fabric writes ──────────────────────────────────────
 
 _METRICS_CSV = "metrics.csv"
 
@@ -152,11 +140,7 @@ def _find_metrics_csv(path: Path) -> list[Path]:
 
 
 def _read_metrics_csv(files: list[Path]) -> Log:
-    """The columns; Lightning counts steps from 0 and we from 1, so a row of its step 9 is of our step 10.
-
-    Raises:
-        ValueError: it is damaged.
-    """
+    """The columns; Lightning counts steps from 0 and we from 1, so a row of its step 9 is of our step 10."""
     table = csv.DictReader(io.StringIO(files[0].read_text(encoding="utf-8"), newline=""), strict=True)
     if "step" not in (table.fieldnames or ()):
         raise ValueError("it has no column 'step'")
@@ -200,12 +184,7 @@ def _find_event_files(path: Path) -> list[Path]:
 
 
 def _read_event_files(files: list[Path]) -> Log:
-    """The scalars; a last record that is cut short, as of a run in progress, is left out.
-
-    Raises:
-        RecordError: the tensorboard package is not installed.
-        ValueError: a file is damaged.
-    """
+    """The scalars; a last record that is cut short, as in a run in progress, is left out."""
     log = Log()
     for file in files:
         for event in _events(file):
@@ -244,7 +223,7 @@ def _events(file: Path) -> Iterator[Any]:
 
 
 def _scalar(value: Any) -> float | None:
-    """A scalar of either kind: ``simple_value`` of PyTorch's writer, or a tensor of TensorFlow's."""
+    """The value of a scalar: ``simple_value`` of PyTorch's writer, or a tensor of TensorFlow's; ``None`` of anything else."""
     if value.HasField("simple_value"):
         return float(value.simple_value)
     if not value.HasField("tensor") or value.tensor.tensor_shape.dim:
@@ -258,7 +237,7 @@ def _scalar(value: Any) -> float | None:
 # ── a run from any of them ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SOURCE = "source"
-"""The table of ``Run.run`` that says where a run of another framework was read from."""
+"""The table of ``Run.run`` that names the log from which a run of another framework was read."""
 
 
 class LogRun(NamedTuple):
@@ -277,7 +256,6 @@ class LogFormat:
     """A format of logs.
 
     Args:
-        name: as it is shown.
         find: the files of the log in a folder, or of a file; none where there is no such log.
         read: what they hold; raises ``ValueError`` where they are damaged.
     """
@@ -302,24 +280,14 @@ def log_names() -> str:
 
 
 def is_log(path: Path) -> bool:
-    """Whether a file or folder is a log of another framework.
-
-    Raises:
-        RecordError: the folder cannot be read.
-    """
+    """Whether a file or folder is a log of another framework."""
     return _found(path) is not None
 
 
 def read_log(path: Path) -> LogRun:
-    """The run that a log describes.
+    """The run that a log describes, of a file or folder for which :func:`is_log` holds.
 
-    Args:
-        path: a file or folder for which :func:`is_log` holds.
-    Returns:
-        Its rows; a summary of the last losses unless the log says that the run has not ended.
-    Raises:
-        RecordError: the log is damaged, holds no metric under a name of
-            :data:`~narrowgauge.runs.foreign_logs.NAMES`, or needs a package that is not installed.
+    Its summary has the last losses; there is none if the log says that the run has not ended.
     """
     found = _found(path)
     assert found is not None

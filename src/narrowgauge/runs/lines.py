@@ -9,7 +9,7 @@ Reading must stay as fast as parsing: the checksum costs a thirtieth of it, and 
 line with a valid checksum is not parsed at all.
 
 A row is appended by one write that ends with the newline. So a last line without one is torn, by a kill or a full disk, and is
-left out; a last line that has one and is no row was damaged later, and is refused as any other.
+left out; a last line that has one and is no row was damaged later, and is refused like any other.
 """
 
 from __future__ import annotations
@@ -43,10 +43,8 @@ _QUOTED = tuple(f'"{name}"'.encode() for name in sorted(NOT_FINITE))
 
 
 def line_of(row: Row) -> bytes:
-    """A row as a line of a file.
+    """A row of JSON values (see :func:`json_value`) as a line of a file.
 
-    Args:
-        row: of values that JSON has, see :func:`json_value`.
     Example:
         >>> line_of({"step": 1, "loss": "nan"})
         b'{"step":1,"loss":"nan","crc32":"9db3cc41"}\\n'
@@ -56,11 +54,7 @@ def line_of(row: Row) -> bytes:
 
 
 def has_checksum(line: bytes) -> bool:
-    """Whether a line has a checksum.
-
-    Raises:
-        ValueError: the checksum does not match the line.
-    """
+    """Whether a line has a checksum; one that does not match the line raises ``ValueError``."""
     text, tail = line[:-_TAIL], line[-_TAIL:]
     if not tail.startswith(_KEY):
         return False
@@ -70,10 +64,9 @@ def has_checksum(line: bytes) -> bool:
 
 
 def whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
-    """Each complete line of a file with its newline, and its row; a torn last line, which has no newline, is left out.
+    """Each complete line of a file with its newline, and its row.
 
-    Raises:
-        RecordError: a line is damaged, the last one included, or a value has the wrong type.
+    A torn last line, which has no newline, is left out; a damaged line or a value of the wrong type raises ``RecordError``.
     """
     kind = file.stem
 
@@ -92,16 +85,11 @@ def whole_lines(file: Path) -> Iterator[tuple[bytes, Row]]:
 
 
 def read_rows(file: Path) -> list[Row]:
-    """The rows of a file."""
     return [row for _, row in whole_lines(file)]
 
 
 def line_steps(file: Path) -> list[tuple[int, int, bool]]:
-    """The step of each complete line, its length in bytes, and whether it has a checksum; checksummed lines are not parsed.
-
-    Raises:
-        RecordError: a line is damaged.
-    """
+    """The step of each complete line, its length in bytes, and whether it has a checksum; checksummed lines are not parsed."""
 
     def stepped(line: bytes) -> tuple[tuple[int, int, bool], str]:
         is_checked = has_checksum(line)
@@ -137,25 +125,21 @@ def _read(file: Path, read: Callable[[bytes], tuple[T, str]]) -> Iterator[tuple[
 
 
 def _was_whole(rest: bytes) -> bool:
-    """Whether what follows the last newline is no torn line but a whole one whose newline is damaged: a row is one write."""
+    """Whether the text after the last newline is not a torn line but a whole one with a damaged newline: a row is one write."""
     with contextlib.suppress(ValueError):
         return has_checksum(rest[:-1] + b"\n")
     return False
 
 
 def lost_rows(folder: Path, step: int, counts: Mapping[str, int], *, checked: bool) -> list[str]:
-    """Which rows are missing that were written before a checkpoint, a sentence for each file.
+    """Which rows are missing that were written before a checkpoint: a sentence for each file, without a full stop.
 
     Args:
-        folder: of the run.
-        step: the checkpoint's.
-        counts: rows of each file when it was written; a file without a count may have any number.
+        counts: rows of each file at the checkpoint; a file without a count may have any number.
         checked: whether every row must have a checksum.
-    Returns:
-        Sentences without a full stop; none where nothing is missing.
+
     Raises:
         RecordError: rows are out of order, so that those after the checkpoint cannot be identified.
-    Cost: one read of the files, without parsing their rows.
     """
     sentences = []
     for kind in ROW_FILES:
@@ -175,11 +159,7 @@ def lost_rows(folder: Path, step: int, counts: Mapping[str, int], *, checked: bo
 
 
 def kept_lines(file: Path, lines: list[tuple[int, int, bool]], step: int) -> int:
-    """How many lines of a file belong to ``step`` or earlier steps; all later ones must follow them, in order.
-
-    Raises:
-        RecordError: they do not.
-    """
+    """How many lines of a file belong to ``step`` or earlier steps; lines that are out of order raise ``RecordError``."""
     number = next((place for place, (later, _, _) in enumerate(lines) if later > step), len(lines))
     for place in range(1, len(lines)):
         before, after = lines[place - 1][0], lines[place][0]

@@ -64,10 +64,8 @@ _BY_TENSOR: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
 
 
 def with_detector(event: Row) -> Row:
-    """A row of ``events.jsonl`` with the columns ``detector`` and ``phase``, where its version did not write them.
+    """A row of ``events.jsonl`` with the columns ``detector`` and ``phase``; a row that has a detector is returned as it is.
 
-    Args:
-        event: the row; one that has a detector is returned as it is.
     Example:
         >>> with_detector({"kind": "note", "step": 8, "message": "lr was 0.1 up to step 8 and is 0.2 from there on"})["detector"]
         'changed-settings'

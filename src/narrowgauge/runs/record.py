@@ -2,15 +2,15 @@
 
 ::
 
-    run.toml         all settings, with versions; written once
-    steps.jsonl      a row per optimizer step
-    evals.jsonl      a row per evaluation
-    events.jsonl     a row per event
-    gauges.jsonl     a row per step that the gauges sampled
+    run.toml            all settings, with versions; written once
+    steps.jsonl         a row per optimizer step
+    evals.jsonl         a row per evaluation
+    events.jsonl        a row per event
+    gauges.jsonl        a row per step that the gauges sampled
     fingerprints.jsonl  a row per step whose tensors were hashed, where that was requested
-    summary.json     the metrics of the finished run
-    checkpoints/     see checkpoints/saving.py
-    data/            see trainer/data/dataset.py
+    summary.json        the metrics of the finished run
+    checkpoints/        see checkpoints/saving.py
+    data/               see trainer/data/dataset.py
 
 The columns are in schema.py. Rows are appended whole, with one write each; the other two files are replaced, never edited. So a
 reader at any moment, and the resumed run after any crash, finds valid rows and at worst one torn last line, which is
@@ -36,7 +36,7 @@ from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
 
 DEFINITION_FILE = "compare.toml"
-"""What a comparison is, in its folder, which holds the folders of its runs."""
+"""The file that defines a comparison, in the folder that holds the folders of its runs."""
 
 SETTINGS = "settings"
 """The column of the first step's row that holds the settings."""
@@ -50,7 +50,7 @@ class Run:
         path: the folder.
         run: ``run.toml``.
         steps, evals, events: the rows, in the order written.
-        summary: the metrics of the finished run, or ``None`` while it has none.
+        summary: the metrics of the finished run; ``None`` while it has none.
         began_with: the settings of its first step; ``None`` where no row has them.
     """
 
@@ -73,11 +73,7 @@ class Run:
 
     @cached_property
     def fingerprints(self) -> list[Row]:
-        """The rows of ``fingerprints.jsonl``, read on first use.
-
-        Raises:
-            RecordError: a line in the middle of the file is damaged.
-        """
+        """The rows of ``fingerprints.jsonl``, read on first use and refused like those of :attr:`gauges`."""
         return read_rows(self.path / "fingerprints.jsonl")
 
     @property
@@ -118,11 +114,7 @@ class Run:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run, finished or not.
-
-    Raises:
-        RecordError: the folder cannot be read.
-    """
+    """Whether a folder holds a run, finished or not."""
     with disk_errors(path):
         return (path / "run.toml").is_file()
 
@@ -162,11 +154,7 @@ def read_run(path: str | Path) -> Run:
 
 
 def read_settings(path: Path) -> Row:
-    """``run.toml`` of a run folder.
-
-    Raises:
-        RecordError: there is no run, the file is damaged, or a newer version wrote it.
-    """
+    """``run.toml`` of a run folder; ``RecordError`` where there is none, it is damaged, or a newer version wrote it."""
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:

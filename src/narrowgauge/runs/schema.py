@@ -3,8 +3,7 @@
 Six tables describe what a run writes: :data:`STEP` (``steps.jsonl``), :data:`EVAL` (``evals.jsonl``), :data:`GAUGE`
 (``gauges.jsonl``), :data:`FINGERPRINT` (``fingerprints.jsonl``), :data:`EVENT` (``events.jsonl``) and :data:`SUMMARY`
 (``summary.json``). The writer and the reader check rows against them, the console and TensorBoard take their formats and tags
-from them, and the documentation prints them.
-Rows may hold further columns; nothing checks those.
+from them, and the documentation prints them. Rows may hold further columns; nothing checks those.
 
 A row of ``gauges.jsonl`` names each tensor once, as ``KIND:NAME``, and lists its metrics in the order of :data:`METRICS`,
 since a thousand tensors times a thousand samples would otherwise be mostly keys::
@@ -51,9 +50,6 @@ class Column:
     """One column of a record.
 
     Args:
-        name: the key in a row.
-        type: see :data:`Type`.
-        help: what it means.
         unit: of a number; empty for a ratio or a name.
         checked: readers compute with it, so a value of another type is refused.
         tag: TensorBoard's name for it; columns without one are not shown there.
@@ -82,7 +78,7 @@ class Column:
 
 
 def lost_share(edq: float) -> str:
-    """What an EDQ says was lost on average; stochastic storages may read slightly above 1, where nothing was.
+    """The share of updates lost on average, by an EDQ; stochastic storages may read slightly above 1, where nothing was lost.
 
     Example:
         >>> lost_share(0.25), lost_share(1.01)
@@ -162,7 +158,6 @@ _CHECKSUM = Column("crc32", "text", "checksum of the text of the row before it; 
 
 
 def _audit(scope: str, label: str, tag: str) -> tuple[Column, ...]:
-    """What the audit measured of all parameters together."""
     of = [
         ("edq", "share of the intended update that was stored", tag, label),
         ("noise", "rounding noise relative to the intended update", tag, ""),
@@ -338,15 +333,8 @@ METRICS: dict[str, dict[str, Column]] = {
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
-    """One metric in a row of ``gauges.jsonl``.
+    """One metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` where the row does not hold it.
 
-    Args:
-        row: the row.
-        table: a key of :data:`METRICS`.
-        name: the tensor, parameter or module, as the row names it.
-        metric: a metric of that table.
-    Returns:
-        The value, or ``None`` where the row has none.
     Example:
         >>> metric_of({"step": 1, "moments": {"w": [1.25, 0.0]}}, "moments", "w", "bias")
         1.25
@@ -404,12 +392,12 @@ _LISTS = {kind: _checked(kind, "lists", "numbers") for kind in TABLES}
 
 
 def wrong_value(kind: str, row: Row) -> str:
-    """The first value in a row that has not the type of its column, in words; empty where there is none.
+    """The first value in a row that does not have the type of its column, in words; empty where there is none.
 
-    Args:
-        kind: a key of :data:`TABLES`.
-        row: as it was read or will be written; values that are not finite may be their names.
+    Values that are not finite may be given by name, as in the file.
+
     Cost: about 2 µs for a row of a step.
+
     Example:
         >>> wrong_value("evals", {"step": 3, "val_loss": "low"}), wrong_value("evals", {"step": 3, "val_loss": 2.5})
         ("val_loss = 'low', which is not a number", '')
@@ -427,7 +415,6 @@ def wrong_value(kind: str, row: Row) -> str:
 
 
 def _wrong_list(kind: str, row: Row) -> str:
-    """The first wrong value in a row's tables of lists."""
     table: Any
     for key, table in row.items():
         if key not in _LISTS[kind]:

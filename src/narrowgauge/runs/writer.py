@@ -138,7 +138,7 @@ class RunWriter:
         """Replace ``run.toml``, where a resume may change what it says.
 
         Args:
-            run: all settings, as for :meth:`create`; the schema stays the one that the run began with.
+            run: all settings, as for :meth:`create`; ``schema_version`` stays the one that the run began with.
 
         Raises:
             RecordError: the disk refuses; the file is as it was.
@@ -147,7 +147,6 @@ class RunWriter:
         write_whole(self.path / "run.toml", tomli_w.dumps(self._run).encode(), AGAIN)
 
     def _keep(self, name: str, lines: list[tuple[int, int, bool]], number: int) -> None:
-        """Truncate a file after that number of lines."""
         self.num_rows[name] = number
         with disk_errors(self.path / f"{name}.jsonl"):
             os.ftruncate(self._descriptors[name], sum(length for _, length, _ in lines[:number]))
@@ -220,7 +219,7 @@ class RunWriter:
         self.num_rows[name] += 1
 
     def _checked(self, kind: str, row: Row) -> Row:
-        """The row as JSON has it; a row that no reader would accept is refused here."""
+        """The row as JSON has it; a row that no reader would accept is refused."""
         written: Row = json_value(row)
         if wrong := wrong_value(kind, written):
             raise RecordError(
@@ -232,11 +231,7 @@ class RunWriter:
 def append_event(path: Path, event: Event) -> None:
     """Append an event to a run whose writer cannot: it is gone, or is the very thread that hangs.
 
-    Nothing happens, and nothing is raised, where that is not possible: no run is there, its last row is torn, the disk is full.
-
-    Args:
-        path: the run folder.
-        event: what happened.
+    Where that is not possible, nothing happens and nothing is raised: no run is there, its last row is torn, the disk is full.
     """
     file = path / "events.jsonl"
     with suppress(OSError, RecordError):
@@ -255,15 +250,10 @@ def _names() -> list[str]:
 
 
 def rows_lost(path: Path, step: int, counts: Mapping[str, int] | None = None) -> list[str]:
-    """Which rows are missing that were written before a checkpoint, a sentence for each file.
+    """Which rows are missing that were written before a checkpoint (see :func:`lost_rows`).
 
     Args:
-        path: the run folder.
-        step: the checkpoint's.
-        counts: rows of each file when it was written (:attr:`RunWriter.num_rows`); ``None`` where that is not known.
-
-    Raises:
-        RecordError: rows are damaged or out of order.
+        counts: :attr:`RunWriter.num_rows` at the checkpoint; ``None`` where that is not known.
     """
     return lost_rows(path, step, counts or {}, checked=read_settings(path)["schema_version"] >= 2)
 
@@ -297,15 +287,7 @@ def remove_leftovers(path: Path) -> None:
 
 
 def require_free(path: str | Path, *, beside: Collection[str] = ()) -> None:
-    """Refuse a path that is in use; changes nothing.
-
-    Args:
-        path: where a run is to be created.
-        beside: names that may be there.
-
-    Raises:
-        RecordError: it is a file, or a folder that is not empty.
-    """
+    """Refuse to create a run in a path that is a file, or a folder that holds anything but the names ``beside``."""
     path = Path(path)
     with disk_errors(path):
         if path.exists() and not path.is_dir():

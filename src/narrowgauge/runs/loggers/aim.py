@@ -19,13 +19,7 @@ from narrowgauge.runs.schema import EVAL, STEP, Row
 
 
 class AimRun:
-    """A run of Aim.
-
-    Args:
-        folder: the run folder; its name is the run's.
-        settings: of the run, as its parameters.
-        step: steps done.
-    """
+    """A run of Aim, named after the run folder; the settings are its parameters."""
 
     def __init__(self, folder: Path, settings: Row, step: int = 0) -> None:
         own = folder / "aim"
@@ -45,26 +39,21 @@ class AimRun:
             self.run["comparison"] = group
 
     def step(self, row: Row) -> None:
-        """Track the metrics of a step."""
         self._track(numbers_of(STEP, row), row["step"])
 
     def evaluation(self, row: Row) -> None:
-        """Track the validation loss."""
         self._track(numbers_of(EVAL, row), row["step"])
 
     def gauge(self, row: Row) -> None:
-        """Track the tagged metrics of each tensor."""
         self._track(gauge_numbers(row), row["step"])
 
     def event(self, event: Event) -> None:
-        """Track an event as a text."""
         self.run.track(aim.Text(event.sentence), name=f"events/{event.kind}", step=event.step)
 
     def go_back(self, step: int) -> None:
         """Nothing: what comes again takes the place of what is there."""
 
     def close(self) -> None:
-        """Write what is left."""
         self.run.close()
 
     def _track(self, numbers: dict[str, float], step: int) -> None:

@@ -54,14 +54,13 @@ class Logger(Protocol):
 
 @dataclass(frozen=True)
 class Available:
-    """A logger that can be asked for.
+    """A logger that can be requested.
 
     Args:
-        name: as users write it.
-        title: as its makers write it.
+        name, title: as users write it, and as its makers do.
         package: the module that must be installed.
         place: ``module:class`` in this folder.
-        help: where it writes, from the run folder.
+        help: where it writes, relative to the run folder.
     """
 
     name: str
@@ -91,11 +90,10 @@ LOGGERS: dict[str, Available] = {
         Available("aim", "Aim", "aim", "aim:AimRun", "`aim/`, or where `AIM_REPO` says"),
     )
 }  # fmt: skip
-"""Every logger, by name."""
 
 
 def names_in(listed: str | Iterable[str]) -> tuple[str, ...]:
-    """The loggers in a comma-separated list, or in a sequence of names; each once, and ``none`` for no more.
+    """The loggers in a comma-separated list, or in a sequence of names, each once; ``none`` stands for no logger.
 
     Example:
         >>> names_in("tensorboard, tensorboard"), names_in("none")
@@ -106,11 +104,7 @@ def names_in(listed: str | Iterable[str]) -> tuple[str, ...]:
 
 
 def require_loggers(names: Iterable[str]) -> None:
-    """Refuse a logger that does not exist, or whose package is missing.
-
-    Raises:
-        NarrowgaugeError: the first of them.
-    """
+    """Refuse a logger that does not exist, or whose package is missing."""
     for name in names:
         if name not in LOGGERS:
             raise NarrowgaugeError(
@@ -126,17 +120,13 @@ def require_loggers(names: Iterable[str]) -> None:
 # ── delivery ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MOST_WAITING = 20_000
-"""Rows in the queue with which a logger is given up: it does not answer."""
+"""A logger with so many rows in its queue does not answer, and is given up."""
 PATIENCE_SECONDS = 300.0
 """How long the end of a run waits for a logger."""
 
 
 class Delivery:
-    """A logger, and the thread that hands rows on to it.
-
-    Args:
-        title: of the logger, for messages.
-        make: makes the logger; called in the thread.
+    """A logger, and the thread that makes it and hands rows on to it.
 
     Example:
         >>> class Shouting:
@@ -167,11 +157,7 @@ class Delivery:
             self._waiting.put((method, arguments))
 
     def close(self, patience: float = PATIENCE_SECONDS) -> None:
-        """Wait until everything is handed on and the logger is closed.
-
-        Args:
-            patience: seconds after which it is given up.
-        """
+        """Wait until everything is handed on and the logger is closed; give it up after ``patience`` seconds."""
         self._waiting.put(None)
         self._thread.join(patience)
         if self._thread.is_alive() and not self.failure:
@@ -200,9 +186,6 @@ class Delivery:
 def numbers_of(table: dict[str, Column], row: Row) -> dict[str, float]:
     """The tagged columns of a row that have a value.
 
-    Args:
-        table: of the row, such as :data:`narrowgauge.runs.schema.STEP`.
-        row: the row.
     Example:
         >>> from narrowgauge.runs.schema import EVAL
         >>> numbers_of(EVAL, {"step": 3, "val_loss": 2.5})
@@ -230,22 +213,13 @@ def gauge_numbers(row: Row) -> dict[str, float]:
 
 
 def comparison_of(folder: Path) -> str | None:
-    """The name of the comparison that a run belongs to, which loggers group it by; ``None`` for a run of its own.
-
-    Args:
-        folder: the run folder.
-    """
+    """The name of the comparison that a run belongs to, by which loggers group it; ``None`` for a run of its own."""
     above = folder.resolve().parent
     return above.name if (above / DEFINITION_FILE).is_file() else None
 
 
 def kept_id(folder: Path, make: Callable[[], str] = lambda: secrets.token_hex(4)) -> str:
-    """The identifier of a run with a logger, made once and kept in ``run_id`` of the logger's folder.
-
-    Args:
-        folder: of the logger, in the run folder.
-        make: makes it.
-    """
+    """The identifier of a run with a logger, made once and kept in ``run_id`` of the logger's folder in the run folder."""
     file = folder / "run_id"
     if not file.is_file():
         folder.mkdir(exist_ok=True)

@@ -24,22 +24,19 @@ from narrowgauge.runs.loggers.logger import comparison_of, gauge_numbers, kept_i
 from narrowgauge.runs.schema import EVAL, STEP, Row
 
 _SECONDS, _MOST = 2.0, 900
-"""Metrics are sent together: those of so many seconds, and at most so many (a batch may hold 1000)."""
+"""Metrics are sent in batches: those of so many seconds, and at most so many (MLflow takes 1000)."""
 
 
 class MlflowRun:
-    """A run of MLflow, logged through its client: the active run of the program stays what it is.
+    """A run of MLflow, logged through its client, so that the program's own active run is left alone.
 
-    Args:
-        folder: the run folder; its name is the run's, and ``MLFLOW_EXPERIMENT_NAME`` the experiment's, ``narrowgauge`` without.
-            Runs of one comparison have its folder's name as their tag ``comparison``.
-        settings: of the run, as its parameters.
-        step: steps done.
+    It is named after the run folder, and its experiment is ``MLFLOW_EXPERIMENT_NAME``, or ``narrowgauge``. The settings are its
+    parameters. Runs of one comparison have its folder's name as their tag ``comparison``.
     """
 
     def __init__(self, folder: Path, settings: Row, step: int = 0) -> None:
         own = folder.resolve() / "mlflow"
-        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it tells how it makes the tables
+        logging.getLogger("mlflow.store.db.utils").setLevel(logging.WARNING)  # it reports how it creates its tables
         self.client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{own / 'mlflow.db'}")
         self.status, self._metrics, self._sent = "KILLED", list[Metric](), time.monotonic()
         own.mkdir(exist_ok=True)
@@ -57,19 +54,16 @@ class MlflowRun:
         return run_id
 
     def step(self, row: Row) -> None:
-        """Log the metrics of a step."""
         self._log(numbers_of(STEP, row), row["step"])
 
     def evaluation(self, row: Row) -> None:
-        """Log the validation loss."""
         self._log(numbers_of(EVAL, row), row["step"])
 
     def gauge(self, row: Row) -> None:
-        """Log the tagged metrics of each tensor."""
         self._log(gauge_numbers(row), row["step"])
 
     def event(self, event: Event) -> None:
-        """Set a tag: the last event of its kind."""
+        """Set a tag: it holds the last event of its kind."""
         self.status = "FINISHED" if event.kind == "finish" else self.status
         self.client.set_tag(self.run_id, f"event.{event.kind}", f"step {event.step}: {event.sentence}"[:5000])
 
@@ -77,7 +71,6 @@ class MlflowRun:
         """Nothing: what comes again is logged again, at the same step."""
 
     def close(self) -> None:
-        """Send what is left, and end the run."""
         self._send()
         self.client.set_terminated(self.run_id, self.status)
 

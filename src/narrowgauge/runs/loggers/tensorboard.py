@@ -19,12 +19,9 @@ _EDGES = [float(FIRST_EXPONENT + k) for k in range(NUM_EXPONENTS + 1)]
 
 
 class TensorBoard:
-    """Writes TensorBoard's event files; a resumed run adds a file, and TensorBoard discards what is taken again.
+    """Writes TensorBoard's event files to ``tensorboard/`` in the run folder.
 
-    Args:
-        folder: the run folder; they go to ``tensorboard/`` in it.
-        settings: of the run.
-        step: steps done.
+    A resumed run adds a file, and TensorBoard discards the steps that come again.
     """
 
     def __init__(self, folder: Path, settings: Row, step: int = 0) -> None:
@@ -32,7 +29,6 @@ class TensorBoard:
         self.writer = self._next_file(step + 1 if step else None)
 
     def go_back(self, step: int) -> None:
-        """Discard what was written of the steps after ``step``."""
         self.writer.close()
         self.writer = self._next_file(step + 1)
 
@@ -40,7 +36,7 @@ class TensorBoard:
         """A file that TensorBoard reads after the others of the folder.
 
         It reads them by name: the second in which a file was made, then host, process and a counter as text, in which 10 is
-        before 9 and process 1000 before 999. So no two files are made in one second.
+        before 9 and process 1000 before 999. So no two files are made in the same second.
         """
         now = time.time()
         if any(self.folder.glob(f"events.out.tfevents.{int(now):010d}.*")):
@@ -48,11 +44,9 @@ class TensorBoard:
         return SummaryWriter(str(self.folder), purge_step=purge_step)
 
     def step(self, row: Row) -> None:
-        """Write the scalars of a step."""
         self._scalars(numbers_of(STEP, row), row["step"])
 
     def evaluation(self, row: Row) -> None:
-        """Write the validation loss."""
         self._scalars(numbers_of(EVAL, row), row["step"])
 
     def gauge(self, row: Row) -> None:
@@ -69,11 +63,9 @@ class TensorBoard:
         self._scalars(gauge_numbers(row), row["step"])
 
     def event(self, event: Event) -> None:
-        """Write an event as text."""
         self.writer.add_text(f"events/{event.kind}", event.sentence, event.step)
 
     def close(self) -> None:
-        """Flush and close the file."""
         self.writer.close()
 
     def _scalars(self, numbers: dict[str, float], step: int) -> None:

@@ -22,13 +22,11 @@ from narrowgauge.runs.schema import EVAL, STEP, Row
 
 
 class WandbRun:
-    """A run of Weights & Biases beside those that the program may have.
+    """A run of Weights & Biases, beside those that the program may have.
 
-    Args:
-        folder: the run folder; its name is the run's, and ``WANDB_PROJECT`` the project's, ``narrowgauge`` without. Runs of
-            one comparison are a group, named after its folder.
-        settings: of the run, as its config.
-        step: steps done.
+    It is named after the run folder, and its project is ``WANDB_PROJECT``, or ``narrowgauge``. The settings are its config. Runs
+    of one comparison are a group, named after its folder.
+
     Raises:
         NarrowgaugeError: nobody is logged in, and it would ask at the terminal.
     """
@@ -55,19 +53,15 @@ class WandbRun:
         self.run.define_metric("*", step_metric="step")
 
     def step(self, row: Row) -> None:
-        """Log the metrics of a step."""
         self.run.log({"step": row["step"], **numbers_of(STEP, row)})
 
     def evaluation(self, row: Row) -> None:
-        """Log the validation loss."""
         self.run.log({"step": row["step"], **numbers_of(EVAL, row)})
 
     def gauge(self, row: Row) -> None:
-        """Log the tagged metrics of each tensor."""
         self.run.log({"step": row["step"], **gauge_numbers(row)})
 
     def event(self, event: Event) -> None:
-        """Log an event as text."""
         self.is_finished = self.is_finished or event.kind == "finish"
         self.run.log({"step": event.step, f"events/{event.kind}": event.sentence})
 
