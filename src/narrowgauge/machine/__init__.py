@@ -1,1 +1,1 @@
-"""This machine: its processor, compiler, cache and processes, which need no PyTorch, and its arithmetic measured."""
+"""This machine: its processor, C++ compiler, cache folder and child processes. Nothing here loads PyTorch."""

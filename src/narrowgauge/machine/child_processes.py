@@ -1,9 +1,9 @@
-"""Processes that end with the one that started them, however that ends: by itself, by a signal, by ``kill -9``.
+"""Child processes that end when their parent does, even if that is killed by ``kill -9``.
 
-A process that is killed cannot tell its children, so the operating system must. Two means: the *pipe*, whose end a child reads
-and which is closed when nobody holds the other end any more, works everywhere and whichever thread started the child; the
-*parent's death signal* needs nothing of the child while it runs, but is Linux's, and is sent when the *thread* that started the
-child ends, so it is for children of a main thread.
+A killed process cannot tell its children, so the operating system must. There are two ways. A *pipe* that the child reads, and
+that nobody but the parent holds open, is closed when the parent is gone: this works everywhere and from any thread. The
+*parent death signal* needs no thread in the child, but only Linux has it, and it is sent when the *thread* that started the
+child ends, so it suits children of the main thread.
 
 Source: pipe(7), prctl(2).
 """
@@ -23,10 +23,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def start_tied(statements: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start Python in another process that ends with this one, and with it whatever it has started itself.
+    """Start a Python process that ends with this one, and with it all processes that it has started.
 
-    Args:
-        statements: lines of Python. They print nothing.
+    Its standard input is the pipe; its output is discarded.
+
     Raises:
         OSError: no process can be started.
     """
@@ -40,7 +40,7 @@ def start_tied(statements: Sequence[str]) -> subprocess.Popen[bytes]:
 
 
 def end_with_parent() -> None:
-    """End this process and all others of its session's first group once standard input is closed: see :func:`start_tied`."""
+    """End this process and the group it leads once standard input is closed: see :func:`start_tied`."""
     threading.Thread(target=_await_end, name="parent", daemon=True).start()
 
 
@@ -55,8 +55,7 @@ def _await_end() -> None:
 def die_with_parent(expected: int | None = None) -> None:
     """Have this process killed when the thread that started it ends. Linux only; elsewhere nothing happens.
 
-    Args:
-        expected: process id of the parent, if known; if it has ended before, this process ends now.
+    If ``expected``, the parent's process id, is given and that process has ended already, this one ends now.
     """
     _set_death_signal(signal.SIGKILL)
     if sys.platform == "linux" and expected is not None and os.getppid() != expected:
@@ -64,7 +63,7 @@ def die_with_parent(expected: int | None = None) -> None:
 
 
 def outlive_parent() -> None:
-    """Undo :func:`die_with_parent`: this process watches its parent by itself from now on."""
+    """Undo :func:`die_with_parent`: from now on this process watches its parent itself."""
     _set_death_signal(0)
 
 

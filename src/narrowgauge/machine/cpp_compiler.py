@@ -1,7 +1,7 @@
 """Whether PyTorch's compiler can work here: it writes C++, so it needs a C++ compiler, headers and a writable folder.
 
-PyTorch itself finds out in the first training step, in 150 lines of error. Everything that is compiled here can also run
-uncompiled. So this module checks first, by compiling three lines in a quarter of a second, without loading PyTorch.
+PyTorch itself finds out in the first training step, in 150 lines of error, though everything that is compiled here can also
+run uncompiled. So this module checks first: it compiles three lines in a quarter of a second, without loading PyTorch.
 
 Source: torch._inductor.cpp_builder (the compiler and its flags), torch._inductor.runtime.cache_dir_utils (the folder).
 """
@@ -50,10 +50,7 @@ def compiler_missing() -> str:
 
 
 def compiler_version() -> str:
-    """What the C++ compiler says of itself, or an empty string where there is none.
-
-    Cost: a few milliseconds, once per process.
-    """
+    """What the C++ compiler says of itself, or an empty string where there is none; asked once per process."""
     return _version(compiler_name()) if sys.platform != "win32" else _version(os.environ.get("CXX", "cl"))
 
 
@@ -61,7 +58,7 @@ def compiler_version() -> str:
 def _version(compiler: str) -> str:
     command = (
         [compiler] if sys.platform == "win32" else [compiler, "--version"]
-    )  # cl says it when it is asked for nothing
+    )  # cl prints its version when it is run without arguments
     try:
         said = subprocess.run(command, capture_output=True, text=True, check=False, timeout=LIMIT_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
@@ -70,12 +67,12 @@ def _version(compiler: str) -> str:
 
 
 def switched_off() -> str:
-    """Which variable tells ``torch.compile`` to do nothing, or an empty string."""
+    """Which environment variable switches ``torch.compile`` off, as a sentence, or an empty string."""
     return next((f"{name}=1 switches PyTorch's compiler off" for name in _SWITCHES if os.environ.get(name) == "1"), "")
 
 
 def model_compiler_missing() -> str:
-    """Why ``torch.compile`` cannot compile a model here, or an empty string: what it makes are modules of Python."""
+    """Why ``torch.compile`` cannot compile a model here (it builds Python extension modules), or an empty string."""
     if missing := switched_off() or compiler_missing():
         return missing
     if sys.platform != "win32" and (reason := _failure(compiler_name(), "Python.h")):
@@ -90,7 +87,7 @@ def model_compiler_missing() -> str:
 
 
 def compiled_folder() -> Path:
-    """Where PyTorch keeps what it has compiled: ``TORCHINDUCTOR_CACHE_DIR``, or one for each user beside temporary files."""
+    """Where PyTorch keeps compiled code: ``TORCHINDUCTOR_CACHE_DIR``, or the user's folder beside temporary files."""
     if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return Path(chosen).absolute()
     try:
@@ -103,10 +100,8 @@ def compiled_folder() -> Path:
 def is_torn(path: Path) -> bool:
     """Whether compiled code is truncated, as a killed linker leaves it: a process that loads it is killed by SIGBUS.
 
-    Only files of the ELF format are looked into; their last part is the table of sections.
+    Only the ELF format is examined, by its last part: the table of sections. Call it once nothing writes the file any more.
 
-    Args:
-        path: an object file or a shared library that is not being written.
     Example:
         >>> is_torn(Path(sys.executable).resolve())
         False
@@ -125,12 +120,7 @@ def is_torn(path: Path) -> bool:
 
 @lru_cache
 def _failure(compiler: str, header: str) -> str:
-    """The first error of a compiler that makes a library with OpenMP and a header, or an empty string.
-
-    Args:
-        compiler: as it is called.
-        header: one of Python's, or none.
-    """
+    """The first error of compiling a library that uses OpenMP and, if named, a header of Python's; else an empty string."""
     # Apple's compiler needs a library for OpenMP, whose place PyTorch knows.
     openmp = [] if sys.platform == "darwin" else ["-fopenmp"]
     lines = [
@@ -138,7 +128,7 @@ def _failure(compiler: str, header: str) -> str:
         *(["#include <omp.h>"] if openmp else []),
         *([f"#include <{header}>"] if header else []),
     ]
-    # A module leaves open what the interpreter that loads it has.
+    # Symbols of the interpreter are resolved when it loads the module.
     link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     source = "\n".join([*lines, 'extern "C" double narrowgauge(double x) { return std::sqrt(x); }', ""])
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:

@@ -1,7 +1,7 @@
 """Which number formats this processor multiplies natively.
 
 It depends on the instruction sets: AVX512-BF16 or AMX (x86) and FEAT_BF16 (ARM) multiply bfloat16; VNNI, AMX and I8MM multiply
-int8; all processors multiply float32. PyTorch accepts other formats in loops that are 8 to 180 times slower than float32
+int8; all processors multiply float32. PyTorch multiplies other formats in loops that are 8 to 180 times slower than float32's
 (``docs/log/matmuls.md``), so callers multiply those formats as float32.
 
 PyTorch calls oneDNN for these matmuls. oneDNN does not use instruction sets above ``ONEDNN_MAX_CPU_ISA``, and neither does this
@@ -48,14 +48,11 @@ _WINDOWS_FEATURES = {39: "avx", 40: "avx2", 41: "avx512f"}
 
 
 def multiplies(format: str) -> bool:
-    """Whether PyTorch multiplies a format with native instructions of this processor.
+    """Whether PyTorch multiplies a format, such as ``"bfloat16"``, with native instructions of this processor.
 
-    Args:
-        format: a name such as ``"bfloat16"``.
-    Returns:
-        True for float32 and float64, and for bfloat16 and int8 where their instruction sets are present; else False.
+    Always true for float32 and float64; for bfloat16 and int8 where their instruction sets are present; never for others. The
+    processor is read once, on import.
 
-    Cost: a look-up; the processor is read once, on import.
     Example:
         >>> multiplies("float32"), multiplies("float8_e4m3fn")
         (True, False)
@@ -75,12 +72,9 @@ def is_left_slow(format: str) -> bool:
 
 @lru_cache(None)
 def instruction_sets() -> frozenset[str]:
-    """The names of all instruction sets of this processor, as the operating system lists them (``avx512_bf16``).
+    """All instruction sets of this processor, named as in ``/proc/cpuinfo``; Windows lists AVX, AVX2 and AVX512 only.
 
     Environment variables do not change the result, since code compiled for this machine may use all of them.
-
-    Returns:
-        Names as in ``/proc/cpuinfo``; Windows lists AVX, AVX2 and AVX512 only.
     """
     if sys.platform == "linux":
         return _of_linux(Path("/proc/cpuinfo"))
@@ -96,11 +90,7 @@ def instruction_sets() -> frozenset[str]:
 
 @lru_cache(None)
 def processor_name(root: Path = Path("/")) -> str:
-    """The name of this processor, as the operating system tells it.
-
-    Args:
-        root: where ``proc`` lies.
-    """
+    """The name of this processor, as the operating system tells it; ``root`` is where ``proc`` lies."""
     with contextlib.suppress(OSError), (root / "proc/cpuinfo").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             key, _, value = line.partition(":")
