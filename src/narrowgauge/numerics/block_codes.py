@@ -7,9 +7,9 @@ largest magnitude of its block within an eighth. A code times its scale times it
     256 int8 codes                 8 scales   1 exponent     265 bytes   0.2588 of float32's
     256 int4 codes, two a byte    16 scales   1 exponent     145 bytes   0.1416
 
-Codes are rounded stochastically: each value becomes one of its two neighbours, the upper with the probability of the way
-covered, so a sum over ranks and steps is right on average and nothing must be kept between steps. Scales are rounded up, so
-that nothing saturates. The casts are rows of :class:`narrowgauge.spec.computes.Cast`; the arithmetic is
+Codes are rounded stochastically: each value becomes one of its two neighbours, with probabilities that make its expectation the
+value itself. So a sum over ranks and steps is right on average, and no rounding error must be kept between steps. Scales are
+rounded up, so that nothing saturates. The casts are rows of :class:`narrowgauge.spec.computes.Cast`; the arithmetic is
 :func:`narrowgauge.numerics.quantization.quantize_blocks`.
 
 What happens to special values: a NaN or a magnitude of 2^127 or more makes all 256 values of its record NaN. Magnitudes below
@@ -33,17 +33,12 @@ from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import get_format
 
 RECORD_VALUES = 256
-"""Values in a record."""
 _MANTISSA_BITS, _EXPONENT_MASK = 23, 0xFF
 
 
 @dataclass(frozen=True)
 class BlockCode:
-    """How values are packed into records.
-
-    Args:
-        cast: int8 or int4 in blocks with e4m3 scales, stochastic.
-    """
+    """How values are packed into records: by a stochastic cast to int8 or int4 in blocks with e4m3 scales."""
 
     cast: Cast
 
@@ -60,40 +55,36 @@ class BlockCode:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a record's codes."""
         return RECORD_VALUES * self.cast.element.bits // 8
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of a record."""
         return self.code_bytes + self.num_scales + 1
 
     @property
     def room(self) -> float:
-        """The magnitude that a record's power of two times this stands for: above 2, so that all of the record is below it,
-        and so chosen that the scale it gives is a power of two."""
+        """The magnitude that a record's power of two times this stands for.
+
+        It is above 2, so that all of the record lies below it, and chosen so that the scale it gives is a power of two.
+        """
         largest = get_format("float8_e4m3fn").max * self.cast.element.max
         return float(largest / power_below(torch.tensor(largest / 2, dtype=torch.float32)))
 
     def num_records(self, count: int) -> int:
-        """Records that hold ``count`` values; the last one is filled up with zeros."""
+        """Records that hold ``count`` values; the last one is padded with zeros."""
         return -(-count // RECORD_VALUES)
 
     def encode(self, x: Tensor, key: int) -> Tensor:
-        """Pack a vector.
+        """Pack a floating-point vector into uint8 ``[records, record_bytes]``.
 
         Invariant: the result is a function of the values, of the key and of each record's number; the same bits compiled and
         not. Decoded, each value is within one step of its own: its block's largest magnitude, divided by 127 (8 bits) or 7
         (4 bits) and rounded up by at most an eighth, or 2^-17 of the record's power if that is more. Its expectation over
         keys is the value, to 2^-16 of a step.
 
-        Args:
-            x: ``[values]``, floating point.
-            key: 32 well mixed bits, as :func:`narrowgauge.numerics.rounding.step_seed` makes them: another one for each
-                rank, step and vector, or equal gradients would round alike.
-        Returns:
-            uint8 ``[records, record_bytes]``.
-        Cost: one pass over ``x`` where it is compiled.
+        ``key`` holds 32 well mixed bits, as :func:`narrowgauge.numerics.rounding.step_seed` makes them: another one for each
+        rank, step and vector, or equal gradients would be rounded in the same direction.
+
         Example:
             >>> records = BLOCK_CODES["compressed8"].encode(torch.ones(256), key=1)
             >>> records.shape
@@ -114,14 +105,9 @@ class BlockCode:
         return records
 
     def add_decoded(self, total: Tensor, records: Tensor) -> Tensor:
-        """Add the values of records.
+        """A new ``total``, float32 ``[values]``, with the values of records added and each element rounded once.
 
-        Args:
-            total: float32 ``[values]``, of all records or without what the last was filled up with.
-            records: uint8 ``[records, record_bytes]``.
-        Returns:
-            float32 shaped like ``total``: the sum, each element rounded once.
-        Cost: one pass over ``total`` where it is compiled.
+        ``total`` has the length of all records, or lacks the padding of the last.
         """
         shape = (len(records), 1, self.num_scales, self.block)
         codes = self._unpacked(records[:, : self.code_bytes].contiguous().view(torch.int8)).view(shape)
@@ -163,7 +149,7 @@ def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Te
 
 @lru_cache(None)
 def _encoding(code: BlockCode) -> Any:
-    """The definition of a record's codes, scales and power; views are made outside, or the loops are not vectorized."""
+    """The definition of a record's codes, scales and power; views are made outside it, or the loops are not vectorized."""
     cast, room = code.cast, code.room
 
     def encode_blocks(blocks: Tensor, by_record: Tensor, by_place: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -176,7 +162,7 @@ def _encoding(code: BlockCode) -> Any:
 
 
 def _add_codes(total: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
-    """The definition of a sum of one more rank's values."""
+    """The definition that adds one more rank's values."""
     return total + codes.float() * steps
 
 

@@ -5,8 +5,8 @@ on order, so the fingerprints of shards add up to that of the whole.
 
 A :func:`checksum` runs at the speed of memory, fifty times as fast, and is enough to find damaged memory: 64-bit words are
 summed modulo 2^64 in chunks, which any single flipped bit changes, and the sums of the chunks are added up with odd
-factors, so that exchanged chunks change the number too. What it does not see are changes that cancel within a chunk, such
-as two exchanged words; several bits damaged at random cancel once in 2^64.
+factors, so that exchanged chunks change the number too. It misses changes that cancel within a chunk, such as two exchanged
+words; several bits damaged at random cancel once in 2^64.
 """
 
 from __future__ import annotations
@@ -117,16 +117,12 @@ def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """A 64-bit checksum of a tensor's bits; equal bits give equal ones, whatever the strides, the device and the offset.
+    """A 64-bit checksum of a tensor's bits, int64 0-d on its device; strides, device and offset do not enter.
 
     Invariant: tensors that differ in one bit have different ones.
 
-    Args:
-        x: any dtype and shape.
-    Returns:
-        int64, 0-d, on its device. Nothing waits for the device.
-
     Cost: one read: 0.1 ns a byte on one CPU thread; a copy where ``x`` is not contiguous or does not begin at a whole word.
+        Nothing waits for the device.
 
     Example:
         >>> x = torch.tensor([1.0, 2.0, 3.0])
@@ -148,7 +144,7 @@ def word_sum(x: Tensor) -> Tensor:
 
 
 def chunk_sums(x: Tensor) -> Tensor:
-    """The sums of a tensor's words, int64 ``[chunks]``, for each chunk of :data:`CHUNK_BYTES`; the last may be shorter."""
+    """The sums of a tensor's words in each chunk of :data:`CHUNK_BYTES`, int64 ``[chunks]``; the last chunk may be shorter."""
     words = _words(x)
     size = CHUNK_BYTES // _WORD
     whole = len(words) // size * size
@@ -157,7 +153,7 @@ def chunk_sums(x: Tensor) -> Tensor:
 
 
 def _words(x: Tensor) -> Tensor:
-    """A tensor's bytes in row-major order as int64, filled up with zeros."""
+    """A tensor's bytes in row-major order as int64, padded with zeros."""
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     missing = -len(flat) % _WORD
     if missing:

@@ -1,7 +1,7 @@
-"""Values on which two computations of one definition part first, if they part at all: what compiled code is proved on.
+"""Values on which two computations of one definition differ first, if they differ at all: compiled code is checked on them.
 
-A compiler that flushes subnormals, drops a rounding, fuses a multiplication with an addition, divides approximately or
-reorders a comparison changes nothing or the last bit of most values. It shows at zeros of both signs, subnormals, ties
+On most values, a compiler that flushes subnormals, drops a rounding, fuses a multiplication with an addition, divides
+approximately or reorders a comparison changes at most the last bit. It is caught at zeros of both signs, subnormals, ties
 between two values of a format, the ends of its range, infinities and NaN, and on values of every magnitude.
 """
 
@@ -31,12 +31,7 @@ def edge_values(
 ) -> Tensor:
     """A third edge values of both signs, a third values of every magnitude, a third normal ones; no NaN.
 
-    Args:
-        dtype: a floating-point format.
-        shape: of the result.
-        seed: which of them.
-        device: where they go.
-        finite: leave infinities out.
+    ``seed`` chooses among them; ``finite`` leaves infinities out.
     """
     generator, info = torch.Generator().manual_seed(seed), torch.finfo(dtype)
     tiny, eps = info.tiny, info.eps
@@ -56,7 +51,7 @@ def edge_values(
 def with_nan(values: Tensor) -> Tensor:
     """A copy of 16- or 32-bit floats in which every seventeenth is NaN: the quiet one that arithmetic makes here.
 
-    x86's has a sign; where it met one of the other sign, their order would decide which of the two results.
+    x86's has a sign. If it met one of the other sign, the order of the operands would decide which of the two results.
     """
     endless = torch.full((), float("inf"), dtype=torch.float32, device=values.device)
     sign = bool((endless - endless).view(torch.int32) < 0)
@@ -68,9 +63,9 @@ def with_nan(values: Tensor) -> Tensor:
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits, any NaN being as good as another.
+    """Whether two tensors have the same bits, where any NaN equals any other.
 
-    Int32 words are taken for what kernels read them as: a float32, two 16-bit floats, or other bits.
+    Int32 words are compared as what kernels read them as: a float32, two 16-bit floats, or other bits.
     """
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False

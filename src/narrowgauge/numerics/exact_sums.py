@@ -34,9 +34,9 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 
 LARGEST = 2.0**18
-"""The largest magnitude that a sum takes."""
+"""The largest magnitude of an addend."""
 MOST_ADDENDS = 4096
-"""How many it takes."""
+"""How many addends a sum takes."""
 _CHUNK, _CHUNK_ON_GPU = 1 << 15, 1 << 22
 """Elements at a time on a CPU, where words and four temporaries stay within 1.5 MiB, and elsewhere, within 192 MiB."""
 # 1.5 · 2^52 of the spacings 2^-23 and 2^-74.
@@ -51,10 +51,6 @@ class ExactSums:
     Invariant: :meth:`total` depends on nothing but the multiset of values that each element was given. It is the float32 nearest
     (ties to even) to the exact sum of these, each rounded to a multiple of 2^-74 (ties to even); values of at least 2^-50 in
     magnitude, and all of float16, are such multiples. NaN where a value was NaN, infinite, or beyond 2^18. A sum of zero is +0.
-
-    Args:
-        numel: the number of elements.
-        device: where they are.
 
     Cost: 16 bytes per element; to add, 2.5 ns an element on one CPU thread, to round the total once 4 ns.
 
@@ -73,20 +69,16 @@ class ExactSums:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self._words.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that the words take."""
         return self._words.numel() * 8
 
     @torch.no_grad()
     def add_(self, values: Tensor) -> None:
-        """Add a tensor, or each row of one.
+        """Add a tensor ``[numel]``, or each row of ``[rows, numel]``, in bfloat16, float16 or float32.
 
-        Args:
-            values: bfloat16, float16 or float32, of shape [numel] or [rows, numel].
         Raises:
             FormatError: another dtype or shape, or too many addends.
         """
@@ -101,13 +93,9 @@ class ExactSums:
 
     @torch.no_grad()
     def total(self, output: Tensor | None = None, divisor: int = 1) -> Tensor:
-        """The sums, rounded once to float32; then divided, and rounded to the format of ``output``.
+        """The sums, rounded once to float32, then divided, and rounded to the dtype of ``output`` ``[numel]``, which is returned.
 
-        Args:
-            output: shape [numel], of any floating-point dtype, to write to; ``None`` makes a float32 tensor.
-            divisor: what to divide by.
-        Returns:
-            ``output``.
+        ``None`` makes a float32 tensor.
         """
         if output is None:
             output = torch.empty(self._words.shape[1], dtype=torch.float32, device=self._words.device)
@@ -119,22 +107,15 @@ class ExactSums:
         return output
 
     def clear_(self) -> None:
-        """Begin again with nothing added."""
+        """Start again with no addends."""
         self._num_addends = 0
 
 
 @torch.no_grad()
 def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
-    """:class:`ExactSums` of the rows of one tensor, whose words do not outlive a chunk.
+    """:class:`ExactSums` of the rows of one tensor, divided and written to ``output``; the words do not outlive a chunk.
 
-    Args:
-        rows: bfloat16, float16 or float32, shape [rows, numel].
-        output: shape [numel], of any floating-point dtype, to write to; may be the only row.
-        divisor: what to divide by.
-    Returns:
-        ``output``.
-    Raises:
-        FormatError: another dtype, or too many rows.
+    ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32; ``output``, of any floating-point dtype, may be the only row.
 
     Example:
         >>> sum_rows(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.empty(2))
@@ -176,19 +157,15 @@ def _scratch(rows: Tensor, count: int = 4) -> Tensor:
 
 
 def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """The elements that are worked on at a time, as starts and stops."""
+    """Starts and stops of the elements that are worked on at a time."""
     numel, size = rows.shape[1], max(1, _size(rows))
     return ((start, min(start + size, numel)) for start in range(0, numel, size))
 
 
 def _add(rows: Tensor, words: Tensor, scratch: Tensor, *, is_first: bool) -> None:
-    """Add rows to their words, whose lower one holds at most 2^-24 before and seven times that afterwards.
+    """Add rows to ``words [2, numel]``, or overwrite these where ``is_first``.
 
-    Args:
-        rows: shape [rows, numel].
-        words: shape [2, numel]; written over where ``is_first``.
-        scratch: two rows or more of at least as many float64.
-        is_first: nothing has been added yet.
+    The lower word holds at most 2^-24 before and seven times that afterwards. ``scratch`` has two rows or more.
     """
     upper, lower = words
     rest, rounded = scratch[:2, : upper.numel()]
@@ -218,7 +195,7 @@ def _carry(words: Tensor, scratch: Tensor) -> None:
 
 
 def _in_range(rows: Tensor) -> Tensor:
-    """The rows with NaN in place of values that are too large. NaN and infinities make NaN by themselves."""
+    """The rows with NaN in place of values that are too large. (NaN and infinities become NaN anyway.)"""
     if _on_cpu(rows) and rows.numel() > 0:
         least, largest = (value.item() for value in torch.aminmax(rows))
         if least >= -LARGEST and largest <= LARGEST:

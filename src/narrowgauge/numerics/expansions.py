@@ -72,7 +72,7 @@ class NearestEven:
 
 
 def nearest_even(format_name: str, *, quiet: bool = False) -> NearestEven:
-    """The rounding to a float format's values, ties to even: bit for bit torch's cast, and :func:`casting.round_to`.
+    """The rounding of float32 to a float format's values, ties to even: bit for bit torch's cast, and ``round_to``.
 
     Subnormals are values like others; what rounds past the largest becomes infinite, or NaN in ``float8_e4m3fn`` (where
     torch's cast came to hold it at 448); a NaN becomes the quiet NaN; zeros keep their sign.
@@ -81,8 +81,6 @@ def nearest_even(format_name: str, *, quiet: bool = False) -> NearestEven:
         format_name: ``"float32"`` (nothing is rounded) or a float format of at most 11 significant bits.
         quiet: promises that NaNs come from narrow tensors or from arithmetic: on a CPU these need no care, which is
             a third of the cost. (A cut carries the longest NaN payloads into the sign; a GPU makes such NaNs.)
-    Returns:
-        A function of a float32 tensor.
     Raises:
         FormatError: the format has more bits (float32's operations would round twice), or no infinity and NaN.
     Example:
@@ -105,11 +103,8 @@ def nearest_even(format_name: str, *, quiet: bool = False) -> NearestEven:
 def nearest_even_bits(dropped: int, *, quiet: bool = False) -> NearestEven:
     """As :func:`nearest_even`, but only the precision is cut, to 24 - ``dropped`` bits: the exponent stays float32's.
 
-    Args:
-        dropped: 13 to 21 mantissa bits to round off, or 0 for none.
-        quiet: as there.
-    Raises:
-        FormatError: another number; with 1 to 12, float32's operations would round twice.
+    ``dropped`` is 13 to 21, or 0 for no rounding: with 1 to 12, float32's operations would round twice.
+
     Example:
         >>> nearest_even_bits(20)(torch.tensor([0.3, 1e-30]))
         tensor([3.1250e-01, 9.8608e-31])
@@ -152,12 +147,9 @@ def two_prod(a: Tensor, b: Tensor, rn: Rounding) -> tuple[Tensor, Tensor]:
 
 
 def renormalise(terms: Sequence[Tensor], length: int, rn: Rounding) -> Parts:
-    """Terms as an expansion: exact if they are not more than its parts, else within u^length.
+    """Terms as an expansion of ``length`` parts: exact if the terms are not more than its parts, else within u^length.
 
-    Args:
-        terms: at least ``length``, largest first: none but a zero has a smaller exponent than the next. They may overlap.
-        length: how many parts to make.
-        rn: rounding to the parts' format.
+    There are at least ``length`` terms, largest first: none but a zero has a smaller exponent than the next. They may overlap.
     """
     parts = list(terms)
     if len(parts) == length == 2:
@@ -226,12 +218,8 @@ def scale(x: Parts, c: Tensor, rn: Rounding) -> Parts:
 def mul(x: Parts, y: Parts, rn: Rounding, length: int = 0) -> Parts:
     """Product of expansions: Collage's Mul, correct.
 
-    Partial products are exact but for the least of those that count, which are rounded. Error for pairs 5u^2, for
-    triples 8u^3.
-
-    Args:
-        x, y, rn: expansions of any lengths, rounding to the parts' format.
-        length: how many parts to make, at most as many as both have together; 0 for as many as the longer has.
+    Partial products are exact except for the least of those that count, which are rounded. Error for pairs 5u^2, for
+    triples 8u^3. The product has ``length`` parts, at most as many as both have together; 0 stands for those of the longer.
 
     Cost: for two pairs 6 roundings and 9 operations.
     """
@@ -284,16 +272,14 @@ def _remainder(x: Parts, product: Parts, rn: Rounding) -> Parts:
 
 
 def negative(x: Parts) -> Parts:
-    """The expansion with the opposite sign."""
     return tuple(-part for part in x)
 
 
 def expansion_of(value: Tensor | float, length: int, rn: Rounding) -> Parts:
-    """A value split into parts, each the nearest to what the ones before leave; error u^length.
+    """A float32 or float64 value split into parts, each the nearest to what the ones before leave; error u^length.
 
-    Args:
-        value: float32 or float64 tensor, or a Python float (its parts are 0-d).
-        length, rn: how many parts, and the rounding to their format.
+    The parts of a Python float are 0-d.
+
     Example:
         >>> expansion_of(0.999, 2, nearest_even("bfloat16"))
         (tensor(1.), tensor(-0.0010))
@@ -308,14 +294,11 @@ def expansion_of(value: Tensor | float, length: int, rn: Rounding) -> Parts:
 
 @dataclass(frozen=True)
 class Expansion:
-    """An expansion with operators, so that arithmetic written for tensors runs on it unchanged.
+    """An expansion, largest part first, with operators, so that arithmetic written for tensors runs on it unchanged.
 
     A result has as many parts as the longer operand. A float32 tensor or Python float combined with a single part is used as
     it is, with one rounding of the float32 result, as in torch's narrow kernels; with more parts it is first split.
 
-    Args:
-        parts: largest first.
-        rounding: to the parts' format.
     Example:
         >>> x = Expansion(expansion_of(torch.tensor([1.0, 2.0]), 2, rn := nearest_even("bfloat16")), rn)
         >>> (1.001 * x - x).value

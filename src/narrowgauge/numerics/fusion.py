@@ -21,12 +21,9 @@ COMPILE_ELEMENTS = 1 << 18
 
 
 def fused(size: int, definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
-    """A definition applied to these arguments.
+    """A definition applied to these arguments, compiled where it works on so many (``size``) elements that this pays.
 
-    Args:
-        size: number of elements that it works on.
-        definition: the same object for the same lines and constants: each is compiled once.
-        arguments: tensors, or ``None``.
+    Each definition is compiled once, so the same lines and constants must be the same function object.
     """
     if size >= COMPILE_ELEMENTS and can_compile():
         return compiled(definition, *arguments)

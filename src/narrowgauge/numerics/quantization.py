@@ -61,21 +61,17 @@ def quantize(
     fold: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Quantized:
-    """Cast a matrix to codes and scales.
+    """Cast a floating-point matrix ``[rows, columns]`` to codes and scales.
 
     Invariant: with ``granularity="row"`` no row's result depends on another; quantizing the values of a result again, under the
     same scales, changes nothing.
 
     Args:
-        x: floating-point ``[rows, columns]``; along ``dim`` and, for square blocks, along both, whole blocks (see
-            :func:`padded`).
-        cast: how.
+        x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
         dim: the dimension that the matmul contracts: ``row`` means one scale for all of it.
         words: for stochastic rounding, from :func:`random_words`.
         fold: float32, broadcastable: multiplied into ``x`` first; the other operand's ``column`` scales.
         amax: float32 ``[1, 1]``: the largest magnitude to make a tensor's scale from, in place of the tensor's own.
-    Returns:
-        Codes and scales.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
     Cost: compiled, one pass for the scales and one for the codes.
@@ -126,7 +122,6 @@ def quantize_blocks(
 
     Args:
         blocks: ``[row blocks, rows, column blocks, columns]``.
-        cast, words: as for :func:`quantize`.
         amax: as for :func:`quantize`, or one for each row block, which then has an outer scale of its own.
     Returns:
         Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, what values were multiplied by, and
@@ -198,13 +193,12 @@ def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tens
 def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0) -> tuple[Tensor, Tensor]:
     """Random words from counters: one for each row, one for each column; see :func:`uniform`.
 
-    Invariant: a pure function of the key and the logical indices, so any chunk of rows gets the words it has in the whole.
+    Invariant: a pure function of the key and the logical indices, so any chunk of rows, begun at its own ``first_row``, gets the
+    words it has in the whole.
 
     Args:
-        rows, columns: how many.
         key: 0-d int32: what is particular to the seed, the step, the layer and the operand, well mixed: of two keys that
             differ in low bits only, one has the other's words in another order.
-        first_row: the logical index of the first row.
     Returns:
         float32 in [0, 1): ``[rows, 1]`` of 16 bits and ``[1, columns]`` of 16 bits and half a last one.
     """
@@ -237,10 +231,10 @@ def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def round_nearest(v: Tensor, row: Format) -> Tensor:
-    """Float32 values rounded to a format's own, ties to even; beyond its end, its end (16-bit and wider floats: infinity).
+    """Float32 values rounded to a format's own, ties to even; past its end they become its end (from 16 bits up: infinity).
 
-    Invariant: equals ``round_to``, saturated for narrow formats, but for the sign of zero; NaN stays NaN in formats without one;
-    integers end at -max, so that they are as many on both sides.
+    Invariant: equals ``round_to``, saturated for narrow formats, except for the sign of zero. NaN stays NaN even in
+    formats without one. Integers end at -max, so that there are as many on both sides.
     """
     if row.name == "float32":
         return v
@@ -282,10 +276,7 @@ def _shortened(v: Tensor, row: Format) -> Tensor:
 def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
     """Float32 values rounded to one of their two neighbours, without bias to 2^-16 of a spacing.
 
-    Args:
-        v: float32, within the format's range.
-        row: a format of at most 8 bits.
-        u: uniform in [0, 1), see :func:`uniform`.
+    The values lie within the format's range, the format has at most 8 bits, and ``u`` comes from :func:`uniform`.
     """
     if row.kind == "int":
         return torch.floor(v + u).clamp(-row.max, row.max)
@@ -317,12 +308,9 @@ def _binade_by_steps(v: Tensor, row: Format) -> tuple[Tensor, Tensor]:
 
 
 def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
-    """The power of two by which a group with that largest magnitude is divided.
+    """The power of two by which a group with this largest magnitude is divided, for elements of format ``row``.
 
-    Args:
-        amax: float32.
-        row: the elements' format.
-        up: take the smallest at which nothing saturates; else the OCP rule, the exponent of ``amax`` less the format's.
+    With ``up`` it is the smallest at which nothing saturates; else the OCP rule, the exponent of ``amax`` less the format's.
     """
     mantissa = int(math.frexp(row.max)[0] * (1 << 24)) - (1 << 23)
     bits = bits_of(amax.clamp_min(TINY)) + (0x7FFFFF - mantissa if up else 0)
@@ -346,14 +334,9 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
 def rotate(x: Tensor, dim: int) -> Tensor:
     """Each 16 consecutive places along ``dim`` mixed by a random Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
 
-    The signs repeat every 16 places and never change, as in the published recipe; two operands rotated alike multiply to
-    what they did before.
+    The signs repeat every 16 places and never change, as in the published recipe; two operands that are both rotated multiply to
+    what they did before. The dimension must be a multiple of 16 long (see :func:`padded`).
 
-    Args:
-        x: float32 ``[rows, columns]``, ``dim`` a multiple of 16 long.
-        dim: along which.
-    Raises:
-        FormatError: the dimension is not made of whole sixteens.
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
     if x.shape[dim] % ROTATION_SIZE:
@@ -378,7 +361,7 @@ _SIGNS = [1.0 if 0x9E37 >> place & 1 else -1.0 for place in range(ROTATION_SIZE)
 
 
 def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
-    """``x`` with zeros added until it is made of whole blocks, and of whole rotations."""
+    """``x`` padded with zeros to whole blocks, and to whole rotations."""
     sides = list(sides_of(cast, dim))
     if cast.rotation != "none":
         sides[dim] = math.lcm(sides[dim], ROTATION_SIZE)

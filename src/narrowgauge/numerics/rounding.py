@@ -11,12 +11,10 @@ whole number. The format gives how many: the difference of the mantissas, and mo
 steps stop shrinking.
 
 Nothing here is rounded by ``.to(bfloat16)``: compilers remove such casts inside fused kernels, and then nothing is rounded at
-all. Integer operations they cannot remove, nor flush subnormals or fuse an addition, so eager and compiled code give the same
-bits.
+all. Integer operations are not removed, flushed or fused, so eager and compiled code give the same bits.
 
-What happens to special values, but where a function says otherwise: a zero keeps its sign; a subnormal is cut like any other
-value; an infinity stays one; a finite value that rounds past the largest becomes infinite, as IEEE 754 asks; a NaN stays a NaN
-(see :func:`quiet`).
+Special values, unless a function says otherwise: a zero keeps its sign; a subnormal is cut like any other value; an infinity
+stays one; a finite value that rounds past the largest becomes infinite, as IEEE 754 asks; a NaN stays a NaN (see :func:`quiet`).
 """
 
 from __future__ import annotations
@@ -58,16 +56,11 @@ def power_below(x: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:
-    """32 hashed bits per element of ``key``.
+    """32 hashed bits per element of ``key`` (int32, particular to each element) under ``seed`` (0-d int32, particular to a step).
 
     A pure function of key and seed, so shards, chunks and flattenings of a tensor get the same bits and there is no
     generator to save. Right shifts are masked, since those of an int32 copy the sign.
 
-    Args:
-        key: int32 tensor, what is particular to each element.
-        seed: 0-d int32 tensor, what is particular to this step.
-    Returns:
-        int32 tensor shaped like ``key``.
     Source:
         Two of the three rounds of ``lowbias32`` of Chris Wellons' hash prospector; the seed is itself well mixed.
     """
@@ -86,18 +79,11 @@ def step_seed(seed: int, step: int) -> int:
 
 
 def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
-    """A random addend for :func:`cut`, from ``count`` bits of ``random`` beginning at bit ``start``.
+    """A random addend for :func:`cut`, int32 in ``[0, 2**dropped)``, from ``count`` bits of ``random`` at bit ``start``.
 
     Fewer random bits than dropped ones would round down on average: the mean of the addend must be half of the dropped
     range. The missing low bits are therefore set to their middle (without that, 12 bits for 20 lose 1 % of a second
     moment, 8 bits 14 %).
-
-    Args:
-        random: int32 tensor of hashed bits.
-        start, count: which of them to use.
-        dropped: how many bits the cut removes.
-    Returns:
-        int32 tensor in ``[0, 2**dropped)``.
     """
     used = min(count, dropped)
     missing = dropped - used
@@ -117,14 +103,11 @@ def quiet(x: Tensor) -> Tensor:
 
 
 def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
-    """The bits of ``x`` with their ``dropped`` lowest ones rounded off to zero.
+    """The int32 bits of ``x``, whose NaNs are :func:`quiet` ones, with their ``dropped`` lowest ones rounded off to zero.
 
     Args:
-        x: float32 tensor; its NaNs are :func:`quiet` ones.
-        dropped: number of low bits to round off, 0 to 22; with 23 no mantissa is left, and a NaN becomes infinite.
+        dropped: 0 to 22; with 23 no mantissa is left, and a NaN becomes infinite.
         addend: :func:`half` rounds to the nearest, ties away from zero; a :func:`dither` rounds stochastically.
-    Returns:
-        int32 tensor, the bits of a float32 with at most ``23 - dropped`` mantissa bits.
     """
     if x.is_cuda:
         x = quiet(x)  # whose own NaN is all ones
@@ -148,24 +131,12 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def round_to_bfloat16(x: Tensor) -> Tensor:
-    """The nearest bfloat16 of each value, ties away from zero (``Tensor.to`` rounds ties to even).
-
-    Args:
-        x: float32 tensor.
-    Returns:
-        bfloat16 tensor of the same shape.
-    """
+    """The nearest bfloat16 of each float32, ties away from zero (``Tensor.to`` rounds ties to even)."""
     return float_of(cut(quiet(x.contiguous()), 16, half(16))).to(torch.bfloat16)
 
 
 def round_to_float16(x: Tensor) -> Tensor:
-    """The nearest float16 of each value, ties away from zero; below 2^-14 within 2^-14 of a spacing.
-
-    Args:
-        x: float32 tensor.
-    Returns:
-        float16 tensor of the same shape.
-    """
+    """The nearest float16 of each float32, ties away from zero; below 2^-14 within 2^-14 of a spacing."""
     # Scaled by 2^-112 a float32 has float16's own exponents, subnormals included.
     scaled = float_of(cut(quiet(x.contiguous()) * 2.0**-112, 13, half(13)))
     return (scaled * 2.0**112).to(torch.float16)
@@ -198,11 +169,11 @@ class _Carrier:
 
     @property
     def sign_bit(self) -> int:
-        """The top bit alone, as the signed integer it is in this type."""
+        """The top bit alone, as a signed integer of this type."""
         return -(1 << (self.format.bits - 1))
 
     def bits(self, value: float) -> int:
-        """The bits of a value that this type holds exactly and that is not negative."""
+        """The bits of a nonnegative value that this type holds exactly."""
         return self.format.encode(value)
 
 
@@ -226,8 +197,8 @@ def round_to(
     * ``nearest``: ties go to the even mantissa (for a scale, which has none, up, and so does all that lies between its
       two smallest powers, as in PyTorch and ml_dtypes).
     * ``toward_zero``: the neighbour nearer to zero; finite values never leave the range.
-    * ``stochastic``: one of the two neighbours, the upper with a probability equal to the way covered, to 2^-30 of a
-      step. The random bits are a hash of the seed, the element's logical index and its bits: the same in any memory
+    * ``stochastic``: one of the two neighbours, each more probable the nearer it is, so that the mean is the value, to
+      2^-30 of a step. The random bits are a hash of the seed, the element's logical index and its bits: the same in any memory
       layout, in any chunking (give each chunk its ``offset``), eager and compiled.
     * Overflow, that is, a rounded value past the largest, or an infinity: infinity where the format has one, else NaN
       where it has that (``float8_e4m3fn``, the fnuz formats), else the end of the range (fp6, fp4, integers).
@@ -240,10 +211,10 @@ def round_to(
     Args:
         x: floating-point tensor of any shape; float64 is rounded once, not through float32.
         format: a format that float32 can hold, or its name.
-        rounding: how.
+        rounding: see above.
         seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor; compiled code is compiled
             again for a new int, and not for a new tensor.
-        saturate: hold what does not fit at the end of the range.
+        saturate: see overflow.
         offset: for ``stochastic``: the logical index of the first element of ``x``, when it is a chunk of a tensor.
     Returns:
         float32 tensor shaped like ``x``, without gradient.

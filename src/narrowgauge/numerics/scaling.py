@@ -32,7 +32,7 @@ Losses = TypeVar("Losses", list[Tensor], tuple[Tensor, ...])
 class LossScaler:
     """A loss scale that grows while nothing overflows and backs off when overflows follow one another.
 
-    Invariant: the scale is a power of two in ``[floor, ceiling]``, and all of it is a function of the sequence of overflows:
+    Invariant: the scale is a power of two in ``[floor, ceiling]``, and the state depends on the sequence of overflows alone:
 
     * A step that overflows spends one of ``hysteresis`` lives and starts the count of good steps again. While no life
       is left, it multiplies the scale by ``backoff_factor``, but never below ``floor``.
@@ -43,17 +43,16 @@ class LossScaler:
 
     At the floor the scale stays, and :meth:`report` warns that it is still too high; it never becomes zero.
     Processes that train together must agree on what overflowed, as they do on a norm over all of them; then their
-    scales are equal too. The gradients of all micro-batches of a step are scaled alike if the update follows the step.
+    scales are equal too. All micro-batches of a step have the same scale if the update follows the step.
 
     Args:
         initial: the scale at first.
-        growth_factor: what growth multiplies by; at least 1.
-        backoff_factor: what backing off multiplies by; at most 1.
+        growth_factor: at least 1.
+        backoff_factor: at most 1.
         growth_interval: steps without an overflow until the scale grows.
         hysteresis: lives; 1 backs off at every overflow, as ``torch.amp.GradScaler`` does.
         floor, ceiling: the least and the largest scale; with 2^24 the smallest float16 stands for 2^-48.
         device: where the scale lives; ``None``: where the first loss or overflow that it meets does.
-
     Raises:
         RecipeError: a scale or a factor that is no power of two (it would round every gradient), or limits that
             contradict each other.
@@ -124,15 +123,11 @@ class LossScaler:
 
     @classmethod
     def static(cls, scale: float, *, device: torch.device | str | None = None) -> LossScaler:
-        """A scale that never moves; overflows are still counted and reported.
+        """A scaler whose scale never moves; overflows are still counted and reported.
 
         Args:
-            scale: a power of two.
+            scale: a power of two, else :class:`RecipeError`.
             device: as of the class.
-        Returns:
-            The scaler.
-        Raises:
-            RecipeError: ``scale`` is no power of two.
         """
         return cls(scale, growth_factor=1.0, backoff_factor=1.0, floor=scale, ceiling=scale, device=device)
 
@@ -143,14 +138,9 @@ class LossScaler:
     def scale(self, loss: Losses) -> Losses: ...
 
     def scale(self, loss: Any) -> Any:
-        """The loss times the scale, to be differentiated; the loss itself stays what it is.
+        """The loss, or each of a list or tuple of them, times the scale, to be differentiated; the loss itself stays as it is.
 
         A loss in float16 can overflow here already: compute it in float32.
-
-        Args:
-            loss: a tensor, or a list or tuple of them.
-        Returns:
-            The same, scaled.
         """
         self.request = object()  # written and never read here: a compiled loss is not recompiled for it
         if isinstance(loss, Tensor):
@@ -218,10 +208,9 @@ class LossScaler:
         return int(self._state["num_overflows"])
 
     def report(self) -> str | None:
-        """What is wrong, in a line: the scale may not get lower, and steps overflow nevertheless; waits for the device.
+        """What is wrong, in a line: the scale may not get lower, and steps overflow nevertheless. ``None`` where all is well.
 
-        Returns:
-            The line, or ``None`` where all is well.
+        Waits for the device.
         """
         held = int(self._state["num_held"])
         if not held or not self.at_floor:
@@ -235,18 +224,15 @@ class LossScaler:
         )
 
     def state_dict(self) -> dict[str, float | int]:
-        """The state in plain numbers, which JSON can hold; waits for the device.
+        """The scale and the counters in plain numbers, which JSON can hold; waits for the device.
 
-        Returns:
-            ``scale``, a float, and the counters. The factors and limits are not in it: they are settings.
+        The factors and limits are not in it: they are settings.
         """
         return {name: value.item() for name, value in self._state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` gave; what is refused changes nothing.
+        """Restore what :meth:`state_dict` gave; a state that is refused changes nothing.
 
-        Args:
-            state_dict: the saved state.
         Raises:
             RecipeError: an entry is missing, or the saved scale is one that this scaler may not take.
         """

@@ -1,8 +1,8 @@
-"""Shards: tensors that are DTensors, such as parameters that FSDP2 shares out over ranks, and the parts of them that ranks hold.
+"""DTensors, such as parameters that FSDP2 shards over ranks, and the parts of them that ranks hold.
 
-Arithmetic is done on parts: every stored bit is a function of its element's own history, so ranks need not speak to each other,
-but for numbers that belong to all of them, such as the norm of the gradients, whose exact sum knows no order. States are handed
-out as DTensors placed like their parameter, so that a checkpoint can be read by other ranks.
+Arithmetic is done on parts: every stored bit is a function of its element's own history. So ranks communicate only for numbers
+that belong to all of them, such as the norm of the gradients, whose exact sum knows no order. States are handed out as
+DTensors placed like their parameter, so that other ranks can load a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from narrowgauge.numerics import summation
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -37,13 +36,10 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def placed_like(owner: Any, part: Tensor) -> Tensor:
-    """This rank's part of a state as a DTensor placed like its parameter; untouched where that is none.
+    """This rank's part of a state as a DTensor placed like ``owner``, its parameter; untouched where that is no DTensor.
 
-    Args:
-        owner: the parameter.
-        part: parameter-shaped, or with a last dimension of 1 in place of the parameter's.
-    Returns:
-        A tensor that a distributed checkpoint saves and shards again; integers of 16 bits become int32.
+    A distributed checkpoint can save the result and shard it again; int16 becomes int32. ``part`` is parameter-shaped, or has
+    a last dimension of 1.
     """
     if not is_sharded(owner) or part.ndim != owner.ndim:
         return part
@@ -65,8 +61,8 @@ def by_reduction(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Tensor]]]
     Args:
         tensors: DTensors and others, on any meshes; all ranks give them in the same order.
     Returns:
-        Groups, one for each axis of the mesh along which elements are shared out, and this rank's parts of the tensors
-        that they are for. What is shared out along no axis has no groups, and comes first, perhaps without a tensor.
+        Pairs of groups, one for each mesh axis that shards elements, and this rank's parts of the tensors that they are for.
+        What no axis shards has no groups, and comes first, perhaps without a tensor.
     """
     return [(groups, [local_of(tensor) for tensor in members]) for groups, members in by_group(tensors)]
 
@@ -105,8 +101,8 @@ def squares_of_all(
     Args:
         parts: process groups, and what this rank holds of the tensors that belong to them; see :func:`by_reduction`.
         count: how many elements all ranks have together.
-        peak_of: from what this rank holds to its largest magnitude, float32 0-d, 0 where there is nothing.
-        steps_of: from that and the scales to the sum of its squares in steps of both grids, int64 ``[2]``.
+        peak_of: gives the largest magnitude of what this rank holds, float32 0-d, 0 where there is nothing.
+        steps_of: gives, under the scales, its sum of squares in steps of both grids, int64 ``[2]``.
     Returns:
         ``(steps, scales, largest)``: the steps of each part over all of its ranks, int64 ``[parts, 2]``, and what
         :func:`~narrowgauge.numerics.summation.from_grid` takes beside them.
@@ -118,14 +114,10 @@ def squares_of_all(
 
 
 def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
-    """:func:`~narrowgauge.numerics.summation.global_norm` of the whole of tensors some of which are DTensors.
+    """:func:`~narrowgauge.numerics.summation.global_norm` of whole tensors, at least one, some of them DTensors.
 
     Every rank of their meshes calls it, with the same tensors in the same order, and gets the bits of one process that holds all.
 
-    Args:
-        tensors: bfloat16, float16 or float32; at least one.
-    Returns:
-        float32, 0-d, on the device of the first one's part.
     Cost: two reads of what this rank holds, and two small messages.
     """
     device = local_of(tensors[0]).device

@@ -65,20 +65,13 @@ def chunks_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def exact_sum(x: Tensor) -> Tensor:
-    """The sum of all elements, rounded once.
+    """The sum of all elements, rounded once: float64, 0-d, on the CPU, where Python's integers finish the sum.
 
     Invariant: the float64 nearest to the exact sum (ties to even), so it depends on nothing but the multiset of values: not
     on order, shape, chunking or device. Nothing is dropped: ``2^60 + 1 - 2^60 + 2^-8`` is ``1 + 2^-8``.
 
-    Args:
-        x: any floating-point dtype and shape.
-
-    Returns:
-        float64, 0-d, on the CPU, where Python's integers finish the sum. No elements, or zeros of any sign: +0. NaN
-        or infinities of both signs: NaN. Infinities of one sign, or a sum beyond float64: that infinity.
-
-    Raises:
-        FormatError: ``x`` is not floating point.
+    No elements, or zeros of any sign: +0. NaN or infinities of both signs: NaN. Infinities of one sign, or a sum beyond
+    float64: that infinity.
 
     Cost: a round over each chunk per 47 binades of its range (two or three for most data), each waiting for the device;
         4 ns an element on one CPU thread for a Gaussian.
@@ -122,15 +115,9 @@ def _units(values: Tensor) -> int:
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """The first pass: the largest absolute value, exact and in no order.
+    """The first pass: the largest absolute value, float32 0-d, exact and in no order; at least one element.
 
     Invariant: NaN if any element is NaN, else infinity if any is infinite, so one number carries the overflow flag too.
-
-    Args:
-        x: bfloat16, float16 or float32, at least one element.
-
-    Returns:
-        float32, 0-d.
 
     Example:
         >>> largest_magnitude(torch.tensor([1.0, -3.0, 2.0])).item()
@@ -151,17 +138,14 @@ def largest_magnitude_words(words: Tensor) -> Tensor:
 
 
 def grid_scales(largest: Tensor, count: int) -> Tensor:
-    """The two scales that put squares on the coarse grid, and its remainders on the fine one.
+    """The two scales that put squares on the coarse grid, and its remainders on the fine one: float64 ``[2]``.
 
     Invariant: with ``w = 63 - count.bit_length()`` and ``e`` the least with ``largest² < 2^e``, the scales are ``2^(w-e)``
-    and ``2^w``, so that ``count`` addends stay below 2^63 on either grid.
+    and ``2^w``, so that ``count`` addends stay below 2^63 on either grid. Nothing waits for the device.
 
     Args:
         largest: float32, 0-d: the largest magnitude over *all* tensors and ranks.
         count: how many elements all tensors and ranks have, 1 … 2^40, else :class:`FormatError`.
-
-    Returns:
-        float64, shape [2], on the device of ``largest``. Nothing waits for the device.
 
     Example:
         >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
@@ -178,17 +162,11 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
 
 
 def grid_sum_of_squares(x: Tensor, scales: Tensor) -> Tensor:
-    """The second pass: the squares of ``x`` as whole steps of the two grids, summed.
+    """The second pass: the squares of ``x`` as whole steps of the coarse and the fine grid, summed, int64 ``[2]``.
 
     Invariant: integers, so any order, chunking or sharding gives the same two; those of parts add up to those of the whole.
-
-    Args:
-        x: bfloat16, float16 or float32, any length; no magnitude above the ``largest`` given to :func:`grid_scales`.
-        scales: float64, shape [2], from :func:`grid_scales`.
-
-    Returns:
-        int64, shape [2]: coarse steps, fine steps. Meaningless (but harmless) where ``x`` holds NaN or infinity:
-        :func:`from_grid` answers from ``largest`` then.
+    No magnitude may exceed the ``largest`` given to :func:`grid_scales`. With NaN or infinity in ``x`` the steps are
+    meaningless (but harmless): :func:`from_grid` answers from ``largest`` then.
 
     Cost: one read; compiled, 0.1 ns an element for float32 and 0.6–1 for bfloat16 on two AVX512 threads.
 
@@ -224,15 +202,9 @@ def _grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def from_grid(steps: Tensor, scales: Tensor, largest: Tensor) -> Tensor:
-    """The sum of squares that the two integers stand for.
+    """The sum of squares that the two integers, the sums of every part's :func:`grid_sum_of_squares`, stand for.
 
-    Args:
-        steps: int64, shape [2]: the sum of every part's :func:`grid_sum_of_squares`.
-        scales: float64, shape [2], from :func:`grid_scales`.
-        largest: float32, 0-d: what the scales were made from.
-
-    Returns:
-        float64, 0-d, within 2^-52 relative; ``largest`` itself if that is NaN or infinite. Never waits for the device.
+    Float64, 0-d, within 2^-52 relative; ``largest`` itself if that is NaN or infinite. Never waits for the device.
 
     Example:
         >>> largest, x = torch.tensor(4.0), torch.tensor([3.0, 4.0])
@@ -265,13 +237,10 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
     float64 roundings; exact up to those where the squares' bits all lie within ``2w`` of the largest.
 
     Args:
-        tensors: bfloat16, float16 or float32, any shapes, all on one device.
+        tensors: bfloat16, float16 or float32 (a float64's square is not a float64), all on one device.
 
     Returns:
         float64, 0-d, on their device. No elements: 0. Any NaN: NaN; else any infinity: infinity.
-
-    Raises:
-        FormatError: a tensor of another dtype (a float64's square is not a float64).
 
     Cost: two reads; eager 2 ns an element on one CPU thread. Temporaries under 16 MiB. Nothing waits for the device.
 
@@ -295,13 +264,9 @@ def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all tensors taken as one vector, in no order.
+    """The Euclidean norm of all tensors taken as one vector, in no order: float32, 0-d; otherwise as :func:`sum_of_squares`.
 
-    Law, arguments, errors and cost: as :func:`sum_of_squares`.
-
-    Returns:
-        float32, 0-d. No elements: 0. Any NaN: NaN; else any infinity, or a norm beyond float32: infinity. So
-        ``isfinite`` of it is the skip flag of a training step.
+    A norm beyond float32 is infinite, so ``isfinite`` of it is the skip flag of a training step.
 
     Example:
         >>> global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])

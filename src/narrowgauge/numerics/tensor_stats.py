@@ -55,8 +55,8 @@ def rms(x: Tensor) -> Tensor:
 def power_of_rms(x: Tensor) -> Tensor:
     """The largest power of two not above the root mean square of ``x``, 0-d float32, detached; 1 where there is none.
 
-    That is: 1 for zeros, and for tensors whose mean square is not a float32. Nothing is hidden by it: what is divided by it
-    stays infinite where it was.
+    That is: 1 for zeros, and for tensors whose mean square is not a float32. It hides nothing: an infinite value stays
+    infinite when it is divided by it.
 
     Example:
         >>> power_of_rms(torch.tensor([3e-6, -5e-6])).log2()
@@ -78,17 +78,11 @@ def nonfinite_count(x: Tensor) -> Tensor:
 
 
 def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
-    """How many values have each binary exponent.
+    """How many values have each binary exponent, int64 ``[bins]``; ``first`` is the exponent of the first bin, above -126.
 
     Invariant: bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``; magnitudes below fall into the first bin,
     above into the last; zeros, NaN and infinities into none. Histograms of parts add up to that of the whole.
 
-    Args:
-        x: floating-point, any shape.
-        first: the exponent of the first bin, above -126.
-        bins: how many.
-    Returns:
-        int64 ``[bins]``.
     Example:
         >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()
         [1, 2, 0, 1]
@@ -101,14 +95,10 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
 
 
 def kurtosis(x: Tensor) -> Tensor:
-    """The fourth moment over the squared second: 1 for two values ±a, 3 for a normal distribution, large with outliers.
+    """The fourth moment of ``[..., values]`` over the squared second, float32 ``[...]``: large with outliers.
 
-    Invariant: about zero, not about the mean; NaN where all values are zero.
+    Invariant: about zero, not about the mean. 1 for two values ±a, 3 for a normal distribution, NaN where all values are zero.
 
-    Args:
-        x: floating-point ``[..., values]``.
-    Returns:
-        float32 ``[...]``.
     Example:
         >>> kurtosis(torch.tensor([2.0, -2.0, 2.0])).item()
         1.0
@@ -118,12 +108,11 @@ def kurtosis(x: Tensor) -> Tensor:
 
 
 def feature_peak(x: Tensor) -> tuple[Tensor, Tensor]:
-    """How far the strongest feature stands out: the largest rms of a column over that of all, and which column it is.
+    """How far the strongest feature of ``[..., rows, columns]`` stands out: the largest rms of a column over that of all.
 
-    Args:
-        x: floating-point ``[..., rows, columns]``.
     Returns:
-        float32 and int64 ``[...]``: 1 where all columns are alike, the root of their number where one alone is not zero.
+        That ratio, float32 ``[...]``, and which column it is, int64. The ratio is 1 where all columns have the same rms, the
+        root of their number where one alone is not zero.
     Example:
         >>> peak, column = feature_peak(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
         >>> round(peak.item(), 4), column.item()
@@ -135,11 +124,9 @@ def feature_peak(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def cast_sums(x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None, amax: Tensor | None = None) -> Tensor:
-    """What a cast takes from a matrix, as sums that add up: over rows, batches and steps.
+    """What a cast takes from a matrix ``[rows, columns]``, as sums that add up: over rows, batches and steps.
 
     Args:
-        x: ``[rows, columns]``.
-        cast: how.
         dim: the dimension that the matmul contracts.
         fold: multiplied into ``x`` first; the other operand's scales.
         amax: the largest magnitude to scale a tensor by, in place of its own: ``[1, 1]``, or ``[rows, 1]`` where the rows
@@ -184,17 +171,13 @@ def cast_and_sum(
 
 
 def _end(row: Format) -> float:
-    """The magnitude up to which values round to the format's largest: half a spacing beyond it."""
+    """The magnitude up to which values round to the format's largest: half a spacing beyond that."""
     return row.max + (0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1))
 
 
 def sqnr_of_sums(sums: Tensor) -> Tensor:
-    """The signal to quantization noise ratio of :func:`cast_sums` added up, in decibels.
+    """The signal to quantization noise ratio of added :func:`cast_sums` ``[..., 6]``, in decibels; +inf where nothing was lost.
 
-    Args:
-        sums: float64 ``[..., 6]``.
-    Returns:
-        float64 ``[...]``: +inf where nothing was lost.
     Example:
         >>> sqnr_of_sums(torch.tensor([100.0, 1.0, 0, 0, 1, 1])).item()
         20.0
@@ -218,10 +201,8 @@ class CastLoss(NamedTuple):
 
 
 def cast_loss(sums: Tensor) -> CastLoss:
-    """The metrics of :func:`cast_sums` added up.
+    """The metrics of :func:`cast_sums` ``[6]`` added up.
 
-    Args:
-        sums: float64 ``[6]``.
     Example:
         >>> cast_loss(torch.tensor([100.0, 1.0, 0, 1, 4, 5])).underflow
         0.25
@@ -233,10 +214,8 @@ def cast_loss(sums: Tensor) -> CastLoss:
 def block_scale_exponents(scales: Tensor) -> Tensor:
     """Lowest, median and highest binary exponent of block scales: how much of the scale's own range a tensor needs.
 
-    Args:
-        scales: float32, positive; those that are not are left out.
-    Returns:
-        float32 ``[3]``; NaN without any.
+    Float32 ``[3]``, over the positive scales; NaN if there are none.
+
     Example:
         >>> block_scale_exponents(torch.tensor([0.5, 1.0, 8.0])).tolist()
         [-1.0, 0.0, 3.0]
@@ -251,11 +230,8 @@ def block_scale_exponents(scales: Tensor) -> Tensor:
 def update_to_weight(before: Tensor, after: Tensor) -> Tensor:
     """The rms of a change over that of the value: what a step moves, relative to what is there.
 
-    Args:
-        before: values ``[..., n]``.
-        after: the same later.
-    Returns:
-        float32 ``[...]``; NaN where ``before`` is all zero.
+    From values ``[..., n]`` float32 ``[...]``; NaN where ``before`` is all zero.
+
     Example:
         >>> update_to_weight(torch.tensor([2.0, -2.0]), torch.tensor([2.5, -2.0])).item()
         0.1767766922712326
@@ -283,13 +259,10 @@ def update_to_ulp(intended: Tensor, weight: Tensor, mantissa_bits: int | Tensor)
 
 
 def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
-    """Σ stored / Σ exact of second moments: 1 when they follow the gradients, above 1 when they froze at what they were.
+    """Σ stored / Σ exact of second moments ``[..., n]``: 1 when they follow the gradients, above 1 when they froze.
 
-    Args:
-        stored: as the optimizer keeps them ``[..., n]``.
-        exact: the same in a wide format.
-    Returns:
-        float64 ``[...]``; NaN where the exact ones are zero.
+    Float64 ``[...]``; NaN where the exact ones are zero.
+
     Example:
         >>> moment_bias(torch.tensor([2.0, 2.0]), torch.tensor([1.0, 1.0])).item()
         2.0
@@ -305,14 +278,12 @@ def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tenso
 
     Args:
         query: ``[heads, tokens, width]`` of one sequence.
-        key: ``[key heads, tokens, width]``; query heads share them in turn.
+        key: ``[key heads, tokens, width]``; query heads share them in turn, and are a multiple of them.
         scale: by which logits are multiplied.
-        places: int64 ``[queries]``: whose logits are looked at.
+        places: int64 ``[queries]``: whose logits are computed.
     Returns:
-        float32 ``[2]``: the maximum, and the mean entropy over that of even weights: 1 where all keys count alike, 0 where
+        float32 ``[2]``: the maximum, and the mean entropy over that of even weights: 1 where all keys count equally, 0 where
         one alone does; 1 where only first tokens, which see one key, were requested.
-    Raises:
-        FormatError: heads that cannot be shared.
     Example:
         >>> x = torch.zeros(1, 4, 8)
         >>> attention_statistics(x, x, 1.0, torch.tensor([3])).tolist()

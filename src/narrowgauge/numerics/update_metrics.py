@@ -27,19 +27,10 @@ _Terms = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
-    """The eight addends of one element each, for a kernel to sum.
+    """The eight addends of one element each, from D, E and V, for a kernel to sum: in the order of :data:`UPDATE_SUMS`.
 
-    Invariant: elementwise and pure, in the dtype given; in the order of :data:`UPDATE_SUMS`. Counts are 0 or 1 in that dtype
-    too, so that one kind of register sums all eight. Squares below the dtype's range vanish (float32: changes
-    under 1e-23), the counts do not.
-
-    Args:
-        intended: D, the change the rule computed, float32.
-        stored: E, the change the store took, as ``intended``.
-        visible: V, the change of the weight the model sees, as ``intended``.
-
-    Returns:
-        Eight tensors of the inputs' shape and dtype.
+    Invariant: elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so that one kind of register sums
+    all eight. Squares below the dtype's range vanish (float32: changes under 1e-23), the counts do not.
 
     Example:
         >>> [term.item() for term in update_terms(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0))]
@@ -59,20 +50,9 @@ def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """The eight sums of one tensor's update: the reference for the kernels that compute them on the way.
+    """The eight sums of one tensor's update, float64 ``[8]``: the reference for the kernels that compute them on the way.
 
     Invariant: products are exact in float64 and summed there, chunk by chunk; counts are exact.
-
-    Args:
-        intended: D, float32, any shape.
-        stored: E, same shape.
-        visible: V, same shape.
-
-    Returns:
-        float64, shape [8], in the order of :data:`UPDATE_SUMS`.
-
-    Raises:
-        FormatError: the shapes differ.
 
     Cost: one read of each; temporaries under 16 MiB.
 
@@ -107,9 +87,6 @@ def edq(sums: Tensor) -> Tensor:
     Returns:
         float64, shape [...]: a ratio.
 
-    Raises:
-        FormatError: the last dimension is not 8.
-
     Example:
         >>> d = torch.tensor([1.0, 1.0])
         >>> edq(update_sums(d, torch.tensor([1.0, 0.0]), d)).item()
@@ -127,11 +104,6 @@ def noise(sums: Tensor) -> Tensor:
     Invariant: 0 when nothing is lost, 1 in a stall, NaN where nothing was intended. It comes from the sums by
     ‖E−D‖² = ΣE² − 2ΣD·E + ΣD², so products in float32 cannot resolve readings below about 1e-3, nor float64 below 1e-8.
 
-    Args, Raises: as :func:`edq`.
-
-    Returns:
-        float64, shape [...]: a ratio, ≥ 0.
-
     Example:
         >>> noise(update_sums(torch.ones(4), torch.zeros(4), torch.zeros(4))).item()
         1.0
@@ -140,12 +112,7 @@ def noise(sums: Tensor) -> Tensor:
 
 
 def lost_fraction(sums: Tensor) -> Tensor:
-    """The share of intended changes (D ≠ 0) that left the stored value as it was.
-
-    Args, Raises: as :func:`edq`.
-
-    Returns:
-        float64, shape [...]: 0 … 1; NaN where nothing was intended.
+    """The share of intended changes (D ≠ 0) that left the stored value as it was; NaN where nothing was intended.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0])
@@ -160,8 +127,6 @@ def unseen_fraction(sums: Tensor) -> Tensor:
 
     High is healthy where the store keeps a tail: the changes are collected there until the upper word turns.
 
-    Args, Returns, Raises: as :func:`lost_fraction`.
-
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0])
         >>> unseen_fraction(update_sums(d, d, torch.tensor([1.0, 0.0, 0.0]))).item()
@@ -171,17 +136,10 @@ def unseen_fraction(sums: Tensor) -> Tensor:
 
 
 def imprecision_share(sums: Tensor, num_elements: float) -> Tensor:
-    """The share of all elements that left the visible weight as it was: the source's "imprecision percentage".
+    """The share of all ``num_elements`` that left the visible weight as it was: the source's "imprecision percentage".
 
     It counts elements of which no change was intended as well, and looks at the visible weight even where a low part or a
     tail takes what it does not show; :func:`unseen_fraction` and :func:`lost_fraction` do neither.
-
-    Args:
-        sums: as of :func:`edq`.
-        num_elements: elements over which they are.
-
-    Returns:
-        float64, shape [...]: 0 … 1.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
@@ -197,8 +155,6 @@ def imprecision_share(sums: Tensor, num_elements: float) -> Tensor:
 def visible_edq(sums: Tensor) -> Tensor:
     """⟨D,V⟩/‖D‖²: :func:`edq` of the weight that the model sees.
 
-    Args, Returns, Raises: as :func:`edq`.
-
     Example:
         >>> d = torch.tensor([1.0, 1.0])
         >>> visible_edq(update_sums(d, d, torch.tensor([2.0, 0.0]))).item()
@@ -209,8 +165,6 @@ def visible_edq(sums: Tensor) -> Tensor:
 
 def visible_noise(sums: Tensor) -> Tensor:
     """‖V−D‖/‖D‖: :func:`noise` of the weight that the model sees.
-
-    Args, Returns, Raises: as :func:`noise`.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0])
@@ -241,20 +195,10 @@ def _ratio(part: Tensor, whole: Tensor) -> Tensor:
 
 
 def sqnr_db(x: Tensor, y: Tensor) -> Tensor:
-    """Signal to quantization noise ratio, 10·log10(Σx² / Σ(x−y)²), in decibels.
+    """Signal to quantization noise ratio, 10·log10(Σx² / Σ(x−y)²), in decibels: float64, 0-d.
 
     Invariant: +inf where ``y`` equals ``x`` (zeros too), 0 where ``y`` is all zero, 6.02 more for each bit of precision; NaN
     for no elements or where ``x − y`` is not a number.
-
-    Args:
-        x: the values meant, any shape.
-        y: the values kept, same shape.
-
-    Returns:
-        float64, 0-d, decibels.
-
-    Raises:
-        FormatError: the shapes differ.
 
     Cost: one read of each; temporaries under 16 MiB.
 
@@ -273,20 +217,14 @@ def sqnr_db(x: Tensor, y: Tensor) -> Tensor:
 
 
 def underflow_fraction(x: Tensor, smallest: float) -> Tensor:
-    """The share of the nonzero elements that become zero when rounded to the nearest number of a format.
+    """The share of the nonzero elements that become zero when rounded to the nearest number of a format: float64, 0-d.
 
     Invariant: counts 0 < abs(x) ≤ ``smallest``/2 (half of it is a tie, which goes to the even neighbour: zero). NaN and
     infinity count as nonzero elements that stay. NaN where no element is nonzero.
 
     Args:
-        x: values, already divided by any scale; any shape.
+        x: values, already divided by any scale.
         smallest: the smallest positive number of the format, its smallest subnormal where it has subnormals.
-
-    Returns:
-        float64, 0-d: 0 … 1.
-
-    Raises:
-        FormatError: ``smallest`` is not positive.
 
     Cost: one read; temporaries under 16 MiB.
 
@@ -304,19 +242,10 @@ def underflow_fraction(x: Tensor, smallest: float) -> Tensor:
 
 
 def overflow_fraction(x: Tensor, largest: float) -> Tensor:
-    """The share of all elements beyond the largest finite number of a format, which saturate or become infinite.
+    """The share of all elements beyond the largest finite number of a format, which saturate or become infinite: float64, 0-d.
 
-    Invariant: counts abs(x) > ``largest``, infinities included; NaN is an element, but not one beyond. NaN for no elements.
-
-    Args:
-        x: values, already divided by any scale; any shape.
-        largest: the largest finite number of the format.
-
-    Returns:
-        float64, 0-d: 0 … 1.
-
-    Raises:
-        FormatError: ``largest`` is not positive.
+    Invariant: counts abs(x) > ``largest``, infinities included, after any scale was divided out. NaN is an element, but not one
+    beyond. NaN for no elements.
 
     Cost: one read; temporaries under 16 MiB.
 

@@ -42,23 +42,14 @@ Tile = tuple[slice, slice]
 
 
 def is_widened(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether products of operands in a dtype are computed as float32 there.
-
-    Args:
-        dtype: of both operands.
-        device_type: ``"cpu"`` or another.
-    """
+    """Whether products of two operands of this dtype are computed as float32 on this type of device."""
     return device_type == "cpu" and not multiplies(str(dtype).removeprefix("torch."))
 
 
 def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
     """The product of two matrices by tiles: rows and columns of the result, and its float32 values there.
 
-    Args:
-        a: ``[rows, contraction]`` in any layout.
-        b: ``[contraction, columns]`` in any layout.
-    Yields:
-        Tiles that together are the result; the memory of the values is overwritten by the next tile.
+    The operands may have any layout. The memory of a tile's values is overwritten by the next tile.
     """
     side = max(_TILE_ELEMENTS // max(a.shape[1], 1), _LEAST_SIDE)
     for top in range(0, a.shape[0], side):
@@ -143,16 +134,10 @@ def _as_float32(value: Any) -> Any:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x · weightᵀ + bias`` in the dtype of ``x``, on any processor.
+    """``x [..., in] · weightᵀ [in, out] + bias [out]`` in the dtype of ``x``, on any processor.
 
-    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once.
-
-    Args:
-        x: ``[..., in]``.
-        weight: ``[out, in]``; rounded to the dtype of ``x`` where it is wider.
-        bias: ``[out]``.
-    Returns:
-        ``[..., out]``; gradients come in each operand's own dtype.
+    Invariant: each value is the sum of the products of ``x`` and the weight in that dtype, and of the bias, rounded once. A wider
+    weight is rounded to that dtype first. Gradients come in each operand's own dtype.
 
     Cost: PyTorch's, or that of a float32 matmul and of widening tiles of both operands.
     Example:
