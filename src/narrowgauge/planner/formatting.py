@@ -83,14 +83,7 @@ def count_text(number: float) -> str:
 
 
 def unit_of(value: float, quantity: str) -> tuple[float, str]:
-    """The unit in which a value is at least one.
-
-    Args:
-        value: in bytes or seconds.
-        quantity: ``"bytes"``, ``"s"`` or ``"J"``.
-    Returns:
-        Its size, and its name.
-    """
+    """The size and name of the unit of ``"bytes"``, ``"s"`` or ``"J"`` in which a value is at least one."""
     units = {"s": _SECONDS, "J": _JOULES}.get(quantity, _BYTES)
     # 480 GB is easier to compare with a chip's memory than 0.48 TB: terabytes begin at ten.
     return next((unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)), units[-1])
@@ -122,7 +115,7 @@ def layout_text(layout: Layout) -> str:
 
 
 def axes_text(layout: Layout) -> str:
-    """How a layout divides a model and its state over chips.
+    """How a layout divides a model and its state among chips.
 
     Example:
         >>> axes_text(Layout(shard=4, zero=1, tensor=2, pipeline=4)), axes_text(Layout())

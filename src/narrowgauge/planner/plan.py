@@ -40,14 +40,14 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
 LONGEST_DAYS = 120.0
-"""Within which a run is to end where the fewest chips are asked for without a deadline: BLOOM's took 117 days (arXiv 2211.05100),
-one of the longest that were published."""
+"""The deadline where the fewest chips are asked for without one: BLOOM's run, one of the longest published, took 117 days (arXiv
+2211.05100)."""
 MOST_CHIPS = 1 << 14
-"""Up to which numbers of chips are tried where none is given: of Llama 3's 405B (arXiv 2407.21783)."""
+"""The largest number of chips that is tried where none is given: that of Llama 3 405B (arXiv 2407.21783)."""
 _COSTS_VARY = 1.25
 LARGEST = ("context", "batch")
 ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
-"""Layouts of adapters: PEFT's layers are shared by FSDP2 or replicated, not divided."""
+"""The layout of adapters: FSDP2 shards PEFT's layers, or they are replicated; no other axis divides them."""
 _MOST_POSITIONS, _STEP_OF_LENGTH, _MOST_SEQUENCES = 1 << 24, 1024, 1 << 16
 OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "days": lambda option: 1.0 / (option.tokens_per_second or 1.0),
@@ -58,7 +58,7 @@ OBJECTIVES: dict[str, Callable[[Option], float]] = {
 """What the best option has least of."""
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
            "sequence_parallel", "expert_tensor", "accumulation_dtype", "keeps_gradients")  # fmt: skip
-"""What one configuration for several clusters has in common; replicas and micro-batches follow from the chips."""
+"""What one configuration for several clusters has in common; replicas and micro-batches follow from the number of chips."""
 _BATCH = ("micro_batch", "micro_batches", "recompute", "offload")
 _MOST_LAYOUTS = 8
 _TUNING = ("int8-outlier",)
@@ -99,18 +99,18 @@ def plan(
     or without machines, the state alone is counted: weights, gradients and optimizer states.
 
     Args:
-        model: a preset's name, a Hugging Face ``config.json``, a folder with one, or an architecture.
+        model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
         params: number of parameters, instead of a model.
         recipes: names, files or recipes; none means all that suit the chips.
         chip: one or more names of chips (``narrowgauge show chips``), or ``"here"``: this machine, as calibrated.
         chips: how many; several numbers are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
-        chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``: chips in each, and the rate of a node's network.
-        dollars_per_hour: price of one chip; nothing is assumed without it.
-        host_memory_gb: of one node of ``chip``, in 2^30 bytes; layouts that offload to it are then searched too.
+        chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``; the rate is that of a node's whole network.
+        dollars_per_hour: price of one chip; None leaves costs out.
+        host_memory_gb: of one node of ``chip``, in 2^30 bytes; if given, layouts that offload to it are searched too.
         software: a row of :data:`~narrowgauge.planner.inputs.efficiency.SOFTWARE` whose speed is planned; None for what is
-            assumed on the chip, with wide intervals.
-        sequence_length: tokens of a sequence; the model's longest, at most 4096, by default.
+            usual on the chip, with wide intervals.
+        sequence_length: in tokens; None for the model's longest, at most 4096.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.
         days, budget: a deadline in days and a limit in dollars for ``tokens``: numbers of chips are tried, up to ``chips`` where
@@ -122,9 +122,9 @@ def plan(
             QLoRA.
         minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``; None for ``"chips"`` with a deadline, else ``"days"``.
         layout: fields of the layout that must have these values.
-        shares: of the chips' printed rates; the published ones, or for ``"here"`` the calibrated ones, if None.
-        counted: what a layer keeps, counted in the model's own modules (``narrowgauge.profiling.exact_memory.LayerCounts``); the
-            formulas if None.
+        shares: of the chips' printed rates; None for the published ones, or for ``"here"`` the calibrated ones.
+        counted: what a layer keeps, counted in the model's own modules (``narrowgauge.profiling.exact_memory.LayerCounts``); None
+            for the formulas.
     Returns:
         The options, best first, and what follows from them.
     Raises:
@@ -200,7 +200,7 @@ def plan(
 
 
 def _known_chips(chip: str | Chip | Sequence[str | Chip]) -> tuple[list[str | Chip], Shares | None]:
-    """The chips that are named, and the shares of this machine as calibrated if it is the one; None for the published ones."""
+    """The named chips, and the calibrated shares where this machine is the one named; None for the published ones."""
     names = [chip] if isinstance(chip, str | Chip) else list(chip)
     if HERE not in names:
         return names, None
@@ -216,7 +216,7 @@ def _known_chips(chip: str | Chip | Sequence[str | Chip]) -> tuple[list[str | Ch
 def _limits(
     tokens: float | None, days: float | None, budget: float | None, minimize: str
 ) -> tuple[float | None, float | None, bool]:
-    """The deadline, the budget, and whether the deadline is assumed: the fewest chips of all would take for ever."""
+    """The deadline, the budget, and whether the deadline is assumed: without any, the fewest chips would take forever."""
     for name, value in (("days", days), ("budget", budget)):
         if value is not None and not 0 < value < math.inf:
             raise NarrowgaugeError(f"{name} = {value:g} was requested.", "Use a number above 0.")
@@ -247,7 +247,7 @@ def _largest(
     tokens_per_step: int | None,
     layout: Mapping[str, Any],
 ) -> str:
-    """What is to be the largest; refused where something else that was asked for says how large it is."""
+    """What is to be the largest; refused where another argument already fixes it."""
     if what and what not in LARGEST:
         raise NarrowgaugeError(
             f"largest = {what!r} was requested.", suggestion(what, LARGEST) or f"It is one of {', '.join(LARGEST)}."
@@ -271,7 +271,7 @@ def _largest(
 
 
 def _trainable(found: Plan, tokens_per_step: int | None) -> Option | RecipeError | None:
-    """What this project's trainer would do, where the best option is not one of its own; or why it would do nothing."""
+    """The trainer's best option where the best of all is not one of its own, or the error that says why it has none."""
     best, question = found.best, found.question
     if not best.fits or best.runs_with == OURS or question.is_bounded:
         return None
@@ -325,7 +325,7 @@ def _sequence_length(architecture: Architecture, wanted: int | None) -> int:
 
 
 def _storages() -> Iterator[Recipe]:
-    """A recipe for each storage of bfloat16 weights, from the widest to the narrowest."""
+    """A recipe for each storage of bfloat16 weights, the widest first."""
     named = [parse(f"bfloat16/{name}") for name in STORAGES if "/" not in name]
     return iter(sorted(named, key=lambda recipe: -recipe.bytes_per_param))
 
@@ -348,7 +348,7 @@ def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Seque
 
 
 def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
-    """The layout of a state: what was asked for, and the remaining chips share it."""
+    """The requested layout of a state, which the remaining chips shard."""
     layout = Layout(**fixed)
     if number is None or number == layout.num_ranks:
         return layout
@@ -403,7 +403,7 @@ def _ranked(question: Question, options: Sequence[Option], *, is_by_size: bool =
 
 
 def _tried(question: Question) -> Iterator[Cluster]:
-    """The clusters to search: those asked for, or also parts of them where fewer chips may be better."""
+    """The clusters that were asked for, and parts of them where fewer chips may be better."""
     for cluster in question.clusters:
         yield from parts_of(cluster) if question.minimize in ("cost", "chips") else (cluster,)
 
@@ -413,9 +413,8 @@ def _within(
 ) -> Iterator[Option]:
     """The layouts on as few chips as a deadline allows, or on as many as a budget does, and on other numbers beside these.
 
-    Args:
-        node: chips of a node of clusters of any size; None for parts of ``cluster``.
-        looked_at: the clusters that were tried, by name; what is tried here is added.
+    ``node`` is the size of the nodes of clusters of any size; None tries parts of ``cluster``. What is tried is added to
+    ``looked_at``, by name.
     """
     tried = parts_of(cluster) if node is None else sizes_up_to(cluster, node, MOST_CHIPS)
     sizes = sorted(tried, key=lambda size: size.num_chips)
@@ -481,7 +480,7 @@ def _largest_options(question: Question, cluster: Cluster, recipes: Sequence[Rec
 
 
 def _of_length(question: Question, cluster: Cluster, recipe: Recipe) -> Callable[[int], Option]:
-    """The best option of a length of sequences."""
+    """The best option as a function of the sequence length."""
 
     def of(length: int) -> Option:
         asked = replace(question, sequence_length=length)
@@ -493,7 +492,7 @@ def _of_length(question: Question, cluster: Cluster, recipe: Recipe) -> Callable
 def _of_batch(
     question: Question, cluster: Cluster, recipe: Recipe, fixed: Mapping[str, Any]
 ) -> Callable[[int], Option]:
-    """The best option of a number of sequences at once, without accumulation."""
+    """The best option as a function of the number of sequences at once, without accumulation."""
 
     def of(micro_batch: int) -> Option:
         asked = {**fixed, "micro_batch": micro_batch, "micro_batches": 1}
@@ -518,10 +517,8 @@ def _sizes(least: int, most: int) -> list[int]:
 def _largest_of(of: Callable[[int], Option], sizes: Sequence[int], near: int) -> tuple[Option, int]:
     """The option of the largest size that fits for certain, and its place; that of the least size if none does.
 
-    Args:
-        of: the option of a size; what fits is taken to fit in smaller sizes too.
-        sizes: in ascending order.
-        near: the place at which to begin, such as that of another recipe; the answer does not depend on it.
+    What fits is taken to fit in smaller sizes too, so this is a bisection of the ascending ``sizes``. It begins at ``near``, such
+    as the place of another recipe; the answer does not depend on it.
     """
     fitting: dict[int, Option] = {}
     low, high, stride, place = -1, len(sizes), 1, max(0, min(near, len(sizes) - 1))
@@ -544,7 +541,7 @@ def _largest_of(of: Callable[[int], Option], sizes: Sequence[int], near: int) ->
 def _searched(
     question: Question, cluster: Cluster, recipes: Sequence[Recipe], tokens_per_step: int | None
 ) -> Iterator[Option]:
-    """The layouts of each recipe; of many recipes the best of each."""
+    """The best layouts of the only recipe, or of each of many recipes the best one."""
     known, common = list(recipes or _suited(cluster, question.optimizer)), SearchCache()
     most = MOST_OPTIONS if len(known) == 1 else 1
     for recipe in known:
@@ -583,7 +580,7 @@ def _suited(cluster: Cluster, optimizer: str = "adamw") -> Iterator[Recipe]:
 
 
 def _shared(found: Plan, tokens_per_step: int | None) -> tuple[Option, ...]:
-    """The first configuration that fits on every cluster: the same recipe, parts of the model and micro-batch on all."""
+    """The first configuration that fits on every cluster: on all the same recipe, division of the model and micro-batch."""
     for option in found.options:
         pinned = {name: getattr(option.layout, name) for name in _PINNED}
         everywhere = [
@@ -606,14 +603,7 @@ def _fitting(
 
 
 def sizes_of(found: Plan, most: int = 8) -> list[Option]:
-    """The best option of the best recipe on smaller and larger clusters of the same nodes.
-
-    Args:
-        found: a plan with machines.
-        most: numbers of chips, up to four times those of the plan.
-    Returns:
-        An option for each number of chips on which the model fits, by that number; empty for states alone.
-    """
+    """The best recipe's best option on smaller and larger clusters, up to four times the chips; none for states alone."""
     best, question = found.best, replace(found.question, sequence_length=found.best.sequence_length)
     if question.is_bounded:
         return sorted((o for o in found.options if o.fits and o.recipe == best.recipe), key=lambda o: o.num_chips)

@@ -45,10 +45,10 @@ class Plan:
 
     Args:
         question: what was asked.
-        options: best first; those that do not fit come last, the nearest of them first.
+        options: best first; those that do not fit come last, the nearest to fitting first.
         shared: with several clusters, one configuration for all: an option on each; empty if there is none.
-        trainable: the best option of this project's trainer, where the best of all is not one: the nearest to fitting if none
-            fits, or why it has none; None where the best of all is one.
+        trainable: where the best option is not one of this project's trainer, the trainer's best one (the nearest to fitting if
+            none fits), or the error that says why it has none; else None.
     """
 
     question: Question
@@ -123,18 +123,11 @@ class Plan:
 
 
 _TOKENS = 1e9
-"""Whose energy is explained where no number of tokens was asked for."""
+"""The tokens whose energy is explained where no number was given."""
 
 
 def energy_terms(option: Option, num_tokens: float) -> Terms | None:
-    """The energy of that many tokens; None where the chips' power is not known.
-
-    Args:
-        option: with a step.
-        num_tokens: of the run.
-    Returns:
-        Terms in joules: of the chips as printed, and of what nodes take beyond.
-    """
+    """The joules of that many tokens: chips at their printed power, and their nodes beyond it; None if that is unknown."""
     rates = option.confidence()["tokens_per_second"]
     if option.watts is None or option.tokens_per_second is None:
         return None
@@ -155,13 +148,7 @@ def energy_terms(option: Option, num_tokens: float) -> Terms | None:
 
 
 def terms_table(terms: Terms, unit: str, title: str) -> Table:
-    """Terms as a table: value and interval in one unit, formula and source.
-
-    Args:
-        terms: addends.
-        unit: ``"bytes"``, ``"s"`` or ``"J"``.
-        title: of the table.
-    """
+    """Terms in ``"bytes"``, ``"s"`` or ``"J"`` as a table: value and interval in one unit, formula and source."""
     scale, shown = unit_of(terms.total, unit)
     rows: list[Row] = [
         {
@@ -194,7 +181,6 @@ def _interval(interval: tuple[float, float], scale: float) -> str:
 
 
 def _shown(option: Option, question: Question) -> Row:
-    """The cells of an option's line."""
     tokens = question.num_tokens
     days, cost = (None, None) if tokens is None else (option.days(tokens), option.cost(tokens))
     energy = None if tokens is None else option.kilowatt_hours(tokens)
@@ -223,7 +209,7 @@ def _shown(option: Option, question: Question) -> Row:
 
 
 def fits_text(option: Option) -> str:
-    """``yes`` or ``no``, with ``barely`` where the interval of the memory has the chip's inside."""
+    """``yes`` or ``no``; ``barely`` or ``hardly`` where the chip's memory lies inside the interval of what is needed."""
     if option.fits is None:
         return ""
     return (
@@ -267,7 +253,7 @@ REMEDIES = {
 """What makes each group of a step smaller."""
 _FEW = 4
 MOST_SHARED = 3
-"""Clusters up to which one configuration for all is looked for."""
+"""The most clusters for which one configuration for all is searched."""
 _LEAST_SHARE = 0.005
 USEFUL = ("matmuls", "attention")
 """Groups of a step that are the model's own operations; all others are overhead."""
@@ -358,7 +344,7 @@ def _about_small_steps(best: Option) -> str:
 
 
 def _about_large_steps(best: Option) -> str:
-    """A step that is as large as it is since every replica computes a sequence."""
+    """A step that is large because every replica computes a sequence."""
     return (
         f"A step is {best.tokens_per_step:,} tokens, one sequence at least for each of {best.layout.num_replicas:,} replicas: "
         f"more than the {count_text(MOST_TOKENS_PER_STEP)} of the largest published steps; on fewer chips steps are smaller."
@@ -366,7 +352,7 @@ def _about_large_steps(best: Option) -> str:
 
 
 def _about_trainer(best: Option, ours: Option | RecipeError | None) -> str:
-    """What runs a layout that this project's trainer does not, and what that would run instead."""
+    """What runs a layout that this project's trainer does not, and what the trainer would run instead."""
     said = (
         f"This layout is more than FSDP2 with full sharding: it runs with {best.runs_with}, not with narrowgauge train"
     )
@@ -536,7 +522,7 @@ def _kind(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _about_networks(plan: Plan) -> Iterator[str]:
-    """The rates between nodes that were not given."""
+    """The networks whose rates were assumed."""
     used = {option.cluster for option in plan.options}
     assumed = []
     for cluster in plan.question.clusters:
@@ -589,7 +575,7 @@ def _about_sizes(options: list[Option], trainable: Option | RecipeError | None =
 
 
 def _bottlenecks(few: Option, many: Option, trainable: Option | RecipeError | None) -> str:
-    """What takes the rest first, and in the layouts of this project's trainer, if the best is not one of them."""
+    """What limits the larger size first, and in the trainer's layout if the best is not one of its own."""
     grown = _grown(few, many)
     if not grown:
         return ""
@@ -607,7 +593,7 @@ def _bottlenecks(few: Option, many: Option, trainable: Option | RecipeError | No
 
 
 def _grown(few: Option, many: Option) -> str:
-    """The group of the step that takes more of the larger size than its part; empty if none does."""
+    """The group of the step that grew most beyond its share of the smaller size; empty if none did."""
     assert few.step is not None and many.step is not None
     scale = few.num_chips / many.num_chips * many.tokens_per_step / few.tokens_per_step
     sums: dict[str, float] = {}
@@ -647,12 +633,8 @@ def _about_stability(plan: Plan) -> Iterator[str]:
 
 
 def train_settings(plan: Plan) -> str:
-    """A TOML file of the best option.
+    """The best option as a TOML file for ``narrowgauge train``; its comments say how many ranks to start.
 
-    Args:
-        plan: with an option that fits and that the trainer runs.
-    Returns:
-        The file; comments say what it is for and how many ranks to start.
     Raises:
         NarrowgaugeError: no option fits, or the trainer cannot run it.
     """

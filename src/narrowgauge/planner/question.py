@@ -32,15 +32,15 @@ PARALLELISM = (
     "keeps_gradients",
 )  # fmt: skip
 OURS = "narrowgauge"
-"""Who runs a layout of this project's trainer."""
+""":attr:`Option.runs_with` of a layout that this project's trainer runs."""
 _JOULES_PER_KILOWATT_HOUR = 3.6e6
 _COMMON_STORAGES = ("float32", "master", "no-master", "naive")
 _SECONDS_PER_DAY = 86_400
 NODE_POWER = (1.38, 1.0, 1.5)
-"""Of a node in training over the printed power of its chips, ``(usual, least, most)``: processors, memory, network and fans
+"""A node's power in training over the printed power of its chips, ``(usual, least, most)``: processors, memory, network and fans
 come on top, and chips draw less than printed. Nodes of eight H100 drew 76 % of their 10.2 kW in demanding training (7.75 kW for
 5.6 kW of chips; Newkirk et al., arXiv 2506.14551), and 8.4 kW at most (Latif et al., arXiv 2412.08602). Cooling of the building
-is not in it."""
+is left out."""
 NODE_POWER_SOURCE = "arXiv 2506.14551, 2412.08602: nodes of 8 H100 in training; without the building's cooling"
 
 
@@ -54,18 +54,14 @@ class Option:
     """One way to run a job.
 
     Args:
-        recipe: of the run.
-        layout: of the model, its state and a batch.
         memory: bytes of the worst rank, in groups of ``MEMORY_GROUPS``.
-        capacity_bytes: memory that the job may use on the smallest chip; None if no chip is known.
+        capacity_bytes: what the job may use on the smallest chip; None if no chip is known.
         step: seconds of an optimizer step, in groups of ``STEP_GROUPS``; None if it is not known.
-        sequence_length: tokens of a sequence.
-        flops_per_token: of the model, forward and backward, without what is computed again.
+        flops_per_token: of forward and backward, without recomputation.
         peak_flops_per_second: of all chips together, for dense bfloat16 matmuls; what MFU is a share of.
-        dollars_per_hour: of all chips together; None if unknown.
-        watts: printed power of all chips together; None if unknown.
-        cluster: the name of the cluster.
-        why_not: why it cannot run, if that is not its memory; empty if it can.
+        dollars_per_hour, watts: of all chips together, the power as printed; None if unknown.
+        cluster: its name.
+        why_not: why it cannot run, if memory is not the reason; empty if it can.
         advice: the smallest change that would make it possible; empty if it fits.
 
     Example:
@@ -105,7 +101,7 @@ class Option:
 
     @property
     def is_counted(self) -> bool:
-        """Whether what layers keep was counted in the model's own modules, and does not follow from a formula."""
+        """Whether activations were counted in the model's own modules, not computed by a formula."""
         return any(term.source == COUNTED for term in self.memory)
 
     @property
@@ -140,7 +136,6 @@ class Option:
 
     @property
     def num_chips(self) -> int:
-        """Chips that it takes."""
         return self.layout.num_ranks
 
     @property
@@ -170,7 +165,7 @@ class Option:
 
     @property
     def restarts(self) -> float:
-        """How much longer than its steps the interval of a whole run's days allows; 0 where failures are among the terms."""
+        """Time for restarts in the high end of a run's days, as a share of its steps; 0 where failures are among the terms."""
         return 0.0 if self.step is None or "faults" in self.step.groups else RESTARTS
 
     def cost(self, num_tokens: float) -> float | None:
@@ -180,15 +175,11 @@ class Option:
 
     @property
     def dollars_per_token(self) -> float | None:
-        """Dollars for one token; None without a price."""
         return self.cost(1.0)
 
     @property
     def joules_per_token(self) -> float | None:
-        """Energy of the nodes for one token; None where the chips' power is not known.
-
-        Source: ``NODE_POWER`` times what is printed of the chips.
-        """
+        """Energy of the nodes for one token, by ``NODE_POWER``; None where the chips' power is not known."""
         rate = self.tokens_per_second
         return None if rate is None or self.watts is None else NODE_POWER[0] * self.watts / rate
 
@@ -208,7 +199,7 @@ class Option:
 
     @property
     def runs_with(self) -> str:
-        """Who runs it: this project's trainer, or libraries with more layouts, which lack its own storages and computes."""
+        """What runs it: this project's trainer, or libraries with more layouts, which lack its own storages and computes."""
         if runs_here(self.layout):
             return OURS
         is_common = self.recipe.storage.name in _COMMON_STORAGES
@@ -219,13 +210,7 @@ class Option:
         )
 
     def row(self, num_tokens: float | None = None) -> dict[str, Any]:
-        """Everything as plain values, for JSON.
-
-        Args:
-            num_tokens: of the whole run, for ``days`` and ``cost``.
-        Returns:
-            A dict; bytes, seconds and shares.
-        """
+        """Plain values in bytes, seconds and shares, for JSON; ``num_tokens`` of the whole run give days and cost."""
         days = None if num_tokens is None else self.days(num_tokens)
         return {
             "recipe": self.recipe.title,
@@ -255,14 +240,7 @@ class Option:
         }
 
     def confidence(self, num_tokens: float | None = None) -> dict[str, Any]:
-        """The 80 % intervals of the figures, and whether it surely fits.
-
-        Args:
-            num_tokens: of the whole run, for ``days``.
-        Returns:
-            A dict: ``memory_bytes``, ``tokens_per_second``, ``days`` and ``joules_per_token`` as ``[low, high]``; ``restarts``,
-            the share of the steps' time that the high end of ``days`` allows for them; ``is_certain`` of ``fits``.
-        """
+        """The 80 % intervals ``[low, high]``, and whether it surely fits; ``num_tokens`` of the whole run give days."""
         rates: list[float] | None = None
         days: list[float] | None = None
         joules: list[float] | None = None
@@ -290,20 +268,16 @@ class Question:
     """What was asked.
 
     Args:
-        architecture: the shape of the model.
         model: the name by which it was asked for.
         clusters: to run on; none asks for the state alone.
-        sequence_length: tokens of a sequence.
         num_tokens: of the whole run; None if not asked.
         minimize: an objective of :data:`narrowgauge.planner.plan.OBJECTIVES`.
         fixed: fields of the layout that were asked for.
         shares: of the chips' printed rates; None for the published ones.
         counted: what a layer keeps, counted in the model's own modules; None for the formulas.
-        tokens_per_step: of an optimizer step; None if not asked.
-        deadline_days, budget: within which the run must end, in days and dollars; None for no limit.
-        is_deadline_assumed: whether the deadline was not given.
+        tokens_per_step: None if not asked.
+        deadline_days, budget: limits in days and dollars; None for no limit.
         largest: ``"context"`` or ``"batch"`` where the largest that fits is asked for; empty if not.
-        optimizer: whose states are counted.
     """
 
     architecture: Architecture
@@ -344,7 +318,7 @@ class Question:
         return is_in_time and (self.budget is None or (cost is not None and cost <= self.budget))
 
     def software_rows(self, cluster: Cluster) -> list[Row]:
-        """The software whose speed is planned, of each group of nodes; empty where the machine itself was measured."""
+        """The software whose speed is planned on each group of nodes; empty where the machine itself was measured."""
         if self.shares is not None:
             return []
         return [software_of(group.chip, group.software).row() for group in cluster.groups]

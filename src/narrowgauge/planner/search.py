@@ -1,10 +1,10 @@
 """Search: the layouts in which a recipe trains a model on a cluster, the best first.
 
 A layout has a shape (how ranks are divided among the axes, and what is sharded) and a batch (sequences at once, what is
-computed again, what lies in the host's memory). Shapes are listed with the bounds that practice sets: tensor ranks share a
+recomputed, what lies in the host's memory). Shapes are listed with the bounds that practice sets: tensor ranks share a
 node, stages hold at least one layer each, context ranks split long sequences only. Every shape is combined with every batch,
-and the time of what fits decides. Candidates are tried in the order of their computing alone, a lower bound of their time, so
-that most need not be tried, and none that is skipped could have been the best. If nothing fits, the layout that comes closest
+and the time of what fits decides. Candidates are tried in the order of a lower bound of their time, their computing alone, so
+most need not be tried, and none that is skipped could have been the best. If nothing fits, the layout that comes closest
 is returned, with the smallest changes that would make it possible.
 """
 
@@ -38,14 +38,14 @@ TOKENS_PER_STEP = 1 << 22
 """Tokens of an optimizer step by default: four million, as Llama 3 begins with (arXiv 2407.21783, section 3.4.1)."""
 LEAST_TOKENS_PER_STEP = 1 << 19
 """Fewest tokens of an optimizer step by default, if any layout has room for the sum of gradients: half a million, the smallest
-batch of GPT-3's models (arXiv 2005.14165, table 2.1). Smaller steps train, but are too small a default."""
+batch of GPT-3's models (arXiv 2005.14165, table 2.1)."""
 TOKENS_PER_CHIP = 1 << 10
 """Tokens of an optimizer step for each of many chips: 16 million on 16,384, as Llama 3 405B was trained with (section 3.3.2)."""
 MOST_TOKENS_PER_STEP = 1 << 26
 """Most tokens of an optimizer step by default, on any number of chips: 67 million; the largest published steps have 63 million,
 in DeepSeek-V3 (arXiv 2412.19437, section 4.2: 15,360 sequences of 4,096)."""
 SIMPLER_STEP_FACTOR = 2
-"""By which a step may have more tokens than the default, if none are given, for a layout that is simpler."""
+"""How many times the default tokens a step may have for a simpler layout, if none are given."""
 LONG_SEQUENCE = 32_768
 """Tokens from which context ranks are tried."""
 _TENSOR = (1, 2, 4, 8)
@@ -57,9 +57,9 @@ _WEIGHTS, _GRADIENTS = 3, 2  # ZeRO's stages that share them
 _CONTEXT_BYTES = FIXED["context"][0]
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
 MOST_OPTIONS = 4
-"""Options of one recipe that are shown."""
+"""The most options of one recipe that are shown."""
 NOISE = 0.05
-"""Rates that differ by less are equal, and a layout that this project's trainer runs is taken: the intervals are far wider."""
+"""Rates that differ by less count as equal, and a layout of this project's trainer wins: the intervals are far wider."""
 
 Fixed = Mapping[str, Any]
 
@@ -68,10 +68,8 @@ Fixed = Mapping[str, Any]
 class SearchCache:
     """Results that the searches of one model on one cluster share, so that all recipes cost little more than one of each kind.
 
-    Args:
-        seconds: of layouts, by what a recipe computes in: all but the optimizer's.
-        orders: of candidates, by the same and by what is asked of a batch.
-        candidates: by what is asked of a batch.
+    ``seconds`` and ``orders`` are by what a recipe computes in, all but its optimizer; ``orders`` and ``candidates`` also by
+    what is asked of a batch.
     """
 
     seconds: dict[Hashable, SecondsCache] = field(default_factory=dict)
@@ -81,8 +79,6 @@ class SearchCache:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What is searched for."""
-
     architecture: Architecture
     recipe: Recipe
     cluster: Cluster
@@ -121,7 +117,7 @@ class _Request:
         return self.memory(layout).interval[1] < self.cluster.memory_bytes
 
     def least_bytes(self, layout: Layout) -> float:
-        """A lower bound of what a chip holds, without looking at its parts: the state, and what layers keep of a micro-batch."""
+        """A lower bound of what a chip holds, from totals: the state, and what layers keep of a micro-batch."""
         kept = self.least_activations(layout)
         if layout.offload != "none":
             return kept
@@ -166,7 +162,6 @@ class _Request:
         return tuple(sorted(self.fixed.items())), self.num_sequences, self.is_batch_free, self.is_small_allowed
 
     def option(self, layout: Layout) -> Option:
-        """The layout with all that a plan says about it."""
         cluster, length = self.cluster, self.sequence_length
         return Option(
             self.recipe,
@@ -183,7 +178,6 @@ class _Request:
         )
 
     def job(self, layout: Layout) -> Job:
-        """What is searched for in one of its layouts."""
         return Job(self.architecture, self.recipe, layout, self.cluster, self.sequence_length, self.shares)
 
     @property
@@ -218,20 +212,15 @@ def search(
     """The layouts of a recipe on all chips of a cluster.
 
     Args:
-        architecture: of the model.
-        recipe: how it is computed and stored.
-        cluster: the machines; every chip is used.
-        sequence_length: in tokens.
-        tokens_per_step: of an optimizer step; None for ``TOKENS_PER_STEP``, on many chips ``TOKENS_PER_CHIP``, and never below
+        tokens_per_step: None for ``TOKENS_PER_STEP``, on many chips ``TOKENS_PER_CHIP``, and never below
             ``LEAST_TOKENS_PER_STEP`` unless nothing else fits. A layout takes the nearest number of sequences that its
             ranks can share; one with more replicas than sequences is not taken.
         fixed: fields of :class:`~narrowgauge.planner.inputs.layouts.Layout` that must have these values.
         minimize: ``"days"``, ``"cost"`` or ``"chips"`` (fewest seconds a token), or ``"memory"`` (fewest bytes a chip).
         shares: of the chips' printed rates; None for the published ones.
         counted: what a layer keeps, counted in the model's own modules; None for the formulas.
-        common: what earlier searches of the same model on the same cluster found, by the same shares; the answer does not depend
-            on it.
-        most: options of different shapes that are returned.
+        common: results of earlier searches of the same model, cluster and shares; the answer does not depend on it.
+        most: options of different shapes to return.
     Returns:
         Options, the fastest first; or the one that comes nearest to fitting, with advice. The first that fits for certain is the
         best: the fastest of all that are tried and do, or one of this project's trainer that is as fast but for ``NOISE``.
@@ -329,7 +318,6 @@ class _Fitting:
         self._too_large: dict[Hashable, int] = {}
 
     def try_out(self, layout: Layout) -> None:
-        """Try a layout: whether it fits, and how fast it is."""
         question, limit = self.question, self.limit * (1 + NOISE * runs_here(layout))
         # Of layouts that differ in the sequences at once alone, those of more need more memory.
         alike = _shape_of(layout), layout.recompute, layout.offload, layout.micro_batches == 1
@@ -406,7 +394,6 @@ def _candidates(shapes: list[Layout], question: _Request) -> Iterator[Layout]:
 
 
 def _places(question: _Request) -> tuple[Offload, ...]:
-    """Where states may be kept."""
     places = ("none",) if question.cluster.host_bytes is None else ("none", "optimizer", "all")
     return _tried(question.fixed, "offload", places)
 
@@ -549,15 +536,7 @@ Fits = Callable[[_Value], bool]
 
 
 def smallest_changes(job: Job, *, fixed: Mapping[str, Any], counted: LayerCounter | None = None) -> str:
-    """What would have to change for a layout to fit, one change at a time.
-
-    Args:
-        job: what does not fit.
-        fixed: fields of the layout that were asked for.
-        counted: what a layer keeps, counted in the model's own modules; None for the formulas.
-    Returns:
-        A sentence; of each kind of change the smallest that suffices.
-    """
+    """What would have to change for a job to fit, in a sentence: of each kind of change the smallest that suffices alone."""
     layout, cluster = job.layout, job.cluster
 
     def needed(recipe: Recipe = job.recipe, layout: Layout = layout, length: int = job.sequence_length) -> float:

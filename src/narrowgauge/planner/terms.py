@@ -1,8 +1,8 @@
 """Terms: each number that a plan adds up, with its formula, its interval and its source.
 
-A plan is only as good as what it leaves out, so nothing is added up silently: memory and time are sums of terms, and
-``--explain`` prints every one. A term that was measured elsewhere has an interval; sums of terms have the sum of their
-intervals, since what is wrong in one term (a kernel, a link) is usually wrong in the same direction in the others.
+Nothing is added up silently: memory and time are sums of terms, and ``--explain`` prints every one. A term that was measured
+elsewhere has an interval. The interval of a sum is the sum of its terms' intervals, since an error in one term (a kernel, a
+link) usually has the same direction in the others.
 """
 
 from __future__ import annotations
@@ -85,13 +85,9 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One addend before and after.
+    """One addend before and after, 0 where there was none; ``before`` is scaled already.
 
-    Args:
-        group, name: of the addend.
-        before, after: its values, 0 where there was none; ``before`` is scaled already.
-        formula_before, formula_after: how they follow.
-        low, high: the interval of the difference. What is wrong in one of the two values is wrong in both alike.
+    ``low`` and ``high`` are the interval of the difference: an error in one of the two values is in the other too.
     """
 
     group: str
@@ -105,18 +101,15 @@ class Change:
 
     @property
     def difference(self) -> float:
-        """By how much it grew."""
         return self.after - self.before
 
 
 def changes(before: Terms, after: Terms, scale: float = 1.0) -> tuple[Change, ...]:
-    """Each addend's change, the largest first.
+    """Each addend's change between sums in the same unit, the largest first; those that did not change are left out.
 
-    Args:
-        before, after: sums in the same unit; addends of one group and name are joined.
-        scale: of the values before, such as the ratio of chips, if the whole should have shrunk by it.
-    Returns:
-        A change per addend of either sum; those that changed by nothing are left out.
+    Addends of one group and name are joined. ``scale`` multiplies the values before, such as the ratio of chips if the whole
+    should have shrunk by it.
+
     Example:
         >>> was = Terms((Term("matmuls", "mlp", 2.0, ""), Term("communication", "gradients", 0.5, "")))
         >>> now = Terms((Term("matmuls", "mlp", 1.0, ""), Term("communication", "gradients", 0.6, "")))

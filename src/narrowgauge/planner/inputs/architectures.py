@@ -22,8 +22,7 @@ class Mixture:
     """The experts of a mixture, and which layers have them.
 
     Args:
-        num_experts: per layer; a router chooses among them for each token.
-        experts_per_token: chosen.
+        num_experts: per layer; a router chooses ``experts_per_token`` of them.
         expert_size: intermediate size of an expert.
         shared_size: intermediate size of the experts that every token visits, together; 0 without.
         num_layers: layers with a mixture; the others have an MLP.
@@ -69,13 +68,8 @@ with a scale of 8 bits for each 16."""
 class Adapters:
     """LoRA: two matrices of a low rank beside each linear layer of attention and MLP, which is frozen.
 
-    Args:
-        rank: of the two matrices.
-        base: how the frozen layers are kept, a key of ``BASE_BYTES``; what is narrower than 16 bits is widened before each
-            product (QLoRA).
-
-    Raises:
-        RecipeError: the rank is below 1, or the base is not known.
+    ``base``, a key of ``BASE_BYTES``, is how the frozen layers are kept; what is narrower than 16 bits is widened before each
+    product (QLoRA).
 
     Source: Hu et al., LoRA, arXiv 2106.09685; Dettmers et al., QLoRA, arXiv 2305.14314.
     """
@@ -94,7 +88,6 @@ class Adapters:
 
     @property
     def base_bytes(self) -> float:
-        """Of a parameter of the frozen layers."""
         return BASE_BYTES[self.base]
 
     @property
@@ -103,7 +96,7 @@ class Adapters:
         return self.base_bytes < BASE_BYTES["bfloat16"]
 
     def parameters_of(self, matmul: Matmul) -> int:
-        """Of all adapters of a kind of matmul; experts, routers and the head have none."""
+        """Parameters of all adapters of a kind of matmul; experts, routers and the head have none."""
         if matmul.part not in ("attention", "mlp"):
             return 0
         return self.rank * (matmul.in_features + matmul.out_features) * matmul.count
@@ -115,12 +108,9 @@ class Matmul:
 
     Args:
         name: of the module in Hugging Face's Llama, or the published one.
-        in_features, out_features: of one weight.
         count: of weights in the model.
-        part: what it belongs to.
-        split: what tensor parallelism shares: rows of the output (``"column"``), the sum (``"row"``) or nothing.
+        split: what tensor parallelism shards: rows of the output (``"column"``), the sum (``"row"``) or nothing.
         tokens_share: share of the tokens that each weight sees, 1 outside mixtures.
-        has_bias: whether the product has a bias.
     """
 
     name: str
@@ -148,28 +138,19 @@ class Architecture:
     """The shape of a decoder.
 
     Args:
-        name: a preset's name, or the file's.
-        num_layers, hidden_size, num_heads, num_kv_heads, head_dim: counts and sizes; fewer key-value heads than heads is
-            grouped-query attention.
         intermediate_size: of an MLP.
         is_gated: whether the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
-        vocab_size: rows of the embedding and of the head.
-        tie_embeddings: whether they are one tensor.
         max_positions: learned positions; None for rotary or other fixed ones.
         norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` has gains and biases.
         norms_per_layer: of the width of the residual stream.
         head_norms: norms of queries and keys: ``"none"``, of each ``"head"``, or of ``"all"`` heads together.
-        qkv_bias, output_bias, mlp_bias, norm_bias, head_bias: which biases exist.
         has_gains: whether norms have gains (and biases) at all.
         has_embedding_norm: whether embeddings are normalized before the first layer.
         num_vectors: further parameters of every layer, such as those of a trained activation function.
         activation: the MLP's function, in Hugging Face's spelling.
         has_fused_inputs: whether queries, keys and values are one matmul; and gate and up, in a gated MLP.
         has_sinks: whether each head has a learned logit that takes attention away.
-        window: tokens that a layer attends to; None for all.
-        window_share: share of the layers with that window.
-        mixture: experts; None without.
-        latent: latent attention; None without.
+        window, window_share: tokens that a layer attends to, None for all; and the share of the layers with that window.
         adapters: LoRA over the frozen model; None if all is trained.
         stated_parameters: the count of a model of which nothing else is known (:func:`of_size`).
         source: where the shape is published.
@@ -227,7 +208,7 @@ class Architecture:
 
     @property
     def query_dim(self) -> int:
-        """Size of a head's query and key."""
+        """Size of a head's query or key."""
         return self.latent.plain_dim + self.latent.rotary_dim if self.latent else self.head_dim
 
     @property
@@ -251,7 +232,6 @@ class Architecture:
         return (*self.attention_matmuls(self.num_layers), *mlps, *self._mixture_matmuls(), head)
 
     def attention_matmuls(self, num_layers: int = 1) -> tuple[Matmul, ...]:
-        """The attention's weights in ``num_layers`` layers."""
         heads = self.num_heads * self.value_dim
         output = Matmul("o_proj", heads, self.hidden_size, num_layers, "attention", "row", 1.0, self.output_bias)
         if self.latent:
@@ -374,7 +354,7 @@ class Architecture:
 
     @property
     def trained_share(self) -> float:
-        """The same by the parameters of the model."""
+        """Trained parameters over all parameters."""
         return 1.0 if self.adapters is None else self.num_trained_parameters / self.num_parameters
 
     @property
@@ -406,13 +386,10 @@ class Architecture:
         return self.window_share * near + (1 - self.window_share) * whole
 
     def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
-        """Operations of scores and values per token, forward and backward, all layers.
+        """Operations of scores and values per token, forward and backward, in all layers.
 
-        Args:
-            sequence_length: tokens that attend to each other.
-            is_causal: count the half below the diagonal: ``6 L h s``; else ``12 L h s``, as Megatron-LM does.
-        Returns:
-            Floating-point operations; backward counts twice forward, and what a kernel computes again is not counted.
+        The half below the diagonal, which ``is_causal`` counts, is ``6 L h s``; the whole, as Megatron-LM counts, ``12 L h s``.
+        Backward counts twice forward; what a kernel computes again is not counted.
 
         Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv 2307.08691, section 4.1 (causal half).
 
@@ -426,11 +403,7 @@ class Architecture:
     def flops_per_token(self, sequence_length: int, *, is_causal: bool = True) -> float:
         """Operations of a training step per token: ``6`` per multiplied parameter that a token meets, and the attention's.
 
-        Args:
-            sequence_length: tokens that attend to each other.
-            is_causal: see :meth:`attention_flops`.
-        Returns:
-            Floating-point operations; recomputation is not counted (it is in HFU, not in MFU).
+        Recomputation is not counted: it is in HFU, not in MFU.
         """
         if self.stated_parameters is not None:
             return 6.0 * self.stated_parameters

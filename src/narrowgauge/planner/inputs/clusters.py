@@ -35,22 +35,17 @@ class Nodes:
     """Equal nodes.
 
     Args:
-        chip: of every node.
         chips: in each node.
         count: of nodes.
         link_gb_per_second: between the chips of a node, per chip in one direction, 10^9 bytes per second; None for the chip's.
         interconnect_gbit_per_second: of a node's network cards together, 10^9 bits per second; None for what such nodes usually
             have (``is_network_assumed``).
-        memory_gb: usable by the job on each chip, 2^30 bytes as the chip's; None for the chip's.
+        memory_gb: usable by the job on each chip, 2^30 bytes; None for the chip's.
         host_memory_gb: of each node, for offloading, 2^30 bytes; None if unknown.
         dollars_per_hour: of one chip; None if unknown.
         speed: of these nodes as a share of their chip's, such as 0.8 for nodes that are late at every step.
         watts: of one chip, as printed; None for what is published of the chip.
         software: a row of :data:`narrowgauge.planner.inputs.efficiency.SOFTWARE`; empty for what is assumed on the chip.
-
-    Raises:
-        NarrowgaugeError: no software has that name.
-        ChipError: a size or rate contradicts the chip, or is not positive.
     """
 
     chip: Chip
@@ -88,7 +83,6 @@ class Nodes:
 
     @property
     def num_chips(self) -> int:
-        """Chips of all nodes."""
         return self.chips * self.count
 
     @property
@@ -115,7 +109,6 @@ class Nodes:
 
     @property
     def is_network_assumed(self) -> bool:
-        """Whether the network's rate is what such nodes usually have, since none was given."""
         return self.interconnect_gbit_per_second is None
 
     @property
@@ -140,13 +133,8 @@ class Cluster:
     """Groups of nodes that run one job.
 
     Args:
-        name: for messages.
-        groups: of equal nodes, one or more.
         latency_seconds: of a message between nodes.
         chip_mtbf_hours: mean time between failures of one chip with its share of the node; None leaves failures out.
-
-    Raises:
-        ChipError: there is no node, a number is not positive, or groups that must divide into equal parts do not.
     """
 
     name: str
@@ -168,7 +156,6 @@ class Cluster:
 
     @property
     def num_chips(self) -> int:
-        """Chips of all nodes."""
         return sum(group.num_chips for group in self.groups)
 
     @property
@@ -232,19 +219,15 @@ def cluster_of(
     chip_mtbf_hours: float | None = None,
     **rates: Any,
 ) -> Cluster:
-    """A cluster of one kind of chip.
+    """A cluster of one kind of chip; fewer chips than a node holds are one smaller node, with the network of their share.
 
     Args:
-        chip: or its name.
-        num_chips: of the job.
         chips_per_node: None for eight, or as many as share one link of the chip.
         name: for messages; empty for the number and the chip.
-        latency_seconds, chip_mtbf_hours: of :class:`Cluster`.
         rates: further fields of :class:`Nodes`.
-    Returns:
-        The cluster; fewer chips than a node holds are one smaller node, with the network of their share.
     Raises:
         ChipError: no chip has that name, or the chips do not fill whole nodes.
+
     Example:
         >>> cluster = cluster_of("H100-SXM", 32)
         >>> cluster.name, cluster.groups[0].count, cluster.groups[0].network_bytes_per_second / 1e9
@@ -268,12 +251,8 @@ def cluster_of(
 def read_cluster(path: str | Path) -> Cluster:
     """The cluster that a TOML file describes.
 
-    Args:
-        path: of the file; its keys are the fields of :class:`Cluster` and, in tables ``[[nodes]]``, of :class:`Nodes`. A field
-            of ``Nodes`` outside the tables holds for all groups that do not name it.
-    Raises:
-        DataError: the file cannot be read, or has a key that is not known.
-        ChipError: what it says contradicts itself.
+    Its keys are the fields of :class:`Cluster` and, in tables ``[[nodes]]``, of :class:`Nodes`. A field of ``Nodes`` outside the
+    tables holds for all groups that do not set it.
     """
     path = Path(path).expanduser()
     table = read_table(path, "cluster", "It is a TOML file with [[nodes]].")
@@ -320,14 +299,7 @@ def _refuse_unknown(path: Path, table: Mapping[str, Any], known: tuple[str, ...]
 
 
 def read_table(path: Path, what: str, advice: str) -> dict[str, Any]:
-    """The table of a TOML file.
-
-    Args:
-        path: of the file.
-        what: the file describes, and ``advice``: what it should be, for the message.
-    Raises:
-        DataError: it cannot be read.
-    """
+    """The table of a TOML file; ``what`` it describes and the ``advice`` are for the message of a :class:`DataError`."""
     try:
         return load_toml(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -349,15 +321,9 @@ def clusters_asked_for(
     chips_per_node: int | None,
     **rates: float | str | None,
 ) -> tuple[Cluster, ...]:
-    """The clusters that are named: values, files, or every chip in every number.
+    """The named clusters: values and files, or every chip in every number; both ways at once are refused.
 
-    Args:
-        cluster: one or more values or files.
-        chip, chips: one or more chips and numbers of them, instead.
-        chips_per_node: of the chips' nodes; None for what is usual.
-        rates: further fields of :class:`~narrowgauge.planner.inputs.clusters.Nodes`.
-    Raises:
-        ChipError: both ways at once, or what is named is not known.
+    ``rates`` are further fields of :class:`~narrowgauge.planner.inputs.clusters.Nodes`; None is left out.
     """
     listed: list[Named] = [cluster] if isinstance(cluster, Cluster | str | Path) else list(cluster)
     names: list[str | Chip] = [chip] if isinstance(chip, str | Chip) else list(chip)
@@ -377,13 +343,7 @@ def clusters_asked_for(
 
 
 def numbers_of(chips: int | Sequence[int]) -> list[int]:
-    """The numbers of chips that are named.
-
-    Args:
-        chips: one or more.
-    Raises:
-        ChipError: a number below one.
-    """
+    """The named numbers of chips; one below 1 is refused."""
     numbers = [chips] if isinstance(chips, int) else list(chips)
     for number in numbers:
         if number < 1:
@@ -394,10 +354,6 @@ def numbers_of(chips: int | Sequence[int]) -> list[int]:
 def parts_of(cluster: Cluster) -> Iterator[Cluster]:
     """The cluster in fewer chips: powers of two of the chips of one node, then of the nodes of each group, and all of it.
 
-    Args:
-        cluster: to take parts of.
-    Returns:
-        Clusters of one group each, and the whole.
     Example:
         >>> [part.num_chips for part in parts_of(cluster_of("H100-SXM", 48))]
         [1, 2, 4, 8, 16, 32, 48]
@@ -415,8 +371,6 @@ def parts_of(cluster: Cluster) -> Iterator[Cluster]:
 def multiples_of(cluster: Cluster) -> Iterator[Cluster]:
     """Twice and four times the nodes of a cluster of equal nodes.
 
-    Args:
-        cluster: of one group.
     Example:
         >>> [part.num_chips for part in multiples_of(cluster_of("H100-SXM", 8))]
         [16, 32]
@@ -426,12 +380,8 @@ def multiples_of(cluster: Cluster) -> Iterator[Cluster]:
 
 
 def sizes_up_to(cluster: Cluster, node: int, most: int) -> Iterator[Cluster]:
-    """Clusters of the same chips: powers of two of the chips of a node, then of nodes.
+    """Clusters of the same chips, up to ``most``: powers of two of the chips of a node, then of nodes of ``node`` chips.
 
-    Args:
-        cluster: of such chips.
-        node: chips of a node.
-        most: chips in all.
     Example:
         >>> [size.num_chips for size in sizes_up_to(cluster_of("H100-SXM", 1), 8, 64)]
         [1, 2, 4, 8, 16, 32, 64]

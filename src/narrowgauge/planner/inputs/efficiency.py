@@ -1,11 +1,11 @@
 """Efficiency: which share of its printed rates a chip reaches in training, each as an interval with a source.
 
-No kernel reaches the data sheet. What it reaches is measured per kernel and published per chip. Where it is not published, the
-median of the chips for which it is known is taken, with their spread. Every share has an 80 % interval, so a prediction has one
-too. ``calibration`` replaces shares by those of a machine that was measured.
+No kernel reaches the rates of the data sheet. The shares that kernels reach are published per chip. Where one is not
+published, the median of the chips for which it is known is taken, with their spread. Every share has an 80 % interval, so a
+prediction has one too. ``calibration`` replaces shares by those of a machine that was measured.
 
-What a library reaches of its kernels' sum depends on its age as much as on the chip: on A100s Megatron-DeepSpeed of 2022 reached
-about 0.76 of it and Megatron-LM of the same years 0.96. So there is a row for each kind of software with its years
+How close a library comes to the sum of its kernels depends on its age as much as on the chip: on A100s Megatron-DeepSpeed of
+2022 reached about 0.76 of it and Megatron-LM of the same years 0.96. So there is a row for each kind of software with its years
 (``SOFTWARE``), and where none is named, one with wide intervals for each generation of chips; plans report which.
 """
 
@@ -26,16 +26,7 @@ _SAME_RATE = {"float8_e5m2": "float8_e4m3fn"}
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A measured number.
-
-    Args:
-        value: a share of a printed rate; a time where the name ends in ``seconds``.
-        low, high: the 80 % interval.
-        source: the publication.
-
-    Raises:
-        ValueError: the value lies outside its interval.
-    """
+    """A measured share of a printed rate with its 80 % interval and source; a time where its name ends in ``seconds``."""
 
     value: float
     low: float
@@ -47,7 +38,6 @@ class Share:
             raise ValueError(f"a share of {self.value:g} does not lie within {self.low:g} to {self.high:g}")
 
     def scaled(self, low: float, factor: float, high: float, why: str) -> Share:
-        """This share times another one."""
         return Share(self.value * factor, self.low * low, self.high * high, f"{self.source}; {why}")
 
     def __str__(self) -> str:
@@ -55,14 +45,11 @@ class Share:
 
 
 _JOINT_MOVE = 0.7
-"""How far towards their ends all shares are moved together: all are at an end at once less often than any one is."""
+"""How far all shares are moved together towards their ends: all of them at an end at once is rarer than any one."""
 
 
 class Shares:
-    """Named shares of one chip.
-
-    Args:
-        rows: by name: ``matmul.FORMAT`` and the names of ``GENERAL``.
+    """Named shares of one chip: ``matmul.FORMAT``, and the names of ``GENERAL``.
 
     Example:
         >>> from narrowgauge.spec.chips import get_chip
@@ -93,11 +80,7 @@ class Shares:
         return self.rows[name]
 
     def matmul(self, format: str) -> Share:
-        """The share of the peak rate of that format that a large matmul reaches.
-
-        Raises:
-            ChipError: the chip does not multiply it.
-        """
+        """The share of the peak rate of that format that a large matmul reaches."""
         name = f"matmul.{rate_name(format)}"
         if name not in self.rows:
             known = ", ".join(row.partition(".")[2] for row in self.rows if row.startswith("matmul."))
@@ -105,7 +88,6 @@ class Shares:
         return self.rows[name]
 
     def replaced(self, rows: Mapping[str, Share]) -> Shares:
-        """The same with other rows; what is not named stays."""
         return Shares({**self.rows, **rows})
 
 
@@ -115,14 +97,7 @@ def rate_name(format: str) -> str:
 
 
 def best_share(format: str, chip: Chip) -> Share:
-    """The share of the printed rate that the best published matmul reaches.
-
-    Args:
-        format: of the operands.
-        chip: which.
-    Returns:
-        The chip's own, without an interval; else the median of the chips of which one is known, with their spread.
-    """
+    """The printed rate's share that the best published matmul reaches: the chip's own, or the median of all with their spread."""
     name = rate_name(format)
     # The 16-bit formats share multipliers; matmuls are published in bfloat16.
     own_name = "bfloat16" if name == "float16" else name
@@ -219,10 +194,10 @@ LOSSES = (
     "kernel_seconds", "mixture_seconds", "host_memory_seconds_per_byte", "spread", "data", "restart_seconds", "slowed.link",
     "slowed.network",
 )  # fmt: skip
-"""Of these, less is better."""
+"""The shares of which less is better."""
 
 GENERAL = tuple(_GENERAL)
-"""The names of the shares that every chip has, besides ``matmul.FORMAT``."""
+"""The names of the shares that every chip has besides ``matmul.FORMAT``."""
 
 # By generation, what differs from chip to chip beside its printed rates. Attention: of the printed 16-bit rate, forward and
 # backward, causal, heads of 128.
@@ -255,11 +230,8 @@ _GENERATIONS: dict[str, dict[str, Share]] = {
 class Software:
     """A kind of software of some years, and what it reaches.
 
-    Args:
-        name: of the row.
-        years: first and last, of the runs that its shares were set with.
-        engines: the libraries, in a few words.
-        shares: by the beginning of a chip's architecture, ``""`` for all others: what it reaches.
+    ``years`` are the first and the last of the runs that its shares were set with; ``shares`` are by the beginning of a chip's
+    architecture, ``""`` for all others.
 
     Example:
         >>> SOFTWARE["megatron-lm-2022"].years, SOFTWARE["megatron-lm-2022"].age
@@ -273,7 +245,6 @@ class Software:
 
     @property
     def age(self) -> str:
-        """The years, as text."""
         first, last = self.years
         return str(first) if first == last else f"{first} to {last}"
 
@@ -351,7 +322,7 @@ SOFTWARE: dict[str, Software] = {
         ),
     )
 }  # fmt: skip
-"""By name, kinds of software that published runs were made with."""
+"""Kinds of software that published runs were made with, by name."""
 
 _ASSUMED = (
     ("Ampere", Software("assumed", (2021, 2024), "Megatron-LM, DeepSpeed or FSDP", {
@@ -367,13 +338,8 @@ _ASSUMED = (
 
 
 def software_of(chip: Chip, name: str = "") -> Software:
-    """The software of that name, or what is assumed on a chip.
+    """The row of ``SOFTWARE`` with that name, or if it is empty what is assumed on a chip.
 
-    Args:
-        chip: of the table of chips.
-        name: a row of ``SOFTWARE``; empty for what is assumed.
-    Raises:
-        NarrowgaugeError: no row has that name.
     Example:
         >>> from narrowgauge.spec.chips import get_chip
         >>> software_of(get_chip("H100-SXM")).age, software_of(get_chip("H100-SXM"), "torch-2025").age
@@ -390,15 +356,9 @@ def software_of(chip: Chip, name: str = "") -> Software:
 
 @cache
 def shares_of(chip: Chip, software: str = "") -> Shares:
-    """What a chip reaches of its printed rates, from publications.
+    """What a chip reaches of its printed rates, from publications; the same object for the same chip and software.
 
-    Args:
-        chip: of the table of chips.
-        software: a row of ``SOFTWARE``; empty for what is assumed on the chip.
-    Returns:
-        Its shares; the same object for the same chip and software.
-    Raises:
-        NarrowgaugeError: no software has that name.
+    ``software`` is a row of ``SOFTWARE``; empty for what is assumed on the chip.
     """
     low, middle, high = TYPICAL
     why = "shapes and values of training reach 0.9 of it (0.8 to 1)"

@@ -15,13 +15,8 @@ from narrowgauge.spec.recipes import Recipe
 class Job:
     """A training job, as far as its time depends on it.
 
-    Args:
-        architecture: of the model.
-        recipe: how it is computed and stored.
-        layout: over as many ranks as the cluster has chips.
-        cluster: the machines; of several groups the slowest sets the pace.
-        sequence_length: in tokens.
-        shares: of the chips' printed rates; None for the published ones of each chip.
+    The layout has as many ranks as the cluster has chips; of several groups of nodes the slowest sets the pace. ``shares`` are of
+    the chips' printed rates, None for the published ones.
     """
 
     architecture: Architecture

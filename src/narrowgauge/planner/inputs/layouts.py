@@ -1,9 +1,9 @@
 """Layouts: how a model, its state and a batch are spread over chips.
 
-The ranks of a job are numbered along six axes. ``data`` replicas see different sequences; ``shard`` ranks too, and share the
+The ranks of a job are numbered along five axes. ``data`` replicas see different sequences; ``shard`` ranks too, and share the
 replica's state between them (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks share each matrix, ``pipeline`` stages the
-layers, ``context`` ranks the sequence. ``expert`` ranks share the experts of a mixture; they lie inside the first, second and
-last of these axes, and inside the tensor ranks where these do not share each expert's matrices; they add no ranks.
+layers, ``context`` ranks the sequence. ``expert`` ranks, which share the experts of a mixture, add none: they lie inside the
+data, shard and context axes, and inside the tensor axis where its ranks do not share each expert's matrices.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Layout:
         shard: ranks that share a replica's state; context ranks, which hold the same weights, share it with them.
         zero: what they share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2 with resharding).
         tensor: ranks that share each matrix.
-        sequence_parallel: whether tensor ranks share norms and residuals too, each a part of the tokens; Megatron-LM before 2022
-            and what is derived from it (BLOOM, GPT-NeoX) keep them whole on each.
+        sequence_parallel: whether tensor ranks split norms and residuals too, by tokens; Megatron-LM before 2022 and what is
+            derived from it (BLOOM, GPT-NeoX) keep them whole on each.
         pipeline: stages.
         interleave: groups of layers per stage (virtual stages).
         context: ranks that share a sequence.
@@ -43,8 +43,8 @@ class Layout:
         recompute: what backward computes again: nothing, the attention's scores (with flash attention that is none), or layers.
         offload: what is kept in the host's memory between uses: optimizer states, or weights and gradients too.
         accumulation_dtype: the sum of several micro-batches' gradients (``narrowgauge show accumulations``).
-        keeps_gradients: whether a micro-batch's own gradients stay beside that sum, as in DeepSpeed's BF16_Optimizer, with which
-            BLOOM was trained; Megatron-LM adds each to the sum as soon as it is made.
+        keeps_gradients: whether a micro-batch's own gradients stay beside that sum, as in DeepSpeed's BF16_Optimizer (BLOOM);
+            Megatron-LM adds each to the sum as soon as it is made.
     """
 
     data: int = 1
@@ -86,12 +86,11 @@ class Layout:
 
     @property
     def num_ranks(self) -> int:
-        """Chips that the layout takes."""
         return self.data * self.shard * self.tensor * self.pipeline * self.context
 
     @property
     def num_sharing(self) -> int:
-        """Ranks that share a replica's state where ZeRO shares it: other sequences and other parts of them alike.
+        """Ranks that share a replica's state under ZeRO: those with other sequences, and those with other parts of the same ones.
 
         Source: torchtitan, docs/fsdp.md and parallel_dims.py (``dp_shard_cp``); Megatron-LM's distributed optimizer.
         """
@@ -183,14 +182,9 @@ _ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
 
 
 def read_layout(text: str) -> dict[str, Any]:
-    """The fields of a layout that a text asks for.
+    """The fields of a layout that a text asks for: ``FIELD=VALUE`` and names of layouts, separated by commas.
 
-    Args:
-        text: ``FIELD=VALUE`` and names of layouts, separated by commas; fields after a name change what it says.
-    Returns:
-        Values by field of :class:`~narrowgauge.planner.inputs.layouts.Layout`.
-    Raises:
-        RecipeError: an unknown field or name, a value that it cannot have, or two values of one field.
+    Fields after a name override it.
 
     Example:
         >>> read_layout("tensor=2, recompute=full")

@@ -28,13 +28,8 @@ _SHARED_SIZES = ("shared_expert_intermediate_size", "shared_intermediate_size")
 
 
 def read_architecture(text: str) -> Architecture:
-    """The architecture of a preset, or of a Hugging Face model folder or its ``config.json``.
+    """The architecture of a preset (``narrowgauge show models``), or of a Hugging Face model folder or its ``config.json``.
 
-    Args:
-        text: a name of ``narrowgauge show models``, or a path.
-    Raises:
-        RecipeError: there is no such preset, and no such file.
-        DataError: the file is not the configuration of a family that is known here, or contradicts itself.
     Example:
         >>> read_architecture("mixtral-8x7b").num_parameters
         46702792704
@@ -60,14 +55,7 @@ def read_architecture(text: str) -> Architecture:
 
 
 def architecture_of(config: Mapping[str, Any], name: str, source: str = "") -> Architecture:
-    """The architecture that a Hugging Face configuration describes.
-
-    Args:
-        config: its keys.
-        name, source: for messages.
-    Raises:
-        DataError: its family is not known here, or keys are missing or contradict each other.
-    """
+    """The architecture that a Hugging Face configuration describes; ``name`` is for messages."""
     family = _family(config, name)
     text = config.get(family.text) if family.text else None
     if isinstance(text, Mapping):
@@ -132,7 +120,6 @@ def architecture_of(config: Mapping[str, Any], name: str, source: str = "") -> A
 
 
 def _family(config: Mapping[str, Any], name: str) -> Family:
-    """The row of the configuration's family."""
     kind = config.get("model_type")
     if isinstance(kind, str) and kind in FAMILIES:
         return FAMILIES[kind]
@@ -176,7 +163,7 @@ class _Reader:
         return width // heads
 
     def flag(self, value: bool | str) -> bool:
-        """A flag of a family: itself, or the key that says it."""
+        """A flag of a family: itself, or what the configuration has under that key."""
         if isinstance(value, bool):
             return value
         return bool(self.config.get(value, self.family.is_biased))

@@ -24,18 +24,18 @@ STATED = "attention_bias"
 class Family:
     """What the code of a family adds to its configuration.
 
+    Fields of :class:`~narrowgauge.planner.inputs.architectures.Architecture` mean the same here.
+
     Args:
-        is_gated, norm, norms_per_layer, head_norms, norm_bias, head_bias, has_gains, has_embedding_norm, num_vectors,
-            has_fused_inputs, has_sinks: see :class:`~narrowgauge.planner.inputs.architectures.Architecture`.
-        qkv_bias, output_bias, mlp_bias: whether they exist, or where it is stated (a key of the configuration).
+        qkv_bias, output_bias, mlp_bias, head_bias: whether they exist, or the key of the configuration that says it.
         is_biased: whether a bias exists that is not stated.
         tie_embeddings: if the configuration does not say; the value that Hugging Face leaves out of files.
         positions: the key with the number of learned positions; more_positions: what the class adds to it.
         head_dim: if the configuration does not say; None for the width over the heads.
         mlp_ratio: of the MLP's size to the width, if the configuration does not say; None if it must.
         activation: the MLP's function, if the configuration does not say.
-        window: the key with a window in tokens; full_every: of the layers each n-th attends to all tokens, if ``layer_types``
-            does not say; 0 for none, 1 for all.
+        window: the key with a window in tokens; full_every: every n-th layer attends to all tokens, if ``layer_types`` does not
+            say; 0 for none, 1 for all.
         is_latent: whether keys and values are expanded from a latent vector.
         has_shared_expert: whether every token visits one more expert, though no key says so.
         has_expert_biases: of the router and the experts.
@@ -278,4 +278,4 @@ UNPLANNED: dict[str, str] = {
          "phi4_multimodal", "whisper"), _VISION
     ),
 }  # fmt: skip
-"""By ``model_type``, what a family has that the planner has no formulas for."""
+"""What a family has that the planner has no formulas for, by ``model_type``."""

@@ -54,16 +54,13 @@ _LINK_GB_PER_SECOND = 1.0  # between processes of a host
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Shares of a machine.
+    """Shares of a machine, fitted ones among published ones.
 
     Args:
         name: ``here``, or a chip's.
-        chip: the rates that the shares are of.
-        shares: fitted ones among published ones.
         fitted: names of the fitted ones.
         error: root mean square of the relative errors of the observations.
         worst: the observation with the largest one, and that error.
-        sources: the runs and profiles.
     """
 
     name: str
@@ -76,16 +73,7 @@ class Calibration:
 
 
 def calibrate(sources: Sequence[str | Path], chip: Chip | None = None) -> Calibration:
-    """Fit the shares of a machine.
-
-    Args:
-        sources: run folders, and files of ``narrowgauge profile --json``, of one machine.
-        chip: what it is; None for this machine.
-    Returns:
-        The calibration, not yet kept: see :func:`keep`.
-    Raises:
-        NarrowgaugeError: a source cannot be read or has too few steps, or the runs are of different machines.
-    """
+    """Fit the shares of a machine to run folders and files of ``narrowgauge profile --json``; ``chip`` None is this machine."""
     paths = [Path(source).expanduser() for source in sources]
     found = chip or _chip_of(paths)
     observations = [each for path in paths for each in _observations(path, found)]
@@ -101,13 +89,10 @@ def _calibration(name: str, chip: Chip, fit: Fit, sources: Sequence[str]) -> Cal
 
 
 def priors_of(chip: Chip) -> Shares:
-    """The shares of a chip before anything is measured.
+    """The shares of a chip before anything is measured: the published ones.
 
-    Args:
-        chip: of the table, or a processor.
-    Returns:
-        The published ones; a processor computes, sends and calls kernels with the same cores, so none of these hides another
-        and nothing waits between them.
+    A processor computes, sends and calls kernels with the same cores, so none of these hides another and nothing waits between
+    them.
     """
     if chip.vendor != "CPU":
         return shares_of(chip)
@@ -122,14 +107,7 @@ def priors_of(chip: Chip) -> Shares:
 
 
 def deviations(shares: Shares, chip: Chip) -> dict[str, float]:
-    """The standard deviation of the logarithm of each share that a fit may move, before anything is measured.
-
-    Args:
-        shares: the published ones.
-        chip: whose they are.
-    Returns:
-        By name; of a chip outside the table next to nothing is known.
-    """
+    """The standard deviation of the logarithm of each share that a fit may move; wide for a chip outside the table."""
     names = [name for name in shares.rows if name.startswith("matmul.") or name in _FITTED]
     if chip.name not in CHIPS:
         known = {**dict.fromkeys(_ALIKE, _DERIVED), "kernel_seconds": 2 * _UNKNOWN}
@@ -149,13 +127,6 @@ def _observations(path: Path, chip: Chip) -> Iterator[Observation]:
 
 
 def step_observation(launch: LaunchedJob) -> Observation:
-    """The measured step of a launch.
-
-    Args:
-        launch: one that was measured.
-    Returns:
-        Its seconds, and the planner's.
-    """
     assert launch.measured is not None
 
     def predict(shares: Shares) -> float:
@@ -231,11 +202,8 @@ def _chip_of_device(device: str) -> Chip:
 def processor(capability: str, num_threads: int) -> Chip:
     """A processor as a chip with nominal rates: what it reaches of them, its shares say.
 
-    Args:
-        capability: of its vectors, as PyTorch names it: ``AVX2``, ``AVX512`` …
-        num_threads: that a rank uses.
-    Returns:
-        The chip; bfloat16 and float16 are multiplied at float32's rate.
+    ``capability`` is that of its vectors, as PyTorch names it (``AVX2``); bfloat16 and float16 have float32's rate.
+
     Example:
         >>> processor("AVX2", 2).peak_tflops["float32"]
         0.16
@@ -272,15 +240,7 @@ def _file(name: str) -> Path:
 
 
 def keep(calibration: Calibration) -> Path:
-    """Keep a calibration in the cache folder, in place of an earlier one of the same name.
-
-    Args:
-        calibration: from :func:`calibrate`.
-    Returns:
-        The file.
-    Raises:
-        RecordError: the folder cannot be written.
-    """
+    """Write a calibration to the cache folder, in place of an earlier one of the same name; returns the file."""
     rows = {name: dataclasses.asdict(calibration.shares[name]) for name in calibration.fitted}
     content: dict[str, Any] = {
         "version": _VERSION,
@@ -297,12 +257,8 @@ def keep(calibration: Calibration) -> Path:
 
 
 def kept(name: str = HERE) -> Calibration:
-    """The calibration of that name.
+    """The calibration that was kept as ``here`` or under a chip's full name.
 
-    Args:
-        name: ``here``, or a chip's full name.
-    Returns:
-        What :func:`keep` kept.
     Raises:
         ChipError: there is none, or the file is damaged.
     """
@@ -335,13 +291,7 @@ def _chip_to_dict(chip: Chip) -> dict[str, Any]:
 
 
 def calibration_lines(found: Calibration) -> list[str]:
-    """A calibration in sentences.
-
-    Args:
-        found: from :func:`calibrate` or :func:`kept`.
-    Returns:
-        How well the runs agree, and each fitted share.
-    """
+    """A calibration in sentences: how well the runs agree, and each fitted share."""
     name, error = found.worst
     count = len(found.sources)
     chip = f"{found.chip.name}, {found.chip.architecture}, {found.chip.form_factor}"
@@ -375,13 +325,7 @@ _OUTLIER = 2.5  # standard deviations from which an observation counts less
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A measured time, and how the planner predicts it.
-
-    Args:
-        name: of the run or operation.
-        seconds: measured.
-        predict: the predicted seconds with given shares.
-    """
+    """A measured time, and how the planner predicts it from shares."""
 
     name: str
     seconds: float
@@ -394,14 +338,7 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Fitted shares.
-
-    Args:
-        shares: those given, with the fitted ones in place of some.
-        names: of the fitted ones that the observations depend on.
-        error: root mean square of the relative errors that are left.
-        worst: the observation with the largest one, and that error.
-    """
+    """All shares, the names of the fitted ones, the root mean square of the relative errors that are left, and the worst."""
 
     shares: Shares
     names: tuple[str, ...]
@@ -414,13 +351,8 @@ def fit_shares(
 ) -> Fit:
     """Fit shares to observations.
 
-    Args:
-        observations: one or more.
-        shares: the priors' values; those without a deviation stay.
-        deviations: standard deviation of the logarithm of each share that may move.
-        source: what the fitted shares say of themselves.
-    Returns:
-        The shares, with intervals that hold what the fit left over as well as what it could not determine.
+    Those with a deviation, the prior's standard deviation of their logarithm, may move; the others stay. The intervals hold what
+    the fit left over as well as what it could not determine.
     """
     found = _Descent(observations, shares, deviations)
     for _ in range(_ROUNDS):
@@ -489,7 +421,7 @@ class _Descent:
         return matrix, sides
 
     def move(self) -> bool:
-        """One round; whether it moved enough for another."""
+        """Do one round; whether it moved enough for another."""
         if not self.names:
             return False
         weights = self._weights()
@@ -509,7 +441,6 @@ class _Descent:
         return False
 
     def fit(self, source: str) -> Fit:
-        """The fitted shares with their intervals."""
         matrix = self._equations(self._weights())[0]
         rows = {}
         for k, name in enumerate(self.names):

@@ -58,13 +58,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LaunchedJob:
-    """A job as it was started.
-
-    Args:
-        name: of the file or folder.
-        job: what it trains, and where.
-        measured: seconds of a step by part, where it was measured.
-    """
+    """A job as it was started, and where it was measured the seconds of a step by part."""
 
     name: str
     job: Job
@@ -72,30 +66,13 @@ class LaunchedJob:
 
 
 def planned_step(job: Job, shares: Shares | None, *, has_intervals: bool = True) -> Terms:
-    """A step as planned, without what a measured step leaves out: checkpoints and failures.
-
-    Args:
-        job: of a launch.
-        shares: of the chips' printed rates; None for the published ones.
-        has_intervals: as for :func:`~narrowgauge.planner.time.step_time.step_terms`.
-    """
+    """A step as planned, without what a measured step leaves out: checkpoints and failures."""
     step = step_terms(dataclasses.replace(job, shares=shares), has_intervals=has_intervals)
     return step.without("checkpoints", "faults")
 
 
 def read_launch(path: str | Path, chip: Chip | None = None) -> LaunchedJob:
-    """Read a launch.
-
-    Args:
-        path: a TOML file, or a run folder.
-        chip: that runs it, where the launch does not say: run folders do not.
-    Returns:
-        The launch.
-    Raises:
-        DataError: the file cannot be read, or lacks a setting.
-        ChipError: it does not say where it runs.
-        RecordError: the run folder is damaged, or has too few steps to be measured.
-    """
+    """Read a launch from a TOML file or a run folder; ``chip`` runs it where the launch does not say, as run folders do not."""
     path = Path(path).expanduser()
     if path.is_dir():
         return _of_run(path, chip)
@@ -132,16 +109,10 @@ def _launch(name: str, table: Settings, layout: Layout, cluster: Cluster, where:
 
 
 def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
-    """How ``narrowgauge train`` spreads a job over ranks.
+    """How ``narrowgauge train`` spreads a job of these settings over ranks.
 
-    Args:
-        table: its settings.
-        num_ranks: that it runs on.
-        where: they stand, for messages.
-    Returns:
-        The layout; ranks with unequal numbers of micro-batches wait for those with the most.
-    Raises:
-        DataError: a setting is missing, or they contradict the number of ranks.
+    With unequal numbers of micro-batches, ranks wait for those with the most. ``where`` the settings stand is for messages.
+
     Example:
         >>> table = {"batch_size": 16, "gradient_accumulation_steps": 8, "replicas": 2}
         >>> layout = layout_of(table, 4, "here")
@@ -257,8 +228,6 @@ class MeasuredStep:
     """What an average step of a run took, without its first steps and its extremes.
 
     Args:
-        name: of the run.
-        num_ranks: that trained it.
         tokens: of a step, all ranks together.
         terms: seconds: computing, sending, waiting, the step's share of steps that were lost, and of what was outside steps.
         late: the rank that was most often the last to arrive, in which share of the steps, and how late; None where not recorded.
@@ -277,15 +246,7 @@ class MeasuredStep:
 
 
 def measured_step(run: Run) -> MeasuredStep:
-    """Where the time of a run's steps went.
-
-    Args:
-        run: a finished or unfinished run.
-    Returns:
-        Its average step.
-    Raises:
-        RecordError: it has too few steps.
-    """
+    """Where the time of a run's average step went; a run with fewer than ``LEAST_STEPS`` steps is refused."""
     rows = [row for row in run.steps if row.get("seconds")]
     if len(rows) < LEAST_STEPS:
         raise RecordError(
@@ -318,7 +279,7 @@ def _term(group: str, values: Sequence[float], run: Run) -> Term:
 
 
 def _lost_steps(run: Run, seconds: float) -> Iterator[Term]:
-    """The share of a step that counts in steps that do not: void ones, and those that were undone."""
+    """What void steps, and steps that were undone, add to each step that counts."""
     void = sum(bool(row.get("skipped") or row.get("spike")) for row in run.steps)
     undone = sum(int(event.get("batches") or 0) for event in run.events if event.get("kind") == "rollback")
     counted = max(1, len(run.steps) - void)
@@ -329,7 +290,7 @@ def _lost_steps(run: Run, seconds: float) -> Iterator[Term]:
 
 
 def _outside(run: Run) -> list[Term]:
-    """The share of a step in what the run did between its steps, where it is finished and was not resumed."""
+    """What a finished run did between its steps, per step; nothing if it was resumed."""
     wall = (run.summary or {}).get("wall_seconds")
     if not wall or any(event.get("kind") == "resume" for event in run.events):
         return []
@@ -352,11 +313,7 @@ def _latest(run: Run, num_ranks: int) -> tuple[int, float, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class Attribution:
-    """Measured runs on different numbers of ranks, and what the larger ones lost.
-
-    Args:
-        steps: by number of ranks.
-    """
+    """Measured runs, the fewest ranks first, and what the larger ones lost."""
 
     steps: tuple[MeasuredStep, ...]
 
@@ -367,28 +324,14 @@ class Attribution:
         return tuple(MeasuredTime(step.num_ranks, step.seconds * tokens / step.tokens) for step in self.steps)
 
     def lost(self, step: MeasuredStep) -> tuple[Change, ...]:
-        """What a step took more than the smallest run's, divided by the ratio of ranks.
-
-        Args:
-            step: of :attr:`steps`.
-        Returns:
-            A change per part in seconds of that step, the largest first.
-        """
+        """Seconds by part that a step took beyond its share of the smallest run's, the largest first."""
         first = self.steps[0]
         scale = first.num_ranks / step.num_ranks * step.tokens / first.tokens
         return changes(first.terms, step.terms, scale)
 
 
 def attribute(runs: Sequence[Run]) -> Attribution:
-    """Measure where the steps of runs went.
-
-    Args:
-        runs: of one model and recipe, on one or more numbers of ranks.
-    Returns:
-        Their steps, by number of ranks.
-    Raises:
-        RecordError: a run has too few steps, or the runs differ in what they compute.
-    """
+    """Measure where the steps of runs of one model and recipe went."""
     for key in ("model", "recipe", "sequence_length"):
         found = {str(run.config.get(key)) for run in runs}
         if len(found) > 1:
@@ -403,13 +346,7 @@ def attribute(runs: Sequence[Run]) -> Attribution:
 
 
 def attribution_lines(found: Attribution) -> list[str]:
-    """The attribution in sentences.
-
-    Args:
-        found: from :func:`attribute`.
-    Returns:
-        One sentence per run and per lost part.
-    """
+    """The attribution in sentences: one per run and per lost part."""
     said = [_shares(step) for step in found.steps]
     for step in found.steps[1:]:
         if step.num_ranks > found.steps[0].num_ranks:
@@ -456,13 +393,7 @@ def _ranks(number: int) -> str:
 
 
 def attribution_dict(found: Attribution) -> dict[str, Any]:
-    """The attribution as values for JSON.
-
-    Args:
-        found: from :func:`attribute`.
-    Returns:
-        Each run's seconds by part, what it lost by part, and the sentences.
-    """
+    """The attribution as values for JSON."""
     return {
         "runs": [
             {

@@ -16,15 +16,11 @@ _SINGULAR = 1e-12
 
 
 def solve(matrix: Sequence[Sequence[float]], sides: Sequence[Sequence[float]]) -> list[list[float]] | None:
-    """Solve symmetric positive equations by Gauss–Jordan elimination with row pivots.
+    """Solve symmetric positive equations by Gauss–Jordan elimination with row pivots; None where the matrix is singular.
 
-    Unknowns may differ by orders of magnitude, so rows and columns are first scaled to a diagonal of ones.
+    Unknowns may differ by orders of magnitude, so rows and columns are first scaled to a diagonal of ones. The matrix is
+    ``[n][n]``; ``sides`` and the unknowns are ``[n][m]``, a column per right-hand side.
 
-    Args:
-        matrix: shape ``[n][n]``, with a positive diagonal.
-        sides: shape ``[n][m]``, a column per right-hand side.
-    Returns:
-        The unknowns, shape ``[n][m]``; None where the matrix is singular.
     Example:
         >>> solve([[2.0, 0.0], [0.0, 4.0]], [[2.0], [2.0]])
         [[1.0], [0.5]]

@@ -1,8 +1,8 @@
 """Regression: two launches of a job, which term of the step became slower, by how much, and which setting did it.
 
-Both launches are modelled, and their terms compared. Every setting that differs is then applied to the first launch alone: what
-the step grows by is its own doing, whatever else changed. Where both were measured, the difference that the model explains stands
-beside the one that was seen, and what is left over is something that no setting says: other software, another machine, other
+Both launches are modelled, and their terms compared. Every setting that differs is then applied to the first launch alone,
+which shows its own effect, whatever else changed. Where both were measured, the difference that the model explains stands
+beside the measured one. What is left over comes from something outside the settings: other software, another machine, other
 data.
 """
 
@@ -31,10 +31,7 @@ _LEAST = 0.002
 class Effect:
     """A setting that differs between two launches.
 
-    Args:
-        name: of the setting.
-        before, after: its values.
-        seconds: by which the step of the first launch grows with this setting alone; None where it cannot be applied alone.
+    ``seconds`` is what a step of the first launch grows by with this setting alone; None where it cannot be applied alone.
     """
 
     name: str
@@ -45,13 +42,7 @@ class Effect:
 
 @dataclass(frozen=True, slots=True)
 class Regression:
-    """Two launches, compared.
-
-    Args:
-        before, after: the launches.
-        before_step, after_step: their modelled steps.
-        effects: of each setting that differs, the largest first.
-    """
+    """Two launches with their modelled steps, and the effect of each setting that differs, the largest first."""
 
     before: LaunchedJob
     after: LaunchedJob
@@ -89,16 +80,7 @@ class Regression:
 
 
 def compare_launches(before: LaunchedJob, after: LaunchedJob, shares: Shares | None = None) -> Regression:
-    """Compare two launches.
-
-    Args:
-        before, after: of the same job.
-        shares: of the chips' printed rates; None for the published ones.
-    Returns:
-        Their steps, and what each setting that differs does alone.
-    Raises:
-        NarrowgaugeError: the planner cannot model one of them.
-    """
+    """Compare two launches of the same job: their steps, and what each setting that differs does alone."""
     if before.name == after.name:
         before, after = replace(before, name=f"{before.name} (before)"), replace(after, name=f"{after.name} (after)")
     old, new = (planned_step(launch.job, shares) for launch in (before, after))
@@ -190,13 +172,7 @@ def _value(value: Any) -> str:
 
 
 def regression_lines(found: Regression) -> list[str]:
-    """The comparison in sentences.
-
-    Args:
-        found: from :func:`compare_launches`.
-    Returns:
-        First what was seen or is expected, then each term, then each setting alone.
-    """
+    """The comparison in sentences: what was seen or is expected, then each term, then each setting alone."""
     said = [_headline(found)]
     total = found.after_step.total
     shown = [change for change in found.changes if abs(change.difference) > _LEAST * total]
@@ -280,13 +256,7 @@ def _measured_lines(found: Regression) -> list[str]:
 
 
 def regression_dict(found: Regression) -> dict[str, Any]:
-    """The comparison as values for JSON.
-
-    Args:
-        found: from :func:`compare_launches`.
-    Returns:
-        Both steps by group, each term's change, each setting's effect, what was measured, and the sentences.
-    """
+    """The comparison as values for JSON."""
     low, high = found.after_step.interval
     return {
         "before": {"name": found.before.name, "seconds": found.scale * found.before_step.total},

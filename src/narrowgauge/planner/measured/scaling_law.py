@@ -34,12 +34,7 @@ _EXAMPLE = "For instance 128:10d,256:7d (units s, min, h, d)."
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTime:
-    """A measured time of the same job.
-
-    Args:
-        chips: that ran it.
-        seconds: that it took.
-    """
+    """The seconds that a job took on so many chips."""
 
     chips: int
     seconds: float
@@ -49,14 +44,8 @@ class MeasuredTime:
 
 
 def read_points(text: str) -> tuple[MeasuredTime, ...]:
-    """Read points as they are written on the command line.
+    """Read points from the command line: ``CHIPS:TIME`` with a unit, separated by commas; the fewest chips come first.
 
-    Args:
-        text: ``CHIPS:TIME`` with a unit, separated by commas.
-    Returns:
-        The points, by number of chips.
-    Raises:
-        DataError: the text does not say that, or names fewer than two numbers of chips.
     Example:
         >>> [str(point) for point in read_points("256:7d, 128:240h")]
         ['10 d on 128', '7 d on 256']
@@ -99,7 +88,6 @@ class Law:
     weights: tuple[tuple[float, ...], ...]
 
     def seconds(self, chips: float) -> float:
-        """The time on so many chips."""
         return sum(self.share(name, chips) for name in self.parts)
 
     def share(self, name: str, chips: float) -> float:
@@ -107,7 +95,7 @@ class Law:
         return self.parts.get(name, 0.0) * SHAPES[name](chips)
 
     def deviation(self, chips: float, points: Sequence[MeasuredTime]) -> float:
-        """The standard deviation of :meth:`seconds`, from that of the points' times."""
+        """The standard deviation of :meth:`seconds` that follows from that of the points' times."""
         basis = [SHAPES[name](chips) for name in self.parts]
         noise = max(NOISE, self.error)
         enters = (sum(b * row[k] for b, row in zip(basis, self.weights, strict=True)) for k in range(len(points)))
@@ -129,9 +117,7 @@ _PRINTED: dict[str, Callable[[float], str]] = {
 class Scaling:
     """What measured times say.
 
-    Args:
-        points: by number of chips.
-        laws: all that the points allow, the simplest first; that one's values are reported.
+    ``points`` are by number of chips; ``laws`` are all that they allow, the simplest first, whose values are reported.
     """
 
     points: tuple[MeasuredTime, ...]
@@ -139,7 +125,6 @@ class Scaling:
 
     @property
     def law(self) -> Law:
-        """The law whose values are reported."""
         return self.laws[0]
 
     @property
@@ -154,7 +139,7 @@ class Scaling:
 
     @property
     def fits(self) -> bool:
-        """Whether the law agrees with the points within their errors; without, the points are not of one job."""
+        """Whether the law agrees with the points within their errors; if not, the points are not of one job."""
         return self.law.error <= 2 * NOISE
 
     def seconds(self, chips: float) -> float:
@@ -162,12 +147,8 @@ class Scaling:
         return self.law.seconds(chips)
 
     def interval(self, chips: float) -> tuple[float, float]:
-        """The 80 % interval of that time: the widest that any allowed law gives.
+        """The 80 % interval of that time in seconds: the widest that any allowed law gives.
 
-        Args:
-            chips: how many.
-        Returns:
-            Seconds, from and to.
         Example:
             >>> [f"{end / 86400:.1f}" for end in fit(read_points("128:10d,256:7d")).interval(512)]
             ['5.2', '8.0']
@@ -190,16 +171,12 @@ class Scaling:
 
 
 def fit(points: Sequence[MeasuredTime]) -> Scaling:
-    """Fit the laws that the points allow.
+    """Fit the laws that the points allow, the simplest first.
 
     A law is allowed where no part is negative and it has no more unknowns than sizes were measured; from three sizes on one is
     left to check it. Of those laws all are kept that miss the times by little more than :data:`NOISE`, or by twice what the best
     one does.
 
-    Args:
-        points: of two sizes or more.
-    Returns:
-        The laws that are kept, the simplest first.
     Example:
         >>> print(fit(read_points("128:10d,256:7d")).law)
         768 d / N + 4 d
@@ -248,13 +225,8 @@ _LEAST_SHARE = 0.005
 
 
 def scaling_lines(scaling: Scaling, at: Sequence[int] = ()) -> list[str]:
-    """The answer in sentences.
+    """The answer in sentences, the most important first; ``at`` are numbers of chips whose time was asked for.
 
-    Args:
-        scaling: the fit.
-        at: numbers of chips whose time was asked for.
-    Returns:
-        One sentence or two each, the most important first.
     Example:
         >>> print(scaling_lines(fit(read_points("128:10d,256:7d")))[0])
         256 chips instead of 128: 10 d become 7 d, 1.43 × as fast on 2 × the chips, an efficiency of 71%.
@@ -384,14 +356,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def scaling_dict(scaling: Scaling, at: Sequence[int] = ()) -> dict[str, Any]:
-    """The answer as values for JSON.
-
-    Args:
-        scaling: the fit.
-        at: numbers of chips whose time was asked for.
-    Returns:
-        Points, laws with their seconds by shape, predictions with intervals, suspects, and the sentences.
-    """
+    """The answer as values for JSON; ``at`` as in :func:`scaling_lines`."""
     first = scaling.points[0].chips
     return {
         "points": [{"chips": point.chips, "seconds": point.seconds} for point in scaling.points],
@@ -426,13 +391,10 @@ class Bottleneck:
     """One reason for time that more chips do not divide.
 
     Args:
-        name: what it is called.
-        shape: how its time depends on the number of chips, at the same batch: a key of the scaling's shapes; ``divided`` of
-            what more chips do not make worse by themselves, so that times alone never show it.
+        shape: how its time depends on the number of chips, at the same batch: a key of ``SHAPES``; ``divided`` of what more
+            chips do not make worse by themselves, so that times alone never show it.
         group: of a measured step, in which it is found.
-        why: what happens.
         measure: what would show it alone.
-        remedy: what helps.
     """
 
     name: str
@@ -523,10 +485,6 @@ BOTTLENECKS: tuple[Bottleneck, ...] = (
 def bottlenecks_of(*groups: str) -> tuple[Bottleneck, ...]:
     """The causes that are found in groups of a measured step.
 
-    Args:
-        groups: such as ``"waiting"``.
-    Returns:
-        Rows of :data:`BOTTLENECKS`.
     Example:
         >>> [cause.name for cause in bottlenecks_of("waiting")]
         ['synchronization']

@@ -1,9 +1,9 @@
 """Activations: what the layers of a decoder keep between forward and backward, tensor by tensor.
 
 A published constant (34 bytes per token and feature: Korthikanti et al.) is that of one implementation. What is kept follows
-from which operations keep their inputs, and the modules that are trained here differ from fused kernels by half. So a layer
-is a list of kept tensors, each with its bytes per token, for two kinds of kernels: ``"eager"``, the Hugging Face modules one
-operation after the other, and ``"fused"``, as in Megatron-LM, TransformerEngine and Liger: norms and activation functions
+from which operations keep their inputs, and for the modules that are trained here it differs by half from fused kernels. So a
+layer is a list of kept tensors, each with its bytes per token, for two kinds of kernels: ``"eager"``, the Hugging Face modules
+one operation after the other, and ``"fused"``, as in Megatron-LM, TransformerEngine and Liger: norms and activation functions
 keep their input only and compute the rest again. ``profiling/block_memory`` counts the same tensors in a layer that runs.
 
 Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, section 4, for
@@ -38,7 +38,6 @@ class SavedTensor:
     """Tensors of one kind that a layer saves for backward.
 
     Args:
-        name: what it is.
         bytes_per_token: in one layer.
         per_key: further bytes per token and key that it attends to: eager attention's scores.
         is_stream: whether it is of the residual stream, which tensor ranks share only with sequence parallelism.
@@ -55,8 +54,8 @@ class Widths:
     """Bytes per element of a model's tensors in a recipe.
 
     Args:
-        stream: the residual stream and norms; float32 under autocast.
-        matmul: operands and results of attention and MLP.
+        stream: of the residual stream and norms; float32 under autocast.
+        matmul: of operands and results of attention and MLP.
         is_cast: whether matmuls cast a stream of another dtype (autocast): each matmul keeps its own cast of the input, and of
             the weight.
     """
@@ -107,14 +106,10 @@ def layer_tensors(
     attention: Attention = "flash",
     kernels: Kernels = "eager",
 ) -> tuple[SavedTensor, ...]:
-    """What one layer keeps, in the order of the forward pass.
+    """What one layer, with experts if ``is_mixture``, keeps, in the order of the forward pass.
 
-    Args:
-        architecture: of the model.
-        recipe: whose compute and storage say how wide each tensor is. Its main compute counts; overrides by layer do not.
-        is_mixture: whether the layer has experts.
-        attention: ``"flash"`` keeps no scores, whichever kernel it is.
-        kernels: of norms and activation functions.
+    The recipe's main compute and storage say how wide each tensor is; overrides by layer do not count. ``"flash"``
+    attention keeps no scores, whichever kernel it is.
     """
     shape = (architecture, recipe.compute, recipe.storage.visible)
     return _layer_tensors(*shape, is_mixture, attention, kernels)
@@ -157,10 +152,7 @@ class _Layer:
     def inputs(self, size: float, consumers: int = 1, *, is_kept_anyway: bool = False) -> float:
         """What matmuls keep of one input per token.
 
-        Args:
-            size: of the input.
-            consumers: matmuls that get it.
-            is_kept_anyway: whether another operation keeps the uncast input, in the matmuls' dtype.
+        ``is_kept_anyway`` says that another operation keeps the uncast input, in the matmuls' dtype.
         """
         element, scale = kept_of_input(self.compute, self.widths.matmul)
         if self.compute.keeps_codes:
@@ -264,19 +256,14 @@ KORTHIKANTI = "Korthikanti et al., arXiv 2205.05198, section 4; as in layers tha
 
 
 class LayerCount(NamedTuple):
-    """What one layer keeps for backward, as it was counted.
-
-    Args:
-        bytes_per_token: of activations.
-        bytes_per_layer: whatever the number of tokens: casts of the weights.
-    """
+    """What one layer keeps for backward, as counted: of activations, and of weights' casts whatever the number of tokens."""
 
     bytes_per_token: float
     bytes_per_layer: float
 
 
 LayerCounter = Callable[[Recipe, int], LayerCount]
-"""Counts a layer of the planned model, of a recipe and a sequence length."""
+"""Counts what a layer of the planned model keeps, in a recipe and at a sequence length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,13 +271,10 @@ class Figures:
     """What does not depend on the layout.
 
     Args:
-        state: of the whole model.
         per: bytes per parameter of the recipe's storage.
-        widths: of tensors.
         per_layer, scores: bytes per token that a layer keeps, on average, and of eager attention's scores.
         stream: of ``per_layer``, what has the residual stream's width and is whole on tensor ranks that do not share it.
         casts: bytes of the casts of a layer's weights that autocast keeps.
-        num_parameters: of the model.
         layer, experts: parameters of the largest layer without experts, and of a layer's experts.
         is_counted: whether ``per_layer`` and ``casts`` were counted.
     """
@@ -385,7 +369,7 @@ class Request:
 
     @property
     def tokens(self) -> float:
-        """Of a micro-batch on a rank."""
+        """Tokens of a micro-batch on a rank."""
         return self.layout.tokens_on_rank(self.sequence_length)
 
     @property
@@ -402,5 +386,5 @@ class Request:
 
     @property
     def layer_source(self) -> str:
-        """Where ``per_layer`` is from."""
+        """The source of ``per_layer``."""
         return COUNTED if self.figures.is_counted else KORTHIKANTI

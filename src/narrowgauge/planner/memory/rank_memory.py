@@ -47,13 +47,10 @@ def memory_terms(
     fixed: Mapping[str, float] | None = None,
     counted: LayerCounter | None = None,
 ) -> Terms:
-    """The memory of the worst rank at its worst moment.
+    """The memory of the worst rank at its worst moment: bytes in the groups of ``MEMORY_GROUPS``.
 
     Args:
-        architecture: of the model; one of which only the size is known gets its state and nothing else.
-        recipe: storage, compute and reduction.
-        layout: over ranks.
-        sequence_length: tokens of a sequence.
+        architecture: one of which only the size is known gets its state and nothing else.
         attention: whether scores are kept.
         is_loss_chunked: whether logits are computed a chunk of tokens at a time. With tensor, pipeline or context parallelism
             they are not.
@@ -62,8 +59,6 @@ def memory_terms(
         fixed: bytes of overhead by name of ``FIXED`` where they are known, fragmentation as a share; each is then exact.
         counted: what a layer keeps, counted in the model's own modules; it replaces the formula where kernels are eager, and the
             terms that follow from it have the source ``COUNTED``.
-    Returns:
-        Terms in bytes, in the groups of ``MEMORY_GROUPS``.
 
     Example:
         >>> from narrowgauge.planner.inputs.architectures import of_size
@@ -113,7 +108,7 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
 
 
 def _widened_matrix(request: Request) -> list[Term]:
-    """A matrix of a frozen base of few bits in 16, for as long as its product takes."""
+    """A matrix of a narrow frozen base in 16 bits, for as long as its product takes."""
     architecture, layout = request.architecture, request.layout
     if architecture.adapters is None or not architecture.adapters.is_widened:
         return []
@@ -123,7 +118,9 @@ def _widened_matrix(request: Request) -> list[Term]:
 
 
 def _widened(term: Term) -> Term:
-    """A term with the interval of formulas: steps that were run and counted differ by less (benchmarks/planned_memory.py)."""
+    """A term with the error of formulas in its interval: steps that were run and counted differ by less
+    (benchmarks/planned_memory.py).
+    """
     if term.group not in _OF_A_STEP:
         return term
     low, high = term.interval
@@ -214,7 +211,7 @@ def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
 
 
 def _made_gradients(request: Request, gradients: Term) -> list[Term]:
-    """What backward has made of a layer's gradients, where they do not stay."""
+    """The gradients of the layer in backward, where they do not stay."""
     if gradients.value or request.layout.zero == 3 or request.architecture.adapters:
         return []
     figures, layout = request.figures, request.layout
@@ -251,7 +248,7 @@ def _activations(request: Request, stage: Stage) -> list[Term]:
 
 
 def _one_layer(request: Request) -> Term:
-    """What one layer keeps: all that exists at the end of backward, or of what is computed again."""
+    """What one layer keeps: at the end of backward, or where layers are computed again, it is all that exists."""
     tokens, per_layer = request.tokens, request.per_layer
     formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
     return Term(
@@ -424,18 +421,15 @@ FIXED: dict[str, tuple[float, float, float]] = {
     "fragmentation": (0.03, 0.0, 0.25),
 }
 """Memory that no formula gives, ``(usual, least, most)`` in bytes: of the driver, of collectives where there are several ranks,
-of libraries; and what the allocator cannot use, as a share of all that changes during a step. It reserves up to a quarter
-more than it hands out in published runs (benchmarks/planned_peaks.py), where the chip has room for it."""
+of libraries; and what the allocator cannot use, as a share of all that changes during a step. In published runs it reserves up
+to a quarter more than it hands out (benchmarks/planned_peaks.py), where the chip has room for it."""
 _FIXED_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
 
 def overhead_terms(dynamic_bytes: float, num_ranks: int, fixed: Mapping[str, float]) -> list[Term]:
-    """The terms of overhead.
+    """The terms of overhead; ``dynamic_bytes``, allocated and freed during a step, can be fragmented.
 
-    Args:
-        dynamic_bytes: what is allocated and freed during a step, which can be fragmented.
-        num_ranks: of the job; one has no communication buffers.
-        fixed: what is known, by name: bytes, or for fragmentation a share.
+    ``fixed`` has what is known, by name: bytes, or for fragmentation a share.
     """
     found = []
     for name, (usual, least, most) in FIXED.items():
@@ -456,13 +450,7 @@ def overhead_terms(dynamic_bytes: float, num_ranks: int, fixed: Mapping[str, flo
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of one pipeline, as a rank sees it.
-
-    Args:
-        number: from 0.
-        layers: that it holds.
-        in_flight: layers times micro-batches whose activations are held at once.
-    """
+    """A stage of one pipeline; ``in_flight`` is layers times micro-batches whose activations are held at once."""
 
     number: int
     layers: float

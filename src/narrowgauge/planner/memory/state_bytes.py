@@ -36,7 +36,6 @@ class Bytes:
 
     @property
     def total(self) -> float:
-        """All of it."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -45,7 +44,7 @@ OPTIMIZER_STATES: dict[str, tuple[tuple[str, str], ...]] = {
     "muon": (("momentum_buffer", "exp_avg"),),
     "adafactor": (),
 }
-"""The states that optimizers keep of each element of a matrix, with the storage's code for each: as ``optim/rules`` has them."""
+"""The states that optimizers keep of each element of a matrix, as in ``optim/rules``, with the storage's code for each."""
 _FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
 
 
@@ -61,13 +60,11 @@ def is_stepped(storage: Storage, optimizer: str) -> bool:
 
 
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
-    """The recipe with the states of another optimizer.
+    """AdamW's recipe with the states of another optimizer, a key of ``OPTIMIZER_STATES``.
 
-    Args:
-        recipe: of AdamW.
-        optimizer: a key of ``OPTIMIZER_STATES``.
     Raises:
         RecipeError: no such optimizer is planned, or it does not step a storage of the recipe.
+
     Example:
         >>> from narrowgauge.spec.notation import parse
         >>> [with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES]
@@ -108,12 +105,7 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """State of one part of a model.
-
-    Args:
-        matrices: of matrices that tensor parallelism shares.
-        whole: of vectors, and of matrices that it does not share.
-    """
+    """State of one part of a model: of matrices that tensor parallelism shards, and of what every rank holds whole."""
 
     matrices: Bytes = Bytes()
     whole: Bytes = Bytes()
@@ -126,7 +118,6 @@ class StatePart:
         return StatePart(self.matrices + other.matrices, self.whole + other.whole)
 
     def scaled(self, factor: float) -> StatePart:
-        """Of ``factor`` times as many parameters."""
         return StatePart(self.matrices.scaled(factor), self.whole.scaled(factor))
 
 
@@ -135,8 +126,7 @@ class ModelState:
     """State of a model by where it lies.
 
     Args:
-        layers: of all layers without experts.
-        experts: of all experts.
+        layers: of all layers, without experts.
         embedding: of embedding and learned positions, on the first stage.
         head: of the last norm and the head, on the last stage; a tied head lies on both if they are two.
     """
@@ -250,12 +240,7 @@ def _matrix(storage: Storage, matmul: Matmul, count: float) -> StatePart:
 def on_stage(
     architecture: Architecture, state: ModelState, layout: Layout, layers: float, stage: int
 ) -> tuple[Bytes, Bytes]:
-    """State of a stage's ranks before ZeRO shares it: experts, and the rest.
-
-    Args:
-        layers: of the stage.
-        stage: its number; the first has the embedding, the last the head.
-    """
+    """A stage's state before ZeRO shares it: experts, and the rest; the first stage has the embedding, the last the head."""
     share = layers / architecture.num_layers if architecture.has_shape else 1 / layout.pipeline
     rest = state.layers.scaled(share)
     is_first, is_last = stage == 0, stage == layout.pipeline - 1

@@ -4,8 +4,8 @@ S bytes among R ranks. A ring gathers or reduces and scatters in R − 1 steps o
 that spans nodes has two bounds: what each chip sends within its node, and what each node sends over its network cards, of which a
 group uses as many as it has ranks there. A ring does both at the same time, so the slower one counts; a hierarchical all-reduce
 does them one after the other, on a share of the bytes, and its latency grows with the number of nodes only. A tree's grows with
-its logarithm. A switch that adds (NVLink SHARP) halves what a chip sends within a node. What NCCL would choose is taken: the
-fastest.
+its logarithm. A switch that adds (NVLink SHARP) halves what a chip sends within a node. The fastest is taken, as NCCL would
+choose it.
 
 Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005; NCCL's documentation.
 """
@@ -33,11 +33,9 @@ _ADDING_SWITCHES = ("NVLink4", "NVLink5")
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What a group of ranks communicates over.
+    """What a group of ranks, spread evenly over nodes, communicates over.
 
     Args:
-        ranks: in the group.
-        nodes: over which it is spread evenly.
         link_bytes_per_second: of a chip within its node.
         network_bytes_per_second: of a chip's share of its node's network cards.
         link_latency, network_latency: seconds of a message.
@@ -54,7 +52,6 @@ class Path:
 
     @property
     def ranks_per_node(self) -> float:
-        """Ranks of the group on each node."""
         return self.ranks / self.nodes
 
     @property
@@ -76,14 +73,11 @@ class Path:
 def path_of(
     ranks: int, stride: int, nodes: Nodes, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
 ) -> Path:
-    """The path of ranks that lie ``stride`` apart.
+    """The path of ranks that lie ``stride`` apart in the numbering of all ranks; nodes hold consecutive ranks.
 
-    Args:
-        ranks: in the group.
-        stride: between neighbours of the group in the numbering of all ranks; nodes hold consecutive ranks.
-        nodes: the nodes they run on.
-        cluster: for its latency, and the slowest network among its groups.
-        link, network: the shares of the printed rates that collectives reach.
+    ``nodes`` are those they run on, and the slowest network of the cluster counts. ``link`` and ``network`` are the shares of the
+    printed rates that collectives reach.
+
     Example:
         >>> from narrowgauge.planner.inputs.clusters import cluster_of
         >>> cluster = cluster_of("H100-SXM", 64)
@@ -171,12 +165,9 @@ def hierarchical_seconds(num_bytes: float, path: Path) -> float:
 
 
 def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) -> float:
-    """Seconds until every rank has sent each other rank its part of ``num_bytes``.
+    """Seconds until every rank, which sends ``num_bytes`` in all, has sent each other rank its part.
 
-    Args:
-        num_bytes: that each rank sends.
-        path: of the group.
-        between: share of the bytes for other nodes that travel there, where equal parts for ranks of one node travel once.
+    Of the bytes for other nodes the share ``between`` travels, where equal parts for ranks of one node travel once.
 
     Example:
         >>> all_to_all_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
@@ -207,11 +198,9 @@ class Exchange(NamedTuple):
     """One kind of exchange in an optimizer step.
 
     Attributes:
-        name: what is sent.
         seconds: of all of them, were nothing hidden.
-        hidden: by computing.
+        hidden: seconds hidden by computing.
         slowed: seconds that computing is longer meanwhile, since the exchange takes multiprocessors.
-        formula: bytes, and over what.
     """
 
     name: str
@@ -231,19 +220,13 @@ _NOTHING = Exchange("", 0.0, 0.0, 0.0, "")
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of the largest stage on one rank, before they are sharded.
-
-    Args:
-        dense: all but experts.
-        experts: of this rank's share of the experts.
-    """
+    """Parameters of the largest stage on one rank, before they are sharded: all but experts, and its share of the experts."""
 
     dense: float
     experts: float
 
     @property
     def total(self) -> float:
-        """Both."""
         return self.dense + self.experts
 
     def on_rank(self, layout: Layout, zero: int = 1) -> float:
@@ -281,12 +264,8 @@ def _counts(architecture: Architecture) -> tuple[int, int, int]:
 class Exchanges:
     """What one rank exchanges in a step.
 
-    Args:
-        work: of the rank.
-        cluster: that it runs on.
-        layers: of the stage.
-        compute: seconds of a micro-batch on the stage, forward and backward: what can hide exchanges.
-        attention: of that, seconds of attention.
+    ``compute`` can hide exchanges: the seconds of a micro-batch on the stage's layers, forward and backward, of which
+    ``attention`` are spent in attention.
     """
 
     work: Work
@@ -416,8 +395,9 @@ class Exchanges:
 
 
 def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
-    """In how many parts gradients are reduced once a step: of 40 million parameters or more, a million a rank, so that latency
-    does not decide; not more than layers.
+    """In how many buckets gradients are reduced once a step; not more than layers.
+
+    A bucket has 40 million parameters, or a million a rank if that is more, so that latency does not decide.
 
     Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``.
 

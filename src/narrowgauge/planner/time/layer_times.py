@@ -55,9 +55,6 @@ class Work:
     """What a rank computes.
 
     Args:
-        architecture, recipe, layout: of the job.
-        sequence_length: in tokens.
-        nodes: the chip, and what it is linked to.
         shares: of the chip's printed rates.
         attention: ``"flash"`` for fused kernels that skip what the mask hides, ``"eager"`` for matmuls around a softmax.
         known: seconds that were computed already, by what they depend on; shared by the works of one architecture, sequence
@@ -101,7 +98,6 @@ class Seconds(NamedTuple):
     once: float = 0.0
 
     def plus(self, other: Seconds) -> Seconds:
-        """The sum."""
         return Seconds(self.forward + other.forward, self.backward + other.backward, self.once + other.once)
 
 
@@ -113,14 +109,7 @@ def computed_as(architecture: Architecture, recipe: Recipe) -> Hashable:
 
 
 def linear_seconds(work: Work, *, head: bool) -> tuple[Seconds, Seconds]:
-    """Matmuls, and the casts before them.
-
-    Args:
-        work: of the rank.
-        head: of the head alone; else of all layers.
-    Returns:
-        Those of matmuls and those of casts; casts of weights are under ``once``.
-    """
+    """Seconds of matmuls and of the casts before them, in the head or in all layers; casts of weights are under ``once``."""
     matmuls, casts = Seconds(), Seconds()
     settings = _settings(work.architecture, work.recipe)
     for matmul, setting, has_own_cast in settings:
@@ -189,7 +178,7 @@ def attention_seconds(work: Work) -> Seconds:
 
 
 def mixture_seconds(work: Work) -> Seconds:
-    """What mixtures wait for beside their matmuls: routers, sorting, and launches that the host makes for each micro-batch."""
+    """What mixtures wait for besides their matmuls: routers, sorting, and launches that the host makes for each micro-batch."""
     mixture = work.architecture.mixture
     seconds = work.shares["mixture_seconds"].value * mixture.num_layers if mixture else 0.0
     return Seconds(seconds / 3, seconds * 2 / 3)
@@ -221,12 +210,7 @@ def loss_seconds(work: Work) -> Seconds:
 
 
 def optimizer_seconds(work: Work, num_parameters: float) -> float:
-    """Reading and writing everything stored once; the gradient is only read.
-
-    Args:
-        work: of the rank.
-        num_parameters: that the rank updates.
-    """
+    """Seconds of reading and writing everything stored of a rank's parameters once; the gradient is only read."""
     gradient = bytes_per_number(work.recipe.storage.visible)
     num_bytes = num_parameters * (2 * work.recipe.bytes_per_param - gradient)
     return work.moved(num_bytes / work.shares["optimizer"].value)

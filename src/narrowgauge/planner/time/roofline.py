@@ -24,12 +24,7 @@ from narrowgauge.spec.recipes import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The shape of a linear layer, on which its time depends.
-
-    Args:
-        out_features, in_features: of its weight ``[out, in]``.
-        is_transposed: whether the weight is stored as ``[in, out]`` (transformers' ``Conv1D``).
-    """
+    """The shape of a linear layer's weight ``[out, in]``; transposed is stored as ``[in, out]`` (transformers' ``Conv1D``)."""
 
     out_features: int
     in_features: int
@@ -37,7 +32,6 @@ class Shape:
 
     @property
     def num_weights(self) -> int:
-        """Elements of the weight."""
         return self.out_features * self.in_features
 
     def __str__(self) -> str:
@@ -45,13 +39,7 @@ class Shape:
 
 
 class Setting(NamedTuple):
-    """How a linear layer is computed.
-
-    Attributes:
-        compute: the name of the compute.
-        stream: dtype of its input and output.
-        weights: dtype of its weight.
-    """
+    """How a linear layer is computed: the compute's name, the dtype of its input and output, and that of its weight."""
 
     compute: str
     stream: str = "bfloat16"
@@ -69,7 +57,7 @@ class Setting(NamedTuple):
 
 
 def setting_of(layer: str, recipe: Recipe) -> Setting:
-    """How a recipe computes the layer of a name."""
+    """How a recipe computes the layer with that name."""
     weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
     # What a recipe keeps is computed in its weights' own float32.
     stream = "float32" if recipe.keeps(layer) else recipe.dtype
@@ -120,16 +108,9 @@ def bytes_seconds(num_bytes: float, chip: Chip, shares: Shares | None = None) ->
 def operation_seconds(
     shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Shares | None = None
 ) -> dict[str, float]:
-    """Seconds of the operations of a linear layer: its casts by slot, its matmuls by name.
+    """Seconds of the operations of a linear layer on ``num_tokens`` rows: its casts by slot, its matmuls by name.
 
-    Args:
-        shape: of its weight.
-        setting: how it is computed.
-        num_tokens: rows of its input.
-        chip: where.
-        shares: of its printed rates; None for the published ones.
-    Returns:
-        Seconds by name; shared by all callers, so never changed.
+    All callers share the result, so nobody may change it.
     """
     compute = named(setting.compute)
     sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
@@ -226,7 +207,6 @@ class RooflinePoint:
     """A matmul of the forward pass on one rank.
 
     Args:
-        name: of the layer.
         shape: rows × inner size × columns.
         intensity: operations per byte read and written.
         tflops: the rate that it reaches.
@@ -243,7 +223,6 @@ class Roof:
     """What a chip reaches.
 
     Args:
-        chip: its name.
         bytes_per_second: of memory, times its measured share.
         peaks: TFLOP/s by format, times its measured share.
         points: the matmuls of a job.
@@ -256,11 +235,7 @@ class Roof:
 
 
 def roof_of(job: Job) -> Roof:
-    """The roofline of a job on the slowest chip of its cluster, at the published shares.
-
-    Args:
-        job: whose micro-batch and tensor ranks give the matmuls their sizes.
-    """
+    """The roofline of a job's micro-batch on the slowest chip of its cluster, at the published shares."""
     chip = min((group.chip for group in job.cluster.groups), key=lambda each: max(each.peak_tflops.values()))
     compute = job.recipe.compute
     product = compute.products["output"]

@@ -50,15 +50,12 @@ SecondsCache = dict[int, dict[Any, Any]]
 def step_terms(
     job: Job, *, attention: Attention = "flash", has_intervals: bool = True, known: SecondsCache | None = None
 ) -> Terms:
-    """Seconds of an optimizer step of the whole job.
+    """Seconds of an optimizer step of the whole job, in groups of ``STEP_GROUPS``.
 
     Args:
-        job: of a model whose shape is known.
         attention: see :class:`~narrowgauge.planner.time.layer_times.Work`.
         has_intervals: whether terms have intervals, which takes three evaluations.
         known: see :func:`least_seconds`.
-    Returns:
-        Terms in seconds, in groups of ``STEP_GROUPS``.
     Raises:
         ChipError: a chip does not multiply the recipe's dtype, or the layout has more ranks than the cluster chips.
         RecipeError: nothing but the number of parameters is known of the model, or the layout does not suit it.
@@ -84,14 +81,11 @@ def step_terms(
 
 
 def least_seconds(job: Job, *, known: SecondsCache | None = None) -> float:
-    """A lower bound of a step: the slowest stage computes, and waits for the others; nothing is stored, and nothing exchanged
-    unless that is known.
+    """A lower bound of a step: the slowest stage computes and waits for the others; exchanges count only where they are known.
 
-    Args:
-        job: as for :func:`step_terms`.
-        known: what was computed of other layouts and of recipes that are
-            :func:`~narrowgauge.planner.time.layer_times.computed_as` this one, of the same model on the same cluster; what is
-            computed here is added.
+    ``known`` holds what was computed of other layouts and of recipes that are
+    :func:`~narrowgauge.planner.time.layer_times.computed_as` this one, of the same model on the same cluster; what is computed
+    here is added.
     """
     layout, found = job.layout, 0.0
     for work in _works(job, "flash", known):
@@ -194,7 +188,7 @@ class _Stage:
 
 
 def _body_and_tail(work: Work) -> tuple[dict[str, float], dict[str, float]]:
-    """Of a micro-batch in all layers, with what backward computes again, and in the head and the loss."""
+    """Seconds of a micro-batch in all layers, with what backward computes again, and in the head and the loss."""
     layout = work.layout
     tensor = layout.tensor, layout.stream_ranks, layout.expert_tensor_ranks
     divided = work.shares, tensor, layout.expert, work.tokens
@@ -217,7 +211,7 @@ def _body_and_tail(work: Work) -> tuple[dict[str, float], dict[str, float]]:
 
 
 def _passes(work: Work, *, head: bool) -> dict[str, Seconds]:
-    """Of a micro-batch, forward and backward, in all layers; else in the head and the loss."""
+    """Seconds of a micro-batch, forward and backward, in all layers or in the head and the loss."""
     matmuls, casts = linear_seconds(work, head=head)
     if head:
         return {"matmuls": matmuls, "casts": casts, "loss": loss_seconds(work)}
@@ -369,7 +363,7 @@ def _with_intervals(found: tuple[Term, ...], work: Work, cluster: Cluster) -> tu
 
 
 def _pace(slowest: Nodes, paces: list[tuple[Nodes, tuple[Term, ...]]]) -> Term:
-    """A term of no seconds that names the chips that the others wait for."""
+    """A term of zero seconds that names the chips for which the others wait."""
     alone = {nodes.chip.name: sum(term.value for term in terms) for nodes, terms in paces}
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items() if name != slowest.chip.name)
     formula = f"{slowest.chip.name} sets the pace; alone: {others}"
