@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their manifest with checksums, and the tensors in them, written and read by parts.
+"""The files of a checkpoint: their manifest with checksums, and the tensors in them, written and read in parts.
 
 ::
 
@@ -15,10 +15,10 @@
 A single process still writes schema 1, so that versions from before there were ranks read it. Nothing is pickled: PyTorch's
 distributed checkpoints keep their index as a pickle, ``.metadata``, which executes code when it is read.
 
-Safetensors' own ``save_file`` holds Python's lock until it is done, so that a training step beside it would stand still. The
-writer here releases the lock for every block, computes the checksum of what it means to write on the way, and leaves the
-errors of the operating system as they are. A file says in its metadata which part of each tensor it holds, in the words
-of ``torch.distributed.checkpoint.HuggingFaceStorageReader``, which therefore reads it too.
+Safetensors' own ``save_file`` holds Python's lock until it is done, so a training step beside it would stand still. The writer
+here releases the lock for every block, computes the checksum of what it means to write on the way, and passes the operating
+system's errors on. A file says in its metadata which part of each tensor it holds, in the terms of
+``torch.distributed.checkpoint.HuggingFaceStorageReader``, which therefore reads it too.
 """
 
 from __future__ import annotations
@@ -45,19 +45,14 @@ TENSORS, INDEX, STATE, MANIFEST = "tensors.safetensors", "index.json", "state.js
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a manifest says of one file.
-
-    Args:
-        size: in bytes.
-        checksum: BLAKE2b-256 in hexadecimal.
-    """
+    """What a manifest says of one file: its size in bytes, and its BLAKE2b-256 in hexadecimal."""
 
     size: int
     checksum: str
 
 
 def record_of(path: Path) -> FileRecord:
-    """The record of a file as it is; one read of it."""
+    """The record of a file as it is now; one read of it."""
     return FileRecord(path.stat().st_size, digest(path))
 
 
@@ -84,11 +79,7 @@ def write_manifest(folder: Path, step: int, files: Mapping[str, FileRecord]) -> 
 def read_manifest(path: Path, *, is_renamed: bool = False) -> tuple[str, dict[str, FileRecord]]:
     """Why the manifest of a checkpoint cannot be used, or an empty string; and the files that it lists.
 
-    Args:
-        path: the folder of the checkpoint.
-        is_renamed: whether it may have another name than its step's.
-    Raises:
-        OSError: it cannot be read.
+    ``is_renamed`` allows the folder another name than its step's.
     """
     if not path.is_dir():
         return "there is no such folder", {}
@@ -119,11 +110,7 @@ def _files(manifest: Mapping[str, Any]) -> dict[str, FileRecord]:
 
 
 def file_damage(file: Path, record: FileRecord) -> str:
-    """Why a file is not what its record says, or an empty string; one read of it.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Why a file is not what its record says, or an empty string; one read of it."""
     if not file.is_file():
         return f"{file.name} is missing"
     if file.stat().st_size != record.size:
@@ -134,15 +121,13 @@ def file_damage(file: Path, record: FileRecord) -> str:
 
 
 def damage(path: Path, ranks: Ranks = ALONE, *, is_renamed: bool = False) -> str:
-    """Why a checkpoint is damaged, or an empty string, the same on all ranks: one that some cannot read is none.
+    """Why a checkpoint is damaged, or an empty string, the same on all ranks.
 
     Args:
-        path: the folder of the checkpoint.
-        ranks: which look together, each at some of the files; all call this.
-        is_renamed: whether it may have another name than its step's.
+        ranks: share the reading; all of them call this.
+        is_renamed: whether the folder may have another name than its step's.
     Raises:
-        OSError: a file cannot be read by one of them.
-    Cost: one read of all its files, by all ranks together.
+        OSError: one of the ranks cannot read a file.
     """
     reason, files = ranks.of_first(lambda: read_manifest(path, is_renamed=is_renamed))
     if reason:
@@ -171,7 +156,7 @@ DTYPES = {
 """What safetensors calls each dtype that a checkpoint may hold."""
 NAMED = {name: dtype for dtype, name in DTYPES.items()}
 BLOCK = 1 << 22
-"""Bytes that are written and checked at a time."""
+"""Bytes written and checked at a time."""
 _PARTS = "DCP_SHARDING_INFO"
 
 
@@ -207,14 +192,7 @@ def write_one_by_one(
     tensor_of: Callable[[str], Tensor],
     offsets: Mapping[str, Sequence[int]] | None = None,
 ) -> FileRecord:
-    """:func:`write_tensors` of tensors that are made when they are written, so that one is in memory at a time.
-
-    Args:
-        path: a file that does not exist.
-        shapes: dtype and shape of each tensor.
-        tensor_of: makes it.
-        offsets: as there.
-    """
+    """:func:`write_tensors` of tensors that ``tensor_of`` makes when they are written, so that one is in memory at a time."""
     # By falling alignment, as the library does, so that every tensor is aligned in a file that is mapped into memory.
     names = sorted(shapes, key=lambda name: (-shapes[name][0].itemsize, name))
     checksum, size = hashlib.blake2b(digest_size=32), 0
@@ -257,11 +235,7 @@ def _blocks(header: bytes, names: Sequence[str], tensor_of: Callable[[str], Tens
 
 
 class TensorFile:
-    """A safetensors file, open for reading by parts; a context manager.
-
-    Args:
-        path: the file.
-    """
+    """A safetensors file, open for reading in parts; a context manager."""
 
     def __init__(self, path: Path) -> None:
         self._file: Any = safe_open(path, framework="pt")
@@ -294,7 +268,6 @@ class Part:
     Args:
         file: the name of the file that holds it.
         offsets: where it begins in the tensor.
-        shape: its shape.
     """
 
     file: str
@@ -309,13 +282,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """What a checkpoint holds of one tensor.
-
-    Args:
-        dtype: its dtype.
-        shape: of the whole.
-        parts: which together are the whole.
-    """
+    """What a checkpoint holds of one tensor: parts that together are the whole, which has that shape."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -323,13 +290,7 @@ class SavedTensor:
 
 
 def saved_tensors(path: Path) -> dict[str, SavedTensor]:
-    """What a checkpoint holds, by name.
-
-    Args:
-        path: the folder of one checkpoint, whose checksums were verified.
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """What a checkpoint holds, by name; its checksums must have been verified."""
     if (path / INDEX).is_file():
         index = load_json((path / INDEX).read_bytes())
         return {name: _saved_tensor(entry) for name, entry in index.items()}
@@ -347,18 +308,12 @@ def _saved_tensor(entry: dict[str, Any]) -> SavedTensor:
 
 
 def load_whole(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
-    """Tensors of a checkpoint, put together from their parts.
+    """Tensors of a checkpoint, put together from their parts, on the CPU; the checksums must have been verified.
 
     Args:
-        path: the folder of one checkpoint, whose checksums were verified.
-        names: which; ``None`` for all.
-    Returns:
-        Tensors on the CPU, by name, in the order of the checkpoint.
+        names: which; ``None`` for all, in the order of the checkpoint.
     Raises:
         KeyError: it has no such tensor.
-        OSError: a file cannot be read.
-
-    Cost: one read of these tensors, in memory once.
     """
     saved = saved_tensors(path)
     wanted = {name: saved[name] for name in (saved if names is None else names)}

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: one folder per step, written atomically beside the training and verified by checksums.
+"""Checkpoints of a run: one folder per step, written atomically during training and verified by checksums.
 
 A checkpoint is written to a temporary folder, flushed to the disk and then renamed; older ones are removed only after that. A
 killed process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint whose bytes do not match its
@@ -6,8 +6,8 @@ manifest is reported and skipped, never loaded. Nothing is pickled, so reading a
 folder are those of :mod:`narrowgauge.checkpoints.checkpoint_files`, of one process or of many ranks; either reads both.
 
 :class:`Saver` copies the tensors to the CPU before ``save`` returns, so that a checkpoint has the bits of its step, however long
-it takes to write; another thread writes it while the steps go on. The next save, and the end of a run, wait for the one in
-flight. If it failed, all ranks raise its error there, together, and the checkpoints before it are still there.
+it takes to write; another thread writes it while training goes on. The next save, and the end of a run, wait for the one in
+flight. If it failed, all ranks raise its error there, together, and the earlier checkpoints are intact.
 """
 
 from __future__ import annotations
@@ -62,22 +62,16 @@ _REPLACED = ".old-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that matched its manifest when it was found.
-
-    Args:
-        path: its folder.
-        step: number of optimizer steps when it was written.
-    """
+    """A checkpoint that matched its manifest when it was found; ``step`` counts optimizer steps."""
 
     path: Path
     step: int
 
     def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Its tensors, whole and on the CPU, and its state, without verifying the checksums again."""
+        """Its tensors, whole and on the CPU, and its state; the checksums are not verified again."""
         return _read(self.path)
 
     def state(self) -> dict[str, Any]:
-        """Its state alone."""
         return _read_state(self.path)
 
 
@@ -91,18 +85,16 @@ def save_checkpoint(
     Args:
         folder: the run folder; the checkpoint goes to ``checkpoints/`` in it.
         step: number of optimizer steps, not negative.
-        tensors: of the dtypes of ``tensor_files.DTYPES``, on any device; what two names share is written twice.
+        tensors: of the dtypes of ``checkpoint_files.DTYPES``, on any device; what two names share is written twice.
         state: a JSON object. Floats, including NaN, round-trip exactly.
-        keep: number of newest checkpoints to keep, at least 1.
-
+        keep: at least 1.
     Returns:
         The folder of the checkpoint.
-
     Raises:
         RecordError: the disk is full or not writable; nothing of the new checkpoint remains.
         ValueError: ``keep`` or ``step`` out of range.
 
-    Cost: one write, a checksum of it, and four fsyncs; another thread continues meanwhile.
+    Cost: one write, a checksum of it, and four fsyncs.
 
     Example:
         >>> import tempfile
@@ -129,11 +121,7 @@ def path_of(folder: Path, step: int) -> Path:
 def new_checkpoint(final: Path, keep: int) -> Iterator[Path]:
     """A temporary folder, which becomes the checkpoint ``final`` when the block succeeds and is removed when it fails.
 
-    Args:
-        final: of :func:`path_of`.
-        keep: number of newest checkpoints to keep.
-    Raises:
-        OSError: the disk is full or not writable.
+    Then all but the newest ``keep`` checkpoints are removed.
     """
     place = final.parent
     place.mkdir(parents=True, exist_ok=True)
@@ -151,17 +139,11 @@ def new_checkpoint(final: Path, keep: int) -> Iterator[Path]:
 
 
 def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ranks: Ranks = ALONE) -> Checkpoint | None:
-    """The newest checkpoint that matches its manifest; many ranks share the reading and find the same one.
+    """The newest checkpoint of a run that matches its manifest, or ``None``; many ranks share the reading and find the same one.
 
     Args:
-        folder: the run folder.
         on_damaged: called with each newer checkpoint that does not match, and the reason.
         ranks: those that load it together; all call this.
-
-    Returns:
-        The checkpoint, or ``None`` if there is no good one.
-
-    Cost: one read of each checkpoint that is checked, by all ranks together.
     """
     place = Path(folder) / _FOLDER
     with disk_errors(place):
@@ -174,15 +156,10 @@ def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ran
 
 
 def checkpoint_before(folder: Path, step: int, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
-    """The newest checkpoint at or before a step that matches its manifest; nothing is written or locked, so the run may be live.
+    """The newest checkpoint at or before a step that matches its manifest, or ``None``.
 
-    Args:
-        folder: the run folder.
-        step: number of optimizer steps.
-        on_damaged: called with each newer checkpoint that does not match, or that its run removes meanwhile, and the reason.
-
-    Returns:
-        The checkpoint, or ``None`` if there is no good one.
+    Nothing is written or locked, so the run may be live. ``on_damaged`` is called with each newer checkpoint that does not match,
+    or that its run removes meanwhile, and the reason.
     """
     place = Path(folder) / _FOLDER
     with disk_errors(place):
@@ -221,7 +198,6 @@ def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
         folder: the run folder.
         every: number of steps between regular checkpoints.
         ranks: those that go back together; the first of them does it.
-
     Returns:
         The step of the checkpoint to roll back to, or ``None`` without a good one. If the regular one no longer exists,
         the newest one.
@@ -244,13 +220,7 @@ def _go_back(folder: Path, every: int) -> int | None:
 
 
 def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read a checkpoint after verifying every byte.
-
-    Args:
-        path: the folder of one checkpoint.
-
-    Returns:
-        Its tensors, on the CPU, and its state.
+    """Read a checkpoint's tensors, on the CPU, and its state, after verifying every byte.
 
     Raises:
         RecordError: it is missing, torn, damaged, or from a newer version.
@@ -341,7 +311,7 @@ def _safetensors_errors() -> Iterator[None]:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time.
+    """Writes the checkpoints of a run, one at a time, while training goes on.
 
     Args:
         folder: the run folder.
@@ -355,15 +325,13 @@ class Saver:
         self._path = folder
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int = 2) -> Path:
-        """Take a copy and begin to write it, once the checkpoint before is written.
+        """Copy a checkpoint's tensors and start to write it, once the one before is written; returns its folder.
 
         Args:
             step: number of optimizer steps.
-            tensors: by name: DTensors, and plain tensors that are the same on all ranks.
+            tensors: DTensors, and plain tensors that are the same on all ranks.
             state: a JSON object.
             keep: number of newest checkpoints to keep.
-        Returns:
-            The folder of the checkpoint.
         Raises:
             RecordError: this checkpoint, or the one before, could not be written; on all ranks.
 
@@ -383,7 +351,7 @@ class Saver:
         return partial(save_checkpoint, self._folder, step, copies, deepcopy(dict(state)), keep)
 
     def _shards(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
-        """A function that writes a copy of this rank's part, together with the others."""
+        """A function that writes a copy of this rank's shards, together with the others."""
         # Imported here: it takes a second, and one process needs none of it.
         from narrowgauge.checkpoints.sharded_checkpoints import ShardWriter, TakenCopy, save_shards
 
@@ -400,8 +368,7 @@ class Saver:
     def leave(self, patience_seconds: float = 10.0) -> None:
         """Wait a while for the checkpoint in flight, before this process ends with an error: best effort.
 
-        Args:
-            patience_seconds: for ranks, since those that write it with this one may be gone.
+        ``patience_seconds`` limits ranks, since those that write it with this one may be gone.
         """
         if self._thread is not None:
             self._thread.join(patience_seconds if self.ranks.size > 1 else None)
@@ -420,7 +387,7 @@ class Saver:
             raise save_error(self._path, error) from error
 
     def close(self) -> None:
-        """Wait for the checkpoint in flight, and release the process group of the ranks; all call this.
+        """Wait for the checkpoint in flight, and destroy the process group of the ranks; all call this.
 
         Raises:
             RecordError: it could not be written; on all ranks.

@@ -1,10 +1,10 @@
 """Checkpoints of many ranks, by PyTorch's distributed checkpoints (DCP) in files of our own.
 
-DCP plans who writes what: every rank its own shard, what all ranks hold (replicas, small vectors) one of them; it carries an
-error on one rank to all; and it plans which parts of which files a rank needs when there are more ranks, or fewer. Only where the
+DCP plans who writes what: every rank its own shard, and one of them what all ranks hold (replicas, small vectors). It carries an
+error on one rank to all, and plans which parts of which files a rank needs when there are more ranks, or fewer. Only where the
 bytes go is ours: DCP's own writer keeps its index as a pickle, has no checksums, and writes in place. Here each rank writes one
 safetensors file into a folder that has a temporary name, syncs it and takes its checksum; the first rank then writes index and
-manifest, and renames the folder. A checkpoint of many ranks is whole, or it is not there.
+manifest, and renames the folder. A checkpoint of many ranks is complete, or it does not exist.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class ShardWriter(StorageWriter):
         """On the first rank, once all have written: index, state and manifest, then the rename.
 
         Raises:
-            OSError: a rank's file is not to be seen here, or the disk refused.
+            OSError: a rank's file is not visible here, or the disk refused.
         """
         files = {result.storage_data.file: result.storage_data.record for rank in results for result in rank}
         for name, record in files.items():
@@ -158,11 +158,7 @@ def _index(metadata: Metadata, results: Iterable[list[WriteResult]]) -> dict[str
 
 
 class ShardReader(StorageReader):
-    """Reads a checkpoint of one process or many; only what is requested of each file.
-
-    Args:
-        path: the folder of one checkpoint, whose checksums were verified.
-    """
+    """Reads a checkpoint of one process or many, whose checksums were verified; of each file only what is requested."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -222,17 +218,9 @@ def _described(tensor: SavedTensor) -> TensorStorageMetadata:
 
 
 def load_into(path: Path, targets: Mapping[str, Tensor]) -> None:
-    """Fill tensors from a checkpoint: each rank its own shards, whatever the ranks were that wrote it.
+    """Fill tensors from a checkpoint: each rank its own shards, whichever ranks wrote it. The checksums must have been verified.
 
-    No rank speaks to another, so they may load different tensors.
-
-    Args:
-        path: the folder of one checkpoint, whose checksums were verified.
-        targets: by name; plain tensors are filled whole, DTensors this rank's part of them.
-    Raises:
-        OSError: a file cannot be read.
-
-    Cost: one read of what is needed, and an index in memory.
+    Ranks do not communicate, so they may load different tensors. Plain tensors are filled whole.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # each rank reads by itself, on purpose
@@ -244,10 +232,10 @@ class TakenCopy(DefaultSavePlanner):
     """What this rank holds of some tensors at this moment, copied to the CPU, and the plan to save it.
 
     Args:
-        tensors: by name: DTensors, and plain tensors that are the same on every rank.
+        tensors: DTensors, and plain tensors that are the same on every rank.
 
     Raises:
-        RecordError: a part does not tile its whole, such as scales of rows whose matrix is cut along its columns.
+        RecordError: a shard does not tile its whole, such as scales of rows whose matrix is cut along its columns.
 
     Cost: a copy of what this rank holds, until it is written.
     """
@@ -270,12 +258,10 @@ class TakenCopy(DefaultSavePlanner):
         """Nothing: the copy was taken."""
 
     def create_local_plan(self) -> SavePlan:
-        """The plan made when the copy was taken."""
         self.plan = self._own_plan
         return self._own_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The copy of a tensor or a shard."""
         return self._copies[write_item.index.fqn]
 
 
@@ -288,9 +274,7 @@ def save_shards(copy: TakenCopy, writer: ShardWriter, group: Any) -> None:
     """Write a checkpoint together with all other ranks of a group.
 
     Args:
-        copy: of this rank.
-        writer: of this rank.
-        group: the process group, one whose objects may be on the CPU; nothing else uses it meanwhile.
+        group: one that can send objects from the CPU; nothing else uses it meanwhile.
     Raises:
         torch.distributed.checkpoint.CheckpointException: a rank failed, on all ranks; nothing of the checkpoint remains.
     """

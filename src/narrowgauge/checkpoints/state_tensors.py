@@ -7,8 +7,7 @@
     audit.NAME              the sums of its audits
     matmul.LAYER            the histories of delayed scales
 
-On ranks a state is placed like its parameter, so each rank saves and loads its own part; the ranks that load may be more or
-fewer than those that saved.
+A state is placed like its parameter, so each rank saves and loads its own shard; more or fewer ranks may load than saved.
 """
 
 from __future__ import annotations
@@ -28,14 +27,7 @@ from narrowgauge.optim.state_dict import replicated_states
 
 
 def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Weights, states and audits, by name.
-
-    Args:
-        named_parameters: of the model.
-        optimizer: of its trained parameters.
-    Returns:
-        Tensors, not copied; DTensors where parameters are.
-    """
+    """Weights, states and audits, by name, not copied; DTensors where parameters are."""
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_parameters}
     names = optimizer.parameter_names()
     for parameter, entry in optimizer.states().items():
@@ -48,15 +40,13 @@ def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Opt
 def load_tensors(
     path: Path, saved: Mapping[str, SavedTensor], named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint, each rank its part of what belongs to a sharded parameter.
+    """All tensors of a checkpoint; of what belongs to a sharded parameter, each rank's own shard.
 
     Args:
         path: the folder of one checkpoint, whose checksums were verified.
         saved: what it holds.
         named_parameters: of the model, whose weights have the shapes of those saved.
         optimizer: of its trained parameters.
-    Raises:
-        OSError: a file cannot be read.
     """
     owners: dict[str, Tensor] = {f"model.{name}": p for name, p in named_parameters}
     for parameter, name in optimizer.parameter_names().items():
@@ -112,13 +102,8 @@ def restore_tensors(
 def require_same_model(
     saved: Mapping[str, SavedTensor], named_parameters: Iterable[tuple[str, Tensor]], where: str, model: str
 ) -> None:
-    """Refuse a checkpoint whose weights are not those of the model.
+    """Refuse a checkpoint whose weights are not those of the model; ``where`` and ``model`` name the two in the message.
 
-    Args:
-        saved: what the checkpoint holds.
-        named_parameters: of the model.
-        where: names the checkpoint in the message.
-        model: names the model in the advice.
     Raises:
         RecordError: a weight is missing or has another shape.
     """

@@ -20,7 +20,6 @@ class ValueLoss:
 
     Args:
         kind: ``weight``, ``exp_avg`` or ``exp_avg_sq``.
-        num_values: number of values.
         num_exact: values that the target stores bit for bit.
         max_relative_error, rms_relative_error: over finite, nonzero values that are not saturated; 1 means all of
             the value is lost.
@@ -64,7 +63,7 @@ class Report:
     left_out: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """The report as a JSON object."""
+        """As a JSON object."""
         return {
             **asdict(self),
             "left_out": list(self.left_out),
@@ -72,7 +71,6 @@ class Report:
         }
 
     def table(self) -> Table:
-        """The report as a table."""
         columns = (
             Column("kind", "kind", code=True),
             Column("values", "num_values", right=True),
@@ -92,13 +90,8 @@ Pair = tuple[Tensor, Tensor, Code, "Tensor | None"]
 
 
 def compare(kind: str, pairs: Iterable[Pair]) -> ValueLoss:
-    """Count the losses of one kind of value.
+    """Count the losses of one kind of value; of each tensor the float32 values, the stored ones, their code, for weights the visible.
 
-    Args:
-        kind: its name in the report.
-        pairs: for each tensor its float32 values, the stored values, their code, and for weights the visible values.
-    Returns:
-        The counts over all tensors.
     Example:
         >>> from narrowgauge.spec.storages import BFLOAT16
         >>> compare("weight", [(torch.tensor([1.0, 1.5, 3e-3]), torch.tensor([1.0, 1.0, 0.0]), BFLOAT16, None)]).num_exact

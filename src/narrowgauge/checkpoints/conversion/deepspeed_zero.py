@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO checkpoints: every rank saves its part of one flat float32 vector per parameter group.
+"""DeepSpeed's ZeRO checkpoints: every rank saves its piece of one flat float32 vector per parameter group.
 
 ::
 
@@ -8,7 +8,7 @@
     global_step3/*zero_pp_rank_R_mp_rank_00_optim_states.pt
 
 Stages 1 and 2 concatenate the ranks' vectors, with padding only at the end; stage 3 divides every parameter by the number of
-ranks, each part rounded up.
+ranks, each piece rounded up.
 
 Source: deepspeed 0.19.8, ``utils/zero_to_fp32.py``, ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``bf16_optimizer.py``;
 checked against ``zero_to_fp32`` on files that DeepSpeed wrote.
@@ -97,7 +97,7 @@ def _stage(state: Mapping[str, Any]) -> int:
 
 
 def _require_data_parallel(folder: Path, files: Sequence[Path], models: Sequence[Path]) -> None:
-    """Refuse what is not divided over data-parallel ranks alone."""
+    """Refuse a checkpoint that is not divided over data-parallel ranks alone."""
     if not models:
         raise DataError(f"{folder} contains no *{_MODEL}.", "Give a folder that DeepSpeed's save_checkpoint wrote.")
     parallel = {found.group(1) for file in (*files, *models) if (found := re.search(r"mp_rank_(\d+)", file.name))}
@@ -180,7 +180,7 @@ def _concatenated(
 def _partitioned(
     ranks: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, tuple[int, ...]]], where: object
 ) -> Iterator[Fragment]:
-    """Stage 3: of every parameter an equal part on each rank, the last one padded; a sub-group ends between parameters."""
+    """Stage 3: each rank has an equal piece of every parameter, the last one padded; a sub-group ends between parameters."""
     shapes = {name: shape for group in groups for name, shape in group.items()}
     for rank, state in enumerate(ranks):
         vectors = _vectors(state, where)

@@ -60,22 +60,20 @@ def unnested(entry: Entry) -> dict[str, Any]:
 
 
 def encoding_of(entry: Entry, group: Entry) -> Encoding:
-    """The row that decodes a parameter's state."""
     return next(row for row in ENCODINGS if row.marks(entry, group))
 
 
 def decoded(
     row: Encoding, entry: Entry, group: Entry, weight: Tensor, name: str, where: object
 ) -> tuple[Tensor, dict[str, Any]]:
-    """The weight, and the float32 moments and step count of a parameter.
+    """The weight of a parameter, and its float32 moments and step count.
 
     Args:
         row: its library's.
         entry: its state, not nested.
         group: the options of its group.
         weight: as the model sees it.
-        name: of the parameter.
-        where: the file, for errors.
+        name, where: parameter and file, for errors.
     Returns:
         The weight, in float32 where the state knows more of it than the model, and ``{"step", "exp_avg", "exp_avg_sq"}``.
     Raises:

@@ -55,7 +55,6 @@ class Found:
     """The contents of a file or folder.
 
     Args:
-        weights: by name.
         state: the result of ``optimizer.state_dict()``, or ``None``.
         where: the file of the state.
         order: returns the parameter names in the model's order, or an empty list where that is unknown.
@@ -70,13 +69,8 @@ class Found:
 
 
 def find(path: Path, optimizer: Path | None) -> Found:
-    """Read weights, and optimizer state from the same or another file or folder.
+    """Read weights, and optimizer state from the same or, with ``optimizer``, another file.
 
-    Args:
-        path: a folder or a file.
-        optimizer: the file with the optimizer state, if separate.
-    Returns:
-        The contents.
     Raises:
         DataError: a file cannot be read.
     """
@@ -178,9 +172,10 @@ def _indexed(file: Path) -> tuple[dict[str, Any], list[str]]:
 def parts_of(file: Path) -> list[str]:
     """The names of the files that an index (``….index.json``) of a sharded checkpoint lists, beside it.
 
+    A link in the folder is followed, as in Hugging Face's cache.
+
     Raises:
-        DataError: it cannot be read, or names files outside its folder. A link in the folder is followed, as in a cache of
-            Hugging Face.
+        DataError: it cannot be read, or names files outside its folder.
     """
     try:
         parts = sorted({PurePosixPath(name).as_posix() for name in load_json(file.read_bytes())["weight_map"].values()})
@@ -196,10 +191,8 @@ def parts_of(file: Path) -> list[str]:
 
 
 def require_weights(file: Path) -> None:
-    """Refuse a file of weights, or an index of several, that cannot be read; their numbers are not.
+    """Refuse a file of weights, or an index of several, that cannot be read; the values are not read.
 
-    Args:
-        file: safetensors, written by ``torch.save``, or an index.
     Raises:
         DataError: what stands there instead.
     """
@@ -295,7 +288,7 @@ def _is_pickle(file: Path) -> bool:
 
 
 def tensors(content: Mapping[str, Any], where: Path) -> dict[str, Tensor]:
-    """Check that all values are tensors.
+    """The content, all of whose values must be tensors.
 
     Raises:
         DataError: another value.
@@ -335,13 +328,12 @@ class Inert:
 
 
 class InertTensor(Tensor):
-    """A tensor of another package's class: its parts are attributes, as torchao's ``codes`` and ``scale``."""
+    """A tensor of another package's class: its components are attributes, such as torchao's ``codes`` and ``scale``."""
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # a class method, as PyTorch documents it
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse: only the parts are read."""
         raise NotImplementedError(f"{func} of a {cls.__name__}")
 
 
@@ -349,7 +341,6 @@ def load_pickle(file: Path | io.BytesIO, *, mmap: bool = False) -> Any:
     """Load a ``torch.save`` file with stand-ins for the classes of the known packages.
 
     Args:
-        file: the file.
         mmap: map its tensors instead of reading them.
     Raises:
         pickle.UnpicklingError: it names something else, whose code is not run.

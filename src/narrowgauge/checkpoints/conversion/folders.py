@@ -90,18 +90,14 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """The state of a checkpoint, without verifying it again."""
     with _readable(path):
         record: dict[str, Any] = load_json((path / STATE).read_bytes())
     return record
 
 
 def require_intact(path: Path, ranks: Ranks) -> None:
-    """Verify a checkpoint against its checksums.
+    """Verify a checkpoint against its checksums; ``ranks`` share the reading, and all of them call this.
 
-    Args:
-        path: its folder.
-        ranks: which share the reading; all call this.
     Raises:
         RecordError: it is damaged or from a newer version.
     """
@@ -154,7 +150,6 @@ def read_own(path: Path) -> Source:
 
 
 def _policy(folder: Path, run: Run | None) -> Recipe:
-    """The recipe of a folder's checkpoints."""
     try:
         value = run.config["recipe"] if run else load_json((folder / _REPORT).read_bytes())["policy"]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -204,7 +199,6 @@ def _sync(folder: Path) -> None:
 
 
 def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-    """Write a checkpoint into a new folder."""
     place = folder / _PLACE / f"step-{step:08d}"
     place.mkdir(parents=True)
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, place / TENSORS)

@@ -68,11 +68,9 @@ def sharded_format(path: Path) -> str | None:
 
 
 def open_sharded(framework: str, path: Path, *, writable: bool = False) -> Sharded:
-    """Open a checkpoint of a framework.
+    """Open a checkpoint of a framework, a result of :func:`sharded_format`.
 
     Args:
-        framework: from :func:`sharded_format`.
-        path: its folder.
         writable: map its files so that they can be written in place.
     Raises:
         DataError: it cannot be read, or is refused.

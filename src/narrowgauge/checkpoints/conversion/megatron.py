@@ -59,7 +59,7 @@ _DCP = {
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a global tensor: where it begins and how large it is in each dimension, and its bytes."""
+    """A shard of a global tensor: where it begins and how large it is in each dimension, and its bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -68,15 +68,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class Global:
-    """A tensor of the checkpoint, as shards."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     shards: list[Shard]
 
 
 class _Index(pickle.Unpickler):
-    """Unpickles a DCP index with the classes of such an index alone; nothing else is imported or called."""
+    """Unpickles a DCP index with only the classes of such an index; nothing else is imported or called."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module.partition(".")[0] == "megatron":
@@ -111,7 +109,7 @@ def _newest(path: Path) -> Path:
 
 
 def open_megatron(path: Path, *, writable: bool = False) -> Sharded:
-    """The fragments of a distributed checkpoint, whatever its tensor, pipeline and data parallelism.
+    """The fragments of a distributed checkpoint of any tensor, pipeline and data parallelism.
 
     Raises:
         DataError: an unreadable file, another backend, or an optimizer state in buckets.

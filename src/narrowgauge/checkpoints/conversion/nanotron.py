@@ -4,7 +4,7 @@
 
     checkpoint_metadata.json
     model/…/model_weight.safetensors                                           a whole parameter
-    model/…/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors             a part, whose metadata says of what
+    model/…/model_weight_pp-rank-0-of-1_tp-rank-0-of-2.safetensors             a shard, whose metadata says of what
     optimizer/optimizer_config.json
     optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt                      ``_dp-0-of-2`` too under ZeRO-1
 
@@ -29,7 +29,7 @@ from narrowgauge.spec.storages import STATE_NAMES
 _METADATA = "checkpoint_metadata.json"
 _WEIGHT = re.compile(r"model_(.+?)(?:_pp-rank-(\d+)-of-\d+_tp-rank-(\d+)-of-\d+)?(_exp-rank-.*)?\.safetensors")
 _STATE = re.compile(r"optimizer_pp-(\d+)-of-(\d+)(?:_dp-(\d+)-of-(\d+))?_tp-(\d+)-of-(\d+)_exp-(\d+)-of-(\d+)\.pt")
-# A parameter's parts by tensor-parallel rank: blocks of the whole and of the part, and both shapes.
+# Slices of a shard, each with the block of the whole parameter that it holds.
 Blocks = list[tuple[tuple[slice, ...], tuple[slice, ...]]]
 
 
@@ -108,7 +108,7 @@ def _weights(
 
 
 def _slices(metadata: Mapping[str, str], shape: tuple[int, ...]) -> tuple[tuple[int, ...], Blocks]:
-    """The whole shape, and which slices of the part are which of the whole; of an undivided one, all of it."""
+    """The whole shape, and which slices of the shard are which of the whole; of an undivided one, all of it."""
     if "local_global_slices_pairs" not in metadata:
         return shape, [((slice(None),) * len(shape), ())]
     whole = tuple(int(size) for size in re.findall(r"\d+", metadata["unsharded_shape"].replace("np.int64", "")))
@@ -131,7 +131,6 @@ def _moments(
     offsets: Mapping[str, Mapping[str, Any]],
     file: Path,
 ) -> Iterator[Fragment]:
-    """The moments and float32 weights in the file of one rank."""
     accumulated = state.get("gradient_accumulator", {})
     for number, full in state["names"].items():
         name, entry = full.removeprefix("module."), state["state"][number]

@@ -17,16 +17,8 @@ def require_convertible(
     optimizer: Path | None = None,
     like: Path | None = None,
 ) -> Recipe | None:
-    """Check the paths of a conversion and parse its recipe.
+    """Check the paths of a conversion and parse its recipe; ``None`` with ``like``.
 
-    Args:
-        source: path to convert.
-        recipe: as in :func:`narrowgauge.prepare`.
-        out: folder to create, if given.
-        optimizer: file of the optimizer state, if given.
-        like: a checkpoint of another framework to write instead, if given.
-    Returns:
-        The recipe; ``None`` with ``like``.
     Raises:
         RecipeError: an unknown recipe, or neither or both of ``recipe`` and ``like``.
         RecordError: ``out`` exists and is not empty.

@@ -3,8 +3,8 @@
 A framework's checkpoint is a list of fragments. Each says whose numbers it holds, where in the parameter they belong, and which
 tensor in a file they are. :func:`gather` reads, and :func:`scatter` writes, the fragments of all frameworks.
 
-Writing copies a checkpoint of theirs and replaces its numbers, byte for byte where they stand: everything else in it, from the
-settings to the random states, stays as the framework wrote it, and no pickle is written by us.
+Writing copies a checkpoint of theirs and replaces its numbers in place, byte for byte. Everything else in it, from the settings
+to the random states, stays as the framework wrote it, and we write no pickle.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ class Sharded:
     Args:
         origin: the framework, as in the report.
         where: its folder.
-        fragments: the numbers of weights and moments.
         steps: the step counts: tensors in mapped files, or numbers in pickles, which cannot be replaced.
         others: integer buffers by name.
         left_out: other contents.
@@ -57,7 +56,7 @@ class Sharded:
         """The training state, joined from all ranks.
 
         Raises:
-            DataError: a part is missing, or a parameter has one moment and not the other.
+            DataError: a fragment is missing, or a parameter has one moment and not the other.
         """
         whole = gather(self.fragments, self.where)
         weights = {**whole[SEEN], **whole[WEIGHT]}
@@ -183,13 +182,8 @@ class Fragment:
 
 
 def gather(fragments: Iterable[Fragment], where: object) -> dict[str, dict[str, Tensor]]:
-    """Join fragments into whole tensors.
+    """Join fragments into whole tensors, by kind, by parameter name: float32, and ``seen`` in its own dtype.
 
-    Args:
-        fragments: of any number of parameters.
-        where: the checkpoint, for errors.
-    Returns:
-        By kind, by parameter name: float32, and ``seen`` in its own dtype.
     Raises:
         DataError: a part of a parameter is missing.
     """
@@ -218,12 +212,8 @@ def gather(fragments: Iterable[Fragment], where: object) -> dict[str, dict[str, 
 
 
 def scatter(fragments: Iterable[Fragment], whole: Mapping[str, Mapping[str, Tensor]], where: object) -> None:
-    """Write whole tensors into the files of fragments.
+    """Write whole tensors, float32 values by kind, by parameter name, into fragments' files that are mapped for writing.
 
-    Args:
-        fragments: of a checkpoint whose files are mapped for writing.
-        whole: float32 values by kind, by parameter name.
-        where: the checkpoint, for errors.
     Raises:
         DataError: a parameter that is not given, or of another shape.
     """

@@ -30,7 +30,6 @@ class Source:
         storages: the storage of each parameter, in a state of one of Narrowgauge's optimizers.
         others: copied unchanged, under their checkpoint keys: integer buffers and audit sums.
         record: contents of the checkpoint's ``state.json``.
-        run: the run it belongs to.
         left_out: other contents, which are not converted.
     """
 
@@ -67,13 +66,10 @@ def under_names(weights: Mapping[str, Tensor], names: Sequence[str]) -> dict[str
     """The weights, a tied one under the name of ``named_parameters()``.
 
     A safetensors file stores a tied weight once, not always under that name. If exactly one name is without a weight and one
-    weight without a name, they belong together; shapes are checked where states are.
+    weight without a name, they belong together; else nothing changes. Shapes are checked where states are.
 
     Args:
-        weights: by name.
         names: of parameters; empty where they are unknown.
-    Returns:
-        The weights; unchanged if they do not belong together.
     Example:
         >>> list(under_names({"head.weight": torch.ones(2), "norm.weight": torch.ones(2)}, ["embedding.weight", "norm.weight"]))
         ['embedding.weight', 'norm.weight']
@@ -106,6 +102,6 @@ def matched(weights: dict[str, Tensor], owned: Collection[str], where: object) -
 
 
 def _is_copy(value: Tensor, other: Tensor) -> bool:
-    """Whether two weights are equal and not constant, as a tied weight that was saved twice."""
+    """Whether two weights are equal and not constant, like a tied weight that was saved twice."""
     equal = value.shape == other.shape and value.dtype == other.dtype and torch.equal(value, other)
     return equal and bool((value != value.flatten()[:1]).any())

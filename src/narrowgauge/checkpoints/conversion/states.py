@@ -72,7 +72,7 @@ def convert(
             copy of it with the weights, moments and step count of the source, in float32, which holds every storage's values.
             The copy that the model computes with is rounded to nearest.
     Returns:
-        A report of what was converted, lost and left out; also written to ``out/conversion.json``.
+        What was converted, lost and left out; also written to ``out/conversion.json``.
     Raises:
         RecipeError: a recipe that does not fit these parameters, or states that do not match their storage.
         DataError: unreadable files, states of an optimizer other than Adam, names or shapes that do not match.
@@ -167,7 +167,7 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
 
 
 def _own_entry(checkpoint: Path, keys: Mapping[str, str], optimizer: Optimizer, parameter: Tensor) -> dict[str, Tensor]:
-    """This rank's part of a parameter's state; tensors are read one by one."""
+    """This rank's shard of a parameter's state; tensors are read one by one."""
     whole = {"step", *replicated_states(optimizer, parameter)}
     entry = {}
     for state, key in keys.items():
@@ -228,9 +228,6 @@ class Checkpoint(nn.Module):
 def take(source: Source, recipe: Recipe) -> tuple[Optimizer, tuple[ValueLoss, ...]]:
     """Convert a state to the storages of a recipe.
 
-    Args:
-        source: the state.
-        recipe: its new recipe.
     Returns:
         An optimizer with the state, whose parameters have the source's names, and the losses of each kind of value.
     """
@@ -269,7 +266,6 @@ def _storage(recipe: Recipe, parameter: Tensor, name: str) -> Storage:
 
 
 def _float32(source: Source) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """Weights and moments as float32."""
     if not source.storages:
         return {name: value.float().contiguous() for name, value in source.weights.items()}, source.states
     named = {name: nn.Parameter(value) for name, value in source.weights.items()}
@@ -296,7 +292,6 @@ def _float32(source: Source) -> tuple[dict[str, Tensor], dict[str, dict[str, Any
 
 
 def _checkpoint(source: Source, optimizer: Optimizer, recipe: Recipe) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the state of the checkpoint to write."""
     names = optimizer.parameter_names()
     tensors = state_tensors([(name, parameter) for parameter, name in names.items()], optimizer)
     for key, value in source.others.items():
@@ -319,18 +314,15 @@ Values = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
 def write_like(
     path: Path, source: Source, float32: Callable[[Source], Values], like: Path, out: str | Path | None
 ) -> Report:
-    """Write a state into a copy of a checkpoint of another framework.
+    """Write a state into a copy of a checkpoint of another framework, and return the losses, found by reading what was written.
 
     Args:
         path: of the source.
-        source: the state.
         float32: gives its weights and moments as float32.
         like: the checkpoint to copy; it is not changed.
-        out: the folder to create; default: next to the source, named after the framework.
-    Returns:
-        The losses, found by reading what was written.
+        out: the folder to create; ``None``: next to the source, named after the framework.
     Raises:
-        DataError: ``like`` is no such checkpoint, or of another model.
+        DataError: ``like`` is not such a checkpoint, or of another model.
     """
     framework = sharded_format(like)
     if framework is None:
