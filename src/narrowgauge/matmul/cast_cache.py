@@ -7,10 +7,10 @@ next step. A compiler's graph sees none of this: a matmul looks here for the cas
 *Given casts.* A weight that was gathered from other ranks as codes has no values of its own; :func:`give_casts` says what its
 casts are (:mod:`narrowgauge.matmul.narrow_gather`).
 
-*Inputs.* In eager mode, q, k and v get the same input, and so do gate and up. :class:`LastCast` remembers the cast made last,
-by the storage it was made from and PyTorch's count of that storage's changes, and gives it to *another* layer with the same
-input; a layer that calls again has a new input, even at the same address. A compiler merges equal calls itself and may write
-another tensor where this one was, so compiled code never comes here.
+*Inputs.* In eager mode, q, k and v get the same input, and so do gate and up. :class:`LastCast` remembers the last cast, by the
+storage it was made from and PyTorch's count of that storage's changes, and gives it to *another* layer with the same input. A
+layer that calls again has a new input, even at the same address. A compiler merges equal calls itself and may write another
+tensor where this one was, so compiled code never comes here.
 """
 
 from __future__ import annotations
@@ -89,13 +89,7 @@ def cached_weights() -> Iterator[None]:
 
 
 def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operand:
-    """A cast of a weight, from the cache if it holds one.
-
-    Args:
-        weight: the parameter, or a view of it.
-        key: identifies the cast.
-        make: makes the cast.
-    """
+    """A cast of a weight or of a view of it, from the cache if it holds one under ``key``."""
     storage = weight.untyped_storage()
     if (given := _GIVEN.get(storage._cdata)) is not None and not given.storage.expired():
         return given.cast(key)
@@ -114,7 +108,7 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
 
 @dataclass
 class _Given:
-    """The casts of a weight without values, and what to say of any other."""
+    """The casts of a weight without values, and the error message where any other is needed."""
 
     storage: StorageWeakRef
     casts: dict[Key, Callable[[], Operand]]
@@ -135,9 +129,9 @@ def give_casts(weight: Tensor, casts: dict[Key, Callable[[], Operand]], missing:
     """Set what :func:`cast_weight` returns for a weight that was gathered as codes, until the next call for it.
 
     Args:
-        weight: of which only the storage's identity counts; when it dies this is forgotten.
+        weight: only its storage's identity counts; when it dies this is forgotten.
         casts: by key.
-        missing: what an error says where another cast is asked for.
+        missing: the error message where another cast is needed.
     """
     storage = weight.untyped_storage()
     if storage._cdata not in _GIVEN:

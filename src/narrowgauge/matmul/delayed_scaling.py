@@ -43,8 +43,6 @@ def delayed_amax(
     Where no earlier step saw anything but zeros, it is the tensor's own.
 
     Args:
-        x: the operand.
-        cast: how it is cast.
         history: the layer's, changed in place where ``record`` is true.
         operand: index of the tensor, see :data:`narrowgauge.spec.computes.TENSORS`.
         step: 0-d, of the optimizer.
@@ -77,22 +75,15 @@ def _record(buffer: Tensor, step: Tensor, own: Tensor, overflows: Tensor) -> Non
 
 
 def count_overflows(history: Tensor, step: int | None = None) -> Tensor:
-    """How many values saturated, in the worst micro-batch of each step: int64 ``[tensor]``.
-
-    Args:
-        history: a layer's.
-        step: count that step alone; ``None`` counts all that the history holds.
-    """
+    """How many values saturated, in the worst micro-batch of each step, as int64 ``[tensor]``: in ``step``, or in all steps held."""
     counts = history[:, _OVERFLOWS]
     return (counts if step is None else torch.where(history[:, _STEP] == step, counts, 0.0)).sum(1).long()
 
 
 def join_histories(histories: Sequence[Tensor], largest: Callable[[Tensor], Tensor]) -> None:
-    """Max-reduce each layer's amax history over the ranks that train together.
+    """Max-reduce each layer's amax history in place over the ranks that train together; all ranks have equally many.
 
-    Args:
-        histories: of all layers, changed in place; every rank gives as many.
-        largest: the elementwise maximum over the ranks, of a float64 vector.
+    ``largest`` returns the elementwise maximum over the ranks of a float64 vector.
     """
     steps = torch.cat([history[:, _STEP].reshape(-1) for history in histories])
     newest = largest(steps)

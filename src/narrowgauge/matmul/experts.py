@@ -2,9 +2,9 @@
 
 A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix in
 which the rows from one *offset* to the next belong to one expert: a *grouped linear* is one small matmul per expert, each with
-its own casts. A per-tensor scale is then an expert's, and so is a delayed one; random bits are keyed by the expert; an expert
-without tokens costs nothing and gets no gradient. The whole product is one operator, so that a compiler does not see how many
-tokens each expert got, and the graph does not break.
+its own casts. Each expert thus has its own per-tensor scale, delayed or not, and its own key of random bits; an expert without
+tokens costs nothing and gets no gradient. The whole product is one operator, so that a compiler does not see how many tokens
+each expert got, and the graph does not break.
 """
 
 from __future__ import annotations
@@ -169,7 +169,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradients of input, weights and bias."""
         data, outer, weights, offsets, state, history = ctx.saved_tensors
         wanted = list(ctx.needs_input_grad[:3])
         found = grouped_gradients(
@@ -201,7 +200,6 @@ def grouped_linear(
         x: ``[tokens, in]``, sorted by expert.
         weights: ``[experts, out, in]``, a view or not.
         offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
-        compute: a compute or its name.
         bias: ``[experts, out]``.
         state: int32 ``[4, experts]``, see :func:`new_state`; ``None``: step 0 and seed 0.
         history: for computes with delayed scales, see :class:`GroupedLinear`.
@@ -244,7 +242,7 @@ def _suits_torch(x: Tensor, weights: Tensor) -> bool:
 
 
 def new_state(num_experts: int, name: str = "", device: torch.device | None = None) -> Tensor:
-    """Int32 ``[4, experts]``: what a :class:`~narrowgauge.matmul.linear.Linear` has as its state, for each expert.
+    """Int32 ``[4, experts]``: the state that a :class:`~narrowgauge.matmul.linear.Linear` has, for each expert.
 
     An expert's key, and so its random bits, comes from the name of its weights and its index.
     """
@@ -260,7 +258,7 @@ class GroupedLinear(NarrowLayer):
         self.begin(new_state(num_experts, name, device), compute)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[tokens, in]`` to ``[tokens, out]``, as :func:`grouped_linear` does."""
+        """``[tokens, in]`` to ``[tokens, out]``; see :func:`grouped_linear`."""
         x = self.as_streamed(x)
         return grouped_linear(
             x, weights, offsets, self.compute, bias=bias, state=self.state, history=self.amax_history,
@@ -268,7 +266,6 @@ class GroupedLinear(NarrowLayer):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
-        """The number of experts, and the compute."""
         return f"{self.num_experts}, compute={self.compute.name!r}"
 
 
@@ -307,7 +304,6 @@ class _Permuted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradient of ``x``."""
         (inverse,) = ctx.saved_tensors
         grad = grads[0][inverse]
         return grad if ctx.copies == 1 else grad.unflatten(0, (-1, ctx.copies)).sum(1), None, None, None
@@ -317,14 +313,12 @@ _permuted = cast(Callable[..., Tensor], _Permuted.apply)
 
 
 def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The sum of each token's experts, each times its weight: transformers' interface of an implementation.
+    """The weighted sum of each token's experts, ``[tokens, hidden]``: transformers' interface of an implementation.
 
     Args:
         module: the experts.
         hidden_states: ``[tokens, hidden]``.
         top_k_index, top_k_weights: ``[tokens, k]``: which experts, and how much of each.
-    Returns:
-        ``[tokens, hidden]``.
     """
     experts: Any = module
     tokens, top_k = top_k_index.shape

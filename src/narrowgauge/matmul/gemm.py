@@ -1,9 +1,9 @@
 """Matmuls of two operands, on a kernel that takes their codes or emulated with the same values.
 
 Emulation: a narrow code times the power of two of its block is exact in bfloat16, and so is a four-bit code times its e4m3
-scale. A bfloat16 matmul multiplies such numbers without error and adds in float32, so only the order of the sum differs
-from a narrow kernel's. A code times a float32 scale (of a row, of a tensor) is not exact in bfloat16: those scales multiply
-the result instead, which the CPU's matmul has rounded to bfloat16 once by then.
+scale. A bfloat16 matmul multiplies such numbers without error and adds in float32, so it differs from a narrow kernel's only in
+the order of the sum. A code times a float32 scale (of a row, of a tensor) is not exact in bfloat16: those scales multiply the
+result instead, which the CPU's matmul has already rounded to bfloat16 once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def multiply(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The matmul of two operands.
+    """The matmul of two operands: ``[rows, columns]``, padded as the operands are.
 
     Args:
         left: ``[rows, contraction]`` where ``dims[0]`` is 1, its transpose where it is 0.
@@ -47,8 +47,6 @@ def multiply(
         product: which of a compute's matmuls; gives the accumulation.
         dtype: of the result.
         bias: ``[columns]``, added before the result is rounded.
-    Returns:
-        ``[rows, columns]``, padded as the operands are.
     """
     a = left.data if dims[0] == 1 else left.data.t()
     b = right.data.t() if dims[1] == 1 else right.data
@@ -96,11 +94,9 @@ def is_native(product: Product, device: torch.device) -> bool:
 
 
 def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False) -> torch.dtype:
-    """The dtype of a cast's result.
+    """The dtype of the result of a cast, one side of ``product``.
 
-    Args:
-        cast: one side of ``product``.
-        as_codes: codes even where the matmul widens them, because they are kept for backward.
+    With ``as_codes`` it is that of codes even where the matmul widens them, because they are kept for backward.
     """
     if cast.format == "int8":
         return torch.int8
@@ -182,7 +178,7 @@ def multiply_widened(
 
 
 def _part(scale: Tensor | None, which: slice, dim: int) -> Tensor | None:
-    """The scales of some rows or columns; a single scale is that of all."""
+    """The scales of some rows or columns; a single scale applies to all."""
     return scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, which.start, which.stop - which.start)
 
 

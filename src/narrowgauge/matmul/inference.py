@@ -2,9 +2,9 @@
 
 In training, a narrow linear layer casts its weight again after every step, so the 16-bit weight must stay. Without training one
 cast is enough: the layer stores the codes and the scales, and multiplies its input by them in the casts and the matmul of a
-compute's ``output``. In ``int8-outlier``, LLM.int8(), features of the input with a magnitude of 6 or more multiply in 16 bits and
-all others in int8; the weights that they meet are the int8 ones too, widened, as in the released bitsandbytes; the paper
-stored 16-bit columns.
+compute's ``output``. In ``int8-outlier``, LLM.int8(), features of the input with a magnitude of 6 or more multiply in 16 bits
+and all others in int8. The weights that those features meet are the int8 ones too, widened, as in the released bitsandbytes; the
+paper stored 16-bit columns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class InferenceBytes(NamedTuple):
     """The bytes of a model's parameters and buffers, each storage counted once.
 
     Attributes:
-        before: with the weights that were quantized, in the dtype that they had.
+        before: with the weights that were quantized, in their original dtype.
         after: as they are now.
     """
 
@@ -115,7 +115,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Raises."""
         return refuse_gradient(grads[0], ctx.x_shape), None, None, None, None
 
 
@@ -124,15 +123,10 @@ _last_cast = LastCast(cast(Any, _cast))
 
 
 def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str) -> Tensor:
-    """The product of rows with stored codes, without operators where possible: for a single token they cost more than it.
+    """The product of rows ``[tokens, in]`` with stored codes, ``[tokens, out]`` in the dtype of ``x``; its backward pass raises.
 
-    Args:
-        x: ``[tokens, in]``, in its layer's dtype.
-        codes, scales: as a :class:`QuantizedLinear` stores them.
-        bias: ``[out]``, added in the product, or ``None``.
-        compute: the name under which the operators know the compute.
-    Returns:
-        ``[tokens, out]`` in the dtype of ``x``; its backward pass raises.
+    It calls no operators where possible: for a single token they cost more than the product. ``compute`` is the name under which
+    the operators know the compute.
     """
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_grad):
@@ -181,7 +175,7 @@ class QuantizedLinear(ExactBuffers):
     replaced_bytes: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``, in the input's dtype (under autocast, in that)."""
+        """``[..., in]`` to ``[..., out]``, in the input's dtype, or autocast's."""
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
@@ -199,7 +193,6 @@ class QuantizedLinear(ExactBuffers):
         self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
 
     def extra_repr(self) -> str:
-        """Sizes and compute."""
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{sizes}, compute={self.compute.name!r}"
 
@@ -256,7 +249,7 @@ def inference_bytes(model: nn.Module) -> InferenceBytes:
     Args:
         model: any module, quantized or not.
     Returns:
-        Bytes before and after; equal where nothing was quantized.
+        Equal numbers where nothing was quantized.
     Example:
         >>> inference_bytes(nn.Linear(4, 4))
         InferenceBytes(before=80, after=80)
@@ -277,12 +270,8 @@ def inference_bytes(model: nn.Module) -> InferenceBytes:
 def with_codes(compute: str | Compute) -> Compute:
     """The compute of that name, if its weights can be stored as codes of one byte.
 
-    Args:
-        compute: a compute, or its name.
-    Returns:
-        The compute.
     Raises:
-        RecipeError: no such compute, or its weights are no such codes.
+        RecipeError: no such compute, or its weights are not such codes.
     """
     made = get_compute(compute)
     if made.output.left.smooth:

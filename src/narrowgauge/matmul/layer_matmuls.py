@@ -1,7 +1,7 @@
-"""The three matmuls of a linear layer, each from the tensors that enter it: the one place that obeys a compute's six casts.
+"""The three matmuls of a linear layer, each from the tensors that enter it: the only code that carries out a compute's six casts.
 
-Which tensor fills which slot is :mod:`narrowgauge.spec.computes`; how it is cast there, and what the matmul does with the two
-operands, is here. The operators call these functions, inference and the profiler do too.
+:mod:`narrowgauge.spec.computes` says which tensor fills which slot; how it is cast there, and what the matmul does with the two
+operands, is here. The operators, inference and the profiler call these functions.
 
 *Outlier features* are the few columns of an input that int8 cannot hold together with the others. In large language models some
 features are hundreds of times larger than the rest, in every token; a scale per row that covers them leaves the others a handful
@@ -26,7 +26,6 @@ from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, slot_of_cast
 
 
 def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
-    """The dtype of a slot's operand."""
     product = compute.products[SLOTS[slot].matmul]
     # Codes that are kept for backward stay codes, even where this matmul widens them.
     as_codes = slot == "output.left" and compute.keeps_codes
@@ -47,9 +46,6 @@ def cast_to_slot(
     """Cast a tensor of a layer to the operand that a slot takes.
 
     Args:
-        x: the slot's tensor.
-        compute: whose cast.
-        slot: its name.
         state: the layer's; needed where the cast is stochastic or delayed.
         history: the layer's amax history; without one, a delayed scale comes from ``x``.
         record: write the amax of ``x`` into the history.
@@ -89,13 +85,7 @@ def cast_weight_to_slot(
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
-    """The right operand's scales where each belongs to one term of the sum, shaped to be multiplied into the left tensor.
-
-    Args:
-        right: the right operand's outer scale.
-        compute: whose cast made it.
-        matmul: which of the three.
-    """
+    """The right operand's outer scales where each belongs to one term of the sum, shaped to be multiplied into the left tensor."""
     if right is None or compute.products[matmul].right.granularity != "column":
         return None
     return right.view((1, -1) if SLOTS[f"{matmul}.left"].dim == 1 else (-1, 1))
@@ -157,10 +147,10 @@ REGISTERED: dict[str, Compute] = dict(COMPUTES)
 
 
 def register(compute: Compute) -> str:
-    """Make a compute known to the operators.
+    """Make a compute known to the operators, and return the name by which they find it.
 
-    Returns:
-        The name by which operators find it: its own, with a number where another compute has that name.
+    That is its own name, with a number where another compute has it.
+
     Raises:
         RecipeError: the cast of the input for ``output``, which layers share, would need random bits or scales of one layer.
     """

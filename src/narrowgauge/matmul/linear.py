@@ -52,7 +52,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The three gradients."""
         data, outer, weight, state, history, unit = ctx.saved_tensors
         compute, grad = layer_matmuls.REGISTERED[ctx.name], grads[0].contiguous()
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
@@ -73,11 +72,7 @@ class _Product(torch.autograd.Function):
 
 
 class ExactBuffers(nn.Module):
-    """A module some of whose buffers keep their dtype when the model's dtype changes.
-
-    Attributes:
-        exact: the names of those buffers.
-    """
+    """A module whose buffers named in ``exact`` keep their dtype when the model's dtype changes."""
 
     exact: tuple[str, ...] = ()
 
@@ -211,7 +206,6 @@ class Linear(NarrowLayer, nn.Linear):
         return owner.state, owner.amax_history
 
     def set_compute(self, compute: Compute) -> None:
-        """Continue in another compute, or in the layer's variant of it."""
         super().set_compute(compute)
         self.registered_name = layer_matmuls.register(self.compute)
 
@@ -220,12 +214,11 @@ class Linear(NarrowLayer, nn.Linear):
         self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
 
     def extra_repr(self) -> str:
-        """The plain layer's, and the compute."""
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
 
 def is_plain(compute: Compute, dtype: torch.dtype) -> bool:
-    """Whether a compute is a plain linear layer's where the model computes in ``dtype``: nothing is cast."""
+    """Whether a compute equals a plain linear layer where the model computes in ``dtype``: nothing is cast."""
     formats = {c.format for c in compute.casts.values()}
     return compute.is_wide and formats == {str(dtype).removeprefix("torch.")}
 

@@ -4,7 +4,7 @@ FSDP2 asks a sharded tensor that has ``fsdp_pre_all_gather`` and ``fsdp_post_all
 Here the first casts this rank's rows (:mod:`narrowgauge.spec.computes` says how), and the second hands the codes of all rows
 to the cast cache, where the layer's matmuls find them. The gathered parameter is then a tensor of the right shape and dtype
 that is filled with NaN: its values were not gathered, and code that reads them anyway fails visibly. The sharded parameter
-stays a plain DTensor: the optimizer, gradients and checkpoints know nothing of all this.
+stays a plain DTensor: the optimizer, gradients and checkpoints see no difference.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
         model: sharded by ``fully_shard``, after its layers were swapped (:func:`narrowgauge.prepare`). Computes must not
             change afterwards.
     Returns:
-        Of each linear layer that is gathered as before: its name and the reason.
+        The linear layers that are gathered as before, by name, each with the reason.
     Raises:
         RecipeError: no layer can be gathered as codes.
 
@@ -147,7 +147,7 @@ class _GatheredWeight:
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """This rank's part of what travels, and what the other method needs besides."""
+        """This rank's shard as it is sent, and what the other method needs besides."""
         if self.layer.compute != self.compute:
             raise RecipeError(
                 f"layer '{self.name}' went from compute '{self.compute.name}' to '{self.layer.compute.name}', and its weight "
@@ -187,7 +187,6 @@ class _GatheredWeight:
         return (weight, (weight,)) if out is None else None
 
     def slot(self, in_backward: bool) -> str:
-        """The slot whose cast is gathered."""
         gathering = gathering_of(self.compute)
         return gathering.backward if in_backward else gathering.forward
 

@@ -52,15 +52,10 @@ def cast_matrix(
     Invariant: the same bits compiled and not (int8 codes of a group whose scale is NaN are unspecified).
 
     Args:
-        x: ``[rows, columns]``.
-        cast: how.
-        dim: the dimension that the matmul contracts.
         dtype: of the result: int8 or a float8 for codes, else a dtype that holds the values.
         words: for stochastic casts, see :func:`narrowgauge.numerics.quantization.random_words`; for the padded shape.
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: the amax to scale by instead of the tensor's own.
-    Returns:
-        The operand.
     """
     if cast.is_wide and cast.format != "tfloat32":
         return Operand(x.detach().to(dtype), None)
@@ -83,7 +78,6 @@ def cast_matrix(
 
 
 def has_outer_scale(cast: Cast) -> bool:
-    """Whether a cast's operand has an outer scale."""
     return not (cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn"))
 
 
@@ -93,12 +87,7 @@ def outer_dim(cast: Cast, dim: int) -> int | None:
 
 
 def outer_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, int] | None:
-    """Shape of an operand's outer scale, ``None`` without one.
-
-    Args:
-        shape: of the matrix, padded to whole blocks.
-        cast, dim: as for :func:`cast_matrix`.
-    """
+    """The shape of the outer scale of an operand, whose ``shape`` is padded to whole blocks; ``None`` without a scale."""
     if not has_outer_scale(cast):
         return None
     along = outer_dim(cast, dim)
@@ -171,11 +160,9 @@ def new_state(names: Sequence[str], device: torch.device | None = None) -> Tenso
 
 
 def random_words(cast: Cast, x: Tensor, dim: int, state: Tensor, operand: int, sequence_length: int) -> Words | None:
-    """The random words of a cast of ``x``; ``None`` where it rounds to nearest.
+    """The random words of a cast of ``x [rows, columns]``; ``None`` where it rounds to nearest.
 
     Args:
-        cast: how ``x [rows, columns]`` is cast.
-        x: the operand.
         dim: the dimension that the matmul contracts.
         state: the layer's.
         operand: the slot's ``random_key``.

@@ -1,12 +1,12 @@
 """Scopes: the dtype in which a model computes, where that is not the dtype of its weights.
 
 Over float32 weights a narrower compute is autocast. PyTorch has no such context for a compute whose dtype differs from that of
-*narrow* weights (``float32/word``, ``float16/kahan``): each module's own parameters are cast to the compute's dtype while its
-forward runs, linear layers cast theirs in their matmul, and tensors between modules are in that dtype too. Modules that a recipe
-keeps compute in float32, with casts around them.
+*narrow* weights (``float32/word``, ``float16/kahan``). There each module's own parameters are cast to the compute's dtype while
+its forward runs, linear layers cast theirs in their matmul, and tensors between modules are in that dtype too. Modules that a
+recipe keeps compute in float32, with casts around them.
 
 Losses are float32. Autocast computes them so. A Hugging Face model with narrow weights that is called with labels computes its
-own loss in the dtype of its logits: its head gives these in float32. A loss outside the model is its caller's.
+own loss in the dtype of its logits: its head outputs these in float32. A loss outside the model is its caller's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from narrowgauge.spec.recipes import Recipe
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a model computes in the recipe's dtype: autocast over float32 weights, else a null context.
 
-    ``prepare`` puts it around the model's own forward; code that calls parts of the model enters it itself.
+    ``prepare`` puts it around the model's own forward; code that calls submodules enters it itself.
     """
     if recipe.storage.visible != "float32" or recipe.dtype == "float32":
         return nullcontext()
@@ -51,7 +51,6 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _cast_parameters(model: nn.Module, recipe: Recipe) -> None:
-    """Let every module with narrow parameters cast them to the recipe's dtype."""
     dtype, visible = (getattr(torch, name) for name in (recipe.dtype, recipe.storage.visible))
     for module in model.modules():
         own = [] if _casts_itself(module) else list(module._parameters.values())
@@ -78,8 +77,8 @@ def _widen_kept(model: nn.Module, recipe: Recipe) -> None:
                 module.register_forward_hook(_CAST_OUTPUTS[recipe.dtype])
 
 
-# What Hugging Face's models call the child whose result is their logits: the names in transformers 5.23 of those that compute a
-# loss of narrow ones. A child of another name is left alone, since its result may go on into narrow layers.
+# What Hugging Face's models call the child whose result is their logits: the names in transformers 5.23 of those that compute
+# their loss from narrow ones. A child of another name is left alone, since its result may go on into narrow layers.
 _HEADS = frozenset(
     (
         "answer_class", "classification_head", "classifier", "cls", "ctc_head", "decode_head", "discriminator_predictions",
@@ -94,7 +93,7 @@ _LOSS_OF_TYPE = "loss_function"
 
 
 def _widen_logits(model: nn.Module) -> None:
-    """Let the heads of Hugging Face's models, which compute their loss of narrow logits, give them in float32."""
+    """Make the heads of Hugging Face's models that compute their loss from narrow logits output these in float32."""
     for module in model.modules():
         if not _is_of_transformers(module) or not _takes_labels(module) or _widens_itself(module):
             continue

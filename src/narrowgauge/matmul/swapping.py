@@ -101,7 +101,7 @@ class NarrowLayers:
             join_histories(histories, largest)
 
     def state_dict(self) -> dict[str, Any]:
-        """What the same bits need after a resume: the step that random bits are keyed by, and copies of the amax histories."""
+        """What a resumed run needs for the same bits: the step that keys random bits, and copies of the amax histories."""
         histories = {name: history.clone() for name, history in self.histories().items()}
         return {"matmul_step": self.step, "amax_histories": histories}
 
@@ -111,7 +111,7 @@ class NarrowLayers:
         self.load_histories(state["amax_histories"])
 
     def load_histories(self, histories: dict[str, Tensor]) -> None:
-        """Load what :meth:`histories` returned, also where the compute in force delays no scale: a later one may."""
+        """Load what :meth:`histories` returned, even where no scale of the present compute is delayed: a later one's may be."""
         saved = {plain_name(name): history for name, history in histories.items()}
         for name, layer in self.layers.items():
             if (history := saved.get(plain_name(name))) is not None:
@@ -132,7 +132,7 @@ register_optimizer_step_post_hook(_advance)
 
 
 Linears = NarrowLayers
-"""The name that version 0.1.0 had for it."""
+"""Its name in version 0.1.0."""
 
 # ── swapping ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -197,11 +197,7 @@ def swap_linears(
 
 
 def keep_ranks_apart(model: nn.Module) -> None:
-    """Let DistributedDataParallel leave the buffers of narrow layers alone, which differ by rank.
-
-    Args:
-        model: what will be wrapped.
-    """
+    """Let DistributedDataParallel, which will wrap the model, ignore the buffers of narrow layers, which differ by rank."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)}
     if layers:
         leave_out_of_ddp(model, [f"{name}.{own}" for name in layers for own in ("state", "amax_history")])
@@ -252,7 +248,7 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
     Args:
         model: any module.
     Returns:
-        The handle, with the layers' seed and step, or ``None`` where there are none.
+        The handle, with the layers' seed and step; ``None`` where there are none.
     Example:
         >>> linears_of(nn.Linear(2, 2)) is None
         True
