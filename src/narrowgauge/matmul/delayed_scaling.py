@@ -75,7 +75,10 @@ def _record(buffer: Tensor, step: Tensor, own: Tensor, overflows: Tensor) -> Non
 
 
 def count_overflows(history: Tensor, step: int | None = None) -> Tensor:
-    """How many values saturated, in the worst micro-batch of each step, as int64 ``[tensor]``: in ``step``, or in all steps held."""
+    """How many values saturated, in the worst micro-batch of each step: int64 ``[tensor]``.
+
+    ``step`` counts that step alone; ``None`` counts all that the history holds.
+    """
     counts = history[:, _OVERFLOWS]
     return (counts if step is None else torch.where(history[:, _STEP] == step, counts, 0.0)).sum(1).long()
 

@@ -85,7 +85,7 @@ def cast_weight_to_slot(
 
 
 def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
-    """The right operand's outer scales where each belongs to one term of the sum, shaped to be multiplied into the left tensor."""
+    """The right operand's outer scales where each belongs to one term of the sum, shaped to multiply the left tensor."""
     if right is None or compute.products[matmul].right.granularity != "column":
         return None
     return right.view((1, -1) if SLOTS[f"{matmul}.left"].dim == 1 else (-1, 1))

@@ -90,8 +90,10 @@ Pair = tuple[Tensor, Tensor, Code, "Tensor | None"]
 
 
 def compare(kind: str, pairs: Iterable[Pair]) -> ValueLoss:
-    """Count the losses of one kind of value; of each tensor the float32 values, the stored ones, their code, for weights the visible.
+    """Count the losses of one kind of value.
 
+    Args:
+        pairs: for each tensor its float32 values, the stored values, their code, and for weights the visible values.
     Example:
         >>> from narrowgauge.spec.storages import BFLOAT16
         >>> compare("weight", [(torch.tensor([1.0, 1.5, 3e-3]), torch.tensor([1.0, 1.0, 0.0]), BFLOAT16, None)]).num_exact
