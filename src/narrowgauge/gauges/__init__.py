@@ -1,4 +1,4 @@
-"""Gauges that watch a training step, the record of its row, and the search for its first bad value."""
+"""Gauges that measure a training step, the record of a run, and the search for a step's first bad value."""
 
 from __future__ import annotations
 

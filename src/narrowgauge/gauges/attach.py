@@ -1,6 +1,6 @@
 """Gauges: metrics of a model's tensors during training.
 
-The tensors that are watched by default are in memory anyway: the operands of linear layers' matmuls, forward and backward; the
+By default only tensors that are in memory anyway are watched: the operands of linear layers' matmuls, forward and backward; the
 weights and their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every
 ``every`` steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`), measured at the end of the step
 (:mod:`narrowgauge.gauges.tensor_metrics`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of
@@ -53,7 +53,6 @@ class Gauges:
 
     Attributes:
         every: number of steps between samples.
-        step: number of optimizer steps done; set it when a loop resumes.
         last: the newest record, ``None`` before the first sample.
     """
 
@@ -111,7 +110,7 @@ class Gauges:
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done."""
+        """Number of optimizer steps done; set it when a loop resumes."""
         return self._step
 
     @step.setter
@@ -374,7 +373,7 @@ def attach_gauges(
     Raises:
         NarrowgaugeError: no name matches, or a module already has gauges.
 
-    Cost: see docs/log/gauges.md, ``benchmarks/gauges.py``; 32 KiB of memory per watched tensor on sampled steps.
+    Cost: 32 KiB of memory per watched tensor on sampled steps; for the time see docs/log/gauges.md and ``benchmarks/gauges.py``.
 
     Example:
         >>> import torch, narrowgauge as ng

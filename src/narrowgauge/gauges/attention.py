@@ -178,13 +178,13 @@ _running: list[Tensor] = []
 
 @torch.library.custom_op("narrowgauge::enter_attention", mutates_args=())
 def enter(entry: Tensor) -> None:
-    """The forward of a module starts."""
+    """Push the entry of a module whose forward starts."""
     _running.append(entry)
 
 
 @torch.library.custom_op("narrowgauge::leave_attention", mutates_args=())
 def leave(entry: Tensor) -> None:
-    """The forward of a module ends, and that of every module inside it."""
+    """Pop the entry of a module whose forward ends, and those of the modules inside it."""
     own = [k for k, other in enumerate(_running) if other.data_ptr() == entry.data_ptr()]
     del _running[own[0] if own else len(_running) :]
 

@@ -31,13 +31,13 @@ def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """The forward hook of a language model's body: its output is the input of the head, which a chunked loss does not call."""
+    """The forward hook of a language model's body: its output is the head's input, and a chunked loss does not call the head."""
     if is_sampled(model):
         record_tensor(as_multiplied(output[0]), entry_of(model, 0))
 
 
 def entry_of(module: nn.Module, kind: int) -> Tensor | None:
-    """A entry of a module by its index in ``gauge_entries``; ``None`` for modules that are not watched."""
+    """An entry of a module by its index in ``gauge_entries``; ``None`` for modules that are not watched."""
     entries: Any = getattr(module, "gauge_entries", None)
     found: Tensor | None = None if entries is None else entries[kind]
     return found
@@ -83,6 +83,6 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
-    """Whether another of the layers, the first with the same input, measures it already."""
+    """Whether another of the layers, the first with this input, already measures it."""
     first = first_of_input(name)
     return first != name and first in layers

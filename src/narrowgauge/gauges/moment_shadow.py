@@ -37,12 +37,7 @@ MAX_SHADOWED = 24
 
 
 class StateReader:
-    """Reads the first values of each parameter's states, decoded once per sample.
-
-    Args:
-        optimizer: one of Narrowgauge or ``torch.optim``.
-        parameters: the parameters.
-    """
+    """Reads the first values of each parameter's states, decoded once per sample; also those of ``torch.optim``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor]) -> None:
         self.optimizer, self.parameters = optimizer, list(parameters)
@@ -60,7 +55,6 @@ class StateReader:
         return self._read[name][parameter]
 
     def forget(self) -> None:
-        """Drop what was read."""
         self._read.clear()
 
     def groups(self) -> dict[Tensor, dict[str, Any]]:
@@ -78,12 +72,8 @@ class StateReader:
 class MomentShadow:
     """Exact second moments of the first values of some parameters.
 
-    After the first step the parameters are chosen among those whose state holds ``exp_avg_sq``. If there are none, nothing
-    runs on later steps.
-
-    Args:
-        states: reads the states of an optimizer.
-        parameters: the candidates, by name.
+    After the first step the parameters are chosen among the given ones whose state holds ``exp_avg_sq``. If there are none,
+    nothing runs on later steps.
     """
 
     def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
@@ -197,7 +187,7 @@ class MomentShadow:
         return torch.stack([biases, frozen_fractions.double()], 1)
 
     def rows(self, fetched: Mapping[str, Tensor]) -> Row:
-        """The table ``moments``."""
+        """The table ``moments`` of a record."""
         if "moments" not in fetched:
             return {}
         table = fetched["moments"].tolist()
@@ -207,12 +197,7 @@ class MomentShadow:
 
 
 class UpdateMetrics:
-    """Metrics of the change of the visible weights on sampled steps.
-
-    Args:
-        states: reads the states of any optimizer.
-        parameters: the parameters to measure, by name.
-    """
+    """Metrics of the change of the visible weights on sampled steps."""
 
     def __init__(self, states: StateReader, parameters: Mapping[str, Tensor]) -> None:
         self.states, self.parameters = states, dict(parameters)
@@ -225,7 +210,6 @@ class UpdateMetrics:
         self.spread = _joined([_spread(p) for p in self.parameters.values()])
 
     def forget(self) -> None:
-        """Drop the saved values."""
         self.before = self.spread = None
 
     def measure(self, packed: Packed) -> None:
@@ -282,13 +266,7 @@ class UpdateMetrics:
         return tensor_stats.update_to_ulp(intended, self.before, bits)
 
     def rows(self, fetched: Mapping[str, Tensor], readings: Mapping[str, Any]) -> Row:
-        """The table ``updates``.
-
-        Args:
-            fetched: from :meth:`narrowgauge.gauges.tensor_metrics.Packed.fetch`.
-            readings: the audit's readings by parameter, from :func:`narrowgauge.audit`; replaced by those of all ranks for
-                sharded parameters.
-        """
+        """The table ``updates`` of a record; for sharded parameters the audits of all ranks replace this rank's ``readings``."""
         if "update to weight" not in fetched:
             return {}
         if "audit" in fetched:

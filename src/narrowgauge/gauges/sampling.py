@@ -47,12 +47,7 @@ def is_sampled(module: torch.nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class WatchedTensor:
-    """A tensor that has an entry in the recorder.
-
-    Args:
-        kind: a key of ``runs.schema.TENSOR_KINDS``, or ``attention``.
-        name: name of the module or parameter.
-    """
+    """A tensor with an entry in the recorder; its kind is a key of ``runs.schema.TENSOR_KINDS``, or ``attention``."""
 
     kind: str
     name: str
@@ -65,12 +60,9 @@ class WatchedTensor:
 
 @dataclass(eq=False)
 class Recorder:
-    """Statistics and samples of the watched tensors of one model.
+    """Statistics and samples of the watched tensors of one model; the number of a tensor's entry is its index in ``watched``.
 
-    Args:
-        watched: the tensors; the index is the number of the entry.
-        device: the device of the statistics.
-        is_recording: whether calls record anything; compiled code may run its sampled version for another recorder.
+    Calls record only while ``is_recording``: compiled code may run its sampled version for another recorder.
     """
 
     watched: list[WatchedTensor]
@@ -91,13 +83,11 @@ class Recorder:
         return entry
 
     def clear(self) -> None:
-        """Drop the statistics and samples of the last sampled step."""
         self.samples.clear()
         self.stats_of.clear()
 
     @property
     def stats_device(self) -> torch.device:
-        """The device of the recorded statistics."""
         return next((stats[0].device for stats in self.stats_of.values()), self.device)
 
     def stats(self) -> Tensor:
@@ -183,7 +173,6 @@ def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
 
 @torch.library.custom_op("narrowgauge::record", mutates_args=())
 def record(x: Tensor, entry: Tensor) -> None:
-    """Record a tensor in an entry."""
     recorder, index = recorder_of(entry)
     if recorder is not None:
         recorder.record(index, x)
@@ -191,7 +180,6 @@ def record(x: Tensor, entry: Tensor) -> None:
 
 @torch.library.custom_op("narrowgauge::record_attention", mutates_args=())
 def record_attention(query: Tensor, key: Tensor, scale: float, entry: Tensor, is_causal: bool) -> None:
-    """Record attention logits in an entry."""
     recorder, index = recorder_of(entry)
     if recorder is not None:
         recorder.record_attention(index, query, key, scale, is_causal)
@@ -222,7 +210,6 @@ class _RecordGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> tuple[Tensor, None]:
-        """Record the gradient and return it unchanged."""
         record(grads[0], ctx.entry)  # type: ignore[attr-defined]
         return grads[0], None
 

@@ -36,14 +36,9 @@ CastOf = Callable[[WatchedTensor], tuple[Cast | None, Tensor | None]]
 
 @dataclass
 class Packed:
-    """Metrics on their way to the host: tensors of any shape, concatenated into one vector.
+    """Metrics on their way to the host: tensors of any shape by name, concatenated into one vector.
 
-    Args:
-        shards: the ranks that shard the parameters, if any.
-
-    Attributes:
-        parts: the tensors by name, on the device.
-        sums: tensors to be summed over the ranks; those named in ``means`` hold a numerator and a denominator.
+    ``sums`` are still to be summed over the ranks; those named in ``means`` hold a numerator and a denominator.
     """
 
     shards: Shards | None = None
@@ -52,7 +47,6 @@ class Packed:
     means: set[str] = field(default_factory=set)
 
     def add(self, name: str, values: Tensor) -> None:
-        """Add a tensor."""
         self.parts[name] = values.detach().double()
 
     def add_sum(self, name: str, values: Tensor) -> None:
@@ -60,12 +54,9 @@ class Packed:
         (self.parts if self.shards is None else self.sums)[name] = values.detach().double()
 
     def add_mean(self, name: str, values: Tensor, parameters: Iterable[str]) -> None:
-        """Add the mean over all shards, weighted by their sizes and ignoring NaN.
+        """Add the mean over all shards of metrics ``[parameters, ...]``, weighted by the shards' sizes and ignoring NaN.
 
-        Args:
-            name: name of the metrics.
-            values: metrics of the shard of each parameter, ``[parameters, ...]``.
-            parameters: the names of the parameters, the same on every rank.
+        The parameters are the same on every rank.
         """
         if self.shards is None:
             return self.add(name, values)
@@ -106,15 +97,7 @@ def _cut(vector: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> dict[str, list[int]]:
-    """Compute all metrics of a recorder's samples.
-
-    Args:
-        recorder: holds the records of one step.
-        cast_of: see :data:`CastOf`.
-        packed: the metrics are added to it.
-    Returns:
-        The entries of each group of tensors, by the group's name in ``packed``.
-    """
+    """Add all metrics of a recorder's samples to ``packed``; returns each group's entries by its name there."""
     groups: dict[str, list[int]] = {}
     groups_by_shape: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
     for index, sample in recorder.samples.items():
@@ -183,13 +166,7 @@ def _amax(recorder: Recorder, index: int, cast_of: CastOf) -> Tensor:
 
 
 def row_of(recorder: Recorder, groups: Mapping[str, Sequence[int]], fetched: Mapping[str, Tensor]) -> Row:
-    """The tables ``tensors``, ``attention``, ``block_scales`` and ``histograms`` of a record.
-
-    Args:
-        recorder: supplies the names.
-        groups: from :func:`measure`.
-        fetched: from :meth:`Packed.fetch`.
-    """
+    """The tables of a record, from the groups of :func:`measure` and what :meth:`Packed.fetch` returned."""
     stats = fetched["figures"].tolist()
     tensors: Row = {}
     blocks: Row = {}
@@ -262,11 +239,7 @@ _SLOTS = {"input": "output.left", "weight": "output.right", "output_grad": "grad
 
 
 class Casts:
-    """The casts of a model's narrow layers, as the step that runs makes them.
-
-    Args:
-        layers: the watched linear layers by name, narrow or not.
-    """
+    """The casts of the watched linear layers, narrow or not, as the current step makes them."""
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
         self.layers = layers
@@ -280,7 +253,7 @@ class Casts:
             if used is None or used[0].amax_history is None:
                 continue
             layer, cast = used
-            # Where no earlier step saw anything it is the tensor's own.
+            # Without an earlier step the delayed amax is the tensor's own.
             mark = recorder.stats_of.get(index)
             own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
             operand = SLOTS[_SLOTS[watched.kind]].history_index
@@ -351,13 +324,9 @@ SHARED = ("weight", "grad")
 class Shards:
     """The ranks that shard the parameters.
 
-    Args:
-        mesh: the ``DeviceMesh`` of the ranks.
-        share: for each parameter the share of its elements that this rank reports, 0 to 1; shares add up to 1 over all
-            ranks. A shard with replicas is reported by the first replica.
-
-    Attributes:
-        largest: amax over all ranks of the weights and gradients recorded last.
+    ``share`` is the fraction of each parameter's elements that this rank reports; over all ranks the fractions add up to 1, and a
+    shard with replicas is reported by the first of them. ``largest`` is the amax over all ranks of the weights and gradients
+    recorded last.
     """
 
     mesh: Any

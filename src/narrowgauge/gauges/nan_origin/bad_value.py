@@ -31,10 +31,8 @@ class Operand:
     Args:
         position: index among the operation's floating-point operands.
         name: the parameter or buffer that it is or is a view of, or else the name of the operation's argument.
-        shape: shape of the tensor.
-        dtype: dtype of the tensor, as PyTorch names it.
-        amin: the smallest finite nonzero magnitude; ``None`` if there is none.
-        amax: the largest finite magnitude; ``None`` if there is none.
+        shape, dtype: of the tensor; the dtype as PyTorch names it.
+        amin, amax: the smallest nonzero and the largest finite magnitude; ``None`` if there is none.
         num_nonfinite: number of NaNs and infinities.
     """
 

@@ -110,8 +110,8 @@ def replay(
         model, step: as for :func:`first_bad_value`.
         compiled_step: the step as it was run; ``None``: ``step`` itself, whose compiled parts are then compiled.
         say: called with a sentence before each of the two.
-        agree: whether any of the ranks that replay the step together has found something, given whether this one has; they
-            need each other for every step, so all take as many.
+        agree: from whether this rank has found something to whether any of the ranks that replay the step together has; they
+            need each other for every step, so all must take the same steps.
     Returns:
         Which of them failed, and the first non-finite value if it was found.
 

@@ -46,13 +46,7 @@ _CASTS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The operation at which non-finite values began.
-
-    Args:
-        order: index in execution order.
-        bad: its description.
-        deliberate: the infinity was requested.
-    """
+    """The operation at which non-finite values began; ``order`` is its index in execution order."""
 
     order: int
     bad: BadValue
@@ -60,10 +54,7 @@ class Source:
 
 
 class NanTracer(TorchDispatchMode):
-    """A dispatch mode that traces every operation; :meth:`first_cause` returns the first one at fault.
-
-    Args:
-        model: its modules, parameters and buffers are named in the report.
+    """A dispatch mode that traces every operation of a model's step; :meth:`first_cause` returns the first one at fault.
 
     Cost: a minimum and a maximum of every result, and a synchronization each time.
     """
@@ -110,8 +101,7 @@ class NanTracer(TorchDispatchMode):
     def first_cause(self, loss: Any) -> BadValue | None:
         """The earliest source of a non-finite loss or gradient; ``None`` if all are finite.
 
-        Args:
-            loss: the return value of the step: tensors, numbers, or ``None``.
+        ``loss`` is what the step returned: tensors, numbers, or ``None``.
         """
         reached = list(self.reached)
         for value in tree_leaves(loss):

@@ -1,7 +1,7 @@
 """This machine's arithmetic: measured, or read from the cache of what was measured before under the same settings.
 
-Bits depend on the processor, the versions, the threads and the switches, and on nothing else here. So a measurement is cached
-under them (``NARROWGAUGE_CACHE``), and a run that starts later reads it. A run measures what is missing, for at most a second;
+Bits depend on the processor, the versions, the number of threads and the switches, and on nothing else here. So a measurement is
+cached under these (``NARROWGAUGE_CACHE``), and later runs read it. A run measures what is missing, for at most a second;
 the rest is left to the next run, or to ``narrowgauge show arithmetic``.
 
 Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. Only the
@@ -44,12 +44,8 @@ _LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v
 
 
 def settings_in_force(device: torch.device) -> dict[str, str]:
-    """Everything by which a measured arithmetic is looked up again, and to which its differences are traced.
+    """The settings of a device under which its arithmetic is cached, and by which differences are explained.
 
-    Args:
-        device: whose arithmetic it is.
-    Returns:
-        Texts by name; variables only where they are set.
     Cost: less than a millisecond.
     Example:
         >>> settings_in_force(torch.device("cpu"))["torch"] == torch.__version__
@@ -97,11 +93,8 @@ Measurement = Callable[[torch.device, float], str]
 def arithmetic_of_run(device: torch.device, budget_seconds: float = _BUDGET_SECONDS) -> Arithmetic:
     """The arithmetic of a device for the record of a run: cached, or measured within a budget.
 
-    Args:
-        device: of the model.
-        budget_seconds: for what is not cached. A probe that exceeds it is left for the next time.
-    Returns:
-        Results of the probes that a run measures; some may be missing.
+    A probe that exceeds the budget is left for the next run, so some results may be missing.
+
     Cost: less than a millisecond once measured in this process, some once cached.
     """
     names = [name for name, probe in PROBES.items() if probe.in_runs]
@@ -109,10 +102,8 @@ def arithmetic_of_run(device: torch.device, budget_seconds: float = _BUDGET_SECO
 
 
 def measure_arithmetic(device: torch.device) -> Arithmetic:
-    """The arithmetic of a device, all of it, measured anew and then cached.
+    """The whole arithmetic of a device, measured anew and then cached.
 
-    Args:
-        device: to measure.
     Cost: about 2 s on an idle CPU.
     """
     return _measured(device, list(PROBES), math.inf, set(PROBES))
@@ -152,7 +143,7 @@ def _result(name: str, device: torch.device, until: float) -> str:
 
 
 def _sums_by_threads(device: torch.device, until: float) -> str:
-    """The sums whose order 1 and 2 threads do not share."""
+    """The sums whose order differs between 1 and 2 threads."""
     if device.type != "cpu":
         return f"{UNAVAILABLE}: of a CPU only"
     before, found = torch.get_num_threads(), []

@@ -16,13 +16,8 @@ _PRIME = 2**31 - 1
 
 
 def fractions(number: int, seed: int = 1) -> Tensor:
-    """Fractions in [0, 1), multiples of 2^-20, in an order without a pattern.
+    """float64 fractions in [0, 1), multiples of 2^-20, in an order without a pattern; on the CPU.
 
-    Args:
-        number: how many.
-        seed: chooses them.
-    Returns:
-        float64 ``(number,)``, on the CPU.
     Example:
         >>> bool((fractions(5) * 2**20 % 1 == 0).all())
         True
@@ -60,7 +55,7 @@ _ONES = 4096
 
 
 def measure_subnormals(device: torch.device) -> str:
-    """Of one product, and of as many as all threads share: the mode belongs to a thread."""
+    """Whether subnormals are kept, in one product and in as many as all threads share: the mode belongs to a thread."""
     one = float(torch.full((1,), 2.0**-100, dtype=torch.float32, device=device) * 2.0**-40) != 0
     number = 1 << 17
     kept = int(torch.count_nonzero(torch.full((number,), 2.0**-100, dtype=torch.float32, device=device) * 2.0**-40))
@@ -73,7 +68,7 @@ def measure_subnormals(device: torch.device) -> str:
 
 
 def measure_subnormals_in_matmuls(device: torch.device) -> str:
-    """Of float32 matmuls, on both sides."""
+    """Whether float32 matmuls keep subnormal results and operands."""
 
     def full(value: float) -> Tensor:
         return torch.full((64, 64), value, dtype=torch.float32, device=device)
@@ -151,7 +146,7 @@ def _product_sum(device: torch.device) -> Tensor:
 
 
 def measure_rounding_to_16_bits(device: torch.device) -> str:
-    """Of ties between two neighbours above 1, of a tail element and of subnormals."""
+    """How ties between two neighbours above 1 are rounded, also beyond the last full vector, and whether subnormals are kept."""
     texts = []
     for name, dtype, bits, tiny in (
         ("bfloat16", torch.bfloat16, 8, 2.0**-130),
@@ -209,7 +204,7 @@ def _exponents(low: int, high: int) -> Callable[[], Tensor]:
 
 
 def _divide(values: Tensor) -> Tensor:
-    """By a number between 3/4 and 5/4, which is exact: the values are multiples of 2^-19."""
+    """Divide by a number between 3/4 and 5/4 that is exact: the values are multiples of 2^-19."""
     return values / values.abs().mul(0.5).add(0.75)
 
 
@@ -231,11 +226,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = 
 
 
 def measure_function(name: str, device: torch.device) -> str:
-    """The largest error of a function, how many results differ outside of a vector, and the hash of its bits.
+    """The largest error of a row of :data:`FUNCTIONS`, how many results differ outside of a vector, and the hash of its bits.
 
-    Args:
-        name: a key of :data:`FUNCTIONS`.
-        device: to measure.
     Example:
         >>> measure_function("division", torch.device("cpu"))
         'correctly rounded #57bf11a4'
@@ -253,11 +245,8 @@ def measure_function(name: str, device: torch.device) -> str:
 
 
 def max_error(found: Tensor, exact: Tensor) -> float:
-    """The largest distance from the exact result, in units in the last place of float32.
+    """The largest distance of float32 results from the exact float64 ones, in units in the last place of float32.
 
-    Args:
-        found: float32.
-        exact: float64, of the same shape.
     Example:
         >>> max_error(torch.tensor([1.0]), torch.tensor([1 + 2.0**-24], dtype=torch.float64))
         0.5

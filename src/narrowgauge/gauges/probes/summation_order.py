@@ -40,14 +40,11 @@ _NUM_CHECKS = 16
 
 
 def reveal(num_terms: int, sizes: Sizes) -> Tree | None:
-    """The summation tree of a function.
+    """The summation tree of a function of at least two terms, in canonical form: the subtree with the lowest term first.
 
-    Args:
-        num_terms: at least 2.
-        sizes: measures pairs; called once for each level of the tree, and once to check.
-    Returns:
-        The tree in canonical form, the subtree with the lowest term first; ``None`` where the measurements belong to no tree:
-        the terms are scaled as they are added, or added in a format too wide for a term to disappear.
+    ``sizes`` is called once for each level of the tree, and once to check. Returns ``None`` where its measurements belong to no
+    tree: the terms are scaled as they are added, or added in a format too wide for a term to disappear.
+
     Cost: between ``num_terms`` and its square pairs.
     Example:
         >>> def sizes(pairs):  # of (0 + 1) + (2 + 3)
@@ -163,7 +160,7 @@ def describe(tree: Tree, positions: Sequence[int] = ()) -> str:
 
     Args:
         tree: of terms numbered from 0.
-        positions: where the terms stand among those that are really added, ascending; as numbered where empty.
+        positions: where the terms stand among those that are really added, ascending; empty if they are all of those.
     Returns:
         ``sequential``, ``pairwise``, ``fused``; ``4 strided sums (…), joined …`` where the term at ``i`` goes into sum
         ``i mod 4``, as the lanes of a vector do; ``blocks of 8 (…), joined …``; or the depth of any other tree.
@@ -229,11 +226,7 @@ def depth(tree: Tree) -> int:
 
 
 def sequential(terms: int | Iterable[int]) -> Tree:
-    """The tree of a loop: ``((0 + 1) + 2) + 3``.
-
-    Args:
-        terms: how many, or their numbers in the order of the loop.
-    """
+    """The tree of a loop, ``((0 + 1) + 2) + 3``, over so many terms, or over these numbers in the order of the loop."""
     first, *others = range(terms) if isinstance(terms, int) else terms
     tree: Tree = first
     for term in others:
@@ -323,9 +316,8 @@ class Sum:
     """A function that adds.
 
     Args:
-        add: the sums of rows, float32 ``(rows, length)`` to ``(rows,)``; of a positive sum, whether each is above its
+        add: from rows, float32 ``(rows, length)``, to their sums ``(rows,)``; of a positive sum, to whether each is above its
             largest term, which stands at the given positions.
-        length: values in a row.
         positions: of the terms in a row, ascending.
         num_rows: rows in a call; always so many, since the shape may decide the order.
         is_positive: terms are exponentials.
@@ -339,14 +331,10 @@ class Sum:
 
 
 def measure_sum(name: str, device: torch.device, until: float = math.inf) -> str:
-    """The order of a sum in words, and a hash of its tree; where it has none, a hash of its bits.
+    """The order of a sum of :data:`SUMS` in words, and a hash of its tree; where it has none, a hash of its bits.
 
-    Args:
-        name: a key of :data:`SUMS`.
-        device: to measure.
-        until: when to give up, by ``time.perf_counter``.
-    Raises:
-        TimeoutError: it took longer.
+    Gives up with a ``TimeoutError`` at ``until``, by ``time.perf_counter``.
+
     Cost: 1 to 100 ms on a CPU.
     """
     found = SUMS[name]
@@ -384,17 +372,9 @@ def _sizes_of_positive(found: Sum, device: torch.device, until: float, pairs: li
 
 
 def _evaluated(found: Sum, row: Tensor, places: Tensor, values: Tensor, device: torch.device, until: float) -> Tensor:
-    """The sums of rows that hold the same values at different places.
+    """The sums, ``(rows,)`` on the CPU, of rows that hold the same values at different places.
 
-    Args:
-        found: the sum.
-        row: all other values ``(length,)``.
-        places: of the values, a line for each row ``(rows, values)``.
-        values: the first is the largest ``(values,)``.
-        device: to measure.
-        until: when to give up.
-    Returns:
-        ``(rows,)`` on the CPU.
+    ``places`` is ``(rows, values)``; the first of the values is the largest. Everywhere else the rows are equal to ``row``.
     """
     results = []
     row, places, values = row.to(device), places.to(device), values.to(device)
@@ -456,7 +436,7 @@ def _batched(rows: Tensor) -> Tensor:
 
 
 def _attention(rows: Tensor) -> Tensor:
-    """Of equal weights over the keys, so that each value of a head is a mean over its keys."""
+    """Attention with equal weights over the keys, so that each value of a head is a mean over its keys."""
     heads, keys = 8, rows.shape[1]
     values = rows.view(heads, -1, keys).transpose(1, 2)[None].contiguous()
     queries = torch.zeros(1, heads, 16, values.shape[3], dtype=torch.float32, device=rows.device)
@@ -493,4 +473,3 @@ SUMS: dict[str, Sum] = {
     "attention": Sum(_attention, 1024, _OF_1024, 512),
     "sum of a tensor": Sum(_whole, 65536, tuple(4096 * place + 5 * place for place in range(16)), 4),
 }
-"""By name."""

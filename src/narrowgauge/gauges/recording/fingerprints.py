@@ -8,10 +8,10 @@ and moments after the update. ``narrowgauge diagnose RUN OTHER`` reads on from t
 A fingerprint is a sum over elements of a hash of their bits and their place in the whole tensor, so it depends neither on how
 a tensor is sharded nor on which rank computed which micro-batch.
 
-It does not say on which rank two runs part. So each rank also hashes its own part, in one number for each kind of tensor: the
-tokens and outputs of its micro-batches, what it sent into the sum of the gradients, its part of the sum, the factor by which the
-clip multiplied it, and its part of the stored weights and moments. What several ranks must hold alike is compared at once: a clip
-that one rank alone leaves out shows in the step in which it happens.
+It does not say on which rank two runs diverge. So each rank also hashes what it has itself, in one number for each kind of
+tensor: the tokens and outputs of its micro-batches, what it sent into the sum of the gradients, its shard of the sum, the factor
+by which the clip multiplied it, and its shard of the stored weights and moments. What several ranks must hold alike is compared
+at once: if one rank alone leaves out the clip, that shows in the same step.
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(eq=False)
 class Fingerprints:
-    """Records the fingerprints of a run's steps.
+    """Records the fingerprints of a run's steps; all ranks make all calls.
 
     Args:
-        model, optimizer: of the run; the optimizer stores what the weights are.
         every: steps between two records; 0 never.
-        here: this process among those that train together; all call every method alike.
         sees_outputs: the model runs eagerly, so that its modules' outputs exist; a compiled model is not hooked, since hooks
             would change what is compiled.
 
     Attributes:
-        is_on: the present step is recorded.
+        is_on: whether the current step is recorded.
         last: the newest row, until it is taken.
     """
 
@@ -72,9 +70,9 @@ class Fingerprints:
         self._ranks = RankFingerprints(self.here)
 
     def begin(self, step: int) -> None:
-        """Begin the step that ends as number ``step``, which is recorded or not.
+        """Begin the step that ends as number ``step``.
 
-        Where the step before was recorded, weights and moments that have changed since, without an update, are the first entries.
+        If the step before was recorded, weights and moments that have changed since, without an update, are the first entries.
         """
         self.is_on, self._entries, self._held = self.every > 0 and step % self.every == 0, {}, {}
         self._ranks.begin()
@@ -87,12 +85,12 @@ class Fingerprints:
             self._ranks.changed({key: number for key, number in own.items() if number != self._left["own"][key]})
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
-        """Within it what this rank sends into the sum of the gradients is recorded."""
+        """A context in which what this rank sends into the sum of the gradients is recorded."""
         return reduction.shown_to(self._ranks.sent) if self.is_on and reduction is not None else nullcontext()
 
     @contextmanager
     def micro_batch(self, tokens: Tensor, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
-        """Within it the forward pass of one micro-batch is recorded.
+        """A context in which the forward pass of one micro-batch is recorded.
 
         Args:
             tokens: int64 ``[sequences, tokens]``.
@@ -213,19 +211,15 @@ def _sum_of_squares(x: Tensor) -> float:
 # ── by rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _SHOWN = 8
-"""Tensors that are named where ranks part; in the next step all differ."""
+"""Tensors that are named where ranks differ; in the next step all do."""
 _MODULUS = 1 << 64
 _LEAF = 0x9E37_79B9_7F4A_7C15
-"""Odd: places of what is sent one after the other lie apart."""
+"""Odd, so that the offsets of what is sent one after the other lie apart."""
 
 
 @dataclass(eq=False)
 class RankFingerprints:
-    """What one rank holds, sends and applies in a recorded step.
-
-    Args:
-        here: this process among those that train together; all call :meth:`row` alike.
-    """
+    """What one rank holds, sends and applies in a recorded step; all ranks call :meth:`row`."""
 
     here: Ranks
     factor: float | None = None
@@ -234,15 +228,10 @@ class RankFingerprints:
     _num_sent: int = 0
 
     def begin(self) -> None:
-        """Begin a step."""
         self._own, self._alike, self._num_sent, self.factor = {}, {}, 0, None
 
     def sent(self, gradient: Tensor) -> None:
-        """Take what this rank sends into the sum of the gradients, in the order in which it does.
-
-        Args:
-            gradient: flat, of a group of parameters.
-        """
+        """Take the flat gradients that this rank sends into the sum, in the order in which it sends them."""
         self._num_sent += 1
         number = fingerprint(gradient, offset=self._num_sent * _LEAF % (1 << 62))
         self._own["sent"] = (self._own.get("sent", 0) + number) % _MODULUS
@@ -254,11 +243,9 @@ class RankFingerprints:
             self._own[kind] = _digest(named)
 
     def held(self, named: Mapping[str, Tensor], own: Mapping[str, int]) -> None:
-        """Take this rank's part of some tensors.
+        """Take this rank's shards of some tensors, by ``KIND:NAME``, and the fingerprints of these shards.
 
-        Args:
-            named: by ``KIND:NAME``; a DTensor says which other ranks hold the same part.
-            own: the fingerprint of this rank's part of each.
+        A DTensor says which other ranks hold the same shard.
         """
         if self.here.size == 1:
             return
@@ -274,9 +261,9 @@ class RankFingerprints:
         self._own["held"] = _digest(entries) if entries else 0
 
     def row(self) -> Row:
-        """The columns ``ranks`` and ``parted``; none of one process.
+        """The columns ``ranks`` and ``parted``; none for a single process.
 
-        Cost: a gather of some hundred bytes a rank; where ranks part, one of a number for each tensor.
+        Cost: a gather of some hundred bytes per rank; where ranks differ, another of one number for each tensor.
         """
         if self.here.size == 1:
             return {}
@@ -318,10 +305,8 @@ def _differ(place: tuple[str, tuple[int, ...]], of_all: Sequence[Mapping[Any, in
 
 
 def require_alike(row: Row) -> None:
-    """Raise where ranks hold or apply different values that must be equal.
+    """Raise if a row of ``fingerprints.jsonl`` shows ranks with different values that must be equal.
 
-    Args:
-        row: of ``fingerprints.jsonl``.
     Raises:
         CorruptionError: naming the tensor, and the rank where one is alone.
     """

@@ -24,12 +24,8 @@ _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
 def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[str, ...] = _PACKAGES) -> dict[str, Any]:
-    """The tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``.
+    """The tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``; packages that are missing are left out.
 
-    Args:
-        device: of the model.
-        num_ranks: processes that train together.
-        packages: whose versions are recorded beside those of PyTorch and Python; those that are missing are left out.
     Cost: a second where this machine's arithmetic was not measured before under these settings, else milliseconds.
     Example:
         >>> sorted(describe_process(torch.device("cpu")))
@@ -63,13 +59,11 @@ _SHAPE = {
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """The table ``model`` of ``run.toml``: its size, and its shape where its ``config`` has it.
+    """The table ``model`` of ``run.toml``: ``class`` and ``num_parameters``, and its shape where its ``config`` has it.
 
-    Args:
-        model: of any kind; without a configuration only its class and its number of parameters are described.
-    Returns:
-        ``class``, ``num_parameters``, and where they are known ``hidden_size``, ``num_layers``, ``num_heads``,
-        ``intermediate_size``, ``vocab_size`` and ``mlp``, which is "gated" or "plain".
+    The shape is ``hidden_size``, ``num_layers``, ``num_heads``, ``intermediate_size``, ``vocab_size`` and ``mlp``: "gated" or
+    "plain".
+
     Example:
         >>> describe_model(nn.Linear(4, 2))
         {'class': 'Linear', 'num_parameters': 10}
@@ -105,14 +99,10 @@ _BITS_DEPEND_ON = (
 
 
 def differences(recorded: dict[str, Any], present: dict[str, Any], doing: str = "resumes") -> list[str]:
-    """Changes since a run began that may change its bits, one sentence each.
+    """Changes since a run began that may change its bits: a sentence each, without a full stop.
 
-    Args:
-        recorded: the run's ``run.toml``; missing entries are not compared.
-        present: the same for this process, see :func:`describe`.
-        doing: what this process does with the run.
-    Returns:
-        Sentences without a full stop; none if nothing differs.
+    ``recorded`` is the run's ``run.toml``, whose missing entries are not compared; ``present`` is :func:`describe_process` here.
+
     Example:
         >>> differences({"versions": {"torch": "2.12.1"}}, {"versions": {"torch": "2.13.0"}})
         ['the run started with torch 2.12.1 and resumes with 2.13.0: bits may differ from an uninterrupted run']

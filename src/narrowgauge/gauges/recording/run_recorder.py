@@ -1,8 +1,8 @@
 """A run folder for any training loop: what ``narrowgauge train`` records of its own runs.
 
 :class:`RunRecorder` opens the folder, describes the run, and goes back in it. :class:`LoopRecord` numbers the steps of a loop,
-has their rows made by the :class:`~narrowgauge.gauges.recording.step_row.StepReader` that the trainer has too, and hands them to
-a :class:`~narrowgauge.gauges.recording.run_reporter.Reporter`; the log of :func:`narrowgauge.compare` is another way to call it.
+builds their rows with the :class:`~narrowgauge.gauges.recording.step_row.StepReader` that the trainer uses too, and hands them to
+a :class:`~narrowgauge.gauges.recording.run_reporter.Reporter`; the log of :func:`narrowgauge.compare` uses it as well.
 All that a resumed loop needs is in the rows: nothing of the recorder belongs in a checkpoint.
 """
 
@@ -51,16 +51,16 @@ from narrowgauge.spec.recipes import Recipe
 class RunRecorder:
     """Record a training loop of your own in a run folder, as ``narrowgauge train`` records its runs.
 
-    The folder is one for ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run``, beside runs of the trainer. A loop
-    computes the same bits with and without a recorder. What the detectors find becomes an event, a :class:`RunNotice` and a call
-    of ``ng.on_event``'s callbacks.
+    ``narrowgauge report``, ``ng.compare_runs`` and ``ng.read_run`` read the folder as they read the trainer's. A loop computes
+    the same bits with and without a recorder. What the detectors find becomes an event, a :class:`RunNotice` and a call of
+    ``ng.on_event``'s callbacks.
 
     On several ranks, all of them make all calls, and the first one writes; the losses are the first one's.
 
     Args:
         folder: the run folder; absent or empty, unless ``resume``.
         model: as it is trained, before ``torch.compile`` if gauges are to see it.
-        optimizer: one of Narrowgauge's, or any of ``torch.optim``'s, also inside a framework's; only ours has an audit.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, perhaps in a framework's wrapper; only ours has an audit.
         recipe: what the model was prepared with. ``None``: that of the model and the optimizer, where they have one.
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the settings in which runs differ, and
             pair runs of one ``seed``.
@@ -69,7 +69,6 @@ class RunRecorder:
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
 
     Attributes:
-        num_steps: steps recorded so far.
         gauges: the gauges, if there are any.
 
     Raises:
@@ -156,11 +155,11 @@ class RunRecorder:
 
         Args:
             loss: of the step, in nats per token; a tensor is read here, which waits for its device.
-            tokens: that were trained on in this step; the row holds their sum so far.
+            tokens: trained on in this step; the row holds their sum so far.
             lr: learning rate of this step; ``None``: the optimizer's first group's.
             grad_norm: gradient norm before clipping; ``None``: where our optimizer clips, its own.
             seconds: of the step; ``None``: since the last call.
-            batch: its tokens, of any shape; their checksum shows batches that come again. Copied to the host.
+            batch: the step's tokens, of any shape, whose checksum reveals repeated batches; copied to the host.
             columns: further columns of the row.
         Raises:
             RecordError: the run is resumed, and :meth:`go_back` was not called.
@@ -201,10 +200,10 @@ class RunRecorder:
         self.reporter.event(Event(kind, self.num_steps, message, **fields))
 
     def go_back(self, step: int) -> None:
-        """Continue after ``step``, as the loop does: rows of later steps are deleted, since they come again.
+        """Continue after ``step``, as the loop does: rows of later steps are deleted, since those steps are taken again.
 
-        Call it once a checkpoint has been loaded, in a resumed loop or after a rollback; in an empty folder too, where a loop
-        goes on with a checkpoint from elsewhere.
+        Call it after loading a checkpoint, in a resumed loop or after a rollback; in an empty folder too, where a loop continues
+        from another run's checkpoint.
 
         Args:
             step: steps that the loaded checkpoint has done.
@@ -222,7 +221,7 @@ class RunRecorder:
         """End the record; a second call does nothing.
 
         Args:
-            finished: the loop has done its last step, so ``summary.json`` is written; else the run stays one to be resumed.
+            finished: the loop has done its last step, so ``summary.json`` is written; otherwise the run can be resumed.
         """
         if self._is_open:
             self._is_open = False
@@ -320,22 +319,16 @@ class Notices(NullScreen):
     """Shows events as warnings, and nothing else: the loop has its own display."""
 
     def say(self, line: str) -> None:
-        """Warn."""
         warnings.warn(line, RunNotice, stacklevel=6)
 
 
 class LoopRecord:
     """The record of a loop that is not the trainer's.
 
-    On several ranks all of them make all calls, and the first one writes. The audit is that of all of them, also where each
-    holds a part of the parameters; a loss is the first rank's.
-
-    Args:
-        reporter: takes the rows; on all ranks but the first it has a null writer.
-        here: the ranks.
+    On several ranks all of them make all calls, and the first one writes. The audit covers all ranks, also where each holds a
+    part of the parameters; a loss is the first rank's.
 
     Attributes:
-        num_steps: steps recorded so far.
         tokens: trained on so far.
         trained_seconds: of all steps so far.
     """
@@ -358,12 +351,7 @@ class LoopRecord:
         self.reader.begin()
 
     def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> WatchedOptimizer:
-        """Read an optimizer after each step from now on, record its alarms, and attach gauges.
-
-        Args:
-            model, optimizer: as of :class:`~narrowgauge.gauges.recording.step_row.WatchedOptimizer`.
-            gauges_every: steps between samples of the gauges; 0 for none.
-        """
+        """Read an optimizer after each step from now on, record its alarms, and attach gauges unless ``gauges_every`` is 0."""
         is_known = any(each.optimizer is unwrapped(optimizer) for each in self.watched)
         found = WatchedOptimizer(model, optimizer, is_known)
         if is_known and isinstance(found.optimizer, Optimizer):
@@ -390,11 +378,7 @@ class LoopRecord:
         return found
 
     def step(self, known: Row) -> None:
-        """Record an optimizer step.
-
-        Args:
-            known: columns of the row, which take the place of those that are read; ``tokens`` are all so far.
-        """
+        """Record an optimizer step, whose ``known`` columns replace those that are read; its ``tokens`` are all so far."""
         row = self.reader.row(self.num_steps + 1, known, tokens_before=self.tokens)
         if (sums := self.reader.audit_sums) is not None:
             row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
@@ -407,7 +391,7 @@ class LoopRecord:
         self.reader.begin()
 
     def _judge(self, row: Row) -> None:
-        """Write the events of a step that was skipped, and of the one with which the run has diverged."""
+        """Write an event if the step was skipped, and one if the run has diverged with it."""
         for watched in self.watched:
             if watched.was_skipped and watched.ours is not None:
                 self.reporter.event(Event("skip", self.num_steps, why_skipped(watched.ours, self.here)))
@@ -420,17 +404,13 @@ class LoopRecord:
             self.reporter.event(event, shown=True)
 
     def evaluate(self, known: Row) -> None:
-        """Record an evaluation; its time is not counted as that of a step.
-
-        Args:
-            known: columns of the row.
-        """
+        """Record an evaluation; its time does not count as a step's."""
         tokens = {"tokens": self.tokens} if self.tokens else {}
         self.reporter.evaluation({"step": self.num_steps, "seconds": self.trained_seconds, **tokens, **known})
         self.reader.restart_clock()
 
     def go_back(self, step: int) -> None:
-        """Continue after ``step``: later rows are deleted, since they come again."""
+        """Continue after ``step``: later rows are deleted, since those steps are taken again."""
         run = self.reporter.go_back(step, accept_lost=True)
         self.num_steps, self._failed = step, FailedSteps()
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
@@ -441,11 +421,7 @@ class LoopRecord:
         self._restart_clock()
 
     def summary(self, **known: Any) -> Row:
-        """``summary.json``, from the rows of the folder, so that it is the same however often the loop was resumed.
-
-        Args:
-            known: further columns; those that are ``None`` are left out.
-        """
+        """``summary.json`` with the ``known`` columns; from the rows of the folder, so that resuming does not change it."""
         run = self.here.of_first(lambda: read_run(self.reporter.folder))
         total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
         for row in run.steps:
@@ -467,9 +443,7 @@ class LoopRecord:
     def close(self, summary: Callable[[], Row] | None, *, is_known: bool = True) -> None:
         """End the record, and leave the models and optimizers as they were.
 
-        Args:
-            summary: of the finished run; ``None``: the loop ended before its last step.
-            is_known: whether the step of the loop is known; else nothing is written.
+        Without a ``summary`` the loop ended before its last step. Unless ``is_known``, the step is unknown: nothing is written.
         """
         try:
             if is_known and summary is not None:
@@ -489,14 +463,7 @@ class LoopRecord:
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
-    """The first free folder of a name and number, or the last taken one of a training that is resumed.
-
-    Args:
-        folder: the name; then ``folder-2``, ``folder-3`` …
-        goes_on: the training starts from a checkpoint.
-    Returns:
-        A folder without a record, unless the training goes on in one.
-    """
+    """The first free folder of ``folder``, ``folder-2`` …; the last taken one for a training that goes on from a checkpoint."""
     numbered = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
     taken = list(itertools.takewhile(is_run, numbered))
     if goes_on and taken:

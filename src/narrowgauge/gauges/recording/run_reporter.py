@@ -60,12 +60,8 @@ class Reporter:
     """Passes the rows and events of a run to all sinks.
 
     Args:
-        writer: of the run folder.
-        console: shows progress.
-        recipe: the run's.
-        loggers: names out of :data:`narrowgauge.runs.loggers.logger.LOGGERS`; on the first rank alone.
+        loggers: names in :data:`narrowgauge.runs.loggers.logger.LOGGERS`; given on the first rank alone.
         settings: of the run, for the loggers.
-        step: steps done.
         is_audited: the optimizer's audit raises ``lost_updates``, so no detector does.
     """
 
@@ -88,7 +84,6 @@ class Reporter:
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
         return self.writer.path
 
     def go_back(self, step: int, accept_lost: bool = False) -> Run:
@@ -112,13 +107,10 @@ class Reporter:
         linears: NarrowLayers | None = None,
         gauges: Gauges | None = None,
     ) -> None:
-        """Take a row of ``steps.jsonl`` and what the gauges have read in that step.
+        """Take a row of ``steps.jsonl`` and the gauges' newest reading.
 
-        Args:
-            row: the row.
-            judgement: of the step, where it was judged before its update.
-            linears: the model's narrow layers, if it has any.
-            gauges: of the model; their reading is taken.
+        ``judgement`` is given where the step was judged before its update; the narrow layers in
+        ``linears`` name what saturated.
         """
         self._step = row["step"]
         self.writer.step(row)
@@ -148,13 +140,10 @@ class Reporter:
             self.event(event, shown=True)
 
     def fingerprint(self, prints: Fingerprints, must_agree: bool = False) -> None:
-        """Take a row of ``fingerprints.jsonl``, if the step has one.
+        """Take the newest row of ``fingerprints.jsonl``, if the step has one.
 
-        Args:
-            prints: of the run.
-            must_agree: raise where ranks hold different values.
         Raises:
-            CorruptionError: they do, on all ranks.
+            CorruptionError: ranks hold different values and ``must_agree``; raised on all ranks.
         """
         if prints.last is not None:
             reading, prints.last = prints.last, None
@@ -202,7 +191,7 @@ class Reporter:
         self.console.summary([summary])
 
     def advise(self) -> None:
-        """Say at the end, where something serious happened, which command names the cause."""
+        """At the end of a run in which something serious happened, say which command names the cause."""
         if self._serious:
             kinds = ", ".join(kind.replace("_", " ") for kind in self._serious)
             self.console.say(f"{kinds}: narrowgauge diagnose {self.folder} names the cause")
@@ -261,11 +250,7 @@ class _Null(AbstractContextManager[Any]):
 
 
 class NullWriter(_Null):
-    """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing.
-
-    Args:
-        path: the run folder, which the first rank writes.
-    """
+    """A :class:`~narrowgauge.runs.writer.RunWriter` that writes nothing; the first rank writes the folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -283,9 +268,7 @@ class NullScreen(_Null):
 def first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
     """The writer of a run folder on the first rank, and a null writer on the others; all call it.
 
-    Args:
-        folder: the run folder.
-        make: opens the writer; its error is raised on all ranks.
+    An error of ``make`` is raised on all ranks.
     """
     made: list[RunWriter] = []
     all_ranks().of_first(lambda: made.append(make()))

@@ -47,14 +47,12 @@ class WatchedOptimizer:
     """An optimizer of a loop, which is read after each of its steps.
 
     Args:
-        model: that it trains.
-        optimizer: one of Narrowgauge's, or any of ``torch.optim``'s, also inside a framework's; only ours has an audit.
-        is_known: another one reads this optimizer, so that this one has gauges alone.
+        optimizer: one of Narrowgauge's or of ``torch.optim``'s, perhaps in a framework's wrapper; only ours has an audit.
+        is_known: another one already reads this optimizer, so that this one has gauges alone.
 
     Attributes:
-        gauges: of the model, if it has any.
         was_skipped: whether the last step changed no weight.
-        scale: the loss scale of the present step.
+        scale: the loss scale of the current step.
     """
 
     def __init__(self, model: nn.Module, optimizer: Any, is_known: bool = False) -> None:
@@ -75,11 +73,7 @@ class WatchedOptimizer:
         self.scale = 1.0 if scaler is None else float(scaler.scale_tensor)
 
     def read(self, step: int) -> tuple[Row, Tensor | None]:
-        """The columns of the last step, of the optimizer and the narrow layers, and the audit's float64 ``[8]`` sums.
-
-        Args:
-            step: number of that step, for a model without narrow layers.
-        """
+        """The columns of the last step, of the optimizer and the narrow layers, and the audit's float64 ``[8]`` sums."""
         group = self.optimizer.param_groups[0]
         row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
         if self.ours is None:
@@ -110,10 +104,7 @@ class WatchedOptimizer:
 
 
 class StepReader:
-    """Makes the row of each step of a loop.
-
-    Args:
-        watched: the optimizers that are read after each step; more may be added.
+    """Makes the row of each step of a loop from its watched optimizers, to which more may be added.
 
     Attributes:
         audit_sums: of the last step, float64 ``[8]``; ``None`` where it was not audited.
@@ -135,14 +126,9 @@ class StepReader:
         self._began, self._computed = time.perf_counter(), time.process_time()
 
     def row(self, step: int, known: Row, tokens_before: int = 0) -> Row:
-        """The row of a step that was just done.
+        """The row of ``steps.jsonl`` for a step that was just done.
 
-        Args:
-            step: its number.
-            known: columns that the loop knows, which take the place of those that are read; ``tokens`` are all so far.
-            tokens_before: all tokens before the step.
-        Returns:
-            A row of ``steps.jsonl``.
+        ``known`` columns replace those that are read. Its ``tokens`` and ``tokens_before`` are counted from the start of the run.
         """
         seconds = time.perf_counter() - self._began
         row: Row = {"step": step, "seconds": seconds, **self._read(step), **known}
@@ -170,7 +156,7 @@ class StepReader:
 
 
 def batch_checksum(batch: np.ndarray) -> str:
-    """The checksum of a step's tokens, 64 bits: two batches that have it in common are the same.
+    """The checksum of a step's tokens, 64 bits: batches with equal checksums are the same.
 
     Example:
         >>> batch_checksum(np.zeros((2, 3), dtype=np.int64)) == batch_checksum(np.ones((2, 3), dtype=np.int64))
@@ -188,12 +174,9 @@ def peak_memory_bytes() -> int:
 
 
 def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
-    """The record of ``summary.json``.
+    """The record of ``summary.json``, from the rows of the run's steps and the ``known`` columns that are not ``None``.
 
-    Args:
-        rows: of the run's steps, for its median throughput.
-        audit_total: float64 ``[8]``, the audit's sums over the run.
-        known: its other columns; those that are ``None`` are left out.
+    ``audit_total`` is float64 ``[8]``, the audit's sums over the run.
     """
     rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
     measured = {
@@ -236,9 +219,6 @@ FAILURES = 25
 class FailedSteps:
     """Counts failed steps in a row.
 
-    Attributes:
-        in_a_row: failed steps up to the last one.
-
     Example:
         >>> failed = FailedSteps()
         >>> for step in range(1, 26):
@@ -252,24 +232,13 @@ class FailedSteps:
         self.in_a_row = 0
 
     def take(self, row: Row, scaler: LossScaler | None = None, scale: float = 1.0) -> bool:
-        """Count a step; whether it failed.
-
-        Args:
-            row: of the step.
-            scaler: the optimizer's, if it has one.
-            scale: the loss scale in that step, before the scaler took note of it.
-        """
+        """Count a step, and return whether it failed; ``scale`` is its loss scale, before the scaler took note of it."""
         failed = not is_finite(row) and not is_rescaled(row, scaler, scale)
         self.in_a_row = self.in_a_row + 1 if failed else 0
         return failed
 
     def divergence(self, row: Row, advice: str) -> Event | None:
-        """The event of the step with which the run has diverged; ``None`` for every other step.
-
-        Args:
-            row: of the step that was counted last.
-            advice: what to do.
-        """
+        """The event of the step with which the run has diverged, if that is the last one counted; else ``None``."""
         if self.in_a_row != FAILURES:
             return None
         return Event("divergence", row["step"], f"the last {FAILURES} steps failed: {symptom(row)}", advice=advice)
