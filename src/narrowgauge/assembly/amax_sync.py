@@ -1,4 +1,4 @@
-"""Delayed scales on several ranks: the amax histories of those that train together are max-reduced, so that all scale alike.
+"""Delayed scales on several ranks: those that train together max-reduce their amax histories, so that all use the same scales.
 
 A step's backward passes are over when the optimizer steps, so that is when the histories are reduced. Two frameworks call
 :func:`sync_amax` themselves: Lightning, whose optimizers run the backward passes in a closure, and Hugging Face's Trainer, where
@@ -25,26 +25,16 @@ _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyD
 
 
 def sync_amax(model: nn.Module, linears: NarrowLayers, optimizer: Optimizer | None = None) -> None:
-    """Max-reduce the amax histories over the ranks that train together, if there are several.
+    """Max-reduce the amax histories of narrow layers over the ranks that train together, if there are several; they all call it.
 
     These are the ranks of the optimizer's reduction, else those that the model is sharded over, else all.
-
-    Args:
-        model: prepared; all of these ranks step it.
-        linears: its narrow layers.
-        optimizer: of the model, whose reduction says which ranks.
     """
     if all_ranks().size > 1:
         linears.join_histories(_largest(model, optimizer))
 
 
 def sync_amax_before_steps(model: nn.Module, optimizer: Optimizer) -> None:
-    """:func:`sync_amax` before each step of an optimizer, if the model has narrow layers.
-
-    Args:
-        model: prepared.
-        optimizer: of the model.
-    """
+    """:func:`sync_amax` before each step of a model's optimizer, if the model has narrow layers."""
     if (linears := linears_of(model)) is not None:
         _hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: sync_amax(model, linears, optimizer))
 

@@ -17,9 +17,8 @@ _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     """Round every parameter to its visible format, in place; returns the float32 values of the trainable ones.
 
-    Args:
-        model: whole, or sharded by the caller and settled (:func:`narrowgauge.distributed.sharding.settle`).
-        recipe: whose storage it is.
+    A model that the caller has sharded must be settled first (:func:`narrowgauge.distributed.sharding.settle`).
+
     Raises:
         RecipeError: parameters that FSDP2 gathers together would get several formats.
     """

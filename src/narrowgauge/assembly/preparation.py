@@ -57,7 +57,7 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def no_options(name: str) -> Mapping[str, Any]:
-    """No options of its own: every parameter is stepped as the optimizer says."""
+    """No options of its own: every parameter is stepped with the optimizer's."""
     return {}
 
 
@@ -90,28 +90,28 @@ def prepare(
     the first step, the stored weights are the given float32 weights, rounded once to the storage's code.
 
     The defaults are those of ``torch.optim.AdamW``: a loop that changes to ``prepare`` changes its formats, and nothing else.
-    What still differs is said once, by a :class:`DifferenceNotice`: learning rates that a compute multiplies, and a ``beta2``
-    at which a storage's second moments no longer fall. Language models are mostly trained otherwise, with ``betas=(0.9, 0.95)``,
-    ``weight_decay=0.1`` of matrices alone and ``max_grad_norm=1.0``: so ``narrowgauge train`` does.
+    A :class:`DifferenceNotice` says once what still differs: learning rates that a compute multiplies, and a ``beta2`` at which
+    a storage's second moments no longer fall. Language models are mostly trained with ``betas=(0.9, 0.95)``,
+    ``weight_decay=0.1`` of matrices alone and ``max_grad_norm=1.0``, as ``narrowgauge train`` does.
 
     Args:
         model: a float32 model on one device, changed in place. A bfloat16 model is accepted too; its tails start at zero,
             since bits that were rounded away earlier cannot be recovered.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
-        optimizer: the class of the optimizer, one of Narrowgauge's.
-        lr, betas, eps, weight_decay: of the optimizer; left out they are its own defaults, for AdamW those of
+        optimizer: one of Narrowgauge's classes.
+        lr, betas, eps, weight_decay: of the optimizer; its own defaults if ``None``, for AdamW those of
             ``torch.optim.AdamW``: 1e-3, (0.9, 0.999), 1e-8 and a decoupled decay of 0.01.
-        decays: whether a parameter is decayed, by its name and itself; left out all are, as in PyTorch. For matrices alone:
+        decays: whether a parameter is decayed, by its name and itself; by default all are, as in PyTorch. For matrices alone:
             ``decays=lambda name, parameter: parameter.ndim >= 2``.
         options_of: the options of a parameter that differ from the optimizer's, by its name: ``{"lr": 1e-4}``, or
             ``{"rule": "adamw"}`` where the optimizer has a matrix rule.
         max_grad_norm: clip the gradient norm to this value and skip steps with non-finite gradients; ``None`` does neither.
             PyTorch's ``clip_grad_norm_`` refuses a model with shards beside parameters that stay whole (``keep``).
-        seed: seed of the stochastic rounding.
+        seed: of stochastic rounding.
         audit_every: steps between audits; 0 disables them.
         compile: compile the optimizer's kernels; ``None`` decides by model size.
-        loss_scaler: the loss scaler; ``None`` makes one where the compute is float16. It becomes ``optimizer.loss_scaler``:
-            pass the loss through its ``scale`` before ``backward()``.
+        loss_scaler: ``None`` makes one where the compute is float16. It becomes ``optimizer.loss_scaler``: pass the loss
+            through its ``scale`` before ``backward()``.
         mesh: a ``DeviceMesh`` over which the model is sharded, or replicated with ``shard="none"``; of two axes for replicas
             of a sharded model. Every rank starts from the values of the first. ``None`` leaves a model as it is: whole, or
             sharded by the caller, who may have run it. Its parameters stay the same objects.
@@ -123,9 +123,10 @@ def prepare(
             micro-batch's share of the step's: needed for the same bits on any number of ranks.
         options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
     Returns:
-        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. Its ``reduction`` is what sums gradients
-        over ranks, if anything does: its ``micro_batch`` surrounds the backward passes of a step with several. The model's and
-        the optimizer's ``state_dict()`` are all that the same bits after a resume need; the model's is that of the plain model.
+        ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If something sums gradients over ranks, it is
+        the optimizer's ``reduction``: in a step with several micro-batches its ``micro_batch`` surrounds each backward pass.
+        To resume with the same bits, the model's and the optimizer's ``state_dict()`` suffice; the model's is that of the
+        plain model.
     Raises:
         RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
             parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
@@ -183,7 +184,7 @@ _SAID: set[str] = set()
 
 
 def say_what_differs(optimizer: Optimizer, recipe: Recipe) -> None:
-    """Warn, once in a process, of how a recipe's optimizer differs from ``torch.optim.AdamW`` with the same options."""
+    """Warn, once per process, of how a recipe's optimizer differs from ``torch.optim.AdamW`` with the same options."""
     for text in _differences(optimizer, recipe):
         if text not in _SAID:
             _SAID.add(text)
@@ -213,10 +214,8 @@ class Converted:
     """A model that computes as a recipe says and has no optimizer yet.
 
     Attributes:
-        model, recipe: the model, and its recipe.
         values: the float32 weights of what is trained (of a shard, this rank's), before they were rounded.
         factors: learning-rate factors by parameter name, where the compute has them.
-        linears: the narrow layers that were swapped in.
     """
 
     model: nn.Module
@@ -229,15 +228,7 @@ class Converted:
 def convert_model(
     model: nn.Module, recipe: Recipe, *, seed: int = 0, mesh: Any = None, shard: str = "full", offload: bool = False
 ) -> Converted:
-    """The first half of :func:`prepare`, which needs no optimizer.
-
-    Args:
-        model, recipe, seed, mesh, shard, offload: as for :func:`prepare`.
-    Returns:
-        What :func:`optimizer_for` makes an optimizer of.
-    Raises:
-        RecipeError: as :func:`prepare`.
-    """
+    """The first half of :func:`prepare`, which needs no optimizer; :func:`optimizer_for` is the second."""
     settle(model)
     require_trainable(model, recipe)
     if mesh is not None:
@@ -266,16 +257,9 @@ def optimizer_for(
     options_of: Callable[[str], Mapping[str, Any]] = no_options,
     **options: Any,
 ) -> Made:
-    """The second half of :func:`prepare`: the optimizer of a converted model.
+    """The second half of :func:`prepare`: the optimizer of a converted model, whose float32 values it takes over.
 
-    Args:
-        converted: the model, whose float32 values the optimizer takes over.
-        optimizer_class, seed, loss_scaler, decays, options_of: as for :func:`prepare`.
-        options: of the optimizer, ``lr`` and ``weight_decay`` among them; its own defaults where left out.
-    Returns:
-        The optimizer; the stored weights are the float32 values, rounded once to the storage's code.
-    Raises:
-        RecipeError: a storage among the options, or options of a parameter that the optimizer does not have.
+    ``options`` are the optimizer's, ``lr`` and ``weight_decay`` among them; its own defaults where left out.
     """
     policy = converted.recipe
     if "storage" in options:

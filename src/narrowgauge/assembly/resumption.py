@@ -35,10 +35,6 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
 
     A ``state_dict`` without it, from an earlier version or edited, loads with a warning.
 
-    Args:
-        optimizer: one of Narrowgauge's.
-        model: the prepared model whose parameters it steps.
-
     Example:
         >>> import torch, narrowgauge as ng
         >>> model, optimizer = ng.prepare(torch.nn.Linear(16, 4), "int8/word")
@@ -65,9 +61,6 @@ def carry_state(optimizer: Optimizer, model: nn.Module) -> None:
 
 def carry_state_and_audit(optimizer: Optimizer, model: nn.Module) -> None:
     """Replace :func:`carry_state` for a framework that saves the optimizer's state and nothing else of Narrowgauge's.
-
-    Args:
-        optimizer, model: as for :func:`carry_state`.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -96,9 +89,7 @@ def _install(
 ) -> None:
     """Hook ``state_dict`` and ``load_state_dict`` of an optimizer, in place of earlier hooks.
 
-    Args:
-        add: adds to a state that is saved.
-        put: restores what a loaded state held; its second argument is whether an optimizer of Narrowgauge's saved it.
+    ``put`` restores what a loaded state held; its second argument is whether an optimizer of Narrowgauge's saved it.
     """
     given: dict[str, Any] = {}
     is_ours: list[bool] = []
@@ -131,7 +122,7 @@ def carried(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def restore(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give back what :func:`carried` returned."""
+    """Restore what :func:`carried` returned."""
     if optimizer.loss_scaler is not None and "loss_scaler" in state:
         optimizer.loss_scaler.load_state_dict(state["loss_scaler"])
     if optimizer.reduction is not None and "reduction_step" in state:
@@ -149,7 +140,7 @@ def carried_with_audit(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]
 
 
 def restore_with_audit(optimizer: Optimizer, model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Give back what :func:`carried_with_audit` returned."""
+    """Restore what :func:`carried_with_audit` returned."""
     if "windows" in state:
         restore_audit(optimizer, state)
     restore(optimizer, model, state)
@@ -164,7 +155,7 @@ def saved_audit(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def restore_audit(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give an optimizer what :func:`saved_audit` returned."""
+    """Restore what :func:`saved_audit` returned."""
     optimizer.num_skipped = int(saved["num_skipped"])
     for parameter, name in optimizer.parameter_names().items():
         if name in saved["windows"]:

@@ -23,11 +23,7 @@ from narrowgauge.spec.recipes import Recipe
 
 
 def require_trainable(model: nn.Module, recipe: Recipe) -> None:
-    """Refuse a model that a recipe cannot train.
-
-    Raises:
-        RecipeError: naming the first offending parameter or module.
-    """
+    """Refuse a model that a recipe cannot train."""
     if recipe.reduction.name not in EXCHANGES:
         raise RecipeError(
             f"recipe '{recipe.name}' sums gradients across ranks by '{recipe.reduction.name}', which is not implemented.",
@@ -143,9 +139,6 @@ def require_contiguous(model: nn.Module, recipe: Recipe) -> None:
     """Refuse to shard a non-contiguous parameter: FSDP2 would gather it in another layout, in which products round differently.
 
     Rounding makes the others contiguous, sharded or not.
-
-    Raises:
-        RecipeError: naming the first.
     """
     for name, parameter in model.named_parameters():
         stays = str(parameter.dtype) == f"torch.{recipe.storage_of(name, parameter.ndim).visible}"
@@ -180,15 +173,7 @@ def depends_on_order(module: nn.Module) -> tuple[str, str] | None:
 
 
 def require_summable(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
-    """Refuse a model whose gradients cannot be summed over ranks as a recipe says.
-
-    Args:
-        model: perhaps inside DistributedDataParallel.
-        recipe: whose reduction it is.
-        mesh: of the ranks, if one was given.
-    Raises:
-        RecipeError: they cannot.
-    """
+    """Refuse a model, perhaps inside DistributedDataParallel, whose gradients cannot be summed over ranks as a recipe says."""
     name, inner = recipe.name, inner_of(model)
     if inner is not model:
         wanted = {n: recipe.storage_of(n, p.ndim).visible for n, p in inner.named_parameters()}
