@@ -1,5 +1,5 @@
-"""The page of a diagnosis, the postmortem of a run: what went wrong, when it began, what followed, what to change, what else it
-could be, when it could have been known, and ten lines for a ticket. Of two runs: where they part, and why.
+"""The page of a diagnosis, the postmortem of a run: what went wrong, when it began and what followed, what to change, what else
+it could be, when it could have been known, and ten lines for a ticket. Of two runs: where they first differ, and why.
 """
 
 from __future__ import annotations
@@ -33,13 +33,10 @@ class Section:
 
     Args:
         name: its anchor.
-        title: its heading.
-        label: its link; the title if empty.
-        text: as it is, to be copied.
+        link: what its link says; the title if empty.
+        text: shown as it is, to be copied.
         chains: signs by step, each list with its caption.
-        figures, tables: drawn under it.
         sentences: a list.
-        reading: how to read it.
         folded: whether its tables are unfolded by a click.
     """
 
@@ -56,25 +53,15 @@ class Section:
 
     @property
     def label(self) -> str:
-        """What its link says."""
         return self.link or self.title
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to show."""
         return not (self.text or self.chains or self.figures or self.tables or self.sentences)
 
 
 def render_diagnosis(found: Diagnosis, run: Run) -> str:
-    """The page of a diagnosis as one HTML document, which fetches nothing.
-
-    Args:
-        found: of the run.
-        run: its record.
-    Returns:
-        The document, 2 MB of which are Plotly.
-    Raises:
-        NarrowgaugeError: plotly is not installed.
+    """The page of a diagnosis as one HTML document, which fetches nothing; 2 MB of it are Plotly.
 
     Cost: that of the diagnosis some five times for each finding, which finds when it could have been made.
     """
@@ -110,16 +97,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
 
 
 def render_two(found: TwoRuns, one: Run, other: Run) -> str:
-    """The page of two runs as one HTML document, which fetches nothing.
-
-    Args:
-        found: of the two.
-        one, other: their records.
-    Returns:
-        The document, 2 MB of which are Plotly.
-    Raises:
-        NarrowgaugeError: plotly is not installed.
-    """
+    """The page of two runs as one HTML document, which fetches nothing; 2 MB of it are Plotly."""
     difference = found.alignment.first_difference
     remedy = [found.reason.remedy] if found.reason is not None else []
     parts = [
@@ -188,7 +166,7 @@ _SHARE = (*text_columns(cause="cause", what_it_does="does"), *number_columns(pro
 
 
 def _alternatives(found: Diagnosis) -> list[Table]:
-    """The rivals of each finding; of a record that does not tell, the causes in question."""
+    """The rivals of each finding; where the record does not tell, the causes in question."""
     tables = []
     for finding in found.findings:
         rows = [
@@ -248,7 +226,6 @@ def _replay_lines(found: Diagnosis) -> list[str]:
 
 
 def _replays(found: Diagnosis) -> list[Table]:
-    """The variants of a replayed step."""
     rows = variant_results(found.replay.variants) if found.replay is not None else []
     caption = "Relative differences to the step in float32; of other-order to the run's own step"
     return [Table(RESULT_COLUMNS, rows, caption)] if rows else []
@@ -322,7 +299,7 @@ _SHOWN = {
     "loss_scale": "Loss scale",
     "seconds": "Duration of a step",
 }
-"""The columns that are drawn, each with its title."""
+"""The columns that are drawn, with their titles."""
 _BUCKETS = 500
 _HOW = (
     "A dotted upright line is the first sign of a finding, a dashed one the first event that a detector raised for it."
@@ -333,14 +310,7 @@ Known = Sequence[tuple[CauseFinding, Hindsight | None]]
 
 
 def timelines(known: Known, run: Run) -> list[Figure]:
-    """What a run did over its steps.
-
-    Args:
-        known: the findings, each with its hindsight.
-        run: the record.
-    Returns:
-        A figure per column that the run has and that says anything.
-    """
+    """A figure over the steps for each column that the run has and that says anything."""
     return [figure for name in _SHOWN if (figure := _timeline(known, run, name)) is not None]
 
 
@@ -360,7 +330,6 @@ def _timeline(known: Known, run: Run, name: str) -> Figure | None:
 
 
 def _words(name: str) -> str:
-    """A column's name and unit."""
     unit = STEP[name].unit
     return name.replace("_", " ") + (f" ({unit})" if unit and unit != "s" else "")
 
@@ -399,14 +368,7 @@ def _crosses(steps: Sequence[float]) -> list[Row]:
 
 
 def mark(step: int, name: str, place: int, dash: str) -> Row:
-    """An upright line at a step.
-
-    Args:
-        step: where.
-        name: what it is, in the legend and where one hovers over its top.
-        place: of its colour in the palette.
-        dash: of the line.
-    """
+    """An upright line at a step; ``name`` shows in the legend and on hovering over its top, ``place`` chooses its colour."""
     return {
         "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2", "name": plain(name),
         "meta": {"group": -1}, "line": {"color": colour(place), "width": 2, "dash": dash},
@@ -416,13 +378,7 @@ def mark(step: int, name: str, place: int, dash: str) -> Row:
 
 
 def chain_figure(findings: Sequence[CauseFinding]) -> list[Figure]:
-    """The signs of the findings, each a line over the steps from where it begins.
-
-    Args:
-        findings: of a run.
-    Returns:
-        One figure; none where no two signs have different steps.
-    """
+    """The signs of the findings, each a line over the steps from where it begins; no figure where no two have different steps."""
     signs = [
         (place, sign) for place, finding in enumerate(findings, 1) for sign in finding.chain if sign.step is not None
     ]
@@ -451,12 +407,7 @@ def chain_figure(findings: Sequence[CauseFinding]) -> list[Figure]:
 
 
 def pair_figures(found: TwoRuns, one: Run, other: Run) -> list[Figure]:
-    """Two runs over their steps, and how far apart they are.
-
-    Args:
-        found: where they part.
-        one, other: their records.
-    """
+    """Two runs over their steps, and how far apart they are."""
     made = [_pair(found, one, other, name) for name in ("loss", "grad_norm")]
     return [figure for figure in (_apart(found, one, other), *made) if figure is not None]
 

@@ -30,7 +30,7 @@ class Hindsight:
     Args:
         sign: the step of the first sign.
         word: the first event that was raised for it while training; ``None`` where none was.
-        named: the step from which ``narrowgauge diagnose`` names the cause, as far as was looked.
+        named: the step from which ``narrowgauge diagnose`` names the cause, of those tried.
     """
 
     sign: int
@@ -39,13 +39,7 @@ class Hindsight:
 
 
 def hindsight(finding: CauseFinding, run: Run) -> Hindsight | None:
-    """When the fault behind a finding could have been known.
-
-    Args:
-        finding: of the run.
-        run: its record.
-    Returns:
-        The three moments; ``None`` where the finding has no step, as where a setting is the cause.
+    """When the fault behind a finding could have been known; ``None`` where it has no step, as settings have none.
 
     Cost: four or five diagnoses of shorter records.
     """
@@ -75,12 +69,7 @@ def _names(run: Run) -> list[str]:
 
 
 def until(run: Run, step: int) -> Run:
-    """The record of a run as it was after a step.
-
-    Args:
-        run: its whole record.
-        step: the last one to keep.
-    """
+    """The record of a run as it was after a step."""
     steps, evals, events, gauges = (
         [row for row in rows if step_of(row) <= step] for rows in (run.steps, run.evals, run.events, gauges_of(run))
     )
@@ -100,9 +89,6 @@ def gauges_of(run: Run) -> list[Row]:
 def trained_after(run: Run, step: int) -> str:
     """What was trained after a step: steps, tokens, time and their share of the run.
 
-    Args:
-        run: its record.
-        step: any.
     Example:
         >>> from pathlib import Path
         >>> rows = [{"step": step, "tokens": 256 * step, "seconds": 0.5} for step in range(1, 11)]
@@ -131,13 +117,7 @@ _COLUMNS = text_columns(moment="moment", what_it_says="says", trained_after_it="
 
 
 def hindsight_table(finding: CauseFinding, run: Run, found: Hindsight) -> Table:
-    """The three moments, each with what was trained after it.
-
-    Args:
-        finding: of the run.
-        run: its record.
-        found: its hindsight.
-    """
+    """The three moments, each with what was trained after it."""
     sign = finding.chain[0] if finding.chain else None
     first = next((each for each in finding.chain if each.step is not None), sign)
     rows = [_row(f"first sign, step {found.sign}", first.sentence if first else "", trained_after(run, found.sign))]
@@ -167,13 +147,7 @@ def _why_silent(finding: CauseFinding, run: Run) -> str:
 
 
 def earlier(finding: CauseFinding, found: Hindsight, run: Run) -> list[str]:
-    """What would have shown the fault earlier, or acted on it, and at which cost: sentences.
-
-    Args:
-        finding: of the run.
-        found: its hindsight.
-        run: its record.
-    """
+    """Sentences on what would have shown the fault earlier, or acted on it, and at which cost."""
     said = [_watching(run, found.sign), *_sampling(finding, run)]
     kinds = [str(found.word.get("kind"))] if found.word is not None else []
     if set(kinds) & set(_SPIKES):

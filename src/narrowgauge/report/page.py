@@ -2,12 +2,12 @@
 
 Everything is inside: tables as plain HTML, which need no script; figures as data; Plotly, compressed. A policy in the head
 forbids the page to fetch anything and to run any script but the two of this package, named by their digests. Templates escape
-everything that comes from a run, so a tensor's name, whatever it holds, can only be read, and data is encoded so that nothing
-in it means anything to HTML.
+everything that comes from a run, so the name of a tensor is never markup, and data is encoded so that nothing in it means
+anything to HTML.
 
 Plotly is five megabytes of JavaScript, and compressing it takes as long as the rest of a small report. It is the same for
-every page, so its compressed bytes are cached with the user's other caches. They are decompressed and compared before they
-are used, so a damaged or foreign file is made again.
+every page, so its compressed bytes are cached. They are decompressed and compared before they are used, so a damaged or foreign
+file is made again.
 """
 
 from __future__ import annotations
@@ -53,10 +53,7 @@ def digest_of(script: str) -> str:
 
 
 def embedded(value: Any) -> str:
-    """JSON that is safe inside a script element: nothing in it can end the element or begin another.
-
-    Raises:
-        ValueError: a float is not finite.
+    """JSON that is safe inside a script element: nothing in it can end the element or begin another. A float must be finite.
 
     Example:
         >>> print(embedded({"a": "</script>"}))
@@ -67,10 +64,7 @@ def embedded(value: Any) -> str:
 
 
 def packed(value: Any) -> str:
-    """JSON, compressed and encoded.
-
-    Raises:
-        ValueError: a float is not finite.
+    """JSON, compressed and encoded. A float must be finite.
 
     Example:
         >>> gzip.decompress(base64.b64decode(packed([1.5, None])))
@@ -82,9 +76,6 @@ def packed(value: Any) -> str:
 @functools.cache
 def plotly_script() -> Script:
     """Plotly's JavaScript.
-
-    Raises:
-        NarrowgaugeError: plotly is not installed.
 
     Cost: 0.2 s the first time on a machine, 0.06 s in later processes.
     """
@@ -124,7 +115,7 @@ def _encoded(content: bytes) -> str:
 
 
 def spec_of(figure: Figure) -> Row:
-    """A figure as the page's script takes it."""
+    """A figure in the form that the page's script takes."""
     view = figure.views[0][0] if figure.views else None
     return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
 
@@ -155,7 +146,6 @@ def _breakable(text: Any) -> markupsafe.Markup:
 
 
 def capitalized(text: str) -> str:
-    """The text with its first letter in upper case, and all others as they are."""
     return text[:1].upper() + text[1:]
 
 
@@ -165,15 +155,6 @@ def asset(name: str) -> str:
 
 
 def write_page(text: str, page: Path) -> Path:
-    """Write a page.
-
-    Args:
-        text: the document.
-        page: the file; one that exists is replaced.
-    Returns:
-        The file.
-    Raises:
-        RecordError: it cannot be written.
-    """
+    """Write a page, replacing one that exists; returns its path."""
     write_whole(page, text.encode(), AGAIN)
     return page

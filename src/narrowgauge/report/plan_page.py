@@ -23,15 +23,7 @@ from narrowgauge.spec.tables import Table
 
 
 def render_plan(plan: Plan) -> str:
-    """The page of a plan as one HTML document, which fetches nothing.
-
-    Args:
-        plan: to show.
-    Returns:
-        The document, 2 MB of which are Plotly.
-    Raises:
-        NarrowgaugeError: plotly is not installed.
-    """
+    """The page of a plan as one HTML document, which fetches nothing; 2 MB of it are Plotly."""
     name = plan.question.model
     return rendered(
         title=f"Plan of {name or 'a model'}",
@@ -45,12 +37,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def render_scaling(scaling: Scaling, at: Sequence[int] = ()) -> str:
-    """The page of measured times: the law through the points.
-
-    Args:
-        scaling: the fit.
-        at: numbers of chips whose time was asked for.
-    """
+    """The page of measured times: the law through the points, and the times on the numbers of chips ``at``."""
     return rendered(
         title="Measured times",
         heading="Measured times",
@@ -97,15 +84,11 @@ def rendered(
     parts: str = "Terms",
     made_from: str = "what was asked, formulas and published figures; nothing was trained for it",
 ) -> str:
-    """A page of one answer: sentences, figures and tables.
+    """A page of one answer: sentences, of which the first leads, figures and tables.
 
     Args:
-        title, heading, subtitle: of the page.
-        sentences: the answer; the first one leads.
-        figures: drawn under it.
         options: a table to sort.
-        terms: tables to unfold.
-        parts: the heading of those.
+        terms: tables to unfold, under the heading ``parts``.
         made_from: what the page was made from, for its footer.
     """
     script, plotly = asset("page.js"), plotly_script()
@@ -145,12 +128,7 @@ _TOKENS = 1e6
 
 
 def figures_of(plan: Plan, sizes: Sequence[Option] = ()) -> list[Figure]:
-    """The figures of a plan; one without data is left out.
-
-    Args:
-        plan: to draw.
-        sizes: the best option on each of several numbers of chips, for the scaling curve.
-    """
+    """The figures of a plan that have data; ``sizes`` are the best options on several numbers of chips, for the scaling curve."""
     shown = plan.options[:_MOST_OPTIONS]
     figures = [memory_bars(shown)]
     timed = [option for option in shown if option.step is not None and option.fits]
@@ -417,7 +395,7 @@ def term_bars(found: Regression) -> Figure:
 
 
 def unit_of(seconds: Sequence[float]) -> tuple[str, float]:
-    """The unit in which the largest of some times has two or more, and its seconds.
+    """The unit in which the largest of some times is at least two, and its seconds.
 
     Example:
         >>> unit_of([864000.0]), unit_of([30.0]), unit_of([0.2])

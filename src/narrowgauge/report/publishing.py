@@ -18,12 +18,10 @@ from narrowgauge.runs.schema import Row
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
-    """The runs in folders and zip files, each of a run or a comparison.
+    """The runs in run folders, logs of other frameworks, folders that hold some, and zip files of ``--pack``.
 
-    Args:
-        paths: run folders or logs of other frameworks, folders that hold some, or zip files of ``--pack``.
-    Returns:
-        The runs, in the order named; those of one folder by name. None twice.
+    They come in the order named, those of one folder by name, and none twice.
+
     Raises:
         RecordError: a folder holds no run, or a record is damaged, unreadable or newer than this version.
     """
@@ -47,11 +45,7 @@ def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
 
 
 def runs_inside(path: Path) -> list[Path]:
-    """The run folders in a folder, by name, or in a zip file, in its order; none where there is no such folder.
-
-    Raises:
-        RecordError: one of them cannot be read, so its content is not known.
-    """
+    """The run folders in a folder, by name, or in a zip file, in its order; none where there is no such folder."""
     with disk_errors(path):
         if not path.is_dir():
             return [file.parent for file in files_in(path) if file.name == "run.toml"]
@@ -74,16 +68,9 @@ def title_of(found: Comparison) -> str:
 
 
 def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write one page on existing runs.
+    """Write one page on existing runs, named as for :func:`read_runs`; returns its path.
 
-    Args:
-        paths: run folders, folders of comparisons, or zip files of ``--pack``.
-        out: the page; ``None`` puts ``report.html`` into the one folder named, or ``NAME.html`` next to ``NAME.zip``.
-    Returns:
-        The page.
-    Raises:
-        RecordError: a folder holds no run, or the page cannot be written.
-        NarrowgaugeError: several folders and no ``out``.
+    ``out`` None puts ``report.html`` into the one folder named, or ``NAME.html`` next to ``NAME.zip``.
     """
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
@@ -105,7 +92,6 @@ def _is_page(file: Path) -> bool:
 
 
 def write_report(found: Comparison, page: Path) -> Path:
-    """Write the page of a comparison; returns its path."""
     # Late, since the page is most of what there is to load.
     from narrowgauge.report.runs_page import render
 
@@ -132,15 +118,8 @@ def pack(paths: Sequence[str | Path], out: str | Path) -> Path:
     The files are packed unchanged: :data:`RUN_FILES` of each run and :data:`COMPARISON_FILES` of each comparison. Paths in
     them, such as the folder of the data in ``run.toml``, stay as they are.
 
-    Invariant: the same folders in the same order give the same bytes.
-
-    Args:
-        paths: run folders, folders that hold some, or zip files of this function.
-        out: the zip file; absent, or one that this function wrote.
-    Returns:
-        The zip file.
-    Raises:
-        RecordError: a folder holds no run, a record is damaged, or the file cannot be written; nothing is written.
+    Invariant: the same folders in the same order give the same bytes. If a folder holds no run or a record is damaged, nothing is
+    written; a zip file that exists is only replaced if this function wrote it.
     """
     if foreign := [run for run in read_runs(paths) if run.is_foreign]:
         raise RecordError(
@@ -157,10 +136,10 @@ def pack(paths: Sequence[str | Path], out: str | Path) -> Path:
 
 
 def _names(paths: Sequence[str | Path]) -> list[tuple[Path, PurePosixPath, bool]]:
-    """Each run folder with its name in the zip file, and whether ``paths`` holds it, not a folder or zip file above it.
+    """Each run folder with its name in the zip file, and whether ``paths`` itself names it, not a folder or zip file above it.
 
-    The name of ``comparison/run`` is ``run`` if that is what was named, and ``comparison/run`` if the comparison was. Names
-    get longer, for all runs, until runs of different folders are below different names.
+    The name of ``comparison/run`` is ``run`` if the run was named, and ``comparison/run`` if the comparison was. Names get
+    longer, for all runs, until runs of different folders are below different names.
     """
     places = run_folders(paths)
     num_parts = []
@@ -184,11 +163,8 @@ def _parts(path: Path) -> tuple[str, ...]:
 
 
 def without_paths(run: Row, name: str) -> Row:
-    """A ``run.toml`` to be published: what was asked for, without where it lay and which kernel the machine ran.
+    """A ``run.toml`` to publish, without paths and the machine's kernel; ``name`` takes the place of the run's folder.
 
-    Args:
-        run: the table of a run.
-        name: what takes the place of its folder.
     Example:
         >>> without_paths({"config": {"model": "/home/me/tiny", "out": "/tmp/run"}}, "first")
         {'config': {'model': 'tiny', 'out': 'first'}, 'machine': {}}

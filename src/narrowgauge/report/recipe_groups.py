@@ -3,9 +3,9 @@
 A group has one label and one index in the palette, and keeps both in every figure and table.
 
 The gauges of a long run are a thousand numbers for each of hundreds of samples; as Python objects they take seven times the size
-of their file, more than most machines have for several runs. A page shows a few dozen tensors and a few dozen histograms. So each
-file is read once, what a figure may need is taken out of it as arrays, and the rest is released before the next file is opened. A
-table or a list that is missing or damaged adds nothing.
+of their file, more memory than most machines have for several runs. A page shows a few dozen tensors and a few dozen
+histograms. So each file is read once, what a figure may need is taken out of it as arrays, and the rest is released before the
+next file is opened. A table or a list that is missing or damaged adds nothing.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row, finite_number
 
 @dataclass(frozen=True)
 class Group:
-    """The runs of one recipe.
-
-    Args:
-        label: its name on the page.
-        index: its number on the page, which chooses colour, dash and marker.
-        stats: its runs, one per seed.
-    """
+    """The runs of one recipe, one per seed, with its label on the page and the index that chooses its colour, dash and marker."""
 
     label: str
     index: int
@@ -44,20 +38,12 @@ class Group:
 
     @property
     def samples(self) -> tuple[Samples, ...]:
-        """What the page keeps of each run's gauges.
-
-        Raises:
-            RecordError: a run's gauges are damaged.
-        """
+        """What the page keeps of each run's gauges."""
         return tuple(samples for samples, _ in self._read)
 
     @property
     def diagnoses(self) -> tuple[Diagnosis | str, ...]:
-        """The diagnosis of each run, or why there is none.
-
-        Raises:
-            RecordError: a run's gauges are damaged.
-        """
+        """The diagnosis of each run, or why there is none."""
         return tuple(found for _, found in self._read)
 
     @cached_property
@@ -79,23 +65,18 @@ class Group:
         return [column(getattr(run, table), y) for run in self.runs]
 
     def seeds(self) -> dict[int, Run]:
-        """The runs by seed."""
         return {one.seed: one.run for one in self.stats}
 
 
 def _read_once(run: Run) -> tuple[Samples, Diagnosis | str]:
-    """What a page takes from a run's gauges, which are the longest of all rows: read once, then released."""
+    """What a page takes from a run's gauges, which are the longest of its tables: read once, then released."""
     with gauges_for_now(run):
         found = diagnosed(run)
         return read_samples(run), found
 
 
 def diagnosed(run: Run) -> Diagnosis | str:
-    """A run's diagnosis, or why there is none: whatever a record holds, the page on it can be written.
-
-    Args:
-        run: its record.
-    """
+    """A run's diagnosis, or why there is none: the page can be written whatever the record holds."""
     try:
         return diagnose(run)
     except NarrowgaugeError as error:
@@ -118,7 +99,7 @@ def groups_of(found: Comparison) -> list[Group]:
 
 
 def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
-    """Every run with its name on the page, in the order of their groups."""
+    """Every run with its name on the page, group by group."""
     return [pair for group in groups for pair in group.named]
 
 
@@ -131,7 +112,7 @@ def final_loss(run: Run) -> float | None:
 # ── gauges ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 MOST_HISTOGRAMS = 60
-"""Steps whose histograms are kept, at most."""
+"""The most steps whose histograms are kept."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +122,6 @@ class Samples:
     Args:
         num_rows: how many samples the run took.
         steps: of the samples, ascending.
-        metrics: by metric, where there are any.
         worst: by column of ``tensors`` and by step, the tensor with the largest value, and the value.
         lowest_edq: of the last sample, over its tensors; 1 where it has none.
         histograms: rows ``step, histograms``, at most :data:`MOST_HISTOGRAMS`, the first and the last among them.
@@ -162,9 +142,6 @@ class Samples:
 def read_samples(run: Run) -> Samples:
     """Read the gauges of a run and keep what a page can show; rows that this call read are not held afterwards.
 
-    Raises:
-        RecordError: the file is damaged.
-
     Cost: about 1 s per thousand samples of 400 tensors.
     """
     with gauges_for_now(run):
@@ -173,7 +150,7 @@ def read_samples(run: Run) -> Samples:
 
 @contextlib.contextmanager
 def gauges_for_now(run: Run) -> Iterator[None]:
-    """Within it, the gauges of a run are read once at most; on exit they are released, unless they were already loaded."""
+    """Release the gauges of a run on exit, unless they were already loaded; within it they are read once at most."""
     was_held = "gauges" in vars(run)
     try:
         yield
@@ -183,7 +160,7 @@ def gauges_for_now(run: Run) -> Iterator[None]:
 
 
 def spread(rows: Sequence[Row], most: int) -> list[Row]:
-    """Rows evenly spread, the first and the last among them."""
+    """At most that many evenly spread rows, the first and the last among them."""
     if len(rows) <= most:
         return list(rows)
     return [rows[round(index * (len(rows) - 1) / (most - 1))] for index in range(most)]
@@ -235,7 +212,7 @@ def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> d
 
 
 def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[Any]]]:
-    """Step, tensor and values of a table's rows; what is no list is left out."""
+    """Step, tensor and values of a table's rows, where the values are a list."""
     for row in rows:
         step, found = finite_number(row.get("step")), row.get(table)
         if step is not None and isinstance(found, dict):

@@ -3,7 +3,7 @@
 Its tables are plain values, which the template renders. Lost updates are shown as the audit last measured them, as in the
 verdict: sums over a run are dominated by its first large steps, and hide what is lost while the learning rate is small.
 
-A page shows measurements, and they stay readable whatever the diagnosis does: where it fails, its section says so.
+The measurements on a page stay readable whatever the diagnosis does: where it fails, its section says so.
 """
 
 from __future__ import annotations
@@ -37,17 +37,9 @@ from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row, finite_number
 
 
 def render(found: Comparison, title: str = "") -> str:
-    """The report on a comparison as one HTML document.
+    """The report on a comparison as one HTML document; its runs may be unfinished, and without gauges.
 
     Invariant: the document fetches nothing and shows every name and message as text. The same runs give the same document.
-
-    Args:
-        found: a comparison of runs, finished or not, with gauges or without.
-        title: of the page.
-
-    Raises:
-        RecordError: a run's record is damaged.
-        NarrowgaugeError: plotly is not installed.
 
     Cost: about two seconds per ten thousand steps, a third of them the diagnosis; the document is 2 MB for Plotly and some
         0.1 MB per run.
@@ -128,7 +120,7 @@ def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row
 
 MAX_EVENT_ROWS = 300
 MAX_REPETITIONS = 100
-"""Repetitions of one event that its row lists."""
+"""The most repetitions of one event that its row lists."""
 
 _DIFFERENCE = "mean of the paired differences per seed, and half its 95 % interval"
 _NOT_SHOWN = frozenset({"config.out"})
@@ -141,10 +133,8 @@ class Cell:
 
     Args:
         column: the title of its column.
-        text: as a person reads it.
         value: what the table is sorted by; ``None`` is last.
         spread: its uncertainty, with a sign; empty where it has none.
-        is_best: whether it is the best of its column.
         is_final: whether it is known, and of runs that ended.
     """
 
@@ -161,13 +151,9 @@ class Line:
     """A row of a table of recipes.
 
     Args:
-        recipe: its label.
-        index: its number on the page.
-        cells: one per column.
+        index: of the recipe on the page.
         badge: a warning in a few words.
-        reason: for the badge, in short.
-        hint: the same in full.
-        notes: what else there is to know.
+        reason: for the badge, in short; ``hint`` in full.
     """
 
     recipe: str
@@ -181,12 +167,7 @@ class Line:
 
 @dataclass(frozen=True)
 class RecipeTable:
-    """Recipes by figures.
-
-    Args:
-        columns: titles, each with a hint.
-        lines: one per recipe.
-    """
+    """Recipes by figures; ``columns`` are titles, each with a hint."""
 
     columns: Mapping[str, str]
     lines: Sequence[Line]
@@ -213,7 +194,7 @@ class _CostColumn:
         return f"{MINUS}{text[1:]}" if text.startswith("-") else text
 
     def value(self, one: Classification) -> float | None:
-        """Of a recipe: what the audit measured last, where that is meant and known."""
+        """A recipe's value; what the audit measured last, where that is meant and known."""
         late = finite_number(one.late.get(self.name)) if self.is_late else None
         return finite_number(one.row.get(self.name)) if late is None else late
 
@@ -245,12 +226,6 @@ COLUMN_HINTS = {column.title: column.hint for column in _COLUMNS}
 
 
 def cost_table(groups: Sequence[Group], found: Comparison) -> RecipeTable:
-    """The cost of every recipe.
-
-    Args:
-        groups: of the page.
-        found: their comparison.
-    """
     classes = found.classes
     rows = list(zip(groups, classes.values(), strict=True))
     columns = [column for column in _COLUMNS if any(_cell(column, *row).value is not None for row in rows)]
@@ -353,7 +328,6 @@ class EventRow:
 
     Args:
         run: the run's name.
-        event: the first.
         last: the step of the last.
         more: the tensor or the message of each repetition, and its step where that is another.
     """
@@ -425,7 +399,6 @@ class Environment:
 
 
 def environment(named: Sequence[tuple[Run, str]]) -> Environment:
-    """What differs between the runs, and what all share."""
     flat = [(name, _flat(run.run)) for run, name in named]
     keys = list(dict.fromkeys(key for _, settings in flat for key in settings))
     missing = object()
@@ -452,10 +425,10 @@ def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
 # ── findings: a row for each, one line for all healthy runs, and marks in the figures ─────────────────────────────────────
 
 MARKED = ("training-loss", "validation-loss", "grad-norm")
-"""Figures over steps in which first signs are marked."""
+"""The figures over steps in which first signs are marked."""
 _SHOWN_SIGNS, _ASKED = 3, 4
 _NAMED = 12
-"""Healthy runs that are named."""
+"""The most healthy runs that are named."""
 _HOW = " A dotted upright line is the first sign of what the diagnosis found; hover over its top."
 
 
@@ -464,9 +437,7 @@ class FindingRow:
     """A row of the section: one finding of a run, or that its record does not tell.
 
     Args:
-        run: its name on the page.
-        group: the number of its recipe on the page.
-        line: its number among the runs of the page.
+        group, line: the numbers of its recipe and of the run on the page.
         finding: the cause with its probability, and what to do; without a name, the causes in question and what to measure.
         signs: what shows it.
         command: that tells more.
@@ -482,24 +453,14 @@ class FindingRow:
 
 @dataclass(frozen=True)
 class RunFindings:
-    """The section of a page.
-
-    Args:
-        rows: the findings, by run.
-        lines: about runs that have none, a sentence each.
-    """
+    """The section of a page: the findings, by run, and a sentence on each run that has none."""
 
     rows: Sequence[FindingRow]
     lines: Sequence[str]
 
 
 def run_findings(groups: Iterable[Group]) -> RunFindings:
-    """What the diagnosis found in the runs of a page.
-
-    Args:
-        groups: of the page.
-    Returns:
-        A row per finding, and a line for all healthy runs.
+    """What the diagnosis found in the runs of a page: a row per finding, and a line for all healthy runs.
 
     Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
     """
@@ -553,12 +514,7 @@ def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> l
 
 
 def marked(figure: Figure, rows: Sequence[FindingRow]) -> Figure:
-    """A figure over steps with an upright line at every first sign.
-
-    Args:
-        figure: one of :data:`MARKED`; others are returned as they are.
-        rows: of the page.
-    """
+    """A figure over steps with an upright line at every first sign, if it is one of :data:`MARKED`."""
     signs: dict[tuple[int, int], list[FindingRow]] = {}
     for row in rows:
         if row.finding.name and row.finding.step is not None:
@@ -582,11 +538,7 @@ def _mark(group: int, step: int, rows: Sequence[FindingRow]) -> Row:
 
 
 def sign_marks(rows: Sequence[FindingRow]) -> list[Row]:
-    """First signs on the figure of events, which has a line for each run.
-
-    Args:
-        rows: of the page.
-    """
+    """First signs on the figure of events, which has a line for each run."""
     known = [row for row in rows if row.finding.name and row.finding.step is not None]
     if not known:
         return []

@@ -1,7 +1,7 @@
 """Heat maps of gauge metrics: a row per tensor, a column per sampled step, for one run.
 
 A page cannot hold every cell of a long run of a large model. So steps are joined, each cell keeping its *worst* value, and
-of too many tensors those that ever were farthest from health are shown, in the model's order.
+if there are too many tensors, those that ever were farthest from health are shown, in the model's order.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from narrowgauge.report.figures.series import Array, equal_parts, json_list
 from narrowgauge.runs.schema import Row
 
 MAX_CELLS = 150_000
-"""Cells of all heat maps of a page together; a cell takes about one byte of it, compressed."""
+"""The most cells of all heat maps of a page together; a cell takes about one byte of it, compressed."""
 
 MOST_TENSORS = 64
-"""Rows of a heat map, at most."""
+"""The most rows of a heat map."""
 
 _SEQUENTIAL = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
 _DIVERGING = [[0, "@below"], [0.5, "@even"], [1, "@above"]]
@@ -33,7 +33,6 @@ class Metric:
 
     Args:
         table, field: where a row of ``gauges.jsonl`` has it.
-        title: what it is.
         how: how to read its heat map.
         low, high: the ends of the colour scale, in the metric's own unit.
         good: the value of perfect health; the value farthest from it is the worst.
@@ -50,7 +49,6 @@ class Metric:
     is_log: bool = False
 
     def scaled(self, values: Array) -> Array:
-        """Values on the colour scale."""
         return np.log10(np.maximum(np.abs(values), _SMALLEST)) if self.is_log else values
 
 
@@ -136,12 +134,7 @@ class MetricValues:
 
 
 def heat_maps(steps: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, MetricValues]]) -> list[dict[str, Row]]:
-    """The heat maps of every run by metric, as Plotly figures.
-
-    Args:
-        steps: sampled by each run of the page.
-        metrics: of each run, by metric.
-    """
+    """The heat maps of every run by metric, as Plotly figures."""
     num_cells = MAX_CELLS // max(1, sum(map(len, metrics)))
     return [
         {name: _heat_map(HEAT_MAPS[name], np.asarray(sampled), found, num_cells) for name, found in by_metric.items()}

@@ -31,16 +31,14 @@ KIND_TITLES: dict[str, str] = {
 """The panels of the histogram figure, from top to bottom."""
 
 MAX_BARS = 150_000
-"""Bars of all histograms of a page together; a bar takes about two bytes of it, compressed."""
+"""The most bars of all histograms of a page together; a bar takes about two bytes of it, compressed."""
 
 
 def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row | None]:
     """The exponent histograms of every run, for a slider over its sampled steps.
 
     Args:
-        samples: of the page's runs, in its order.
         indices: each run's index in the palette.
-
     Returns:
         Per run a Plotly figure whose ``steps`` are the sampled steps and whose ``frames`` give, per step and panel, the
         heights of the bars; or ``None`` where the run has no histograms.

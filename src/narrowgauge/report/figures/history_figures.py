@@ -90,12 +90,7 @@ def worst_overflow(groups: Sequence[Group]) -> Figure | None:
 
 
 def absent(groups: Sequence[Group], figures: Sequence[Figure]) -> str:
-    """Why figures of this section are missing, in sentences.
-
-    Args:
-        groups: of the page.
-        figures: those drawn.
-    """
+    """Why figures of this section are missing, in sentences."""
     drawn = {figure.name for figure in figures}
     delayed = any(row.get("saturated") is not None for group in groups for run in group.runs for row in run.steps)
     reasons = {

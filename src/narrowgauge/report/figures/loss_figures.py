@@ -43,12 +43,7 @@ MOST_MARKERS = 10
 
 
 def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> dict[str, list[Figure]]:
-    """All figures by section; one without data is left out.
-
-    Args:
-        groups: of the page.
-        baseline: the label of the group that the others are compared with; the first by default.
-    """
+    """All figures that have data, by section; ``baseline`` is the label of the group to compare with, None the first."""
     sections: dict[str, list[Callable[[Sequence[Group]], Figure | None]]] = {
         "loss": [training_loss, validation_loss, lambda groups: difference(groups, baseline)],
         "cost": [loss_against_bytes, loss_against_seconds],
@@ -241,7 +236,6 @@ def _over_seconds(group: Group, stats: Sequence[RunStats], joined: Sequence[RunS
 
 
 def _how_to_read_seconds(curves: Sequence[Curve]) -> str:
-    """Of what is drawn, and of nothing else."""
     which = "thick line" if any(curve.alone for curve in curves) else "line"
     lines = any(len(curve.joined.x) > 1 for curve in curves)
     sentences = [

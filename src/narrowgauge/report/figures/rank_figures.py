@@ -1,4 +1,4 @@
-"""What several ranks spent on each other: time in collectives, and for whom the others waited. Only of runs with ranks."""
+"""What several ranks spent on each other: time in collectives, and for whom the others waited."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 
 MOST_RANKS = 64
-"""Ranks of a heat map or a table, at most: those for which the others waited longest."""
+"""The most ranks of a heat map or a table: those for which the others waited longest."""
 MOST_RUNS = 4
-"""Runs that get a heat map."""
+"""The most runs that get a heat map."""
 _COLOURS = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
 _LEAST_SHARE = 0.05
 """Of a step, the least end of the colour scale, so that noise looks dark."""
@@ -25,12 +25,9 @@ _LEAST_SHARE = 0.05
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one rank did in a step on average, over a run.
+    """What one rank of a run did in a step on average.
 
-    Args:
-        run: its name on the page.
-        rank: its number.
-        cells: as a person reads them, in the order of :data:`RANK_COLUMNS`, each with what it is sorted by.
+    ``cells`` are in the order of :data:`RANK_COLUMNS`: the text, and what it is sorted by.
     """
 
     run: str
@@ -112,7 +109,7 @@ _MEANS = ("communication_bytes", "communication_seconds", "wait_seconds")
 
 
 def _sum(tables: Sequence[Row], key: str, weight: str = "") -> Array:
-    """A number for each rank, added up over windows, each times that of ``weight``."""
+    """A number for each rank, summed over windows and weighted by ``weight``."""
     total: Array = np.sum(
         [np.asarray(table[key], float) * np.asarray(table[weight] if weight else 1.0, float) for table in tables],
         axis=0,

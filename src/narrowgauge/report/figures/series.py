@@ -215,7 +215,7 @@ def equal_parts(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def is_wide(values: npt.ArrayLike, ratio: float = 20.0) -> bool:
-    """Whether values span so much that a linear axis would hide the small ones, and a log axis can show them all.
+    """Whether a linear axis would hide the small ones of these values, and a log axis can show them all.
 
     Example:
         >>> is_wide([1.0, 50.0]), is_wide([1.0, 2.0, np.nan]), is_wide([0.0, 99.0])

@@ -34,7 +34,6 @@ class Figure:
         name: its id on the page.
         title: what it shows.
         how: how to read it, in a few sentences.
-        data: Plotly traces.
         layout: Plotly layout, without fonts and colours.
         views: names of alternatives and their labels; a trace whose ``meta.view`` is another is hidden.
         log_axes: axes that the reader can switch to a log scale and back.
@@ -56,7 +55,6 @@ class Curve:
     """The runs of a group on a figure over steps or seconds.
 
     Args:
-        group: the recipe.
         joined: mean and span of its runs.
         not_finite: where a run had a value that was not finite.
         alone: stretches of single runs, each with its seed, where ``joined`` has none.
@@ -152,7 +150,7 @@ def _alone(curve: Curve, num_buckets: int, view: str, name: str) -> Row:
 
 
 def _crosses(curve: Curve, view: str, line: int) -> Row:
-    """Crosses along the top edge, at most some hundred, on a line of the recipe's own: what counts is where they are."""
+    """Crosses along the top edge, at most some hundred, on a line of the recipe's own: only their x means anything."""
     x = np.array(curve.not_finite[:: max(1, len(curve.not_finite) // 200)])
     return _scatter(Series(x, np.full(len(x), 0.97 - CROSS_GAP * (line % 16))), curve.group, view) | {
         "yaxis": "y2",
