@@ -54,15 +54,7 @@ def kind_of(field: dataclasses.Field[Any]) -> type:
 
 
 def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
-    """Check the type and constraint of one setting.
-
-    Args:
-        field: the setting.
-        value: of it.
-        where: says where it was found, for the message.
-    Raises:
-        NarrowgaugeError: it has another type, or is out of range.
-    """
+    """Check the type and constraint of one setting; ``where`` says in messages where it was found."""
     if value is None and field.default is None:
         return
     kind = kind_of(field)
@@ -266,7 +258,6 @@ class TrainConfig:
 
     @property
     def betas(self) -> tuple[float, float]:
-        """``(beta1, beta2)``."""
         return self.beta1, self.beta2
 
     @property
@@ -281,18 +272,14 @@ class TrainConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens per optimizer step."""
         return self.batch_size * self.sequence_length
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of one optimizer step: a pure function of the settings.
+        """The learning rate of one optimizer step, from 1 to ``steps``: a pure function of the settings.
 
-        Invariant: it rises linearly to ``lr`` at ``warmup_steps`` and falls to ``lr * min_lr_ratio`` at ``steps``.
+        Invariant: it rises linearly to ``lr`` at ``warmup_steps`` and, unless the schedule is constant, falls to
+        ``lr * min_lr_ratio`` at ``steps``.
 
-        Args:
-            step: from 1 to ``steps``.
-        Returns:
-            The rate.
         Example:
             >>> config = TrainConfig(steps=110, lr=1.0, warmup_steps=10, schedule="linear", min_lr_ratio=0.0)
             >>> [config.learning_rate(step) for step in (1, 10, 60, 110)]
@@ -313,13 +300,11 @@ class TrainConfig:
         return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
-        """The same settings with ``lr``, ``warmup_steps`` and ``compile`` filled in by their rules.
+        """The same settings with ``lr``, ``warmup_steps`` and ``compile`` filled in by their rules where they are None.
 
         Args:
             num_parameters: size of the model; None uses that of a preset. Without either, ``lr`` and ``compile`` may
                 stay None.
-        Returns:
-            The filled settings; explicit values are unchanged.
         Example:
             >>> TrainConfig(model="llama-125m").filled().lr
             0.0006
@@ -341,19 +326,11 @@ class TrainConfig:
         return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
 
     def why_uncompiled(self, num_parameters: int) -> str:
-        """Why a model that is worth compiling is not, or an empty string.
-
-        Args:
-            num_parameters: size of the model.
-        """
+        """Why a model that is worth compiling is not, or an empty string."""
         return _compiler_missing() if not self.compile and self._is_worth_compiling(num_parameters) else ""
 
     def require_compiler(self) -> None:
-        """Refuse a compiled model where nothing can be compiled.
-
-        Raises:
-            ChipError: ``compile`` is set, and this machine cannot.
-        """
+        """Refuse a compiled model where nothing can be compiled."""
         if self.compile and (missing := _compiler_missing()):
             raise ChipError(
                 f"a compiled model was requested, and {missing}.",
@@ -394,8 +371,6 @@ class TrainConfig:
 
         Invariant: idempotent; what is not a path here (a preset, ``stdlib``, a name on the hub) stays as it is.
 
-        Returns:
-            The settings.
         Example:
             >>> TrainConfig(data=".").located().data == str(Path.cwd())
             True
@@ -416,13 +391,11 @@ class TrainConfig:
 
     @classmethod
     def from_dict(cls, table: Mapping[str, Any], where: str = "the settings") -> TrainConfig:
-        """Read a table from ``to_dict``; missing keys have their defaults.
+        """Read a table from :meth:`to_dict`; missing keys have their defaults. Values are not checked against each other.
 
         Args:
             table: settings by name; ``recipe`` is a name or a table of its own.
             where: name of the table in error messages.
-        Returns:
-            The settings, not validated against each other.
         Raises:
             NarrowgaugeError: an unknown key, or a value of the wrong type or out of range.
         """
@@ -445,12 +418,8 @@ class TrainConfig:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> TrainConfig:
-        """Read settings from a TOML file.
+        """Read settings from a UTF-8 TOML file, as :meth:`from_dict` does from a table.
 
-        Args:
-            path: a UTF-8 file.
-        Returns:
-            The settings, not validated against each other.
         Raises:
             DataError: the file is missing or not TOML.
             NarrowgaugeError: an unknown key or an invalid value.
@@ -465,11 +434,7 @@ class TrainConfig:
         return cls.from_dict(table, str(path))
 
     def require_agreement(self) -> None:
-        """Refuse settings that contradict each other.
-
-        Raises:
-            NarrowgaugeError: two of them do.
-        """
+        """Refuse settings that contradict each other."""
         if self.batch_size % self.gradient_accumulation_steps:
             raise NarrowgaugeError(
                 f"a batch of {self.batch_size} sequences cannot be split into {self.gradient_accumulation_steps} equal "

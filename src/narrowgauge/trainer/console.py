@@ -29,17 +29,11 @@ class PipedConsole(RichConsole):
     """A console that leaves a pipe without a reader to the command line; rich would exit the process."""
 
     def on_broken_pipe(self) -> None:
-        """Raise the error."""
         raise
 
 
 class Console:
-    """Prints the progress of one run to standard output.
-
-    Args:
-        num_steps: steps of the whole run.
-        log_every: steps between plain lines.
-    """
+    """Prints the progress of one run to standard output; without a bar, a line every ``log_every`` steps."""
 
     def __init__(self, num_steps: int, log_every: int) -> None:
         self.num_steps, self.log_every = num_steps, log_every
@@ -119,7 +113,7 @@ class Console:
 
 def write_past_buffers(line: str) -> None:
     """Write a line to standard error from a signal handler, which may have interrupted a print."""
-    with contextlib.suppress(OSError):  # who would read it has left
+    with contextlib.suppress(OSError):  # its reader has left
         os.write(2, f"{line}\n".encode("ascii", "replace"))
 
 

@@ -49,13 +49,10 @@ MAX_FILE_BYTES = 5_000_000_000
 
 @dataclass(frozen=True)
 class WeightSource:
-    """The weights in a checkpoint.
+    """The weights in a checkpoint whose checksums were verified.
 
     Args:
-        checkpoint: whose checksums were verified.
-        saved: what it holds.
         names: of the parameters, in the model's order.
-        recipe: which was trained.
         is_exact: export the stored weights in float32, tails included, and not the visible ones.
     """
 
@@ -90,12 +87,8 @@ class WeightSource:
 def can_stream(model: PreTrainedModel, saved: Mapping[str, SavedTensor]) -> bool:
     """Whether the export of a model is its parameters, one by one.
 
-    Not where the state of the model has buffers, which a checkpoint does not hold, or where ``save_pretrained`` joins or renames
-    tensors: the whole model is then built.
-
-    Args:
-        model: on any device.
-        saved: what the checkpoint holds.
+    It is not where the model's state has buffers, which a checkpoint does not hold, or where ``save_pretrained`` joins or
+    renames tensors; the whole model is then built.
     """
     own = {f"model.{name}": tuple(parameter.shape) for name, parameter in model.named_parameters()}
     theirs = {name: tensor.shape for name, tensor in saved.items() if name.startswith("model.")}
@@ -117,14 +110,10 @@ def write_weights(
 ) -> None:
     """Write ``model.safetensors``, or several files and ``model.safetensors.index.json``, as ``save_pretrained`` does.
 
-    Args:
-        source: the weights.
-        folder: an empty one, the same for all ranks.
-        max_file_bytes: largest file, unless one tensor is larger.
-        ranks: which share the files among them.
+    All ranks call it with the same empty folder, and share the files among them.
+
     Raises:
         RecordError: the exact weights are not those that were saved.
-        OSError: the disk is full, or not writable.
 
     Cost: one read of the weights, with ``is_exact`` of the whole checkpoint; one write; memory for one tensor, with ``is_exact``
         for some copies of it.
@@ -234,16 +223,11 @@ def export(
     the model sees, with ``"float32"`` those of the weights that the optimizer stores.
 
     Args:
-        folder: the run folder.
         out: the folder to make: ``config.json``, ``model.safetensors`` and the tokenizer, so that
             ``AutoModelForCausalLM`` and ``AutoTokenizer.from_pretrained(out)`` work. Missing parents are made. A run
             on a token map without a tokenizer exports the model alone.
-        dtype: ``"visible"`` or ``"float32"``.
         max_file_bytes: weights that need more are written to several files with an index, as ``save_pretrained`` does.
         ranks: which share the files among them; all call this.
-
-    Returns:
-        ``out``.
 
     Raises:
         RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, the disk is full, or several ranks
@@ -286,19 +270,14 @@ def _finish(run: SavedRun, folder: Path, is_narrow: bool, stack: ExitStack) -> N
 
 
 def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue a text with the newest good checkpoint of a run.
+    """Continue a text with the newest good checkpoint of a run; returns the text and its continuation.
 
     Invariant: a function of the run, the text and the arguments; the global random state is not used.
 
     Args:
-        folder: the run folder.
         text: the prompt; if empty, the model starts a document.
         tokens: maximum number of new tokens; the model may end the document before.
         temperature: 0 is greedy decoding, 1 samples from the model's distribution.
-        seed: sampling seed.
-
-    Returns:
-        The text and its continuation.
 
     Raises:
         RecordError: the run has no good checkpoint, or no tokenizer.
@@ -353,7 +332,6 @@ def _write(run: Run, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
 
 
 def _write_all_but_weights(run: Run | SavedRun, folder: Path, is_narrow: bool) -> None:
-    """Configuration, tokenizer and generation settings."""
     config = copy.deepcopy(run.model.config)
     # A model with some float32 weights (kept modules) is declared float32: loading then changes no value.
     config.dtype = torch.bfloat16 if is_narrow else torch.float32

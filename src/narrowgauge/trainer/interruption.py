@@ -33,8 +33,7 @@ def stopped_by(number: int) -> KeyboardInterrupt:
 def interruptible(notify: Callable[[str], None]) -> Iterator[list[int]]:
     """Yield a list that receives the numbers of SIGINT and SIGTERM; a second signal ends the process at once.
 
-    Args:
-        notify: called with a line for the user, possibly from another thread or in the middle of a print.
+    ``notify`` gets a line for the user, possibly from another thread or in the middle of a print.
     """
     received: list[int] = []
     answered = threading.Event()

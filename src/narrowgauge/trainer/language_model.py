@@ -44,7 +44,7 @@ _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "
 
 
 def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path | None = None) -> PreTrainedModel:
-    """A causal language model in float32 on the CPU, ready for ``prepare``.
+    """A causal language model in float32 on the CPU, in training mode, ready for ``prepare``.
 
     Invariant: initial weights depend on ``seed`` and the configuration only: not on the recipe, the default dtype or
     device, nor on random numbers drawn before; and the caller's generator is unchanged. Attention is
@@ -57,16 +57,10 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
             are initialized.
         vocab_size: number of token embeddings, instead of the preset's or the configuration's. Loaded weights keep
             their own number, which must be at least this.
-        seed: seed of the initial weights.
-        weights: the file of the weights, where :func:`require_initial_weights` has said it already.
-
-    Returns:
-        The model, in training mode.
+        weights: the file of the weights, where :func:`require_initial_weights` has already found it.
 
     Raises:
-        DataError: nothing has that name or path, the folder holds no causal language model that can be read, or its
-            weights are of a kind that is not read, do not belong to its configuration, or have fewer token embeddings than
-            ``vocab_size``.
+        DataError: nothing has that name or path, or the folder's model or weights cannot be read or do not fit.
 
     Cost: 4 bytes per parameter; about 1 s per 100 million initialized parameters.
 
@@ -98,13 +92,7 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
 
 
 def require_initial_weights(model: str) -> Path | None:
-    """The file of the weights that a run starts from; ``None`` where they are drawn: of a preset, or a folder without any.
-
-    Args:
-        model: as in :func:`build`.
-    Raises:
-        DataError: nothing has that name or path, or the weights in the folder cannot be read.
-    """
+    """The file of the weights that a run starts from; ``None`` where they are drawn: of a preset, or a folder without any."""
     if model.strip().lower() in MODELS:
         return None
     if (file := weights_file(_folder(model))) is not None:
@@ -113,13 +101,7 @@ def require_initial_weights(model: str) -> Path | None:
 
 
 def vocabulary_size(model: str) -> int | None:
-    """The size of the vocabulary that a tokenizer for the model is trained to; ``None`` where its configuration says none.
-
-    Args:
-        model: as in :func:`build`.
-    Raises:
-        DataError: the configuration cannot be read.
-    """
+    """The size of the vocabulary that a tokenizer for the model is trained to; ``None`` where its configuration has none."""
     if model in MODELS:
         return MODELS[model].vocab_size
     from transformers import AutoConfig
@@ -136,12 +118,7 @@ def vocabulary_size(model: str) -> int | None:
 
 
 def skeleton(model: str, vocab_size: int) -> PreTrainedModel:
-    """The model of :func:`build` without weights, on the meta device: its configuration, and the names of its parameters.
-
-    Args:
-        model: as in :func:`build`.
-        vocab_size: number of token embeddings; loaded weights keep their own.
-    """
+    """The model of :func:`build` without weights, on the meta device: its configuration, and the names of its parameters."""
     row = MODELS.get(model.strip().lower())
     if row is not None:
         return drawn(_preset_config(row, vocab_size), 0, "meta")
@@ -173,7 +150,6 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor
     ``torch.compile(fullgraph=True)``.
 
     Args:
-        model: from :func:`build`, or any Hugging Face causal language model.
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
         chunked: compute the logits for a few hundred tokens at a time. Forward hooks on the head, and operations on the
             logits after the head, run only if this is false; see :func:`can_chunk`.
@@ -222,14 +198,8 @@ def chunked_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, bias:
     In those cases, and in a PyTorch without it, a loop that recomputes the logits of each chunk in backward computes the
     same with a float32 sum.
 
-    Args:
-        hidden: ``[tokens, width]``.
-        weight: ``[vocabulary, width]``.
-        targets: int64 ``[tokens]``.
-        bias: ``[vocabulary]``.
-
-    Returns:
-        A float32 scalar.
+    ``hidden`` is ``[tokens, width]``, ``weight`` ``[vocabulary, width]``, ``targets`` int64 ``[tokens]``, ``bias``
+    ``[vocabulary]``; the result is a float32 scalar.
 
     Example:
         >>> hidden, weight = torch.ones(4, 2), torch.zeros(8, 2)
@@ -249,9 +219,6 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
     Invariant: the gradients have the same bits in eager mode. Composes with ``torch.compile``. Has an effect in training
     mode only.
 
-    Raises:
-        DataError: the model's class does not support it.
-
     Cost: one more forward pass of every layer; activations shrink to ``tokens * width`` numbers per layer.
     """
     if not model.supports_gradient_checkpointing:
@@ -267,16 +234,9 @@ def enable_activation_checkpointing(model: PreTrainedModel) -> None:
 def compiled_loss(model: PreTrainedModel, *, chunked: bool) -> Callable[[Tensor], Tensor]:
     """:func:`loss_sum` of this model as a function of the tokens alone, compiled.
 
-    Each decoder layer is compiled in place, and so is the head with the loss; everything else runs eagerly. All layers
-    share one graph, so the first step costs the same for 8 layers as for 80, and the steps are as fast as those of one
-    graph for the whole model (measured: llama-8m in bfloat16, docs/log/runs.md).
-
-    Args:
-        model: its layers are compiled in place; names, parameters and ``state_dict`` do not change.
-        chunked: as for :func:`loss_sum`.
-
-    Returns:
-        A function from tokens int64 ``[batch, sequence + 1]`` to the float32 sum.
+    Each decoder layer is compiled in place, which changes no name, parameter or ``state_dict``, and so is the head with the
+    loss; everything else runs eagerly. All layers share one graph, so the first step costs the same for 8 layers as for 80,
+    and the steps are as fast as those of one graph for the whole model (measured: llama-8m in bfloat16, docs/log/runs.md).
 
     Cost: the first call compiles; so do the first with another shape (from then on shapes are dynamic) and the first
     without gradients.

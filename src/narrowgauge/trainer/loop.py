@@ -45,14 +45,11 @@ from narrowgauge.trainer.step import evaluate, summarize, train_step
 
 
 def train(config: TrainConfig, *, lent: bool = False, screen: Screen | None = None) -> Path:
-    """Train a model from the start.
+    """Train a model from the start, and return the run folder.
 
     Args:
-        config: the settings.
         lent: the caller has placed the data in the folder.
         screen: displays the progress; ``None`` for standard output.
-    Returns:
-        The run folder.
     Raises:
         NarrowgaugeError: an invalid setting; nothing is written then.
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
@@ -140,16 +137,13 @@ def resume(
     chosen: Mapping[str, Any] | None = None,
     screen: Screen | None = None,
 ) -> Path:
-    """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``.
+    """Resume a run from its latest good checkpoint, with the settings of its ``run.toml``, and return its folder.
 
     Args:
-        folder: the run folder.
         stop_after: stop with a checkpoint after this step; ``None`` runs to the end.
         accept_changes: resume even if ``run.toml`` was changed or records are missing; events record what.
         chosen: changed settings, of ``CHANGEABLE_ON_RESUME``; ``run.toml`` then has them, and an event records the step.
         screen: displays the progress; ``None`` for standard output.
-    Returns:
-        The run folder.
     Raises:
         RecordError: no such run, a finished one, one that another process is writing, or one whose data, settings or
             records do not match its checkpoint.
@@ -209,11 +203,7 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
 
 
 def how_it_ended(run: Run) -> list[str]:
-    """A note on how a resumed run ended, where it did not stop by itself.
-
-    Returns:
-        At most one sentence without a full stop: the recorded loss of the run, or that its end was not recorded.
-    """
+    """At most one note on how a resumed run ended, where it did not stop by itself: a sentence without a full stop."""
     last = next((event for event in reversed(run.events) if event["kind"] in _BEGINNINGS + _ENDS), None)
     if last is None or (last["kind"] in _ENDS and last["kind"] != "lost"):
         return []
@@ -301,7 +291,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
                 recovery.after(row, save)
                 beat(session.step)
                 last = session.step == config.steps
-                # It reaches ranks at different times, some in one step and some in the next: all stop after the same.
+                # A signal may reach the ranks in different steps: all stop after the same one.
                 signal = session.here.largest(interrupted[0] if interrupted else 0)
                 stopping = bool(signal) or (session.step == config.stop_after and not last)
                 if stopping or last or _is_due(session.step, config.checkpoint_every):

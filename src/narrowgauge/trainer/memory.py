@@ -1,9 +1,8 @@
 """A lower bound of the memory of a batch, to refuse batches that cannot fit before anything is built.
 
 What a layer keeps for backward is the planner's count (:mod:`narrowgauge.planner.memory.activations`), for fused kernels.
-Compiled layers keep about that much; eager modules keep 50 % more. The logits exist in several
-dtypes. The estimate is a lower bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs
-PyTorch.
+Compiled layers keep about that much; eager modules keep 50 % more. The logits exist in several dtypes. The estimate is a lower
+bound: an accepted batch may still be too large, a refused one certainly is. Nothing here needs PyTorch.
 """
 
 from __future__ import annotations
@@ -36,13 +35,8 @@ def shape_of(model: str) -> Architecture | None:
 
 
 def batch_bytes(architecture: Architecture, config: TrainConfig) -> int:
-    """A lower bound of the memory of a step, without weights and states.
+    """A lower bound of the memory of a step in bytes, without weights and states.
 
-    Args:
-        architecture: of the model.
-        config: recipe, batch size, sequence length, accumulation steps, activation checkpointing.
-    Returns:
-        Bytes.
     Example:
         >>> config = TrainConfig(model="llama-8m", batch_size=8, sequence_length=256)
         >>> batch_bytes(shape_of("llama-8m"), config) >> 20
@@ -73,10 +67,9 @@ def layer_bytes(architecture: Architecture, config: TrainConfig) -> float:
 
 
 def free_bytes() -> int | None:
-    """Free memory: of the GPU, or else what the system reports as available.
+    """Free memory in bytes: of the GPU, or else what the system reports as available.
 
-    Returns:
-        Bytes; ``None`` if there seems to be a GPU and PyTorch, which knows its memory, is not loaded yet.
+    ``None`` if there seems to be a GPU and PyTorch, which knows its memory, is not loaded yet.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
@@ -97,14 +90,7 @@ def _gib(size: int) -> str:
 
 
 def require_batch(config: TrainConfig, otherwise: str = "") -> None:
-    """Refuse a batch that cannot fit.
-
-    Args:
-        config: the settings.
-        otherwise: further advice, in addition to a smaller batch.
-    Raises:
-        ChipError: its activations and logits alone need more memory than is free.
-    """
+    """Refuse a batch whose activations and logits alone need more memory than is free; ``otherwise`` is further advice."""
     architecture, free = shape_of(config.model), free_bytes()
     if architecture is None or free is None:
         return

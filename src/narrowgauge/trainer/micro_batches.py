@@ -37,11 +37,7 @@ class MicroBatch:
 
 
 def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) -> list[MicroBatch]:
-    """The rounds of one rank.
-
-    Args:
-        num_micro_batches: of the step; at least one for each rank.
-        rank, size: this rank and how many there are.
+    """The rounds of one rank, in a step with at least one micro-batch for each rank.
 
     Example:
         >>> [(each.number, each.is_absent) for each in micro_batches_of_rank(5, rank=2, size=3)]
@@ -57,12 +53,8 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
 def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
     """The sum of a number of each micro-batch, added in their order, whichever rank computed them.
 
-    Args:
-        shares: 0-d, of this rank's rounds.
-        num_micro_batches: of the step.
-        size: how many ranks there are.
-    Returns:
-        0-d, the same bits on every rank and for every number of ranks.
+    ``shares`` are the 0-d numbers of this rank's rounds; all ranks call it. The sum is 0-d and has the same bits on every
+    rank and for every number of ranks.
     """
     table = torch.stack([share.detach() for share in shares])
     if size > 1:
@@ -76,13 +68,7 @@ def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1
 
 
 def gather_in_order(values: Sequence[float], num_micro_batches: int, here: Ranks) -> list[float]:
-    """A number of each micro-batch from all ranks, in their order.
-
-    Args:
-        values: of this rank's rounds.
-        num_micro_batches: of the step.
-        here: this process.
-    """
+    """A number of each micro-batch from all ranks, in their order; ``values`` are those of this rank's rounds."""
     by_rank = here.gather(list(values))
     return [by_rank[number % here.size][number // here.size] for number in range(num_micro_batches)]
 
@@ -92,12 +78,7 @@ def gather_in_order(values: Sequence[float], num_micro_batches: int, here: Ranks
 
 @dataclass(frozen=True, slots=True)
 class SkippedBatches:
-    """Batches that are skipped after a rollback.
-
-    Args:
-        step: step of the checkpoint from which the run continued.
-        batches: number of skipped batches.
-    """
+    """How many batches are skipped after a rollback to the checkpoint of a step."""
 
     step: int
     batches: int

@@ -37,12 +37,7 @@ class DivergenceError(NarrowgaugeError):
 
 
 class Recovery:
-    """Decides on each step of a run.
-
-    Args:
-        session: the run.
-        reporter: writes the events.
-    """
+    """Decides on each step of a run, and reports every decision as an event."""
 
     def __init__(self, session: Session, reporter: Reporter) -> None:
         self.session, self.reporter, self.action = session, reporter, session.config.on_spike
@@ -57,8 +52,6 @@ class Recovery:
     def takes_over(self, row: Row) -> bool:
         """Investigate a failed step and roll back if requested, before its row is written.
 
-        Args:
-            row: of the step that was just done.
         Returns:
             Whether the run was rolled back, so that the row must not be written.
         """
@@ -75,9 +68,6 @@ class Recovery:
     def after(self, row: Row, save: Callable[[], None]) -> None:
         """Report a step that was not applied, or a divergence, once the row is written; stop if requested.
 
-        Args:
-            row: of the step.
-            save: writes a checkpoint.
         Raises:
             DivergenceError: with ``--on-spike stop``, or where no rollback is left. The checkpoint has the step as skipped, so
                 a resume continues behind it.
@@ -148,11 +138,8 @@ class Recovery:
 
 
 def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> tuple[int, Replay]:
-    """Replay a step that changed nothing, from the same weights, data and random bits.
+    """Replay the step that was just taken and changed nothing, from the same weights, data and random bits.
 
-    Args:
-        session: just after the step.
-        say: called with a sentence for each attempt.
     Returns:
         The rank at fault, and what it found: the same on every rank.
     """
@@ -188,8 +175,7 @@ def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: 
 def _at_fault(found: list[tuple[bool, Replay]]) -> tuple[int, Replay]:
     """The rank whose own step went wrong, and what it found; a sum over ranks carries a bad gradient to all others.
 
-    Args:
-        found: of each rank, whether its losses are finite, and its replay.
+    Of each rank, ``found`` holds whether its losses are finite, and its replay.
     """
     order = sorted(range(len(found)), key=lambda rank: _innocence(*found[rank]))
     return order[0], found[order[0]][1]

@@ -29,16 +29,12 @@ _NOT_OF_THE_RUN = ("out", "stop_after", "verify_every", *CHANGEABLE_ON_RESUME)
 
 
 def accept(run: Run, present: TrainConfig, step: int, standing: Mapping[str, Any], is_accepted: bool) -> list[str]:
-    """Changed settings and lost records that resuming from a checkpoint has to accept, one sentence each.
+    """Changed settings and lost records that resuming from a checkpoint has to accept: sentences without a full stop.
 
     Args:
-        run: the recorded run.
         present: the settings it would continue with, filled in.
         step: step of the checkpoint; 0 without one.
         standing: ``settings`` and ``rows`` stored in the checkpoint; older checkpoints lack them.
-        is_accepted: whether the user accepts changes.
-    Returns:
-        Sentences without a full stop; none if nothing has changed.
     Raises:
         RecordError: something has changed or is missing, and changes are not accepted.
     """
@@ -83,9 +79,8 @@ def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
 def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Settings that a resume may change and has changed, and the number of ranks: name, value before, value now, as text.
 
-    Args:
-        recorded: the run's ``run.toml``.
-        present: the same for this process, see :func:`describe`.
+    Both are contents of ``run.toml``: the recorded one, and that of :func:`~narrowgauge.trainer.session.describe`.
+
     Example:
         >>> moved({"config": {"shard": "full"}, "machine": {"ranks": 2}}, {"config": {"shard": "none"}, "machine": {}})
         [('shard', "'full'", "'none'"), ('the number of ranks', '2', '1')]
@@ -105,11 +100,7 @@ def moved(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> list[tuple
 
 
 def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of ``run.toml`` with this process's ranks and the settings that it may change; all else as it was.
-
-    Args:
-        recorded, present: as for :func:`moved`.
-    """
+    """The content of ``run.toml`` with this process's ranks and the settings that it may change; all else as it was."""
 
     def replaced(table: str, names: tuple[str, ...]) -> dict[str, Any]:
         kept = {name: value for name, value in recorded.get(table, {}).items() if name not in names}
@@ -122,15 +113,7 @@ def with_present_ranks(recorded: Mapping[str, Any], present: Mapping[str, Any]) 
 
 
 def unfinished_run(folder: Path) -> Run:
-    """The record of a run that is not finished.
-
-    Args:
-        folder: the run folder.
-    Returns:
-        The run; its settings are not parsed.
-    Raises:
-        RecordError: no such run, or a damaged or finished one.
-    """
+    """The record of a run that is not finished; its settings are not parsed."""
     run = _unpacked(folder)
     if run.summary is not None:
         raise RecordError(
@@ -141,26 +124,14 @@ def unfinished_run(folder: Path) -> Run:
 
 
 def require_resumable(folder: Path) -> Run:
-    """:func:`unfinished_run`, whose settings this version knows.
-
-    Raises:
-        RecordError: no such run, or a damaged or finished one.
-        NarrowgaugeError: settings that this version does not know.
-    """
+    """:func:`unfinished_run`, whose settings this version knows."""
     run = unfinished_run(folder)
     TrainConfig.from_dict(run.config, str(folder / "run.toml"))
     return run
 
 
 def require_trained(folder: Path) -> None:
-    """Refuse a folder that is no run or holds no checkpoint; whether the checkpoint is intact is checked when it is read.
-
-    Args:
-        folder: the run folder.
-    Raises:
-        RecordError: no such run, or no checkpoint.
-        NarrowgaugeError: settings that this version does not know.
-    """
+    """Refuse a folder that is no run or holds no checkpoint; whether the checkpoint is intact is checked when it is read."""
     TrainConfig.from_dict(_unpacked(folder).config, str(folder / "run.toml"))
     with disk_errors(folder):
         found = any((folder / "checkpoints").glob("step-*"))
@@ -171,16 +142,7 @@ def require_trained(folder: Path) -> None:
 
 
 def require_replayable(folder: Path, step: int) -> Run:
-    """The record of a run that has a step which can be computed again.
-
-    Args:
-        folder: the run folder.
-        step: number of the step.
-    Returns:
-        The run.
-    Raises:
-        RecordError: no such run or step, or one without its data.
-    """
+    """The record of a run that has its data and a step which can be computed again."""
     run = read_run(folder)
     if run.is_foreign or "recorder" in run.run:
         raise RecordError(
@@ -208,14 +170,7 @@ def require_replayable(folder: Path, step: int) -> Run:
 
 
 def require_ranks(config: TrainConfig, num_ranks: int) -> None:
-    """Refuse a number of ranks that does not fit the settings.
-
-    Args:
-        config: of the run.
-        num_ranks: how many are to train together.
-    Raises:
-        RankError: more ranks than micro-batches, or replicas that do not divide the ranks.
-    """
+    """Refuse more ranks than micro-batches, and replicas that do not divide the ranks."""
     if num_ranks > config.gradient_accumulation_steps:
         raise RankError(
             f"{num_ranks} ranks were requested, and a step has {config.gradient_accumulation_steps} micro-batches; each rank "

@@ -61,26 +61,18 @@ class Session:
 
     Args:
         config: the settings, filled in.
-        folder: the run folder.
-        data: the tokens.
         model, optimizer: from ``prepare``.
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
+        linears: the model's narrow layers, if its recipe has any.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process that has nothing to sum.
         here: this process among those that train together.
         initial_weights: the file that a new run's weights were read from; ``None`` where they were drawn.
-        linears: the model's narrow layers, if its recipe has any.
-        step: number of optimizer steps done.
-        tokens: number of tokens trained on.
-        seconds: wall time up to the last checkpoint, over all processes.
+        step, tokens: optimizer steps done, and tokens trained on.
+        seconds: wall time up to the last checkpoint, with that of earlier processes.
         audit_total: the audit's sums over the whole run.
-        gauges: the gauges, while attached; see :meth:`watched`.
-        skipped_batches: after rollbacks.
+        gauges: while attached; see :meth:`watched`.
         standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
-        saver: writes its checkpoints.
-        verifier: compares what the ranks hold and compute.
-        fingerprints: of its steps, where they are recorded.
-        reader: makes the rows of its steps.
         traffic: counts what is sent between ranks, while a loop runs.
         batch_crc: checksum of the last step's tokens, of all ranks together.
         unigram_loss: of the same tokens under the frequencies of single tokens, in nats.
@@ -125,7 +117,6 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The device of the model."""
         return next(self.model.parameters()).device
 
     @property
@@ -144,7 +135,6 @@ class Session:
 
     @property
     def tokenizer_path(self) -> Path | None:
-        """The run's own ``tokenizer.json``."""
         return self.data.tokenizer_path
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -219,8 +209,7 @@ class Session:
     def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
         """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step.
 
-        Args:
-            num_rows: number of records in each file of the run, which a resume verifies.
+        ``num_rows`` is the number of records in each file of the run, which a resume verifies.
         """
         saved = self.state_dict()
         state = {**saved["state"], "rows": dict(num_rows or {})}
@@ -229,22 +218,14 @@ class Session:
         return self.saver.save(self.step, saved["tensors"], state, self.config.keep_checkpoints + extra)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> None:
-        """Load the latest good checkpoint, or stay at step 0 if there is none.
-
-        Raises:
-            RecordError: the checkpoint belongs to another model.
-        """
+        """Load the latest good checkpoint, or stay at step 0 if there is none."""
         self.saver.wait()
         checkpoint = latest_checkpoint(self.folder, on_damaged, self.saver.ranks)
         if checkpoint is not None:
             self.load(checkpoint)
 
     def load(self, checkpoint: Checkpoint) -> None:
-        """Load a checkpoint that was found good.
-
-        Raises:
-            RecordError: it belongs to another model, or gives other weights than were saved.
-        """
+        """Load a checkpoint that was found good; refused if it is another model's, or gives other weights than were saved."""
         state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
 
         def load_checked() -> dict[str, Tensor]:
@@ -281,17 +262,9 @@ class Session:
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Path | None = None) -> Session:
-    """Build a session at step 0.
+    """Build a session at step 0, with the settings filled in for the model.
 
-    Args:
-        config: the settings; ``lr`` and ``compile`` may still depend on the model's size.
-        folder: the run folder.
-        data: the tokens.
-        initial_weights: the file of the weights to start from, where it is known already.
-    Returns:
-        The session, with the settings filled in.
-    Raises:
-        ChipError: a compiled model was requested, and nothing can be compiled here.
+    ``initial_weights`` is the file of the weights to start from, where it is known already.
     """
     keep_pages()
     initial_weights = initial_weights or language_model.require_initial_weights(config.model)
@@ -348,12 +321,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
 
 
 def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:
-    """The mesh of the ranks that train together; ``None`` for one process.
-
-    Raises:
-        RecipeError: the replicas do not divide the ranks.
-        RankError: more ranks than micro-batches, or shards were requested of one process.
-    """
+    """The mesh of the ranks that train together; ``None`` for one process."""
     if here.size > config.gradient_accumulation_steps:
         raise RankError(
             f"{here.size} ranks were given a step of {config.gradient_accumulation_steps} micro-batches, and each needs one.",
@@ -406,10 +374,7 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
     """Make glibc keep large freed buffers: a training step frees and allocates the same ones again.
 
     By default every buffer above 32 MiB is mapped and unmapped each time, and each of its pages faults again; keeping
-    them makes a small model's compiled step faster. Does nothing without glibc.
-
-    Args:
-        mmap_threshold, trim_threshold: bytes; glibc's own maxima are 32 and 64 MiB.
+    them makes a small model's compiled step faster. Does nothing without glibc, whose own maxima are 32 and 64 MiB.
     """
     if platform.libc_ver()[0] != "glibc":
         return
@@ -424,14 +389,7 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """A run on the disk, whose weights are not loaded.
-
-    Args:
-        model: on the meta device.
-        config: the settings.
-        checkpoint: the newest good one.
-        tokenizer_path: the run's ``tokenizer.json``, if the data came with one.
-    """
+    """A run on the disk at its newest good checkpoint; its model is on the meta device, without weights."""
 
     model: PreTrainedModel
     config: TrainConfig
@@ -440,14 +398,7 @@ class SavedRun:
 
 
 def open_run(folder: str | Path, ranks: Ranks = ALONE) -> SavedRun:
-    """Open a run folder at its newest good checkpoint, without its weights.
-
-    Args:
-        folder: the run folder.
-        ranks: which open it together; all call this.
-    Raises:
-        RecordError: no such run, or one of a newer version, or no good checkpoint.
-    """
+    """Open a run folder at its newest good checkpoint, without its weights; all ranks call it."""
     config, data = _opened(Path(folder))
     damaged = _Damaged(Path(folder))
     checkpoint = latest_checkpoint(Path(folder), damaged.add, ranks)
@@ -457,15 +408,7 @@ def open_run(folder: str | Path, ranks: Ranks = ALONE) -> SavedRun:
 
 
 def load(folder: str | Path) -> Session:
-    """Load the session of a run folder at its newest good checkpoint, for export or sampling.
-
-    Args:
-        folder: a run folder.
-    Returns:
-        The session, without compilation or gauges.
-    Raises:
-        RecordError: no such run, or one of a newer version, or no good checkpoint.
-    """
+    """Load the session of a run folder at its newest good checkpoint, for export or sampling: not compiled, without gauges."""
     config, data = _opened(Path(folder))
     damaged = _Damaged(Path(folder))
     session = build(dataclasses.replace(config, compile=False), Path(folder), data)
@@ -494,7 +437,7 @@ class _Damaged:
         self.said.append(f"{path.name} is damaged ({reason})")
 
     def error(self) -> RecordError:
-        """What it means that no good one is left."""
+        """The error where no good one is left."""
         return RecordError(
             f"{self.folder} holds no good checkpoint{': ' + '; '.join(self.said) if self.said else ''}.",
             f"narrowgauge resume {self.folder} restarts it from step 0.",

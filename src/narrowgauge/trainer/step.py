@@ -28,13 +28,9 @@ from narrowgauge.trainer.session import Session
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
-    """One optimizer step.
+    """Take one optimizer step, and return its row of ``steps.jsonl``.
 
-    Args:
-        session: the run; it moves on by one step.
-        judgement: judges the step before the update, which is left out where the step is a spike.
-    Returns:
-        The record of ``steps.jsonl``.
+    ``judgement`` judges the step before the update, which is left out where the step is a spike.
     """
     config, optimizer = session.config, session.optimizer
     session.reader.begin()
@@ -67,7 +63,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
 
 
 def _row(session: Session, loss: float, rate: float, judgement: StepJudgement | None) -> Row:
-    """The record of a step that was just done."""
     norm, own, before = session.optimizer.grad_norm, session.optimizer.watched_grad_norm, session.tokens
     session.tokens += session.config.tokens_per_step
     known: Row = {
@@ -106,12 +101,7 @@ def differentiate(session: Session) -> torch.Tensor:
 
 
 def differentiated(session: Session, scale: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Differentiate this rank's micro-batches; the loss of each, detached.
-
-    Args:
-        session: the run.
-        scale: multiplies a loss before it is differentiated.
-    """
+    """Differentiate this rank's micro-batches, each loss multiplied by ``scale``; yields the losses as they were, detached."""
     reduction = session.reduction
     if reduction is not None:
         reduction.set_step(session.step)
@@ -133,7 +123,7 @@ def _batch(session: Session) -> list[torch.Tensor]:
 
 
 def losses(session: Session) -> Iterator[torch.Tensor]:
-    """The loss of each of this rank's micro-batches, as its share of the step's; the narrow layers learn which sequences come."""
+    """The loss of each of this rank's micro-batches, as its share of the step's; narrow layers are told which sequences come."""
     linears, config = session.linears, session.config
     if linears is not None:
         session.set_compute()
@@ -192,8 +182,7 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
 def verify(session: Session) -> None:
     """Compare what the ranks hold, and what they compute from one micro-batch of the next step; another one each time.
 
-    Raises:
-        CorruptionError: on all ranks.
+    A difference raises CorruptionError on all ranks.
     """
     config, verifier = session.config, session.verifier
     verifier.verify_state(session.step)

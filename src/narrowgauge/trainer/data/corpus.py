@@ -37,25 +37,13 @@ class Document:
 
 @dataclass(frozen=True)
 class Texts:
-    """A source that can be read repeatedly.
-
-    Args:
-        source: the user's name of the source.
-        read: yields its documents, none of them empty, in a fixed order.
-    """
+    """A source that can be read repeatedly; ``read`` yields its documents, none of them empty, in a fixed order."""
 
     source: str
     read: Callable[[], Iterator[Document]]
 
     def measure(self) -> tuple[str, int]:
-        """Read everything once to hash and measure it.
-
-        Returns:
-            The BLAKE2b-256 of all names and texts, and the bytes of the texts in UTF-8.
-
-        Raises:
-            DataError: there is no text.
-        """
+        """The BLAKE2b-256 of all names and texts, and the bytes of the texts in UTF-8; refuses a source without text."""
         state, num_bytes = hashlib.blake2b(digest_size=32), 0
         for document in self.read():
             name, text = document.name.encode(errors="replace"), document.text.encode()
@@ -72,12 +60,6 @@ def open_texts(source: str) -> Texts:
     Args:
         source: ``stdlib``, a text or ``.jsonl`` file (``text`` in each line), a folder of them, or
             ``datasets:NAME[:SPLIT]``.
-
-    Returns:
-        The source.
-
-    Raises:
-        DataError: there is no such file or folder, or the package ``datasets`` is missing.
 
     Example:
         >>> next(open_texts("stdlib").read()).name

@@ -49,14 +49,11 @@ _COPY_TOKENS = 1 << 22
 
 @dataclass(frozen=True)
 class Dataset:
-    """The tokens of a run, split for training and validation.
+    """The tokens of a run, memory-mapped and split for training and validation.
 
-    Invariant: ``batch`` is a pure function of its arguments and the tokens; ``valid_batches`` too.
+    ``folder`` is the ``data/`` folder of the run, and ``head`` the content of ``data.json`` in it.
 
-    Args:
-        folder: the ``data/`` folder of the run.
-        train, valid: the tokens, memory-mapped.
-        head: ``data.json``.
+    Invariant: ``batch`` and ``valid_batches`` are pure functions of their arguments and the tokens.
     """
 
     folder: Path
@@ -71,7 +68,6 @@ class Dataset:
 
     @property
     def num_valid_tokens(self) -> int:
-        """Number of validation tokens."""
         return len(self.valid)
 
     @property
@@ -101,11 +97,7 @@ class Dataset:
         return file if file.is_file() else None
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer stored with the run.
-
-        Raises:
-            DataError: the data came as tokens, without one.
-        """
+        """The tokenizer stored with the run; refused where the data came as tokens, without one."""
         if self.tokenizer_path is None:
             raise DataError(
                 f"No tokenizer in {self.folder}: the data came as tokens.", "Put tokenizer.json into the same folder."
@@ -113,11 +105,7 @@ class Dataset:
         return load_tokenizer(self.tokenizer_path)[0]
 
     def require_same(self, fingerprint: str) -> None:
-        """Refuse data with another fingerprint; fingerprints of older versions cover the files only.
-
-        Raises:
-            RecordError: the data or their header differ.
-        """
+        """Refuse data with another fingerprint; fingerprints of older versions cover the files only."""
         if fingerprint not in fingerprints(self.head):
             raise RecordError(
                 f"the tokens in {self.folder} are not those the run started with, or data.json declares another dtype or "
@@ -126,11 +114,7 @@ class Dataset:
             )
 
     def require(self, sequence_length: int) -> None:
-        """Refuse a sequence length that leaves no sequence for training or validation.
-
-        Raises:
-            DataError: the data, or its validation split, is shorter than one sequence.
-        """
+        """Refuse a sequence length that leaves no sequence for training or validation."""
         sides = [(self.train, "the data", "Give more text or a smaller --sequence-length.")]
         if self.head["request"]["held_out"]:
             sides.append((self.valid, "the held-out part", "Give more text, or a smaller --sequence-length."))
@@ -143,26 +127,14 @@ class Dataset:
 
     @cached_property
     def unigram_losses(self) -> np.ndarray:
-        """What each token costs under the frequencies of tokens in the training part, float32 ``[vocab_size]``, in nats."""
+        """What each token costs under the frequencies of tokens in the training data, float32 ``[vocab_size]``, in nats."""
         return unigram_losses(self.train, self.vocab_size)
 
     def batch(self, step: int, batch_size: int, sequence_length: int, seed: int) -> np.ndarray:
-        """The sequences of one step.
+        """The sequences of a step: int64 ``[batch_size, sequence_length + 1]``, inputs ``[:, :-1]`` and targets ``[:, 1:]``.
 
         Invariant: sequence i of step s is item ``s * batch_size + i`` of an infinite stream that depends on (seed,
-        sequence_length) only; each epoch of the stream holds every window once.
-
-        Args:
-            step: number of steps before this one.
-            batch_size: number of sequences.
-            sequence_length: predictions per sequence, in tokens.
-            seed: seed of the order.
-
-        Returns:
-            int64 of shape [batch_size, sequence_length + 1]: inputs are ``[:, :-1]``, targets ``[:, 1:]``.
-
-        Raises:
-            DataError: the data is shorter than one sequence.
+        sequence_length) only; each epoch of the stream holds every window once. Steps are counted from 0.
 
         Cost: about 0.1 ms plus reading the tokens.
         """
@@ -172,21 +144,10 @@ class Dataset:
         return _windows(self.train, shuffled(items, num_windows, seed), sequence_length)
 
     def valid_batches(self, batch_size: int, sequence_length: int, limit: int | None = None) -> Iterator[np.ndarray]:
-        """The validation sequences, the same ones in the same order each time.
+        """The validation sequences, int64 ``[batch_size, sequence_length + 1]``, the same ones in the same order each time.
 
-        Invariant: with a limit they are spread evenly over the validation data. All batches are full, so that a compiled
-        model sees one shape, unless there is less than one batch. Without validation data there are none.
-
-        Args:
-            batch_size: sequences per batch.
-            sequence_length: predictions per sequence, in tokens.
-            limit: maximum number of batches.
-
-        Returns:
-            An iterator of int64 [batch_size, sequence_length + 1].
-
-        Raises:
-            DataError: the data is shorter than one sequence.
+        Invariant: with a ``limit`` of batches they are spread evenly over the validation data. All batches are full, so that a
+        compiled model sees one shape, unless there is less than one batch. Without validation data there are none.
         """
         self.require(sequence_length)
         num_windows = max(0, (self.num_valid_tokens - 1) // sequence_length)
@@ -215,23 +176,19 @@ def prepare_data(
 
     Args:
         source: ``stdlib``, a text or ``.jsonl`` file, a folder of ``.txt .md .py .jsonl``, a token map (see
-            ``tokens``), or ``datasets:NAME[:SPLIT]``.
+            :mod:`narrowgauge.trainer.data.tokens`), or ``datasets:NAME[:SPLIT]``.
         folder: the run folder; created if absent.
         vocab_size: size of the tokenizer to train, or the maximum for a given one; ``None`` only with a given one.
         tokenizer: a ``tokenizer.json`` or a Hugging Face folder; ``None`` trains a byte-level BPE.
         held_out: fraction of the documents held out for validation, 0 to below 1.
-        seed: seed of the split.
-        stage: called with a description of each stage.
-
-    Returns:
-        The data, memory-mapped.
+        seed: of the split.
 
     Raises:
         DataError: the source or the tokenizer cannot be used.
         RecordError: the disk is full or not writable, or ``data/`` is damaged.
 
-    Cost: about 0.3 s per MB of text on two cores; ``stdlib`` takes 4 s the first time and is then cached
-    (see ``cache``). The text is read up to three times; one document at a time must fit in memory.
+    Cost: about 0.3 s per MB of text on two cores; ``stdlib`` takes 4 s the first time and is then cached.
+    The text is read up to three times; one document at a time must fit in memory.
     """
     if not 0 <= held_out < 1:
         raise DataError(f"held_out is {held_out} and must be at least 0 and below 1.", "0.05 holds out one in twenty.")
@@ -255,13 +212,7 @@ def prepare_data(
 
 
 def open_data(folder: Path) -> Dataset:
-    """Open the prepared data of a run.
-
-    Args:
-        folder: the run folder.
-
-    Returns:
-        The data, memory-mapped, after a check of sizes and checksums.
+    """Open the prepared data in a run folder, after a check of sizes and checksums.
 
     Raises:
         RecordError: it is missing, damaged, or from a newer version.
@@ -478,9 +429,6 @@ def unigram_losses(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
 
     Invariant: a function of the data alone, so that a resumed run has the same.
 
-    Args:
-        tokens: of the training data.
-        vocab_size: number of different tokens.
     Returns:
         float32 ``[vocab_size]``, nats: minus the logarithm of each token's share, where every token counts once more.
     Example:

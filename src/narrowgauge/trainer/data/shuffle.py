@@ -21,12 +21,8 @@ def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
 
     Args:
         items: positions in the stream, uint64.
-        num_windows: number of windows in an epoch.
-        seed: any integer.
-
     Returns:
         int64 of the same shape, values below ``num_windows``.
-
     Example:
         >>> sorted(shuffled(np.arange(5, dtype=np.uint64), 5, seed=3).tolist())
         [0, 1, 2, 3, 4]

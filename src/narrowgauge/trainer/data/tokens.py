@@ -50,7 +50,6 @@ class Tokens:
 
     Args:
         vocab_size: all tokens are below it.
-        end_of_text: the token that ends each document.
         tokenizer_json: the tokenizer, or ``None`` if it is not known.
         read: yields (hash of the document's name, its tokens) for each document.
     """
@@ -67,20 +66,13 @@ class Tokens:
 
 
 def train_tokenizer(texts: Texts, vocab_size: int, num_bytes: int) -> tuple[Tokenizer, int]:
-    """Train a byte-level BPE tokenizer.
+    """Train a byte-level BPE tokenizer, and find its end-of-text token.
 
     Invariant: the same text and size give the same tokenizer, in any process.
 
     Args:
-        texts: the training text.
-        vocab_size: maximum number of tokens, including the end-of-text token.
-        num_bytes: size of the text in bytes; of more than 16 MB a sample is used.
-
-    Returns:
-        The tokenizer (with fewer tokens than requested for a small text) and its end-of-text token.
-
-    Raises:
-        DataError: ``vocab_size`` is below 257.
+        vocab_size: maximum number of tokens, including the end-of-text token; a small text gives fewer.
+        num_bytes: size of the text; of more than 16 MB a sample is used.
 
     Cost: about 0.3 s per MB on two cores.
     """
@@ -103,14 +95,7 @@ def train_tokenizer(texts: Texts, vocab_size: int, num_bytes: int) -> tuple[Toke
 
 
 def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
-    """Read a ``tokenizer.json``, or the one in a Hugging Face folder.
-
-    Returns:
-        The tokenizer and its end-of-text token.
-
-    Raises:
-        DataError: there is none, it cannot be read, or it has no end-of-text token.
-    """
+    """Read a ``tokenizer.json``, or the one in a Hugging Face folder, and find its end-of-text token."""
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -175,13 +160,7 @@ def is_token_map(path: Path) -> bool:
 
 
 def read_tokens(path: Path) -> Tokens:
-    """Open a token map.
-
-    Args:
-        path: the folder, or ``tokens.bin`` in it.
-
-    Returns:
-        Its tokens, memory-mapped. Without ``documents.bin`` they are one document.
+    """Open a token map, its folder or the ``tokens.bin`` in it; without ``documents.bin`` it is one document.
 
     Raises:
         DataError: the map is missing, damaged, or from a newer version.
@@ -286,18 +265,13 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, end_of_text: int) -> It
 
 
 def cached_tokens(name: str, key: list[str | int], make: Callable[[], Tokens]) -> tuple[Tokens, list[str]]:
-    """Get a token map from the cache, building it if necessary.
+    """Get a token map from the cache, building it if it is missing or damaged.
 
     Args:
         name: readable part of the entry's name.
         key: everything else the tokens depend on.
-        make: builds the tokens if the entry is missing or damaged.
-
     Returns:
         The tokens, and notes for the user: none, or that the cache cannot be used.
-
-    Raises:
-        RecordError: the disk is full.
     """
     dependencies = json.dumps([SCHEMA_VERSION, version("tokenizers"), *key])
     name = f"{name}-{hashlib.blake2b(dependencies.encode(), digest_size=8).hexdigest()}"

@@ -29,11 +29,9 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True)
 class ExperimentConfig:
-    """The definition of a comparison.
+    """The definition of a comparison; no recipe and no seed is in it twice.
 
     Args:
-        recipes: none twice.
-        seeds: none twice.
         base: the settings of every run but its recipe, seed and folder.
         seconds: of training steps per run, instead of ``base.steps``.
         num_evals: validations per run, instead of ``base.eval_every``.
@@ -65,7 +63,7 @@ class ExperimentConfig:
         return plan_runs([recipe.title for recipe in self.recipes], self.seeds, out)
 
     def lr(self, recipe: Recipe) -> float | None:
-        """The peak learning rate; for a unit-scaled model among others ``None``, its own, since its rates are in other units."""
+        """The peak learning rate; ``None`` for a unit-scaled model among others, whose own default is in other units."""
         units = {one.compute.transform == "unit" for one in self.recipes}
         return None if recipe.compute.transform == "unit" and len(units) > 1 else self.base.lr
 
@@ -85,11 +83,7 @@ class ExperimentConfig:
 
     @classmethod
     def read(cls, out: Path) -> ExperimentConfig:
-        """Read the definition of the comparison in a folder.
-
-        Raises:
-            RecordError: there is none, it is damaged, or from a newer version.
-        """
+        """Read the definition in the folder of a comparison."""
         file = out / DEFINITION_FILE
         try:
             with disk_errors(file):
@@ -174,16 +168,10 @@ def _flag(name: str, value: Any) -> str:
 def read_settings(
     given: Mapping[str, Any], file: Path | None, before: ExperimentConfig | None = None
 ) -> tuple[TrainConfig, int | None]:
-    """The settings of a command line, and the validations per run unless they are given.
+    """The settings of every run from flags, over those of a file, over those of ``before``; and the validations per run.
 
-    Args:
-        given: flags, over those of the file.
-        file: a TOML file of settings, over those of ``before``.
-        before: the definition in the folder.
-    Returns:
-        The settings of every run, with one checkpoint kept unless given; and ``num_evals`` of :func:`make_config`.
-    Raises:
-        NarrowgaugeError: the file cannot be read, has an unknown key, or one that is each run's own.
+    ``before`` is the definition in the folder; without one, a run keeps one checkpoint by default. The second result is
+    ``num_evals`` of :func:`make_config`, and ``None`` where ``eval_every`` is given.
     """
     start, num_evals = (
         (TrainConfig(keep_checkpoints=KEPT_CHECKPOINTS), NUM_EVALS)
@@ -214,16 +202,7 @@ def config_of_flags(
     tokens: int | None = None,
     out: Path | None = None,
 ) -> ExperimentConfig:
-    """The definition from a command line; flags that are not given are as in the folder.
-
-    Args:
-        recipes, file, seeds, seconds, tokens, out: flags; ``None`` where not given.
-        given: settings by name.
-    Returns:
-        The definition.
-    Raises:
-        NarrowgaugeError: a contradiction.
-    """
+    """The definition from a command line; flags that are not given (``None``) are as in the folder."""
     before = read_existing(out) if out is not None and (recipes is None or is_comparison(out)) else None
     if before is not None and (recipes, file, seeds, seconds, tokens) == (None,) * 5 and not given:
         return before
@@ -248,11 +227,7 @@ def is_comparison(out: Path) -> bool:
 
 
 def read_existing(out: Path) -> ExperimentConfig:
-    """The definition of the comparison in a folder.
-
-    Raises:
-        RecordError: there is none, or it is damaged.
-    """
+    """The definition of the comparison in a folder, which must hold one."""
     if not is_comparison(out):
         raise RecordError(f"No comparison in {out}: it has no {DEFINITION_FILE}.", "Name recipes with --recipes.")
     return ExperimentConfig.read(out)
@@ -270,16 +245,10 @@ def make_config(
     """Check a definition and the settings of its runs before anything is created.
 
     Args:
-        recipes: none twice.
         base: the settings of every run; its recipe, seed, out and stop_after do not count.
         seeds: how many, from 0 on, or which ones.
-        seconds: of training steps per run, instead of ``base.steps``.
+        seconds, num_evals: those of :class:`ExperimentConfig`.
         tokens: per run, instead of ``base.steps``.
-        num_evals: validations per run, instead of ``base.eval_every``.
-    Returns:
-        The definition.
-    Raises:
-        NarrowgaugeError: a contradiction, in the definition or in the settings of a run.
     """
     require_distinct(recipes)
     numbers = seed_numbers(seeds)

@@ -44,9 +44,6 @@ class RunLog:
 
     Rows are made as those of :class:`narrowgauge.RunRecorder`: the detectors read them, and what they find is an event and a
     warning.
-
-    Args:
-        record: of the run.
     """
 
     def __init__(self, record: LoopRecord) -> None:
@@ -164,10 +161,8 @@ def compare(
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
 
     Raises:
-        NarrowgaugeError: no recipe or seed, one named twice, a function that gives no loss, or a row that is not one.
+        NarrowgaugeError: no recipe or seed, one named twice, a function that gives no loss, or a row that does not hold numbers.
         RecordError: ``out`` is not empty, or another process compares there.
-
-    Cost: that of the function's calls.
 
     Example:
         >>> def train_function(recipe, seed, log):

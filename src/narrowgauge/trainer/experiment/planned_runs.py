@@ -26,13 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """A run of a comparison.
-
-    Args:
-        label: of its recipe.
-        seed: of the initial weights and the batches.
-        folder: the run folder.
-    """
+    """A run of a comparison: the label of its recipe, its seed, and the run folder."""
 
     label: str
     seed: int
@@ -53,11 +47,7 @@ def plan_runs(labels: Sequence[str], seeds: Sequence[int], out: Path) -> list[Pl
 
 
 def seed_numbers(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """Seeds from a number of seeds, counted from 0, or from the seeds themselves.
-
-    Raises:
-        NarrowgaugeError: there is none, or one is given twice.
-    """
+    """Seeds from a number of seeds, counted from 0, or from the seeds themselves; at least one, and none twice."""
     numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not numbers or len(set(numbers)) < len(numbers):
         raise NarrowgaugeError(f"seeds = {seeds!r} was requested.", "Request at least one, none twice.")
@@ -87,15 +77,7 @@ def require_distinct(recipes: Sequence[Any]) -> None:
 def make_runs(
     runs: Sequence[PlannedRun], make_run: Callable[[int], None], progress: Progress | None = None
 ) -> list[Run]:
-    """Make every run that has not ended.
-
-    Args:
-        runs: of the comparison.
-        make_run: makes or resumes the run of an index.
-        progress: displays them.
-    Returns:
-        All runs, in the given order.
-    """
+    """Make or resume every run that has not ended, by its index; returns all of them, in the given order."""
     found = []
     for index, planned in enumerate(runs):
         if not planned.has_ended:
@@ -116,11 +98,7 @@ def compare_and_publish(runs: Sequence[Run], out: Path) -> tuple[Comparison, Pat
 
 @contextlib.contextmanager
 def hold(out: Path) -> Iterator[None]:
-    """Create a folder and lock it for this process; remove it again where an error leaves it empty.
-
-    Raises:
-        RecordError: it is a file, or another process compares there.
-    """
+    """Create a folder and lock it for this process; remove it again where an error leaves it empty."""
     with disk_errors(out):
         if out.exists() and not out.is_dir():
             raise RecordError(f"Cannot compare in {out}: it is a file.", "Choose another folder.")

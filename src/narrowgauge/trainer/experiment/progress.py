@@ -57,14 +57,7 @@ class _Lines(io.StringIO):
 
 
 class Progress:
-    """The progress of a comparison.
-
-    Args:
-        runs: of the comparison.
-        out: the folder.
-        stream: where it is printed.
-        clock: monotonic seconds.
-    """
+    """The progress of a comparison; ``clock`` gives monotonic seconds."""
 
     def __init__(
         self, runs: Sequence[PlannedRun], out: Path, stream: TextIO, clock: Callable[[], float] = time.monotonic
@@ -103,12 +96,7 @@ class Progress:
             self._live.stop()
 
     def plan(self, runs: Sequence[tuple[str, int, bool]], estimates: Mapping[str, RunEstimate]) -> None:
-        """Print how long the runs will take, and begin to measure them.
-
-        Args:
-            runs: of each, its recipe, its steps, and whether it is done.
-            estimates: by recipe; empty where none could be measured.
-        """
+        """Print how long runs (recipe, number of steps, is done) will take, and begin to measure them."""
         self.time_left = TimeLeft([(recipe, steps) for recipe, steps, _ in runs], estimates, self._clock)
         for index, (*_, is_done) in enumerate(runs):
             if is_done:
@@ -120,7 +108,7 @@ class Progress:
             self.print(f"about {duration(seconds)} for {counted(left, 'run')} (a step takes {steps} s here)")
 
     def print(self, line: str) -> None:
-        """One line, above the table; an error of the stream is kept in ``print_error``."""
+        """Print one line above the table; an error of the stream is kept in ``print_error``."""
         try:
             self._console.print(line, markup=False, soft_wrap=True)
         except OSError as error:
@@ -128,7 +116,7 @@ class Progress:
             raise
 
     def print_once(self, line: str) -> None:
-        """One line, printed once however many runs print it."""
+        """Print one line, once however many runs print it."""
         if line.strip() and line not in self._printed:
             self._printed.add(line)
             self.print(line)
@@ -165,7 +153,7 @@ class Progress:
             self.print(f"{self.num_done}/{len(self.lines)}  {recipe}, seed {seed}  {ended}  {took}{left}")
 
     def status(self, line: str) -> None:
-        """The current stage: the latest line of the run."""
+        """Show the latest line of the run as the current stage."""
         if not line.strip():
             return
         # The run's own command would resume this run alone.
@@ -174,7 +162,7 @@ class Progress:
             self.lines[self._running][2] = self.stage
 
     def stopping(self, line: str) -> None:
-        """One line, from within a signal handler: as the current stage where the bar is, since it would break the table."""
+        """Show a line from within a signal handler: where there is a bar, as the current stage, since printing breaks it."""
         if self._live is not None:
             self.status(line)
         else:
@@ -216,12 +204,7 @@ class Progress:
 
 
 class RunProgress:
-    """The screen of one run of a comparison, which updates the comparison's display.
-
-    Args:
-        progress: of the comparison.
-        num_steps: of the run.
-    """
+    """The screen of one run of a comparison, which updates the comparison's display."""
 
     def __init__(self, progress: Progress, num_steps: int) -> None:
         self.progress, self.num_steps = progress, num_steps
@@ -257,12 +240,7 @@ MAX_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class RunEstimate:
-    """The expected time of a run.
-
-    Args:
-        step_seconds: of a step.
-        once_seconds: outside the steps.
-    """
+    """The expected time of a run; ``once_seconds`` are those outside its steps."""
 
     step_seconds: float
     once_seconds: float = 0.0
@@ -272,13 +250,9 @@ class RunEstimate:
 
 
 def estimate_runs(configs: Sequence[TrainConfig]) -> dict[str, RunEstimate]:
-    """Measure a step of each recipe.
+    """Measure a step of each recipe, given the settings of one run of each; as many as fit into ``MAX_SECONDS``.
 
-    Args:
-        configs: the settings of a run of each recipe.
-    Returns:
-        By recipe, as many as can be measured within ``MAX_SECONDS``; none where a model cannot be built or does not fit,
-        which its run will report.
+    The result is empty where a model cannot be built or does not fit, which its run will report.
     """
     found: dict[str, RunEstimate] = {}
     began = time.monotonic()
@@ -294,14 +268,9 @@ def estimate_runs(configs: Sequence[TrainConfig]) -> dict[str, RunEstimate]:
 def estimate_run(config: TrainConfig) -> RunEstimate:
     """Measure an uncompiled step of a run, and the time to build the model and to warm up.
 
-    Args:
-        config: the settings of the run.
-    Returns:
-        The time of the second batch as that of a step; of the first batch where that alone took long.
-    Raises:
-        NarrowgaugeError: the model cannot be built.
+    A step takes as long as the second batch; as the first, where that alone took long.
     """
-    # Here, since torch takes seconds to load and the progress display is up before.
+    # Imported here: PyTorch takes seconds to load, and the progress display shows before.
     import numpy as np
 
     from narrowgauge.optim.accumulation import backward_in_parts
@@ -360,8 +329,6 @@ class TimeLeft:
 
     Args:
         runs: of each, its recipe and number of steps, in the order in which they run.
-        estimates: by recipe, as far as they are known.
-        clock: monotonic seconds.
     Example:
         >>> now = 0.0
         >>> time_left = TimeLeft([("bfloat16/word", 10), ("bfloat16/word", 10)], clock=lambda: now)

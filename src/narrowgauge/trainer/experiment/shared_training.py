@@ -26,7 +26,7 @@ from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig
 
 
 class Lead:
-    """What the first rank trains with, alone or with others; a context manager, which sends the others away at its end."""
+    """What the first rank trains with, alone or with others; a context manager, which ends the others' wait at its end."""
 
     def __init__(self) -> None:
         self._is_shared = False
@@ -74,12 +74,8 @@ def _first_rank_knows() -> tuple[TrainConfig, bool] | None:
 
 
 def train(config: TrainConfig, goes_on: bool, screen: Screen) -> None:
-    """Train a run of a comparison, with the threads that its recipe needs.
+    """Train a run of a comparison, or resume it where it ``goes_on``, with the threads that its recipe needs.
 
-    Args:
-        config: the settings.
-        goes_on: whether the run exists, and is resumed.
-        screen: shows the progress.
     Raises:
         NarrowgaugeError: the run failed; the message begins with the name of its folder. A divergence is no failure.
         KeyboardInterrupt: it was interrupted and has saved; all ranks stop after the same step.

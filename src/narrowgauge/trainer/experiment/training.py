@@ -54,17 +54,14 @@ def run_experiment(
     stream: TextIO | None = None,
     train: Train | None = None,
 ) -> tuple[Comparison, Path]:
-    """Make the runs of a comparison that have not ended, compare, and write the page.
+    """Make the runs of a comparison that have not ended, compare, and write the page; returns the path of the page too.
 
     Invariant: the same definition gives the same numbers except times, resumed or not.
 
     Args:
-        config: checked.
         out: the folder; new, empty, or of this very comparison. ``None`` takes ``comparisons/MODEL-N``.
         stream: for the progress display; ``None`` for standard output.
         train: makes a run; ``None`` in this process alone.
-    Returns:
-        The comparison, and the path of its page.
     Raises:
         NarrowgaugeError: the folder holds something else, or a run failed; finished runs are kept.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
@@ -270,7 +267,7 @@ def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress, *, 
 
 
 def _train_alone(config: TrainConfig, goes_on: bool, screen: Screen) -> None:
-    # Here, since torch takes seconds to load, and a mistake in the definition is reported before.
+    # Imported here: PyTorch takes seconds to load, and a mistake in the definition is reported before.
     from narrowgauge.trainer.experiment.shared_training import train
 
     train(config, goes_on, screen)

@@ -2,8 +2,8 @@
 
 The model computes in float32 throughout. Where the recipe rounds (the output of a matmul, a norm or a sum of the residual stream,
 and the gradients on their way back) the value is rounded to the recipe's dtype and kept in float32, so that each place can be
-left out alone. Sums inside a kernel stay float32, as the recipe's kernels keep them. What is rounded where is read from the
-modules: a linear layer, a norm and an attention by their class, everything else is the residual stream.
+left out alone. Sums inside a kernel stay float32, as the recipe's kernels keep them. The class of a module says what is rounded
+in it: a linear layer, a norm or an attention; everything else is the residual stream.
 
 The three matmuls of a narrow linear layer take the layer's own casts (:mod:`narrowgauge.matmul.layer_matmuls`), with its random
 bits and delayed scales; products of the cast values are computed in float32. So one cast can be left out while the others stay,
@@ -37,12 +37,9 @@ PLACES = {"input": "inputs", "weight": "weights", "gradient": "output-gradients"
 
 @dataclass(frozen=True, eq=False)
 class Casts:
-    """The casts of one layer, some of them left out.
+    """The casts of one layer, except at the ``wide`` places.
 
-    Args:
-        layer: whose compute, random bits and delayed scales; nothing in it changes.
-        wide: the places at which nothing is cast.
-        length: tokens of a sequence.
+    The layer's compute, random bits and delayed scales are used, and not changed. ``length`` is the tokens of a sequence.
     """
 
     layer: Linear
@@ -92,7 +89,6 @@ class EmulatedProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, casts: Casts) -> Tensor:
-        """The product."""
         ctx.save_for_backward(x, weight)
         ctx.casts, ctx.has_bias = casts, bias is not None
         y = casts.product("output", x, weight)
@@ -100,7 +96,6 @@ class EmulatedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The three gradients."""
         x, weight = ctx.saved_tensors
         grad = grads[0].contiguous()
         by_input = ctx.casts.product("grad_input", grad, weight)
@@ -321,7 +316,6 @@ class _Roundings(TorchFunctionMode):
         self.passes = passes
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call an operation, and round its result."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if name in _CASTS and args and _is_value(args[0]):
             asked = [_NAMED.get(name), kwargs.get("dtype"), *args[1:]]
@@ -329,7 +323,7 @@ class _Roundings(TorchFunctionMode):
             if dtype is not None and dtype.is_floating_point and dtype.itemsize < 4:
                 return self.passes.own_cast(args[0], dtype)
         if name == _KERNEL and self.passes.dtype is not None and "attention" not in self.passes.wide:
-            # The kernel itself, since it rounds inside: weights of attention before they meet the values, and going back.
+            # The kernel itself, since it rounds inside: attention weights before they multiply the values, and again in backward.
             self.passes.seen.add("attention")
             args, kwargs = tree_map(self._narrowed, (args, kwargs))
             return func(*args, **kwargs).float()

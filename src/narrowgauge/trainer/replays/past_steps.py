@@ -45,11 +45,7 @@ _OF_ONE_PROCESS: dict[str, Any] = {"replicas": 1, "offload": False, "narrow_gath
 
 
 class RecordedJudgement:
-    """Leaves out the update of a step that the run left out as a spike; stands in for the trainer's judgement.
-
-    Args:
-        row: the recorded row.
-    """
+    """Leaves out the update of a step that the run left out as a spike; stands in for the trainer's judgement."""
 
     def __init__(self, row: Row) -> None:
         self._is_left_out = "spike" in row and bool(row.get("skipped"))
@@ -75,12 +71,11 @@ class Moment:
 
     @classmethod
     def of(cls, session: Session) -> Moment:
-        """A copy of this moment."""
         saved = session.state_dict()
         return cls({name: tensor.detach().clone() for name, tensor in saved["tensors"].items()}, saved["state"])
 
     def restore(self, session: Session) -> None:
-        """Go back to it; a session of the same model and recipe."""
+        """Bring a session of the same model and recipe back to it."""
         session.optimizer.zero_grad(set_to_none=True)
         tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
         session.load_state_dict({"tensors": tensors, "state": self.state})
@@ -91,8 +86,6 @@ class PastStep:
     """A run in memory, at a state of its past.
 
     Args:
-        session: the run, after ``session.step`` steps.
-        record: its folder, read.
         started: the step of the checkpoint that it was loaded from; 0 for the initial weights.
         reasons: in sentences, why the replay may differ from the record.
         notes: what else is worth a sentence.
@@ -145,15 +138,12 @@ def replaying(
     Invariant: nothing in the run folder changes, not even a lock.
 
     Args:
-        folder: the run folder.
         step: number of the step that comes next, from 1.
         recipe: another recipe to go on in from the loaded state; its storage must hold the checkpoint's.
         prepared: called with the session once it is built, before a state is loaded: hooks on modules go here.
         perturb: called with the session at the loaded state, before any step is taken.
         say: called with a sentence before what takes a while.
         settings: other settings of the run, such as ``compile=False`` or ``fingerprints_every=1``.
-    Yields:
-        The run, ``step - 1`` steps done.
     Raises:
         RecordError: no such run or step, or its data, model or checkpoint cannot be used.
 
@@ -184,7 +174,7 @@ def _loaded(
 ) -> PastStep:
     """The session at the nearest state before a step."""
     notes: list[str] = []
-    session = _built(config, nowhere, data)  # whose folder is not the run's: a mistake here must not write there
+    session = _built(config, nowhere, data)  # in a folder of its own: a mistake here must not write into the run
     if prepared is not None:
         prepared(session)
     session.skipped_batches = skipped_batches_of(run.events)
@@ -238,13 +228,7 @@ def _threads_of(run: Run) -> Iterator[None]:
 
 
 def in_other_recipe(session: Session, recipe: Recipe, **settings: Any) -> Session:
-    """A second session at the same state in another recipe: the same stored weights and moments, cut to its storage.
-
-    Args:
-        session: the first.
-        recipe: of the second.
-        settings: other settings of the second.
-    """
+    """A second session at the same state in another recipe: the same stored weights and moments, cut to its storage."""
     config = dataclasses.replace(session.config, recipe=recipe, **settings)
     other = _built(config, session.folder, session.data)
     other.skipped_batches, other.step, other.tokens = session.skipped_batches, session.step, session.tokens
@@ -273,11 +257,7 @@ def _moments(session: Session, parameter: Tensor) -> dict[str, Tensor | int]:
 
 
 def require_finite(session: Session) -> None:
-    """Refuse a state whose weights are not finite: nothing can be compared from there on.
-
-    Raises:
-        NarrowgaugeError: they are not.
-    """
+    """Refuse a state whose weights are not finite: nothing can be compared from there on."""
     for name, parameter in session.named_parameters():
         if not bool(parameter.isfinite().all()):
             raise NarrowgaugeError(
@@ -295,13 +275,10 @@ COLUMNS = ("batch_crc", "lr", "loss", "grad_norm", "skipped", "loss_scale")
 def first_mismatch(
     recorded: Row, replayed: Row, prints: Row | None = None, printed: Row | None = None
 ) -> ReplayMismatch | None:
-    """Where a replayed step differs from the recorded one.
+    """The first column or tensor in which a replayed step differs from the recorded one, or ``None``.
 
-    Args:
-        recorded, replayed: the rows of the step.
-        prints, printed: its recorded and its replayed fingerprints, where there are both.
-    Returns:
-        The first column or tensor that differs, or ``None``.
+    ``prints`` and ``printed`` are its recorded and its replayed fingerprints, where there are both.
+
     Example:
         >>> row = {"step": 3, "loss": 2.5, "grad_norm": 1.0}
         >>> first_mismatch(row, {**row, "grad_norm": 1.25}).message
@@ -319,7 +296,7 @@ def first_mismatch(
 
 
 def is_compared(recorded: Row, prints: Row | None) -> bool:
-    """Whether a record holds of a step what another computation would change: its loss, or the fingerprints of its tensors."""
+    """Whether the record of a step holds what another computation would change: its loss, or fingerprints of its tensors."""
     return "loss" in recorded or prints is not None
 
 

@@ -128,7 +128,7 @@ def _bad_value(session: Session, row: Row, say: Callable[[str], object]) -> str:
 
 
 def _watched(session: Session) -> dict[str, Any]:
-    """What the gauges read of the next step, which this takes."""
+    """Take the next step, and return what the gauges read of it."""
     given = session.config
     session.config = dataclasses.replace(given, gauges_every=1)
     try:
@@ -278,18 +278,12 @@ class Passes:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all of it is."""
         return self.loss - self.loss == 0 and all(bool(g.isfinite().all()) for g in self.gradients.values())
 
 
 @dataclass(eq=False)
 class VariantsOfStep:
-    """Computes the variants of one step.
-
-    Args:
-        session: the run, before the step, not compiled.
-        scale: the loss scale of the step.
-    """
+    """Computes the variants of one step, from an uncompiled session before it; ``scale`` is the loss scale of the step."""
 
     session: Session
     scale: float = 1.0
@@ -311,11 +305,9 @@ class VariantsOfStep:
     # ── gradients ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def gradients(self, wide: Collection[str], *, is_reversed: bool = False) -> Passes:
-        """The passes of the step with some places widened.
+        """The passes of the step with some places of the table widened; with all of them the step is float32's.
 
-        Args:
-            wide: places of the table; with all of them the step is float32's.
-            is_reversed: the sequences of the batch in reverse.
+        With ``is_reversed`` the sequences of the batch are taken in reverse.
         """
         self._set_weights("weights" in wide)
         passes, config = self.passes, self.session.config
@@ -373,9 +365,7 @@ class VariantsOfStep:
     def update(self, passes: Passes, *, in_storage: bool = True) -> Tensors | None:
         """What a step with these gradients changes of each stored weight; ``None`` where the optimizer would leave it out.
 
-        Args:
-            passes: the gradients.
-            in_storage: in the run's own storage, else in float32.
+        With ``in_storage`` it is rounded as the run's storage rounds, else it is float32.
         """
         if not passes.is_finite:
             return None

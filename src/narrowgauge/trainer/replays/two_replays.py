@@ -94,12 +94,7 @@ def _is_located(difference: FirstDifference) -> bool:
 
 
 def common_state(one: Run, other: Run, before: int) -> int:
-    """The step of the newest checkpoint that two runs both have, with equal weights; 0 without one.
-
-    Args:
-        one, other: the runs.
-        before: the last step that it may be of.
-    """
+    """The step of the newest checkpoint, up to step ``before``, that two runs both have with equal weights; 0 without one."""
     step = before
     while step > 0:
         found = [checkpoint_before(run.path, step, lambda path, reason: None) for run in (one, other)]
@@ -141,7 +136,6 @@ def _undecided(past: PastStep) -> str:
 
 
 def _replayed(runs: tuple[Run, Run], since: int, repeated: list[_Repeated], say: Say) -> ReplayedPair:
-    """The findings of the two replays."""
     said: list[str] = []
     again: list[bool | None] = []
     for run, each in zip(runs, repeated, strict=True):
@@ -187,11 +181,8 @@ def measure_envelope(
     """How far one-ulp changes of every weight carry a tensor in one step.
 
     Args:
-        run: that is repeated.
-        step: of it.
         tensor: ``KIND:NAME`` of a fingerprint.
         num_replays: how often, each time with other signs.
-        say: called with a sentence before what takes a while.
     Returns:
         The changes of its norm, or ``None`` where the replay does not make that tensor or its norm is not finite.
 
@@ -199,7 +190,7 @@ def measure_envelope(
     """
     say(f"Repeating step {step} of {run.path} {num_replays} times with weights changed by one ulp of float32.")
     with replaying(run.path, step, fingerprints_every=1) as past, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the optimizer says that somebody changed its weights
+        warnings.simplefilter("ignore")  # the optimizer notices that its weights were changed
         before, norms = Moment.of(past.session), []
         for seed in range(num_replays + 1):
             if seed:
@@ -216,12 +207,8 @@ def measure_envelope(
 def shift_weights(session: Session, seed: int) -> None:
     """Change the weights of a session by an ulp of float32, up or down by a draw, and round them to their format at random.
 
-    What rounding changes is the last digit of a sum in float32. In a narrower format most weights are then as before, and few are
-    their neighbours: in bfloat16 one of 65,536, of each tensor one at least.
-
-    Args:
-        session: the run.
-        seed: of the draw.
+    Rounding changes the last digit of a float32 sum. So in a narrower format most weights stay, and a few become their
+    neighbours: in bfloat16 one of 65,536, and at least one of each tensor.
     """
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in session.named_parameters():
