@@ -109,7 +109,6 @@ def _compared_exactly(run: Run, other: Run, perturbations: int) -> TwoRuns:
 
 
 def _replayed(run: Path, step: int) -> ReplayedStep:
-    """The step, computed again; PyTorch is loaded for it."""
     from narrowgauge.trainer.resume_checks import require_replayable
 
     require_replayable(run, step)

@@ -102,7 +102,7 @@ def _is_open(number: int) -> bool:
 
 
 def _in_ascii(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The error handler of codecs: bytes of a path that are no text as they are, other characters as they read in ASCII."""
+    """An error handler for codecs: undecodable bytes of a path stay as they are, other characters become ASCII like them."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     found = error.object[error.start : error.end]
@@ -133,13 +133,13 @@ def say_former(old: str, new: str) -> None:
 
 def _print_error(kind: str, message: str, status: int) -> int:
     if _is_reporter(kind == "Interrupted"):
-        with contextlib.suppress(OSError):  # who would read it has left
+        with contextlib.suppress(OSError):  # its reader has left
             _echo_error(kind, message)
     return status
 
 
 def _is_reporter(is_interruption: bool) -> bool:
-    """Whether this process prints its error: of ranks the one that reports it, or, before they have met, one on each host."""
+    """Whether this process prints its error: of several ranks one does or, before they have met, one on each host."""
     if (launch := _launch()) is not None and launch.has_met():
         return True
     if is_interruption and "NARROWGAUGE_AGENT_FOLDER" in os.environ:  # which was interrupted too

@@ -170,7 +170,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
         default = (defaults or {}).get(field.name, field.default)
         default = default.to_value() if isinstance(default, Recipe) else default
         shown = "" if default is None else f"  [default: {str(default).lower()}]"
-        # The help of a setting that a rule fills in says which.
+        # A setting that a rule fills in says so in its help; another default takes the rule's place.
         help = field.metadata["help"]
         if field.name in (defaults or {}):
             help = help.partition("  [default")[0]

@@ -59,7 +59,7 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
     def launched(nproc: int | None, max_restarts: int, timeout: float | None, **others: Any) -> Any:
         if max_restarts and nproc is None:
             raise click.UsageError("--max-restarts is for ranks that --nproc starts.", click.get_current_context())
-        # Taken away: what this process starts is none of these ranks.
+        # Removed: the processes that this one starts are not among these ranks.
         if (given := os.environ.pop(SETTINGS, None)) is not None:
             settings = json.loads(Path(given).read_text(encoding="utf-8"))
             return command(launch=Launch(timeout=timeout, settings=settings), **others)
@@ -153,7 +153,6 @@ def how_to_resume(folder: Path) -> str:
 
 
 def how_to_compare_on(folder: Path) -> str:
-    """A sentence that says how to continue a comparison."""
     return f"narrowgauge compare --out {folder} goes on." if (folder / "compare.toml").is_file() else "Start it again."
 
 

@@ -99,7 +99,7 @@ def show_recipe(name: str, as_json: bool) -> None:
 @flags.json_list
 def show_environment(with_torch: bool, as_json: bool) -> None:
     """Describe this machine for an issue report: versions, processor, GPUs, kernel cache, relevant variables."""
-    # What reads the versions of packages takes longer to load than all tables.
+    # Imported here: reading the versions of packages takes longer than all tables.
     from narrowgauge.cli import environment
 
     found = environment.collect()

@@ -132,14 +132,14 @@ def linears_seconds(settings: Settings, table: Table) -> float:
 
 
 def _group_seconds(group: Sequence[Kind], settings: Settings, table: Table) -> float:
-    """One layer of each kind of a group; each setting's casts of their input once."""
+    """Seconds of one layer of each kind of a group; casts of their shared input count once for each setting."""
     own = sum(s for kind in group for name, s in table[kind.shape, settings[kind]].items() if name not in SHARED)
     firsts = {settings[kind]: kind.shape for kind in reversed(group)}
     return own + sum(table[shape, setting].get(name, 0.0) for setting, shape in firsts.items() for name in SHARED)
 
 
 def kind_operations(kind: Kind, settings: Settings, table: Table) -> dict[str, float]:
-    """The seconds of one kind's operations, of shared casts of the input its share."""
+    """The seconds of one kind's operations, with its share of shared casts of the input."""
     sharing = sum(other.group == kind.group and settings[other] == settings[kind] for other in settings)
     operations = table[kind.shape, settings[kind]]
     return {name: seconds / (sharing if name in SHARED else 1) for name, seconds in operations.items()}
@@ -167,7 +167,7 @@ def block_factor(recipe: Recipe, settings: Settings, round: Round) -> float:
 
 
 def in_blocks(recipe: Recipe, settings: Settings, round: Round) -> Round:
-    """The round with the operations of narrow layers as long as they are in a block."""
+    """The round with the operations of narrow layers scaled to the time that they take in a block."""
     plain, factor = settings_of(settings, plain_recipe(recipe)), block_factor(recipe, settings, round)
     narrow = {setting for kind, setting in settings.items() if setting != plain[kind]}
     table = {

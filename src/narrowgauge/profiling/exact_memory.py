@@ -73,9 +73,9 @@ class LayerCounts:
         return self._found[key]
 
     def _count(self, recipe: Recipe, length: int) -> LayerCount:
-        """Two numbers of tokens tell what grows with them from what does not."""
+        """Counting two numbers of tokens separates what grows with them from what does not."""
         with warnings.catch_warnings():
-            # What this processor emulates is of no interest: nothing is computed.
+            # What this processor emulates does not matter: nothing is computed.
             warnings.simplefilter("ignore", EmulationNotice)
             one, two = (
                 sum(each.num_bytes * each.num_tensors for each in layer_memory(self._config, recipe, size, length))
@@ -148,6 +148,7 @@ def layer_memory(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, se
     """What one layer of a model keeps for backward besides its parameters, the largest first.
 
     ``config`` has the keys of a Hugging Face ``config.json`` with equal layers.
+
     Cost: seconds, whatever the model's size.
     Example:
         >>> from narrowgauge.planner.inputs.model_configs import config_of
@@ -181,7 +182,7 @@ def _saved(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, length: 
                 kept.setdefault(tensor.untyped_storage()._cdata, tensor)
             return tensor
 
-        # Fake positions cannot be asked whether sequences are packed; ours are not, and then no mask is made.
+        # Fake positions have no values that say whether sequences are packed; ours are not, so no mask is made.
         unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         with unpacked, saved_tensors_hooks(pack, lambda tensor: tensor), compute_scope(recipe, torch.device("cpu")):
             model.base_model(input_ids=tokens, use_cache=False)

@@ -37,7 +37,7 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """The name of the first."""
+        """The name of the first layer."""
         return self.pattern.replace("*", "0")
 
     @property

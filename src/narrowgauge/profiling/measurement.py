@@ -163,7 +163,6 @@ def _warmed(work: Work, device: torch.device) -> int:
 
 
 def _seconds(work: Work, repeats: int, device: torch.device) -> float:
-    """Mean seconds of a call."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()
@@ -298,7 +297,6 @@ class Block:
         return stream
 
     def pass_through(self) -> None:
-        """Run forward and backward."""
         output = self.output()
         output.backward(torch.ones_like(output))
         for leaf in self.leaves:
