@@ -50,7 +50,6 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """The gradient of the rows."""
         return matmul(grads[0], ctx.layer.dequantize().to(grads[0].dtype)), None
 
 
@@ -94,7 +93,6 @@ class PackedLinear(FrozenLinear):
 
     Attributes:
         weight_codes: uint8 ``[out, in / 2]``, padded to whole blocks; the lower half is the even column.
-        weight_scales: the scales of blocks.
         tensor_scale: float32 ``[1, 1]``, which multiplies all; one where the format has none.
     """
 
@@ -166,13 +164,8 @@ def quantize_base(
 
 
 def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Give the layers of :func:`quantize_base` weights again, in place: the values of their codes. Then adapters can be merged.
+    """Give the layers of :func:`quantize_base` weights again, the values of their codes, so that adapters can be merged.
 
-    Args:
-        model: after :func:`quantize_base`.
-        dtype: of the weights.
-    Returns:
-        The model.
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
         >>> dequantize_base(quantize_base(model, "int8-row"))[0].weight.dtype

@@ -75,10 +75,8 @@ class Findings(Sequence[Finding]):
         return self._end is not None
 
     def require(self) -> Findings:
-        """Raise if anything worse than a note was found.
+        """Raise if anything worse than a note was found; else return the findings.
 
-        Returns:
-            The findings.
         Raises:
             RecipeError: with all that was found.
         """
@@ -89,18 +87,14 @@ class Findings(Sequence[Finding]):
         return self
 
     def close(self) -> Findings:
-        """Stop watching, remove every hook, and add what was seen; without effect if nothing is watched.
-
-        Returns:
-            The findings.
-        """
+        """Stop watching, remove every hook, add what was seen, and return the findings; without effect if nothing is watched."""
         if self._end is not None:
             end, self._end = self._end, None
             self._take(end())
         return self
 
     def finish(self) -> None:
-        """:meth:`close` after the last step to watch, and report by a warning and events, on the first rank."""
+        """:meth:`close` after the last step to watch; the first rank reports by a warning and events."""
         self.close()
         if all_ranks().rank != 0:
             return

@@ -15,20 +15,17 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.storages import STORAGES
 
 LOSES, STANDS_STILL = 0.01, 0.9
-"""Shares of lost changes from which a set-up loses updates, and a tensor stands still."""
+"""Fractions of lost changes from which a set-up loses updates, and a tensor stands still."""
 LATER = 0.1
-"""The part of its peak at which a schedule of the learning rate ends, as a rule."""
+"""The fraction of its peak at which a learning-rate schedule usually ends."""
 DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
 
 
 def lost_share(held: SteppedParameter, part: float = 1.0) -> float | None:
-    """The fraction of changes that rounding drops in one step at this learning rate, or at a part of it.
+    """The fraction of changes, 0 to 1, that rounding drops in one step at this learning rate, or at a part of it.
 
     Each weight is moved by the rule's largest step, or by its gradient if there is one and the rule does not normalize it, and
-    rounded as the storage does. The sums are those of the audit.
-
-    Returns:
-        0 … 1; ``None`` where the change is not known yet.
+    rounded as the storage does. The sums are those of the audit. ``None`` where the change is not known yet.
     """
     weight = sample(held.parameter.detach())
     if not _is_normalized(held):
@@ -127,9 +124,9 @@ def _second_moment_bits(each: SteppedParameter) -> int | None:
     return {torch.bfloat16: 7, torch.float16: 10}.get(dtype) if dtype is not None else None
 
 
-# Of block-scaled codes a scale moves with the largest element, and random gradients reach the next code where 1 - beta2 is half a
-# spacing: torchao's 8-bit floats and 4-bit codes are unbiased at 0.95, and 1.2 to 2 times too large from 0.99 on. Its other 8-bit
-# codes, and bitsandbytes', have spacings of 1 to 3 %: within 7 % at 0.999, which is not judged.
+# The scale of a block moves with its largest element, and random gradients reach the next code where 1 - beta2 is half a spacing:
+# torchao's 8-bit floats and 4-bit codes are unbiased at 0.95, and 1.2 to 2 times too large from 0.99 on. Its other 8-bit codes,
+# and bitsandbytes', have spacings of 1 to 3 %: within 7 % at 0.999, which is not judged.
 _MANTISSA_OF_CODES = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
 _LEVELS_OF_4_BITS = 16
 

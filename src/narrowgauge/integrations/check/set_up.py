@@ -48,15 +48,7 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
 
 @dataclass(frozen=True)
 class SteppedParameter:
-    """A parameter in an optimizer.
-
-    Args:
-        name: as the model has it.
-        parameter: the tensor.
-        group: its param group.
-        optimizer: the one that steps it.
-        storage: the row that says what is kept of it.
-    """
+    """A parameter in an optimizer, under its name in the model; ``storage`` says what is kept of it."""
 
     name: str
     parameter: Tensor
@@ -79,15 +71,9 @@ class SteppedParameter:
 
 @dataclass
 class SetUp:
-    """What is checked.
+    """What is checked: a model as given, perhaps wrapped, its optimizers without wrappers, and what was watched so far.
 
-    Args:
-        model: as given, perhaps wrapped.
-        optimizers: as torch's classes, unwrapped.
-        scaler: given by the user.
-        averages: modules or tensors that hold an average of the weights.
-        loss: given by the user.
-        seen: what was watched so far.
+    ``scaler`` and ``loss`` are the user's; ``averages`` are modules or tensors that hold an average of the weights.
     """
 
     model: nn.Module
@@ -158,11 +144,7 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """The given optimizers, without the wrappers of Accelerate and Lightning.
-
-    Raises:
-        RecipeError: something else was given.
-    """
+    """The given optimizers, without the wrappers of Accelerate and Lightning; refuses anything else."""
     found = []
     for each in given if isinstance(given, (list, tuple)) else [given]:
         inner = each
@@ -178,11 +160,7 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
 
 
 def set_up_of(model: Any, optimizer: Any, scheduler: Any, scaler: Any, average: Any, loss: Tensor | None) -> SetUp:
-    """The set-up, with the schedules of these optimizers that are alive in the process.
-
-    Raises:
-        RecipeError: what was given is no model or no optimizer.
-    """
+    """The set-up, with the schedules of these optimizers that are alive in the process; refuses what is no model or optimizer."""
     if not isinstance(model, nn.Module):
         raise RecipeError(f"check was given a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
     optimizers = optimizers_of(optimizer)
@@ -247,5 +225,4 @@ def told(names: Iterable[str], most: int = 3) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
     return str(dtype).removeprefix("torch.")

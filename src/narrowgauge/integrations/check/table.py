@@ -19,11 +19,8 @@ class Check:
     """One check.
 
     Args:
-        name: of the check and its findings.
-        looks_at: what it reads.
         severity: a key of ``SEVERITIES``; a finding may have its own.
-        find: yields the values of each finding, with ``where``.
-        message, advice: sentences that these values fill.
+        find: yields the values of each finding, with ``where``; they fill the sentences ``message`` and ``advice``.
         watched: whether it needs watched steps.
     """
 
@@ -36,7 +33,6 @@ class Check:
     watched: bool = False
 
     def run(self, set_up: SetUp) -> list[Finding]:
-        """The findings of this check."""
         return [
             Finding.filled(
                 self.name, self.message, self.advice, values,
@@ -257,7 +253,6 @@ CHECKS: dict[str, Check] = {
         ),
     )
 }  # fmt: skip
-"""Every check by its name."""
 
 
 def found_in(set_up: SetUp) -> list[Finding]:

@@ -75,15 +75,11 @@ class _Before:
 
 
 class Watch:
-    """The hooks of one watch.
+    """The hooks of one watch, which fill in ``seen``.
 
     Args:
-        model: its forward is watched.
-        optimizers: their steps are watched.
-        seen: filled in.
         is_scaled: whether a loss scaler may skip steps without a call of the optimizer.
         steps: steps of every optimizer after which ``finish`` is called; 0 for never.
-        finish: called after the last step.
     """
 
     def __init__(
@@ -290,15 +286,12 @@ UNIFORM = 2.0**-6
 
 
 class GradientTracker:
-    """Follows the gradient of one small parameter.
-
-    Args:
-        parameter: a leaf that is trained.
+    """Follows the gradient of one small parameter that is trained, a leaf.
 
     Attributes:
         num_passes: backward passes that the gradient has summed.
-        is_stale: whether the gradient of the step before was added to.
-        was_zeroed: whether zeros were added to, where ``None`` would do.
+        is_stale: whether gradients were added to those of the step before.
+        was_zeroed: whether they were added to zeros, where ``None`` would do.
     """
 
     def __init__(self, parameter: Tensor) -> None:
@@ -312,12 +305,11 @@ class GradientTracker:
         ]
 
     def remove(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
     def stepped(self) -> None:
-        """Take note of an optimizer step."""
+        """Note an optimizer step."""
         self._follows_step, self._computed = True, None
 
     def factor(self) -> float | None:

@@ -53,21 +53,12 @@ class NarrowgaugeCallback(TrainerCallback):
         self._tokens: Any = 0
 
     def take_micro_batch(self, loss: Tensor, tokens: Any) -> None:
-        """Add a micro-batch to the step that is recorded next.
-
-        Args:
-            loss: its share of the step's loss.
-            tokens: how many it trained on.
-        """
+        """Add a micro-batch to the step that is recorded next: its share of the step's loss, and its number of tokens."""
         self._loss = loss if self._loss is None else self._loss + loss
         self._tokens = self._tokens + tokens
 
     def readings(self, optimizer: Optimizer) -> dict[str, float]:
-        """What to log beside the loss.
-
-        Returns:
-            The audit's readings over its window, skipped steps, and the loss scale where there is one.
-        """
+        """What to log beside the loss: the audit's readings over its window, skipped steps, and any loss scale."""
         found: dict[str, float] = {}
         if whole := audit(optimizer).get(""):
             found = {"edq": whole.edq, "update_noise": whole.noise, "lost_fraction": whole.lost_fraction}
@@ -163,11 +154,7 @@ def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
 
 
 def _require_what_was_asked(args: TrainingArguments, optimizer: Optimizer) -> None:
-    """Refuse an optimizer of a plain Trainer that was made without a rate, or clips as the Trainer does.
-
-    Raises:
-        RecipeError: it does.
-    """
+    """Refuse an optimizer of a plain Trainer that was made without a rate, or clips as the Trainer does."""
     default = inspect.signature(type(optimizer)).parameters["lr"].default
     rates = {group.get("initial_lr", group["lr"]) / group.get("lr_factor", 1.0) for group in optimizer.param_groups}
     if rates == {default} and args.learning_rate != default:

@@ -170,7 +170,7 @@ class NarrowgaugeTrainer(_Trainer):
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """As the Trainer's, which calls it after it has wrapped or sharded the model: the accumulator is made then."""
+        """As the Trainer's, which calls it after it has wrapped or sharded the model: only then can the accumulator be made."""
         if self.recipe_optimizer is not None and self._prepared is not None:
             self._scope.close()  # of a training that was interrupted
             self._micro_batch = 0

@@ -34,7 +34,6 @@ class Optim:
     """How a name of ``TrainingArguments(optim=…)`` is understood.
 
     Args:
-        optimizer: Narrowgauge's class.
         words: the names in ``optim_args``, and how the value of each is read.
         fixed: options that the name implies.
         in_targets: whether the rule steps only ``optim_target_modules``, and AdamW the rest.
@@ -60,11 +59,7 @@ Chosen = tuple[Any, Mapping[str, Any]]
 
 
 def refuse_contradictions(args: TrainingArguments, recipe: Recipe) -> None:
-    """Refuse training arguments that contradict a recipe.
-
-    Raises:
-        RecipeError: naming the first of them, and what to do.
-    """
+    """Refuse training arguments that contradict a recipe."""
     for found, asked, reason, advice in _contradictions(args, recipe):
         if found:
             raise RecipeError(f"{asked} was requested with recipe '{recipe.name}', {reason}.", advice)
@@ -101,11 +96,7 @@ def _contradictions(args: TrainingArguments, recipe: Recipe) -> Iterator[tuple[b
 def require_whole_weights(plugin: Any, recipe: Recipe) -> None:
     """Refuse settings of Accelerate's FSDP that shard a model, or leave it unloaded, before it is prepared.
 
-    Args:
-        plugin: Accelerate's, from training arguments or from ``accelerate launch``; ``None`` where there is none.
-        recipe: the recipe.
-    Raises:
-        RecipeError: naming the setting.
+    The plugin comes from the training arguments or from ``accelerate launch``.
     """
     if plugin is None:
         return
@@ -123,14 +114,10 @@ def require_whole_weights(plugin: Any, recipe: Recipe) -> None:
 
 
 def chosen_optimizer(args: TrainingArguments, given: Chosen | None = None) -> tuple[type[Optimizer], dict[str, Any]]:
-    """The optimizer that training arguments name, and its options from them.
+    """The class of optimizer that training arguments name, and its options from them, ``lr`` and ``weight_decay`` among them.
 
-    Args:
-        args: the training arguments; ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2`` and
-            ``adam_epsilon`` are taken.
-        given: a class of Narrowgauge's instead of ``args.optim``, and options that replace those of ``args``.
-    Returns:
-        The class and its options, ``lr`` and ``weight_decay`` among them.
+    ``given`` is a class of Narrowgauge's instead of ``args.optim``, with options that replace those of ``args``.
+
     Raises:
         RecipeError: a name, class or option that Narrowgauge does not have.
     """
@@ -200,19 +187,10 @@ def make_optimizer(
     given: Chosen | None = None,
     **options: Any,
 ) -> Optimizer:
-    """Prepare a model with a recipe and the optimizer that training arguments name.
+    """Prepare a model, in place, with a recipe and the optimizer that training arguments name.
 
-    Args:
-        model: in float32, or in the recipe's visible format; changed in place.
-        args: the training arguments.
-        recipe: the recipe.
-        decays: whether ``weight_decay`` applies to a parameter.
-        given: as for :func:`chosen_optimizer`.
-        options: ``max_grad_norm``, ``seed``, ``audit_every`` and ``compile``, as for :func:`narrowgauge.prepare`.
-    Returns:
-        The optimizer; its ``state_dict()`` holds all that a resumed run needs besides the weights.
-    Raises:
-        RecipeError: as :func:`narrowgauge.prepare`, :func:`chosen_optimizer`, or no module is a target.
+    ``given`` is as for :func:`chosen_optimizer`, ``options`` as for :func:`narrowgauge.prepare`. The optimizer's
+    ``state_dict()`` holds all that a resumed run needs besides the weights.
     """
     refuse_contradictions(args, recipe)
     made, settings = chosen_optimizer(args, given)
@@ -233,11 +211,7 @@ def make_optimizer(
 
 
 def _targets(model: nn.Module, patterns: str | list[str] | None) -> set[str]:
-    """The weights of the linear layers that ``optim_target_modules`` names.
-
-    Raises:
-        RecipeError: it names none.
-    """
+    """The weights of the linear layers that ``optim_target_modules`` names."""
     if patterns is None:
         raise RecipeError("optim='galore_adamw' was requested without optim_target_modules.", "'all-linear' is one.")
     everywhere = isinstance(patterns, str) and patterns.replace("_", "-") == "all-linear"
@@ -255,7 +229,7 @@ class OptimizerFactory:
     """The class that :func:`optimizer_factory` gives a ``Trainer``, which instantiates it and calls it with the model."""
 
     def __call__(self, model: nn.Module, *, args: TrainingArguments, recipe: Recipe, **options: Any) -> Optimizer:
-        """The optimizer of a model, which is prepared with the recipe."""
+        """Prepare the model with the recipe; returns its optimizer."""
         # A method of Trainer that reads nothing of the trainer.
         decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
         return make_optimizer(model, args, recipe, decays=lambda name, _: name in decayed, **options)
@@ -272,8 +246,8 @@ def optimizer_factory(
 ) -> tuple[type[OptimizerFactory], dict[str, Any]]:
     """A recipe for a plain ``Trainer``, which prepares the model and makes its optimizer when training begins.
 
-    :class:`NarrowgaugeTrainer` does more: it clips in float32, scales losses, sums micro-batches in float32. Use this if the
-    class of the trainer cannot be changed.
+    Use it if the class of the trainer cannot be changed. :class:`NarrowgaugeTrainer` does more: it clips in float32, scales
+    losses, and sums micro-batches in float32.
 
     Args:
         args: the ``TrainingArguments``: ``learning_rate``, ``weight_decay``, ``adam_beta1``, ``adam_beta2``,

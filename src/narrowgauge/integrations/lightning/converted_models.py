@@ -38,12 +38,7 @@ _NOTE = "_narrowgauge_converted"
 
 
 class ConvertedModels:
-    """The models that one plugin has converted, while they live.
-
-    Args:
-        recipe: what they are converted to.
-        seed: of the stochastic casts.
-    """
+    """The models that one plugin has converted, while they live."""
 
     def __init__(self, recipe: Recipe, seed: int) -> None:
         self.recipe, self.seed = recipe, seed
@@ -65,11 +60,7 @@ class ConvertedModels:
         return next((trainer_of(module) for module in reversed(list(self._living()))), None)
 
     def add(self, module: nn.Module) -> None:
-        """Convert a module, unless an earlier fit has done so.
-
-        Raises:
-            RecipeError: it was converted to another recipe, or cannot be converted to this one.
-        """
+        """Convert a module, unless an earlier fit has done so; refuse one that was converted to another recipe."""
         converted, trainer = converted_of(module), trainer_of(module)
         if converted is None:
             if trainer is not None and not any(p.is_meta for p in module.parameters()):
@@ -100,11 +91,7 @@ class ConvertedModels:
             leave_storage_open(converted.model.parameters())
 
     def find(self, module: nn.Module) -> Converted:
-        """What a module, perhaps wrapped, was converted to.
-
-        Raises:
-            RecipeError: it was not.
-        """
+        """What a module, perhaps wrapped, was converted to; refuses one that was not."""
         for part in module.modules():
             if (converted := converted_of(part)) is not None:
                 return converted
@@ -116,12 +103,7 @@ class ConvertedModels:
     # ── the narrow layers ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def set_compute(self, progress: float, evaluating: bool = False) -> None:
-        """Set the computes of the narrow layers, where the recipe changes them.
-
-        Args:
-            progress: the fraction of all steps that are done.
-            evaluating: whether an evaluation comes next.
-        """
+        """Set the computes of the narrow layers, if the recipe changes them; ``progress`` is the fraction of all steps done."""
         if self.recipe.changes_compute:
             recipe = self.recipe.in_evaluation if evaluating else self.recipe
             for linears in self.linears:
@@ -130,9 +112,7 @@ class ConvertedModels:
     def place(self, size: int, micro_batch: int) -> None:
         """Set which sequences of the step come next; random bits are keyed by a sequence's place in the step.
 
-        Args:
-            size: the number of sequences of a micro-batch.
-            micro_batch: how many of the step came before on this rank.
+        A micro-batch has ``size`` sequences, and ``micro_batch`` micro-batches of the step came before on this rank.
         """
         here = all_ranks()
         for linears in self.linears:
@@ -167,11 +147,8 @@ def converted_of(module: nn.Module) -> Converted | None:
 def take_back(module: nn.Module, optimizers: Iterable[Optimizer]) -> None:
     """Read the stored weights of an earlier fit, so that the next fit's optimizer continues from them.
 
-    Warns if there are none and no checkpoint brings them.
-
-    Args:
-        module: about to be fitted; otherwise nothing is done.
-        optimizers: of the plugin's last fit.
+    Warns if there are none and no checkpoint brings them. ``optimizers`` are those of the plugin's last fit; nothing is done
+    unless a fit comes next.
     """
     converted, trainer = converted_of(module), trainer_of(module)
     if converted is None or (trainer is not None and trainer.state.fn != "fit"):
@@ -204,8 +181,7 @@ def _trained_part(module: nn.Module) -> nn.Module:
 def require_averages(recipe: Recipe, trainer: Any, has_narrow_layers: bool) -> None:
     """Refuse an average that would mix buffers: ``WeightAveraging`` pairs the model's with those of its copy by position.
 
-    Raises:
-        RecipeError: its copy has buffers, and narrow layers have added theirs between those of the model since.
+    Narrow layers have added theirs between those of the model since the copy was made.
     """
     for callback in trainer.callbacks:
         average = getattr(callback, "_average_model", None) if _is_weight_averaging(callback) else None
@@ -222,7 +198,7 @@ def _is_weight_averaging(callback: Any) -> bool:
 
 
 def require_constant(recipe: Recipe) -> None:
-    """Refuse recipes that need what Fabric does not tell a plugin: the step, and the model that is wrapped for its ranks."""
+    """Refuse recipes that need what Fabric does not tell a plugin: the step, or the model as it is wrapped for its ranks."""
     asked = {
         "phases": bool(recipe.phases),
         "another compute for evaluation": recipe.evaluation not in (None, recipe.compute),
@@ -237,11 +213,7 @@ def require_constant(recipe: Recipe) -> None:
 
 
 def number_of_steps(recipe: Recipe, trainer: Any) -> float:
-    """The number of steps of a fit, where a recipe has phases; else 0.
-
-    Raises:
-        RecipeError: the Trainer does not know it.
-    """
+    """The number of steps of a fit, where a recipe has phases; else 0. Refuses a fit of unknown length."""
     if not recipe.phases:
         return 0.0
     is_manual = not trainer.lightning_module.automatic_optimization
@@ -259,11 +231,7 @@ def number_of_steps(recipe: Recipe, trainer: Any) -> float:
 
 
 def require_recipe(optimizer: Any, recipe: Recipe) -> None:
-    """Refuse an optimizer that cannot do what a recipe says.
-
-    Raises:
-        RecipeError: it is not one of Narrowgauge's, and the recipe stores more than the model sees, or scales the loss.
-    """
+    """Refuse another library's optimizer where the recipe stores more than the model sees, or scales the loss."""
     if isinstance(optimizer, Optimizer) or (recipe.storage.visible == "float32" and not scales_loss(recipe)):
         return
     raise RecipeError(
@@ -276,12 +244,9 @@ def require_recipe(optimizer: Any, recipe: Recipe) -> None:
 def bind(optimizer: Optimizer, converted: Converted, *, first: bool = True) -> None:
     """Let a user's optimizer store a converted model's parameters as the recipe says, from their float32 values.
 
-    Parameters that have states, or were written to after the conversion, keep their values.
+    Parameters that have states, or were written to after the conversion, keep their values. The values that are taken over are
+    removed from ``converted``. The layers of the model count the steps of the ``first`` optimizer.
 
-    Args:
-        optimizer: made for the converted parameters.
-        converted: the model; the values that are taken over are removed from it.
-        first: whether the model's layers count this optimizer's steps.
     Raises:
         RecipeError: a group of another storage, or whose parameters the recipe stores differently; a group without the
             learning-rate factors that the recipe's compute needs.

@@ -21,11 +21,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def package_in_use() -> str:
-    """The package that the program has imported, ``lightning`` first; else the one that is installed.
-
-    Raises:
-        NarrowgaugeError: neither is installed.
-    """
+    """The package that the program has imported, ``lightning`` first; else the one that is installed."""
     for package in PACKAGES:
         if package in sys.modules:
             return package
@@ -37,15 +33,9 @@ def package_in_use() -> str:
 
 @cache
 def joined(part: type, name: str, room: str, base: str, package: str) -> type:
-    """A class that derives from ours and from the base in a package.
+    """The class ``name`` that derives from ours, ``part``, and from the class ``base`` in a package's module ``room``.
 
-    Args:
-        part: ours, which comes first.
-        name: of the class.
-        room, base: where in the package its base is, such as ``"callbacks"``, ``"Callback"``.
-        package: one of :data:`PACKAGES`.
-    Returns:
-        The class; the same one for the same arguments.
+    It is the same class for the same arguments.
     """
     above = getattr(import_module(f"{package}.{room}"), base)
     made = type(name, (part, above), {"__doc__": part.__doc__, "__module__": part.__module__})
@@ -53,11 +43,7 @@ def joined(part: type, name: str, room: str, base: str, package: str) -> type:
 
 
 def joined_when_asked(part: type, name: str, room: str, base: str) -> Callable[[str], type]:
-    """The ``__getattr__`` of a module with one such class, which is joined on first use.
-
-    Args:
-        part, name, room, base: as for :func:`joined`.
-    """
+    """The ``__getattr__`` of a module with one class of :func:`joined`, which is made on first use."""
 
     def find(asked: str) -> type:
         if asked != name:

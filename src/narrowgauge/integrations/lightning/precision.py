@@ -135,7 +135,7 @@ class RecipePrecision(_Base):
             module: what ``convert_module`` has converted, perhaps wrapped by DDP or Fabric.
             options: replace the plugin's own.
         Returns:
-            The optimizer, which stores the model's float32 values.
+            The optimizer, which takes over the model's float32 values.
         Raises:
             RecipeError: the plugin has not converted this model.
         """
@@ -315,11 +315,7 @@ class RecipePrecision(_Base):
     # ── clipping ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Let this step's kernel clip to the norm: no gradient is rounded for it.
-
-        Raises:
-            RecipeError: the optimizer has another ``max_grad_norm`` itself.
-        """
+        """Let this step's kernel clip to the norm, which rounds no gradient; refuse if the optimizer has another norm."""
         inner = unwrapped(optimizer)
         if isinstance(inner, Optimizer):
             self._norms.set(inner, float(clip_val))
@@ -327,22 +323,14 @@ class RecipePrecision(_Base):
             super().clip_grad_by_norm(optimizer, clip_val)
 
     def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
-        """Clip each gradient, where the optimizer does not clip by norm itself.
-
-        Raises:
-            RecipeError: it does.
-        """
+        """Clip each gradient; refuse if the optimizer clips by norm itself."""
         refuse_second_clipping(f"gradient_clip_val = {clip_val} by value", unwrapped(optimizer))
         # Gradients are still scaled here; a power of two moves no bit of the limit.
         scale = 1.0 if self.scaler is None else float(self.scaler.scale_tensor)
         super().clip_grad_by_value(optimizer, clip_val * scale)
 
     def unscale_gradients(self, optimizer: Any) -> None:
-        """Fabric's ``clip_gradients`` asks for it before it clips.
-
-        Raises:
-            RecipeError: the optimizer clips itself, or the loss is scaled and only the optimizer can unscale.
-        """
+        """Fabric's ``clip_gradients`` calls it before it clips; refuse if the optimizer clips, or if the loss is scaled."""
         refuse_second_clipping("fabric.clip_gradients()", unwrapped(optimizer))
         if self.scaler is not None:
             raise RecipeError(
@@ -407,11 +395,7 @@ __getattr__ = joined_when_asked(RecipePrecision, "NarrowgaugePrecision", "plugin
 
 
 class MicroBatchSums:
-    """The gradients of a step's micro-batches on one rank, summed in a format of their own.
-
-    Args:
-        dtype: a row of ``ng.spec.ACCUMULATIONS``; ``None`` for float32.
-        seed: of stochastic sums.
+    """The gradients of a step's micro-batches on one rank, summed in a format of their own: float32 if ``dtype`` is ``None``.
 
     Attributes:
         index: how many micro-batches of the step came before.
@@ -434,11 +418,7 @@ class MicroBatchSums:
             self._sum.step = steps
 
     def take_in(self, optimizers: Iterable[Optimizer]) -> None:
-        """Add the gradients of one micro-batch, on one rank.
-
-        Raises:
-            RecipeError: a format was named on several ranks, where DDP and FSDP2 make the sums.
-        """
+        """Add the gradients of one micro-batch; on several ranks, where DDP and FSDP2 make the sums, refuse a named format."""
         if all_ranks().size > 1:
             self.require_unnamed("on several ranks, where DDP and FSDP2 sum micro-batches")
             return
@@ -458,11 +438,7 @@ class MicroBatchSums:
         self._steps, self._sum, self.index = self.steps, None, 0
 
     def require_unnamed(self, where: str) -> None:
-        """Refuse a named format where Lightning makes the sums.
-
-        Raises:
-            RecipeError: one was named.
-        """
+        """Refuse a named format where Lightning makes the sums."""
         if self.dtype is not None:
             raise RecipeError(
                 f"accumulation_dtype='{self.dtype}' was requested {where}.", "Leave accumulation_dtype out."
@@ -470,12 +446,7 @@ class MicroBatchSums:
 
 
 class RankSums:
-    """The sum of gradients over ranks by the recipe's reduction, where it is not DDP's or FSDP2's own.
-
-    Args:
-        row: of ``ng.spec.REDUCTIONS``.
-        seed: of reductions that take random bits.
-    """
+    """The sum of gradients over ranks by the recipe's reduction, where it is not DDP's or FSDP2's own."""
 
     def __init__(self, row: Reduction, seed: int) -> None:
         self.row, self.seed = row, seed
@@ -483,15 +454,7 @@ class RankSums:
         self._fills_buckets = False
 
     def install(self, model: nn.Module, optimizer: Any, micro_batches: int) -> None:
-        """Sum a model's gradients from now on.
-
-        Args:
-            model: as Lightning has wrapped it for its ranks.
-            optimizer: gets the reduction.
-            micro_batches: ``accumulate_grad_batches``.
-        Raises:
-            RecipeError: micro-batches, which Lightning sums before they are sent.
-        """
+        """Sum the gradients of a model, as Lightning has wrapped it for its ranks, from now on."""
         if self.row.name == "native":
             return
         self.require_whole_steps(micro_batches)
@@ -500,11 +463,7 @@ class RankSums:
         optimizer.reduction = self._reduction = reduce_gradients_with(model, self.row, seed=self.seed)
 
     def require_whole_steps(self, micro_batches: int) -> None:
-        """Refuse micro-batches, which Lightning sums before they are sent.
-
-        Raises:
-            RecipeError: there are several, and the reduction is Narrowgauge's.
-        """
+        """Refuse micro-batches, which Lightning sums before they are sent."""
         if self.row.name != "native" and micro_batches > 1:
             raise RecipeError(
                 f"reduction '{self.row.name}' was requested of a recipe, and accumulate_grad_batches = {micro_batches} of the "
@@ -541,11 +500,7 @@ class StepNorms:
         self._before: dict[Optimizer, float | None] = {}
 
     def set(self, optimizer: Optimizer, norm: float) -> None:
-        """Let the next step clip.
-
-        Raises:
-            RecipeError: the optimizer has another ``max_grad_norm`` itself.
-        """
+        """Let the next step clip; refuse if the optimizer has another ``max_grad_norm`` itself."""
         if optimizer.max_grad_norm not in (None, norm):
             refuse_second_clipping(f"gradient_clip_val = {norm}", optimizer)
         self._before.setdefault(optimizer, optimizer.max_grad_norm)
@@ -558,11 +513,7 @@ class StepNorms:
 
 
 def refuse_second_clipping(what: str, optimizer: Any) -> None:
-    """Refuse to clip the gradients of an optimizer that clips them itself.
-
-    Raises:
-        RecipeError: it does.
-    """
+    """Refuse to clip the gradients of an optimizer that clips them itself."""
     norm = getattr(optimizer, "max_grad_norm", None)
     if norm is not None:
         raise RecipeError(

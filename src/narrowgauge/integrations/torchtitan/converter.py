@@ -42,8 +42,6 @@ class NarrowgaugeConverter(ModelConfigConverter):
 
     The optimizer is then ``narrowgauge_adamw(lr=…)``, which needs no recipe of its own.
 
-    Args:
-        config: the recipe.
     Raises:
         RecipeError: there is no such recipe.
     """
@@ -62,7 +60,7 @@ class NarrowgaugeConverter(ModelConfigConverter):
         """Replace the linear layers of a model's config by ones that can be swapped, in place; returns it.
 
         Raises:
-            RecipeError: it has none.
+            RecipeError: the model has no linear layers of torchtitan's.
         """
         found = [each for each in model_config.traverse(Linear.Config) if type(each[1]) is Linear.Config]
         if not found:
@@ -78,14 +76,7 @@ class NarrowgaugeConverter(ModelConfigConverter):
 
 @override(target=Linear.Config, exact=True, description="compute in a recipe of Narrowgauge")  # type: ignore[untyped-decorator]
 def linears(config: Linear.Config, *, recipe: str) -> RequestedLinear.Config:
-    """For ``--override.imports``: what :class:`NarrowgaugeConverter` does, over any config.
-
-    Args:
-        config: of each linear layer.
-        recipe: its name or ``.toml`` file.
-    Returns:
-        Its replacement.
-    """
+    """For ``--override.imports``: what :class:`NarrowgaugeConverter` does, over any config."""
     parse(recipe)
     requested: RequestedLinear.Config = derive(config, RequestedLinear.Config, recipe=recipe)
     return requested

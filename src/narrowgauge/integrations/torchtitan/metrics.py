@@ -117,7 +117,7 @@ class NarrowgaugeMetrics(MetricsProcessor):
         super().close()
 
     def _open(self, done: int) -> None:
-        """Open the run folder of a run that has done so many steps."""
+        """Open the run folder of a run that has done this many steps."""
         optimizers: list[torch.optim.Optimizer] = list(self.optimizers or ())
         parts = self.model_parts or []
         if len(parts) != 1 or len(optimizers) != 1:
@@ -176,13 +176,6 @@ def with_record(config: Trainer.Config, **fields: Any) -> Trainer.Config:
 
 @override(target=MetricsProcessor.Config, exact=True, description="a run folder of Narrowgauge")  # type: ignore[untyped-decorator]
 def metrics(config: MetricsProcessor.Config, **fields: Any) -> NarrowgaugeMetrics.Config:
-    """For ``--override.imports``: what :func:`with_record` does.
-
-    Args:
-        config: what the run would have used.
-        fields: of :class:`NarrowgaugeMetrics.Config`.
-    Returns:
-        Its replacement.
-    """
+    """For ``--override.imports``: what :func:`with_record` does, with the fields of :class:`NarrowgaugeMetrics.Config`."""
     replaced: NarrowgaugeMetrics.Config = derive(config, NarrowgaugeMetrics.Config, **fields)
     return replaced

@@ -124,7 +124,7 @@ def narrowgauge_adamw(recipe: str = "", lr: float = 8e-4, **settings: Any) -> Na
         settings: ``betas``, ``eps`` and ``weight_decay``, left out as in ``torch.optim.AdamW``; and fields of
             :class:`NarrowgaugeAdamW.Config`. To decay vectors differently, add a group with a pattern such as ``"norm|bias"``.
     Returns:
-        For ``config.optimizer``.
+        The value of ``config.optimizer``.
     """
     fields = {name: settings.pop(name) for name in ("max_grad_norm", "seed", "audit_every") if name in settings}
     given = {**SETTING_DEFAULTS, "lr": lr, **settings}
@@ -133,7 +133,7 @@ def narrowgauge_adamw(recipe: str = "", lr: float = 8e-4, **settings: Any) -> Na
 
 
 def with_recipe(config: Trainer.Config, recipe: str, **fields: Any) -> Trainer.Config:
-    """A config of torchtitan's, to train in a recipe: the model, the optimizer and the clipping.
+    """Let a config of torchtitan's train in a recipe: its model, its optimizer and its clipping.
 
     Args:
         config: changed in place. Its AdamW settings, group by group, and its schedule are kept: what torch's AdamW would decay is
@@ -158,14 +158,7 @@ def with_recipe(config: Trainer.Config, recipe: str, **fields: Any) -> Trainer.C
 
 @override(target=OptimizersContainer.Config, exact=True, description="a recipe of Narrowgauge")  # type: ignore[untyped-decorator]
 def optimizer(config: OptimizersContainer.Config, **fields: Any) -> NarrowgaugeAdamW.Config:
-    """For ``--override.imports``: the configured AdamW in the model's recipe.
-
-    Args:
-        config: what the run would have used.
-        fields: of :class:`NarrowgaugeAdamW.Config`.
-    Returns:
-        Its replacement.
-    """
+    """For ``--override.imports``: the configured AdamW in the model's recipe, with fields of :class:`NarrowgaugeAdamW.Config`."""
     replaced: NarrowgaugeAdamW.Config = derive(config, NarrowgaugeAdamW.Config, **fields)
     return replaced
 
@@ -185,7 +178,7 @@ def _groups_of(config: NarrowgaugeAdamW.Config, model_parts: list[nn.Module]) ->
 
 
 def _optimizer_of(part: nn.Module, recipe: Recipe, groups: ParamGroups, config: NarrowgaugeAdamW.Config) -> AdamW:
-    """The optimizer of a part of the model, which is prepared with the recipe."""
+    """Prepare a part of the model with the recipe; returns its optimizer."""
     _, optimizer = prepare(
         part,
         recipe,
@@ -287,12 +280,7 @@ _NAMES = ("AdamW", NAME)  # the optimizers that a group can name
 
 
 class ParamGroups:
-    """The options of each parameter, as a config's groups give them.
-
-    Args:
-        groups: the config's; of several patterns that match a name, the first counts.
-    Raises:
-        RecipeError: a group of another optimizer, without a learning rate, or with a setting that AdamW does not have.
+    """The options of each parameter, as a config's groups give them: those of the first group whose pattern matches its name.
 
     Example:
         >>> row = ParamGroupConfig(pattern="norm", optimizer_name="AdamW", optimizer_kwargs={"lr": 1e-3})
@@ -315,11 +303,7 @@ class ParamGroups:
         return self.groups[place][2]
 
     def require_cover(self, parts: Iterable[nn.Module]) -> None:
-        """Require that each trainable parameter has a group, and each group a parameter.
-
-        Raises:
-            RecipeError: naming the parameter or the pattern.
-        """
+        """Require that each trainable parameter has a group, and each group a parameter."""
         names = [name for part in parts for name, p in part.named_parameters() if p.requires_grad]
         places = {name: self._place(name) for name in names}
         for name, place in places.items():
