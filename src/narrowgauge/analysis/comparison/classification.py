@@ -1,9 +1,9 @@
 """The classification of each recipe of a comparison: decided once here, read by the verdict, the tables and the page.
 
-A recipe has a *rank*: how its losses compare with the baseline's, at the end and at equal time. It has *faults*, each
-a reason not to use it whatever its rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. And it
-is *best* in the metrics in which it beats every other usable recipe beyond chance. The thresholds stand here; that of lost
-updates is the audit's (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
+A recipe has a *rank*: how its losses compare with the baseline's, at the end and at equal time. It has *faults*, each a reason
+not to use it, whatever its rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. And it is *best*
+in the metrics in which it beats every other usable recipe beyond chance. The thresholds stand here; that of lost updates is the
+audit's (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ class Rank(Enum):
 def rank(
     difference: PairedDifference | None, loss: float, *, max_high: float = math.inf, max_half: float = math.inf
 ) -> Rank:
-    """The rank of a recipe other than the baseline.
+    """The rank of a recipe other than the baseline, by its difference from the baseline's ``loss``.
 
     Args:
-        difference: from the baseline; ``None`` where the two have no seed in common.
-        loss: the baseline's.
+        difference: ``None`` where the two have no seed in common.
         max_high: inconclusive where the interval is not clearly better or worse and reaches higher.
         max_half: inconclusive where the interval's half width is larger.
+
     Example:
         >>> rank(PairedDifference("a", 0.1, 0.02, 3), 4.0), rank(PairedDifference("a", 0.01, 0.02, 3), 4.0)
         (<Rank.WORSE: 'worse'>, <Rank.WITHIN_NOISE: 'within the noise'>)
@@ -79,11 +79,9 @@ def rank(
 
 @dataclass(frozen=True)
 class Fault:
-    """A reason not to use a recipe, as the end of a sentence that begins with its label.
+    """A reason not to use a recipe: in a few words, and with its numbers.
 
-    Args:
-        name: in a few words.
-        text: with its numbers.
+    Both continue a sentence that begins with the recipe's label.
     """
 
     name: str
@@ -95,14 +93,10 @@ class Classification:
     """What a comparison found out about one recipe.
 
     Args:
-        label: of the recipe.
-        runs: of the recipe.
         row: of ``compare.json``.
         rank: of its final loss.
-        difference: its final loss minus the baseline's, where the two have a seed in common.
-        equal_time: the row of its loss at equal time, where it has one.
-        rank_at_equal_time: of that loss.
-        faults: reasons not to use it.
+        difference: its final loss minus the baseline's; ``None`` where the two have no seed in common.
+        equal_time, rank_at_equal_time: the row and the rank of its loss at equal time, where it has one.
         late: the audit's last values of ``edq``, ``noise`` and ``lost_fraction``.
         best: the columns of ``compare.json`` in which it beats every other usable recipe beyond chance.
     """
@@ -140,7 +134,7 @@ class Classification:
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the storage adds more to late updates than they are."""
+        """Whether the storage's noise in late updates exceeds the updates."""
         return self.late_noise > MAX_NOISE
 
     @property
@@ -170,12 +164,7 @@ _NO_WORSE = (Rank.BASELINE, Rank.BETTER, Rank.WITHIN_NOISE, Rank.NEGLIGIBLE)
 
 @dataclass(frozen=True)
 class Classes(Mapping[str, Classification]):
-    """The classification of every recipe of a comparison, by label.
-
-    Args:
-        by_label: in the order of the rows.
-        baseline: the label of the recipe that the others are compared with, if any run counts.
-    """
+    """The classification of every recipe of a comparison, by label; ``baseline`` is ``None`` where no run counts."""
 
     by_label: Mapping[str, Classification]
     baseline: str | None
@@ -203,12 +192,10 @@ class Classes(Mapping[str, Classification]):
 
     @property
     def groups(self) -> dict[str, Sequence[RunStats]]:
-        """The runs of each recipe."""
         return {one.label: one.runs for one in self.values()}
 
     @property
     def loss(self) -> float:
-        """The baseline's."""
         return _loss(self[self.baseline].row) if self.baseline is not None else 0.0
 
     @property
@@ -238,9 +225,8 @@ def classify(
     """Classify every recipe of a comparison.
 
     Args:
-        groups: the runs of each recipe.
         rows: of ``compare.json``, by recipe.
-        baseline: the recipe that the others are compared with, if any run counts.
+        baseline: ``None`` where no run counts.
         equal_time: losses at equal time, a row per recipe.
     """
     loss = _loss(rows[baseline]) if baseline is not None else 0.0
@@ -277,7 +263,6 @@ def _loss(row: Row) -> float:
 
 
 def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> PairedDifference | None:
-    """From the baseline, over the seeds that both have."""
     if baseline is None or label == baseline:
         return None
     base = {run.seed: run.loss for run in groups[baseline] if run.counts}
@@ -286,7 +271,6 @@ def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: 
 
 
 def _ranks_at_equal_time(rows: Sequence[Row], baseline: str | None) -> dict[str, Rank]:
-    """The rank of each loss at equal time."""
     loss = next((float(row["val_loss"]) for row in rows if row["recipe"] == baseline), 0.0)
     # An interval that dwarfs every difference, and is not small either, is inconclusive.
     most = max(DWARFS * largest_difference(rows), WIDE * abs(loss))
@@ -300,7 +284,7 @@ def _ranks_at_equal_time(rows: Sequence[Row], baseline: str | None) -> dict[str,
 
 
 def largest_difference(rows: Sequence[Row]) -> float:
-    """Of the losses at equal time from the baseline's."""
+    """The largest difference of a loss at equal time from the baseline's."""
     return max((abs(row["difference"]) for row in rows if row["difference"] is not None), default=0.0)
 
 
@@ -372,10 +356,9 @@ def _rounded_size(row: Row) -> float:
 
 
 def beats(one: Classification, other: Classification, column: str) -> bool:
-    """Whether a recipe has the better metric beyond chance, over the seeds that both have.
+    """Whether a recipe is better in a metric beyond chance, over the seeds that both have.
 
-    The interval of a loss decides. A speed or a memory must be better with every seed, and where there is a single pair by more
-    than chance.
+    The interval of a loss decides. A speed or a memory must be better with every seed, and a single pair by more than chance.
     """
     if column == "val_loss":
         losses = [{run.seed: run.loss for run in recipe.runs if run.counts} for recipe in (one, other)]

@@ -66,15 +66,12 @@ class Comparison:
 
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
-        """From the baseline, one per other recipe that has a seed in common with it."""
+        """Those from the baseline, one per other recipe that has a seed in common with it."""
         return tuple(one.difference for one in self.classes.values() if one.difference is not None)
 
     @property
     def late(self) -> dict[str, Row]:
-        """The audit's last ``edq``, ``noise`` and ``lost_fraction`` of each recipe, which the verdict uses.
-
-        The rows hold those of whole runs.
-        """
+        """The audit's last ``edq``, ``noise`` and ``lost_fraction`` of each recipe, for the verdict; rows cover whole runs."""
         return {label: dict(one.late) for label, one in self.classes.items()}
 
     @property

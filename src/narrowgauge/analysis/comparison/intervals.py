@@ -18,15 +18,12 @@ MINUS = "\N{MINUS SIGN}"
 
 
 def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Mean of the cells' means and the half width of its 95 % interval.
+    """Mean of the cells' means and the half width of its 95 % interval, infinite where a cell has a single seed.
 
-    Cells are fixed and only seeds are random, so the variance is the sum of the cells' own, Σ s²/n, divided by the squared
-    number of cells, with Satterthwaite's degrees of freedom rounded down. One cell gives the plain t interval.
+    Each cell holds a difference for each seed. Cells are fixed and only seeds are random, so the variance is the sum of the
+    cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite's degrees of freedom rounded down. One cell
+    gives the plain t interval.
 
-    Args:
-        cells: differences, one per seed in each cell.
-    Returns:
-        The mean, and the half width, which is infinite where a cell has a single seed.
     Example:
         >>> mean, half = interval([[1.0, 2.0, 3.0]])
         >>> mean, round(half, 3)
@@ -44,13 +41,9 @@ def interval(cells: Sequence[Sequence[float]]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """A recipe's validation loss minus the baseline's, over the seeds that both have.
+    """A recipe's validation loss minus the baseline's: the mean over ``num_pairs`` seeds that both have.
 
-    Args:
-        recipe: its label.
-        mean: over seeds.
-        half: half the width of the 95 % interval; infinite for fewer than two seeds.
-        num_pairs: seeds.
+    ``half`` is half the width of the 95 % interval; infinite for fewer than two seeds.
     """
 
     recipe: str
@@ -60,17 +53,14 @@ class PairedDifference:
 
     @property
     def low(self) -> float:
-        """The lower end of the interval."""
         return self.mean - self.half
 
     @property
     def high(self) -> float:
-        """The upper end of the interval."""
         return self.mean + self.half
 
     @property
     def text(self) -> str:
-        """As it is printed."""
         return shown_difference(self.mean, self.half)
 
 

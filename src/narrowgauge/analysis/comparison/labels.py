@@ -63,16 +63,10 @@ def seed_of(run: Run) -> int:
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """A label per run, the same for runs that differ only in their seed.
+    """A label per run, in their order; the same for runs that differ only in their seed.
 
     Invariant: no two runs of one seed share a label, unless they are one run named twice.
 
-    Args:
-        runs: in any order.
-    Returns:
-        Labels, in the order of the runs.
-    Raises:
-        RecordError: a run's ``run.toml`` has no settings.
     Example:
         >>> from pathlib import Path
         >>> rates = (1e-3, 1e-4)
@@ -96,9 +90,9 @@ def _repeated(labels: Sequence[str], runs: Sequence[Run]) -> set[str]:
 
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
-    """The settings in which the runs differ, a text per run; none where they are too many to tell.
+    """The settings in which the runs differ, a text per run; empty ones where they differ in too many.
 
-    Settings that all of them record come first: a loop of one's own records few of those of the trainer.
+    Settings that all of them record come first: your own loop records few of those of the trainer.
     """
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ("recipe", "seed", "out"))
     differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
@@ -117,7 +111,7 @@ def _by_folder(runs: Sequence[Run]) -> list[str]:
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Names as they are listed in a sentence.
+    """Names as a sentence lists them.
 
     Example:
         >>> listed(["a", "b", "c"])

@@ -36,7 +36,7 @@ class LossCurve:
 
     Args:
         points: seconds and loss of each validation, in the order of time.
-        step_seconds: of the median step, where steps are timed.
+        step_seconds: of the median step; ``None`` where steps are not timed.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -44,10 +44,9 @@ class LossCurve:
 
     @classmethod
     def of(cls, run: Run) -> LossCurve:
-        """The curve of a run, over the seconds of its steps; over those of its validations where steps are not timed.
+        """The curve of a run, over the seconds of its steps, or of its validations where steps are not timed.
 
-        Steps that compile, the first of each resumed part among them, are not compared: a step of five times the median or
-        more counts as a median one.
+        A step of five times the median or more counts as a median one: it compiles, as the first step after each resume may.
         """
         known = [row for row in run.evals if row.get("val_loss") is not None]
         timed = [row for row in run.steps if row.get("seconds") is not None]
@@ -86,15 +85,10 @@ class LossCurve:
 
 
 def losses_at_common_times(curves: Sequence[LossCurve]) -> list[tuple[float, list[float]]]:
-    """The losses of several runs at the same times, each interpolated on its own curve.
+    """Times, ascending, each with the losses that several runs had then; none where the curves share no time.
 
     Invariant: the times are those of all validations that lie within every curve, and each loss is exactly
     :meth:`LossCurve.loss_at`, as in the verdict. Between two of these times every loss, and so their mean, is linear.
-
-    Args:
-        curves: of any runs.
-    Returns:
-        Times, ascending, each with a loss per curve; none where the curves share no time.
     """
     times = sorted({at for curve in curves for at, _ in curve.points})
     losses = [(at, [curve.loss_at(at) for curve in curves]) for at in times]
@@ -127,8 +121,6 @@ class RunStats:
     Args:
         label: of its recipe, as the comparison prints it.
         recipe: as recorded; ``None`` where the name is no recipe's, as it may be in your own training loop.
-        seed: as recorded.
-        run: the record.
         divergence: how the run diverged; empty where it did not.
     """
 
@@ -140,7 +132,6 @@ class RunStats:
 
     @classmethod
     def of(cls, run: Run, label: str) -> RunStats:
-        """The statistics of a run."""
         return cls(label, recipe_of(run), seed_of(run), run, divergence(run))
 
     @property
@@ -161,7 +152,6 @@ class RunStats:
 
     @cached_property
     def curve(self) -> LossCurve:
-        """Its losses over time."""
         return LossCurve.of(self.run)
 
     @property
@@ -179,7 +169,7 @@ class RunStats:
 
 
 def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
-    """The median over the runs that count of a metric's late value."""
+    """The median of a metric's late values over the runs that count."""
     known = [value for run in runs if run.counts and (value := run.late(metric)) is not None]
     return statistics.median(known) if known else None
 
@@ -197,10 +187,6 @@ def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str
 
     Invariant: losses differ by exactly their reported difference. A loss is the baseline's mean plus the mean of the paired
     differences, over the seeds that the two have in common. Where all have the same seeds it is the plain mean.
-
-    Args:
-        groups: the runs of each recipe.
-        baseline: the recipe whose losses are subtracted from the others'.
     """
     timed = {label: [run for run in group if run.counts and run.has_curve] for label, group in groups.items()}
     timed = {label: group for label, group in timed.items() if group}

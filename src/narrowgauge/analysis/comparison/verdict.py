@@ -109,7 +109,6 @@ def _size(one: Classification) -> str:
 
 
 def _too_few_seeds(classes: Classes, rivals: Sequence[Classification]) -> str:
-    """That these seeds do not decide which recipe is the cheapest."""
     base = classes[str(classes.baseline)].bytes_per_param
     names = listed(
         f"{one.label} ({'' if one.bytes_per_param is None else f'{_size(one)}, '}{difference.text})"
@@ -225,7 +224,7 @@ def _noisy(classes: Classes) -> list[str]:
 
 
 def _not_audited(classes: Classes) -> list[str]:
-    """Recipes that may lose updates without anything to show it."""
+    """Recipes that may lose updates unseen."""
     ended = [one for one in classes.values() if one.row["num_seeds"]]
     unseen = [one.label for one in ended if not one.is_audited and not one.faults]
     if not unseen or len(ended) < 2:
@@ -299,7 +298,6 @@ def at_equal_time(classes: Classes) -> list[str]:
 
 
 def _order(classes: Classes, ranked: Sequence[Classification]) -> list[str]:
-    """Which recipe leads, and how the others compare with the baseline: a sentence each."""
     first, others = ranked[0], ranked[1:]
     ranks = {one.rank_at_equal_time for one in ranked}
     if ranks <= {Rank.BASELINE, Rank.NO_INTERVAL}:
@@ -370,7 +368,7 @@ def _is_noisy(classes: Classes, one: Classification) -> bool:
 
 
 def _is_unfair(classes: Classes, runs: Sequence[RunStats]) -> bool:
-    """Whether a decaying learning rate makes the slower recipe look worse at equal time than a run of that length would."""
+    """Whether a decaying learning rate makes the slower recipe look worse at equal time than a shorter run of it would."""
     ends = [run.curve.end for run in runs if run.has_curve]
     decays = any(run.run.config.get("schedule") not in (None, "constant") for run in runs if run.has_curve)
     return classes.has_equal_steps and decays and max(ends) > 1.05 * min(ends)
@@ -387,11 +385,7 @@ _FREE = {
 
 
 def caveats(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
-    """What to know about these runs, in sentences.
-
-    Args:
-        groups: the runs of each recipe.
-    """
+    """What to know about these runs, in sentences."""
     runs = [run for group in groups.values() for run in group]
     sentences = []
     left_out = [run for run in runs if not run.counts and not run.divergence]
@@ -408,7 +402,6 @@ def caveats(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
 
 
 def _other_frameworks(runs: Sequence[RunStats]) -> list[str]:
-    """Runs that were read from other frameworks' logs."""
     foreign = list(dict.fromkeys(run.label for run in runs if run.run.is_foreign))
     if not foreign:
         return []

@@ -1,8 +1,8 @@
 """The table of causes: why a run went wrong, one entry per cause.
 
-Detectors say what happens, causes say why. A cause predicts signs, each with the probability that a run with this cause shows
-it; a sign that it does not list shows as often as in healthy runs. A cause that no sign of a record shows has an entry all the
-same: it names the measurement that confirms it. The command, the documentation, the tests and the report page read this table.
+Detectors say what happens, causes say why. A cause predicts signs, each with the probability that a run with this cause shows it;
+a sign that it does not list shows as often as in healthy runs. A cause that no record can show has an entry too, which names the
+measurement that confirms it. The command, the documentation, the tests and the report page read this table.
 
 Probabilities are rough on purpose (0.95 nearly always, 0.8 usually, 0.5 often, 0.2 sometimes): what decides is which of two
 causes predicts a sign at all.
@@ -26,18 +26,16 @@ class Cause:
     """One reason for a run to go wrong.
 
     Args:
-        name: its key in the table.
-        title: a few words.
         effect: what it does to a run.
         remedy: what to do; ``{module}``, ``{storage}`` and ``{compute}`` stand for the module where it shows, the storage that
             keeps updates, and a compute with more range.
         source: where the cause and its signature are described.
         predicts: by sign: how likely a run with this cause shows it.
         applies: whether a run can have it at all.
-        prior: how often, relative to the other causes, before anything is known.
+        prior: how often it occurs, relative to the other causes, before anything is known.
         replay: what a replay of the step would show.
         measure: the measurement that confirms it, where no sign of a record does.
-        required: signs of which one at least must be present for the cause to be considered; none: any sign will do.
+        required: signs of which at least one must be present for the cause to be considered; none: any sign will do.
         notes: signs that are mentioned where none of the required ones is present: a setting without an effect.
         spreads: whether signs that show later may be its consequences; a cause that only slows learning has none.
     """

@@ -34,7 +34,7 @@ NUM_ALTERNATIVES = 3
 MAX_LINES = 10
 """Lines of :meth:`Diagnosis.text`, for a ticket."""
 LEAST_STEPS = 20
-"""Steps with a loss from which a run without a sign is called healthy: as many as it takes to judge a spike."""
+"""The fewest steps with a loss for which a run without a sign is called healthy: as many as it takes to judge a spike."""
 _CHAIN = 4
 
 
@@ -43,7 +43,6 @@ class CauseFinding(Finding):
     """A cause of what a run shows: a finding that knows its evidence. ``where`` is the tensor in which it shows first.
 
     Args:
-        cause: what it is.
         probability: of this cause, among all that the run can have.
         chain: its signs that are present, by step.
         against: signs that it predicts and the run lacks.
@@ -92,11 +91,11 @@ class Diagnosis:
         findings: the most likely one first; empty where nothing is wrong or nothing can be said.
         verdict: one sentence.
         causes: every cause that the run can have, with its probability, before anything was explained.
-        next_measurement: what would distinguish the causes in question.
+        next_measurement: what would distinguish the likely causes.
         missing: what the record does not hold, one sentence each.
         signs: every sign that is present, by step.
         notes: settings and changes that lose something and show no effect, one sentence each.
-        is_enough: whether the record holds so many steps with a loss that a run without a sign may be called healthy.
+        is_enough: whether enough steps have a loss to call a run without a sign healthy.
         replay: one of its steps, computed again, if any was.
     """
 
@@ -168,14 +167,16 @@ def diagnose(
 
     Args:
         run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
-        other: a second run that should have been equal: where the two part, and why.
-        replay: a step of the run, computed again by :func:`narrowgauge.replay_step`: what it showed counts as evidence.
+        other: a second run that should have been equal: where the two first differ, and why.
+        replay: a step of the run that :func:`narrowgauge.replay_step` computed again: what it showed counts as evidence.
+
     Returns:
-        The findings with their evidence, what else it could be, and what would tell; of two runs, where they part.
+        The findings with their evidence, what else it could be, and what to measure next; of two runs, where they differ.
+
     Raises:
         RecordError: there is no run, or its record is damaged.
 
-    Cost: below a second for 10,000 steps; samples of many tensors over which detectors have yet to run take longer.
+    Cost: below a second for 10,000 steps; longer where detectors have yet to run over samples of many tensors.
 
     Example:
         >>> import tempfile, narrowgauge as ng
@@ -195,7 +196,6 @@ def diagnose(
 
 
 def _diagnosis(evidence: Evidence) -> Diagnosis:
-    """What one run's evidence says."""
     seen = observe(evidence)
     causes = ranked_causes(evidence, seen)
     found = named_causes(evidence, seen)
@@ -217,7 +217,6 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
 
 
 def _notes(evidence: Evidence, seen: Observations) -> Iterator[str]:
-    """Settings and changes that lose something and show no effect."""
     for cause in CAUSES.values():
         if cause.applies(evidence) and not is_considered(cause, seen):
             for name in cause.notes:

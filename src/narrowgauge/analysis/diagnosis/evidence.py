@@ -1,6 +1,6 @@
-"""Evidence: a run's record, read once, in the form in which signs ask for it.
+"""Evidence: a run's record, read once, in the form that signs need.
 
-A sign asks for a column of the steps, a metric of the gauges, a kind of event or a setting, by names such as ``steps.grad_norm``,
+A sign reads a column of the steps, a metric of the gauges, a kind of event or a setting, by names such as ``steps.grad_norm``,
 ``updates.edq``, ``events.loss_spike`` and ``config.lr``. :meth:`Evidence.has` says whether the record holds it, so that what was
 not recorded is unknown, and never taken for absent. Series of gauges are sorted by tensor once, for all signs together.
 """
@@ -33,7 +33,6 @@ class Evidence:
     """One run, read once.
 
     Args:
-        run: its record.
         recipe: what it trained in; ``None`` where the record does not say.
         missing: what could not be read, and why, one sentence each.
         replay: one of its steps, computed again, if any was.
@@ -59,7 +58,6 @@ class Evidence:
 
     @property
     def compute(self) -> str:
-        """The name of the compute, or empty."""
         return self.recipe.compute.name if self.recipe is not None else ""
 
     @property
@@ -71,14 +69,12 @@ class Evidence:
 
     @property
     def hidden_size(self) -> int | None:
-        """The model's, or ``None`` where the record does not tell it."""
         model = self.run.run.get("model")
         size = model.get("hidden_size") if isinstance(model, dict) else None
         return size if isinstance(size, int) and size > 0 else None
 
     @property
     def first_step(self) -> int:
-        """The first step that was recorded."""
         return int(self.run.steps[0]["step"]) if self.run.steps else 0
 
     @property
@@ -125,7 +121,7 @@ class Evidence:
 
     @cached_property
     def events(self) -> dict[str, list[Row]]:
-        """The events by kind. Of a kind that none is recorded of, those that the rows raise: not every writer has detectors."""
+        """The events by kind; a kind without any has those that the rows raise now: not every writer has detectors."""
         found: dict[str, list[Row]] = {}
         for row in self.run.events:
             found.setdefault(str(row.get("kind")), []).append(row)
@@ -144,12 +140,7 @@ class Evidence:
         return [event.row() for event in events]
 
     def raised_by(self, *detectors: str) -> list[Row]:
-        """The events of some detectors, by step.
-
-        Args:
-            detectors: keys of :data:`~narrowgauge.analysis.monitor.detectors.DETECTORS` and
-                :data:`~narrowgauge.runs.events.RAISED_BY`.
-        """
+        """The events that these detectors, or keys of :data:`~narrowgauge.runs.events.RAISED_BY`, raised, by step."""
         rows = [event for events in self.events.values() for event in events if event.get("detector") in detectors]
         return sorted(rows, key=step_of)
 
@@ -183,14 +174,11 @@ class Evidence:
         return tables
 
     def metric(self, table: str, metric: str, kind: str = "") -> dict[str, list[tuple[int, float]]]:
-        """One metric of all tensors over the sampled steps.
+        """One metric of all tensors: by tensor, the steps and values, without those that are null.
 
         Args:
             table: of the gauges, such as ``updates``.
-            metric: of that table, such as ``edq``.
             kind: of tensors, such as ``weight``; all if empty.
-        Returns:
-            By tensor: steps and values, without those that are null.
         """
         place = list(METRICS[table]).index(metric)
         found = {}
@@ -202,7 +190,7 @@ class Evidence:
                 found[name] = values
         return found
 
-    # ── what its recipe and settings make possible: all of it where the record does not name the recipe ──────────────────
+    # ── what its recipe and settings make possible: everything where the record does not name the recipe ─────────────────
 
     def in_float16(self) -> bool:
         """Whether anything is computed in float16."""
@@ -244,7 +232,6 @@ class Evidence:
         return self.recipe is not None and self.recipe.compute.transform == "unit"
 
     def on_ranks(self) -> bool:
-        """Whether several processes train together."""
         return self.num_ranks > 1
 
     def accumulates(self) -> bool:
@@ -252,7 +239,6 @@ class Evidence:
         return (self.number_of("gradient_accumulation_steps") or 2) > 1
 
     def was_resumed(self) -> bool:
-        """Whether the run was resumed."""
         return bool(self.resumes)
 
     # ── what the record holds ────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,7 +287,7 @@ class Evidence:
         }
 
     def _could_raise(self, kind: str) -> bool:
-        """Whether an event of that kind would have been raised: a detector had what it reads, or one was."""
+        """Whether an event of that kind would have been raised: a detector had what it reads, or there is one."""
         if kind in self.events:
             return True
         metrics = {row.metric for row in DETECTORS.values() if row.kind == kind}
@@ -322,13 +308,12 @@ _COMPUTED = {
 
 
 def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidence:
-    """Read a run.
+    """Read a run; what is damaged or was not recorded is listed as missing.
 
     Args:
         run: its folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
         replay: one of its steps, computed again.
-    Returns:
-        The evidence; what is damaged or was not recorded is listed as missing.
+
     Raises:
         RecordError: there is no run, or its steps cannot be read.
     """
@@ -354,7 +339,6 @@ def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidenc
 
 
 def _missing_rows(run: Run) -> Iterator[str]:
-    """Rows of steps that are missing or out of order."""
     steps = [step_of(row) for row in run.steps]
     if not steps:
         yield "the steps: no row of a step was written"

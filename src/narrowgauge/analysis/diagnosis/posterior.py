@@ -1,9 +1,9 @@
 """From signs to causes: how likely each cause is, which signs it leaves unexplained, and what to measure next.
 
 The probability of a cause is proportional to its prior times the product, over the signs that are known, of how likely a run with
-this cause shows or lacks each. One cause is taken at a time; the signs that it predicts are then explained, and the rest is asked
-again, so that a run may have several. Where no cause is likely enough, nothing is claimed: the next measurement is the unknown
-sign whose answer is expected to lower the uncertainty over the causes in question most, for its cost.
+this cause shows or lacks each. One cause is named at a time; the signs that it predicts are then explained, and the causes of the
+rest are ranked anew, so that a run may have several. Where no cause is likely enough, none is named: the next measurement is the
+unknown sign that is expected to lower the uncertainty over the likely causes most for its cost.
 
 Source: naive Bayes; explaining away: Pearl 1988; the expected entropy after a test: de Kleer and Williams 1987, Diagnosing
 multiple faults.
@@ -29,7 +29,7 @@ MAJORITY = 0.5
 EXPECTED = 0.6
 """From this probability on the absence of a sign speaks against a cause."""
 CONSEQUENCE = 0.4
-"""Share of faults that show a sign later on which is none of their own."""
+"""Share of faults that later show a sign that is not their own."""
 MAX_FINDINGS = 4
 FLAG, REPLAY, SECOND_RUN = 1.0, 2.0, 10.0
 """Costs of measurements, relative to each other: a flag of the next run, a replay of one step of this one, another run."""
@@ -67,13 +67,11 @@ class Measurement:
 def sign_probability(cause: Cause, sign: str, base_rate: float | None = None, is_consequence: bool = False) -> float:
     """How likely a run with this cause shows a sign: as predicted, but not less often than healthy runs do.
 
-    Of a sign that says more of another one, what is predicted holds as it is: that other one is there and this cause's own.
+    For a sign that is ``given`` another one, the prediction counts as it is: the other sign is present, and due to this cause.
 
     Args:
-        cause: the cause.
-        sign: the sign's name.
         base_rate: share of the healthy runs of this length that show it; ``None``: of short ones.
-        is_consequence: another cause came before the sign, so that whatever follows may be due to that.
+        is_consequence: another cause came before the sign, so that it may be due to that.
     """
     base = max(SIGNS[sign].base_rate if base_rate is None else base_rate, CONSEQUENCE if is_consequence else 0.0)
     if SIGNS[sign].given and sign in cause.predicts and not is_consequence:
@@ -82,11 +80,9 @@ def sign_probability(cause: Cause, sign: str, base_rate: float | None = None, is
 
 
 def ranked_causes(evidence: Evidence, seen: Observations, onset: float = math.inf) -> list[Ranked]:
-    """All causes that the run can have, the most likely one first.
+    """All causes that the run can have, the most likely one first; unknown signs do not count.
 
     Args:
-        evidence: of the run.
-        seen: by sign; unknown ones do not count.
         onset: the step at which another cause began: what shows from there on may be a consequence.
     """
     logs = {
@@ -102,11 +98,7 @@ def ranked_causes(evidence: Evidence, seen: Observations, onset: float = math.in
 
 
 def healthy_share(causes: Sequence[Ranked]) -> float:
-    """How likely nothing is wrong, against the likeliest fault alone: the many others add up to no rival.
-
-    Args:
-        causes: all that a run can have.
-    """
+    """How likely nothing is wrong, against the likeliest fault alone: the many others add up to no rival."""
     healthy = sum(row.probability for row in causes if row.cause.name == HEALTHY)
     rival = max((row.probability for row in causes if row.cause.name != HEALTHY), default=0.0)
     return healthy / (healthy + rival) if healthy > 0 else 0.0
@@ -122,14 +114,14 @@ def _log_likelihood(cause: Cause, seen: Observations, onset: float) -> float:
     for name, observation in seen.items():
         if observation.state != "unknown":
             shown = sign_probability(cause, name, observation.base_rate, _may_follow(observation, name, onset))
-            # Signs of a minority of cases come together or not at all: their absence would count once, which is next to nothing.
+            # Signs of a minority of cases come together or not at all: their absence counts once, which is next to nothing.
             absent = 1 - (shown if shown >= MAJORITY else observation.base_rate)
             log += math.log(shown if observation.state == "present" else absent)
     return log
 
 
 def _may_follow(observation: Observation, sign: str, onset: float) -> bool:
-    """Whether a sign may be due to what began at a step: those of durations never are, nor those of settings."""
+    """Whether a sign may be due to what began at a step: signs of durations and of settings never are."""
     return observation.step is not None and observation.step >= onset and not SIGNS[sign].is_of_time
 
 
@@ -152,9 +144,6 @@ def signs_against(cause: Cause, seen: Observations) -> list[str]:
 def named_causes(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ranked]]]:
     """The causes that explain a run, one after the other, until nothing is left to explain or none is likely enough.
 
-    Args:
-        evidence: of the run.
-        seen: by sign.
     Returns:
         Each cause with all others at the time it was chosen; empty where the run is healthy or nothing is likely enough.
     """
@@ -177,7 +166,7 @@ def named_causes(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, l
 
 
 def _first_sure(causes: Sequence[Ranked], seen: Observations) -> tuple[Ranked, float] | None:
-    """The likeliest cause that stands out among its rivals; two causes that nothing tells apart do not hide a third."""
+    """The likeliest cause that stands out among its rivals; two causes that no sign distinguishes do not hide a third."""
     unsure: list[Ranked] = []
     for first in causes:
         if first.cause.name == HEALTHY or any(_is_rival(row.cause, first.cause, seen) for row in unsure):
@@ -190,24 +179,18 @@ def _first_sure(causes: Sequence[Ranked], seen: Observations) -> tuple[Ranked, f
 
 
 def _is_rival(cause: Cause, other: Cause, seen: Observations) -> bool:
-    """Whether another cause explains a sign that this one does, or is this one, or none at all.
+    """Whether another cause explains a sign that this one does; this one and health always count.
 
-    Others may be there as well: a slow loader and a batch of noise are no alternatives of each other.
+    Other causes may be there as well: a slow loader and a batch of noise do not exclude each other.
     """
     explains = set(signs_explained(cause, seen))
     return other in (cause, CAUSES[HEALTHY]) or bool(explains & set(signs_explained(other, seen)))
 
 
 def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ranked]) -> Measurement | None:
-    """The measurement that distinguishes the causes in question at the least cost.
+    """The measurement with the largest expected loss of entropy for its cost.
 
-    Args:
-        evidence: of the run.
-        seen: by sign.
-        causes: with their probabilities.
-    Returns:
-        The measurement with the largest expected loss of entropy for its cost; ``None`` where one cause alone is in question, or
-        nothing distinguishes them.
+    ``None`` where one cause alone is in question, or nothing distinguishes them.
     """
     asked = [row for row in causes if row.probability >= _ALIKE]
     if len(asked) < 2:
@@ -242,7 +225,7 @@ def _cost(sign: Sign) -> float:
 
 
 def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
-    """Whether a flag would record a sign: not one that another sign must precede, nor one of several ranks on one."""
+    """Whether a flag would record a sign: not if another sign must come first, or on one rank if it takes several."""
     row = SIGNS[sign]
     if row.given and seen[row.given].state != "present":
         return False
@@ -256,7 +239,7 @@ def _can_be_recorded(sign: str, evidence: Evidence, seen: Observations) -> bool:
 
 
 def _gain(shares: list[tuple[Cause, float]], sign: str) -> float:
-    """The entropy over causes, less the one that is expected once a sign is known."""
+    """The entropy over causes, less what is expected to remain once a sign is known."""
     chances = [sign_probability(cause, sign) for cause, _ in shares]
     shown = sum(share * p for (_, share), p in zip(shares, chances, strict=True))
     after = 0.0

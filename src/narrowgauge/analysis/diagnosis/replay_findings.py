@@ -1,9 +1,10 @@
 """What replays find: of one step, computed again in several ways, and of two runs, computed again side by side.
 
-The steps themselves are replayed in :mod:`narrowgauge.trainer.replays`, which needs PyTorch; this is what is left of them.
+:mod:`narrowgauge.trainer.replays` replays the steps, which needs PyTorch; their results, held here, need none.
 
-A *place* is where a step rounds. Each is widened to float32 alone, all others as they were: what then remains of the difference
-to the step in float32 is not from there. The replay, the command, the documentation and the tests read :data:`REPLAY_VARIANTS`.
+A *place* is where a step rounds. Each place is widened to float32 alone, with all others as they were: what this removes of the
+difference to the step in float32 came from there. The replay, the command, the documentation and the tests read
+:data:`REPLAY_VARIANTS`.
 """
 
 from __future__ import annotations
@@ -16,15 +17,14 @@ from typing import Any
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 
 HELD = "held:"
-"""What the name of a tensor begins with that the run itself found changed between two steps."""
+"""The prefix of a tensor that the run itself found changed between two steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayMismatch:
-    """Where a replay parts from the record.
+    """Where a replay first differs from the record.
 
     Args:
-        step: of the run.
         what: the column of ``steps.jsonl``, or the tensor; ``held:NAME``: the run itself found it changed between two steps.
         recorded, replayed: the two values; of a tensor its norms.
     """
@@ -36,7 +36,6 @@ class ReplayMismatch:
 
     @property
     def message(self) -> str:
-        """One sentence."""
         if self.what.startswith(HELD):
             name = self.what.removeprefix(HELD)
             return (
@@ -54,7 +53,6 @@ class ReplayVariant:
     """One way to compute the step once more.
 
     Args:
-        name: its key in the table.
         changed: what differs from the run's own step.
         shows: what its difference to the step in float32 says.
         is_widening: one place is widened; the other rows are what they are compared with.
@@ -101,7 +99,6 @@ _ROWS = (
 )  # fmt: skip
 
 REPLAY_VARIANTS: dict[str, ReplayVariant] = {row.name: row for row in _ROWS}
-"""All rows by name."""
 WIDENINGS: tuple[str, ...] = tuple(row.name for row in _ROWS if row.is_widening)
 
 
@@ -125,9 +122,9 @@ def variant_table() -> Table:
 # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SHARE = 0.5
-"""From this share on a widening is named as what removes most of a difference."""
+"""The least share of a difference that a widening removes to be named as its cause."""
 ORDER = 4.0
-"""The order of sums alone explains a difference up to so many times what another order makes."""
+"""The order of sums alone explains a difference up to so many times that of another order."""
 EXACT = 1e-5
 """A relative difference to the step in float32 that sums in float32 make by themselves."""
 _SHOWN, _LINES = 4, 10
@@ -135,10 +132,10 @@ _SHOWN, _LINES = 4, 10
 
 @dataclass(frozen=True, slots=True)
 class VariantResult:
-    """One computation of the step, against the step in float32.
+    """One computation of the step, compared with the step in float32.
 
     Args:
-        name: of :data:`~narrowgauge.analysis.diagnosis.replay_findings.REPLAY_VARIANTS`.
+        name: a key of :data:`REPLAY_VARIANTS`.
         loss, gradient, update: relative differences to the step in float32; of other orders to the same step in the first order.
             ``None`` where there is none: it is not finite, or the variant does not change it.
         gradient_share, update_share: how much of the run's own squared difference a widening removes, at most 1.
@@ -162,19 +159,18 @@ class ReplayedStep:
 
     Args:
         run: the run's name.
-        step: its number.
         started: the step of the checkpoint that the replay began from; 0 for the initial weights.
-        mismatch: where the replay parts from the record, if it does.
+        mismatch: where the replay first differs from the record, if it does.
         loss, grad_norm: of the replayed step.
         bad_value: the operation that made the first value that is not finite, or empty.
         variants: by the table's order.
-        unexplained: the share of the step's squared difference to float32 that no place of the table stands for.
+        unexplained: the share of the step's squared difference to float32 that no place of the table accounts for.
         losses: by parameter, the share of its elements whose update the storage rounded away; those with most.
         lost_share: the same share of all elements.
         edq: the part of the intended update that arrived, over all tensors; 1 is all.
         watched: what the gauges read of the step: by table, tensor and metric.
-        is_compared: whether the record holds of this step what could be compared.
-        reasons: what makes it another computation than the run's, so that it may part from the record, in sentences.
+        is_compared: whether the record holds anything of this step to compare with.
+        reasons: why it is not the run's own computation, so that it may differ from the record, in sentences.
         notes: what else is worth a sentence.
     """
 
@@ -197,7 +193,7 @@ class ReplayedStep:
 
     @property
     def is_the_run(self) -> bool | None:
-        """Whether it is the run's own step to the last digit; ``None`` where nothing tells."""
+        """Whether it is the run's own step to the last digit; ``None`` where the record cannot tell."""
         return False if self.mismatch is not None else True if self.is_compared else None
 
     def variant(self, name: str) -> VariantResult | None:
@@ -361,7 +357,6 @@ RESULT_COLUMNS = (
     ),
     *text_columns(gradient_differs_most_in="tensor"),
 )
-"""Columns of :func:`variant_results`."""
 
 
 def variant_results(variants: Sequence[VariantResult]) -> list[Row]:
@@ -390,12 +385,9 @@ MARGIN = 4.0
 
 @dataclass(frozen=True, slots=True)
 class MeasuredEnvelope:
-    """How far one-ulp changes of all weights carry one tensor in one step.
+    """How far one-ulp changes of all weights carry one tensor (``KIND:NAME``) in one step.
 
-    Args:
-        step: of the replays.
-        tensor: ``KIND:NAME``.
-        changes: of its norm, relative, one for each replay.
+    ``changes`` are those of its norm, relative, one for each replay.
     """
 
     step: int
@@ -423,15 +415,15 @@ class MeasuredEnvelope:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedPair:
-    """Both runs computed again, from the last state that they have in common.
+    """Two runs, computed again from the last state that they have in common.
 
     Args:
         since: the step of that state.
         repeats: whether each replay has the bits of its record; ``None`` where ranks summed in another order than one process.
-        agree: the replays are equal to each other in every step, so that nothing the runs were given parts them.
-        said: where a replay parts from its record, a sentence each.
-        persists: whether a run that cannot be repeated parts from its replay again after a later checkpoint, if it has one.
-        envelope: of the tensor in which they part, if it was measured.
+        agree: the replays are equal to each other in every step, so that the runs do not differ by what they were given.
+        said: where a replay differs from its record, a sentence each.
+        persists: whether a run that cannot be repeated differs from its replay again after a later checkpoint, if it has one.
+        envelope: of the tensor in which the runs first differ, if it was measured.
     """
 
     since: int
@@ -447,7 +439,6 @@ class ReplayedPair:
         return self.agree and False in self.repeats
 
     def sentences(self) -> list[str]:
-        """What it says, for a ticket."""
         found = []
         if self.repeats == (True, True):
             found.append(f"both were computed again from step {self.since} on, with the bits of their records")
@@ -457,7 +448,6 @@ class ReplayedPair:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """As values for JSON."""
         envelope = self.envelope
         return {
             "since": self.since,

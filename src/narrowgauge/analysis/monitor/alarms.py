@@ -44,7 +44,7 @@ class _State:
     is_active: bool = False
 
     def update(self, detector: Detector, trips: bool, recovers: bool) -> bool:
-        """Count one value; whether the detector becomes active with it."""
+        """Count one value, and return whether the detector becomes active with it."""
         self.num_bad = self.num_bad + 1 if trips else 0
         self.num_good = self.num_good + 1 if recovers else 0
         begins = not self.is_active and self.num_bad >= detector.consecutive
@@ -52,13 +52,12 @@ class _State:
         return begins
 
     def baseline(self, detector: Detector) -> float | None:
-        """The median of earlier values: the latest, or the lowest so far."""
+        """The median of earlier values, or the lowest median so far."""
         if detector.lowest:
             return self.lowest
         return median(self.recent) if len(self.recent) >= FEWEST_VALUES else None
 
     def remember(self, detector: Detector, value: float) -> None:
-        """Make a value part of the baseline."""
         self.recent.append(value)
         if detector.lowest and len(self.recent) == detector.window:
             middle = median(self.recent)
@@ -133,10 +132,11 @@ class Alarms:
 
         Args:
             recipe, is_audited: as of the class.
-            steps: the rows of ``steps.jsonl`` that are left.
-            gauges: those of ``gauges.jsonl``.
+            steps, gauges: the rows of ``steps.jsonl`` and ``gauges.jsonl`` that are left.
+
         Returns:
             The alarms after these rows; the events that they raise are dropped.
+
         Example:
             >>> rows = [{"step": step, "loss": 2.0, "grad_norm": 1.0} for step in range(1, 31)]
             >>> Alarms.rebuilt(None, rows).on_step({"step": 31, "loss": 5.0, "grad_norm": 1.0})[0].kind
@@ -150,13 +150,11 @@ class Alarms:
         return alarms
 
     def on_step(self, row: Row, judgement: StepJudgement | None = None) -> list[Event]:
-        """Read a row of ``steps.jsonl``.
+        """Read a row of ``steps.jsonl``, and return the events that it raises.
 
         Args:
             row: the row just written; rows come in the order of their steps.
             judgement: of this step by :attr:`judge`, where it was judged before its update; ``None`` judges it now.
-        Returns:
-            The events that it raises.
         """
         loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
         loss = math.nan if loss is None else loss
@@ -179,12 +177,10 @@ class Alarms:
         return [*self._events(int(row.get("step", 0)), trips, spikes), *self._stragglers.on_step(row)]
 
     def on_gauges(self, row: Row) -> list[Event]:
-        """Read a row of ``gauges.jsonl``.
+        """Read a row of ``gauges.jsonl``, and return the events that it raises: at most one of each kind, for the worst tensor.
 
         Args:
             row: the row just written (see :data:`narrowgauge.runs.schema.GAUGE`); rows come in the order of their steps.
-        Returns:
-            The events that it raises: one of each kind at most, for the worst tensor.
         """
         trips = []
         for table, name, metrics in gauge_metrics(row):
@@ -273,12 +269,7 @@ class StepMetrics:
     norms: DriftJudge = field(default_factory=DriftJudge)
 
     def metrics(self, row: Row, spikes: Sequence[Spike | None] = (None, None)) -> Metrics:
-        """The metrics of one step, except for spikes.
-
-        Args:
-            row: of ``steps.jsonl``.
-            spikes: of its loss and its gradient norm; a spike does not count for a climb.
-        """
+        """The metrics of one step, from its row; a ``spike`` of its loss or gradient norm does not count for a climb."""
         return {**self._drifts(row, *spikes), **self._failures(row)}
 
     def _drifts(self, row: Row, loss_spike: Spike | None, norm_spike: Spike | None) -> Metrics:
@@ -310,12 +301,10 @@ class StepMetrics:
 
 
 def halvings(scales: Iterable[float]) -> float:
-    """How often a loss scale was halved.
+    """How often a loss scale was halved, by its values in consecutive steps.
 
-    Args:
-        scales: of consecutive steps.
-    Returns:
-        The binary logarithm of the product of its decreases; increases do not count.
+    The binary logarithm of the product of its decreases; increases do not count.
+
     Example:
         >>> halvings([8.0, 4.0, 4.0, 8.0, 2.0])
         3.0

@@ -30,8 +30,7 @@ class Facts:
     """What detectors know of a run before it begins.
 
     Args:
-        compute: the name of its compute, or empty.
-        storage: its storage, or ``None`` where the recipe is not known.
+        compute, storage: its compute's name, and its storage; empty and ``None`` where the recipe is not known.
         scales_loss: the loss is scaled dynamically, so that gradients overflow now and then.
         is_audited: the optimizer's audit raises ``lost_updates`` itself, with a confidence bound.
     """
@@ -57,12 +56,11 @@ class Detector:
     """One detector: what it reads, when it trips, and what to do.
 
     Args:
-        name: its key in the table of detectors.
         kind: of the event it raises, a key of :data:`narrowgauge.runs.events.KINDS`.
         metric: as ``table.metric`` of a row of ``gauges.jsonl``, or ``steps.metric``, where the metric may be computed from
             several rows (``halvings``: of the loss scale, over ``window`` steps; ``skipped``: share of them; ``climb``: of the
             loss, in nats; ``growth``: of the gradient norm, a factor).
-        threshold: the value that trips it; where ``relative``, a factor over earlier values of the metric.
+        threshold: the value that trips it; where ``relative``, a factor over a baseline of earlier values of the metric.
         message: what it means, to follow the tensor's name.
         advice: what to do; ``{module}``, ``{storage}`` and ``{compute}`` stand for the tensor's module, the storage that keeps
             updates, and a compute with more range.
@@ -72,7 +70,6 @@ class Detector:
         recovery: values in a row on the good side of ``clears`` before it recovers.
         clears: a share of the limit.
         window: values from which a metric of steps, or the baseline of a relative threshold, is taken.
-        relative: the threshold is a factor over a baseline of earlier values.
         lowest: the baseline is the lowest median of ``window`` values so far (for slow growth), not the latest (for a jump).
         floor: the least baseline: what every healthy tensor may reach.
         tensors: kinds of tensors it applies to; all of the table if empty.
@@ -99,21 +96,15 @@ class Detector:
 
     @property
     def table(self) -> str:
-        """The table that holds the metric."""
         return self.metric.partition(".")[0]
 
     @property
     def field(self) -> str:
-        """The metric's name in that table."""
         return self.metric.partition(".")[2]
 
     def limit(self, baseline: float | None) -> float | None:
-        """The value that trips it.
+        """The value that trips it; ``None`` for a relative threshold whose baseline is unknown or zero.
 
-        Args:
-            baseline: of a relative threshold; ``None`` where it has none yet.
-        Returns:
-            The limit; ``None`` without a baseline, or where the baseline is zero.
         Example:
             >>> grows = Detector("a", "outliers", "tensors.outlier", 4.0, "", "", "", relative=True, floor=16.0)
             >>> grows.limit(None), grows.limit(3.0), grows.limit(20.0)
@@ -426,12 +417,8 @@ def module_of(tensor: str) -> str:
 
 
 def advice_values(tensor: str | None, storage: Storage | None, compute: str) -> dict[str, str]:
-    """What the names in braces of an advice stand for, of detectors and of causes.
+    """What the names in braces of an advice stand for: the advice of detectors, and of causes.
 
-    Args:
-        tensor: what it is about, if it is about one.
-        storage: of the run, where it is known.
-        compute: its name, or empty.
     Example:
         >>> advice_values("input:model.layers.0.mlp.down_proj", None, "float8-row")["compute"]
         'float8-block'

@@ -19,7 +19,7 @@ each block from the middle between its neighbours: a steady fall or climb does n
 for some steps, as with ordered data, contributes almost in full.
 
 The metric has climbed where the lower bound of its level exceeds the upper bound of the lowest level so far. That is tested
-over the last 100, 200 and 400 steps: a large climb shows early, and a small one under much noise late.
+over the last 100, 200 and 400 steps: a large climb shows early, and a small one in much noise late.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ class Spike:
 
     Args:
         what: ``loss`` or ``gradient``, for the norm of all gradients before clipping.
-        value: the value.
         threshold: the largest value that is not a spike.
         z: robust standard deviations above the median (of logarithms, for a gradient norm).
     """
@@ -61,7 +60,7 @@ class Spike:
 
 
 class _Past:
-    """Values of the last steps, with what a judge asks of them."""
+    """The values of the last steps, kept so that their medians cost little."""
 
     def __init__(self, window: int, recent: int) -> None:
         self.values: deque[float] = deque(maxlen=window)
@@ -134,13 +133,7 @@ class SpikeJudge:
         self._scales: dict[str, tuple[float, float]] = {}
 
     def loss(self, value: float) -> Spike | None:
-        """Whether this loss is a spike; does not record it.
-
-        Args:
-            value: the mean loss of the step, in nats.
-        Returns:
-            The spike, or ``None``.
-        """
+        """Judge a step's mean loss, in nats: the spike, or ``None``. Nothing is recorded."""
         if len(self._losses) < _FEWEST_EARLY or not math.isfinite(value):
             return None
         middle, scale = self._scale("loss")
@@ -148,13 +141,7 @@ class SpikeJudge:
         return Spike("loss", value, middle + self.z * scale, z) if z > self.z else None
 
     def norm(self, value: float | None) -> Spike | None:
-        """Whether this gradient norm is a spike; does not record it.
-
-        Args:
-            value: the norm of all gradients, before clipping; ``None`` where it was not measured.
-        Returns:
-            The spike, or ``None``.
-        """
+        """Judge a step's gradient norm before clipping: the spike, or ``None``. Nothing is recorded."""
         limit = self.norm_limit()
         if value is None or not math.isfinite(value) or value <= limit:
             return None
@@ -169,13 +156,7 @@ class SpikeJudge:
         return math.exp(min(middle + self.z * scale, 700.0))
 
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
-        """Record a step.
-
-        Args:
-            loss: its loss.
-            grad_norm: its gradient norm, or ``None``.
-            spiked: it was a spike, and enters the statistics only after ``patience`` spikes in a row.
-        """
+        """Record a step; one that spiked enters the statistics only after ``patience`` spikes in a row."""
         if not spiked:
             self._rejected.clear()
             self._accept(loss, grad_norm)
@@ -213,11 +194,8 @@ class StepJudgement:
 
     The loss is known before the update and the gradient norm after it, so the two are judged one after the other.
 
-    Args:
-        judge: with the steps before this one.
-
     Attributes:
-        loss, gradient: the spikes, ``None`` where there is none or it was not judged yet.
+        loss, gradient: the spikes; ``None`` where there is none or it was not judged yet.
 
     Example:
         >>> judge = SpikeJudge()
@@ -236,8 +214,6 @@ class StepJudgement:
     def judge_loss(self, value: float) -> float:
         """Judge the loss.
 
-        Args:
-            value: the mean loss of the step, in nats.
         Returns:
             The gradient norm above which the update must not be applied; -1 where the loss is a spike.
         """
@@ -245,10 +221,8 @@ class StepJudgement:
         return self._judge.norm_limit() if self.loss is None else -1.0
 
     def judge_norm(self, value: float | None) -> Spike | None:
-        """Judge the gradient norm, after the loss.
+        """Judge the gradient norm before clipping, after the loss.
 
-        Args:
-            value: the norm before clipping; ``None`` where it was not computed.
         Returns:
             The spike of the step: the loss's before the gradient norm's, or ``None``.
         """
@@ -303,10 +277,8 @@ class DriftJudge:
         self._lowest: dict[int, float] = {}
 
     def add(self, value: float) -> float | None:
-        """Record a value.
+        """Record a finite value.
 
-        Args:
-            value: finite.
         Returns:
             The climb, in the value's unit, at the end of each block; negative where there is none. ``None`` between blocks, and
             while too few are known.
@@ -347,12 +319,9 @@ def _middle(values: Sequence[float]) -> float:
 
 
 class SortedWindow:
-    """The last values of a sequence.
+    """The last ``size`` values of a sequence, one at least.
 
-    Invariant: :attr:`median` is that of :func:`statistics.median` over the last ``size`` values.
-
-    Args:
-        size: values that are kept, 1 at least.
+    Invariant: :attr:`median` is that of :func:`statistics.median` over them.
 
     Cost: under a microsecond for each value of a window of a hundred.
 
@@ -370,28 +339,18 @@ class SortedWindow:
         self._sorted: list[float] = []
 
     def add(self, value: float) -> None:
-        """Take a value in, and leave the oldest out where the window is full.
-
-        Args:
-            value: a number, not NaN.
-        """
+        """Add a value that is not NaN; a full window drops its oldest."""
         if len(self._recent) == self._size:
             del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
         self._recent.append(value)
         insort(self._sorted, value)
 
     def clear(self) -> None:
-        """Forget all values."""
         self._recent.clear()
         self._sorted.clear()
 
     @property
     def median(self) -> float:
-        """The middle value, or the mean of the two in the middle.
-
-        Raises:
-            IndexError: the window is empty.
-        """
         half = len(self._sorted) // 2
         if len(self._sorted) % 2:
             return self._sorted[half]

@@ -15,9 +15,9 @@ from narrowgauge.runs.schema import Row
 WINDOW = 50
 """Steps in which a straggler shows: with two equal ranks one is the last in 80 % of 50 by chance once in 42,000 windows."""
 MIN_SHARE = 0.8
-"""Share of the steps in which it is the last to arrive."""
+"""The least share of the steps in which it is the last to arrive."""
 MIN_LATE = 0.05
-"""Of a step's duration, how long the others wait for it: less is the noise of a network."""
+"""The least share of a step for which the others wait for it: less is the noise of a network."""
 
 
 class Stragglers:

@@ -1,1 +1,1 @@
-"""Two runs that should have been equal: where they part first, and why."""
+"""Two runs that should have been equal: where they first differ, and why."""

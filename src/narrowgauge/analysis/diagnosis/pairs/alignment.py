@@ -1,4 +1,4 @@
-"""Two runs side by side: the settings, data and software that differ, and the first step and tensor in which they part.
+"""Two runs side by side: the settings, data and software that differ, and the first step and tensor in which they differ.
 
 Numbers of a record are written with all their digits, so two runs that computed the same have the same rows. The first row that
 differs names the step; its first column that differs names the *stage* of the step: the learning rate, the loss, the gradient
@@ -46,7 +46,6 @@ class SettingDifference:
     """A setting, a version, or a property of the data or the machine in which two runs differ.
 
     Args:
-        name: of the setting, the version, the property of the machine.
         values: of the two runs, as text.
         table: of ``run.toml`` that holds it.
     """
@@ -60,11 +59,7 @@ class SettingDifference:
 
 
 def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
-    """Settings, data, versions, machine and arithmetic in which two runs differ, by their ``run.toml``.
-
-    Args:
-        one, other: the two tables; what one of them lacks is not compared.
-    """
+    """Settings, data, versions, machine and arithmetic in which two ``run.toml`` differ; what one lacks is not compared."""
     same = {
         name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
     }
@@ -107,7 +102,7 @@ def _of_table(
 
 
 def _reductions(one: Any, other: Any) -> SettingDifference | None:
-    """The difference of two recipes that differ in nothing but how gradients are summed; ``None`` of others."""
+    """The difference of two recipes that differ only in how gradients are summed; ``None`` of others."""
     try:
         first, second = parse_value(one), parse_value(other)
     except NarrowgaugeError:
@@ -168,7 +163,6 @@ class EqualTokens:
         return f"{said} the loss of the second minus that of the first is {self.mean:+.2g}{spread} nats per token"
 
     def to_dict(self) -> dict[str, Any]:
-        """As values for JSON."""
         return {
             "places": len(self.steps),
             "last_steps": list(self.steps[-1]),
@@ -183,21 +177,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def have_other_tokens(one: Run, other: Run) -> bool:
-    """Whether a step of one run has seen other tokens than the same step of the other, or a record does not count them alike."""
+    """Whether the same step of two runs has seen different numbers of tokens."""
     counts = [{int(row["step"]): number(row.get("tokens")) for row in run.steps} for run in (one, other)]
     both = [(counts[0][step], counts[1][step]) for step in counts[0].keys() & counts[1].keys()]
     return any(mine is not None and its is not None and mine != its for mine, its in both)
 
 
 def at_equal_tokens(one: Run, other: Run) -> EqualTokens | None:
-    """Compare two runs at equal tokens.
-
-    Args:
-        one, other: their records; rows without ``tokens`` do not count.
-    Returns:
-        The losses, or ``None`` where they have never seen equally many tokens.
-    Cost: one pass over the rows.
-    """
+    """Compare two runs at equal tokens; ``None`` where they have never seen equally many."""
     seen = [
         {int(count): place for place, count in enumerate(_tokens(run)) if count is not None} for run in (one, other)
     ]
@@ -232,14 +219,15 @@ class Alignment:
 
     Args:
         differences: settings, data and software that differ.
-        first_difference: where they part; ``None`` where all that both recorded is equal.
-        beyond_rounding: where they part is only rounding: the first tensor that later differs by more than rounding has grown to.
-        rounded: where they part first, by rounding, if ``first_difference`` is a later place beyond it.
-        roundoff: unit roundoff of the tensors between two matmuls.
+        first_difference: where they first differ; ``None`` where all that both recorded is equal.
         num_common: steps that both recorded.
+        beyond_rounding: where the first difference is only rounding: the first later tensor that differs by more than that can
+            have grown to.
+        rounded: the first difference, by rounding, if ``first_difference`` is a later place beyond it.
+        roundoff: unit roundoff of the tensors between two matmuls.
         is_complete: both are finished, and the hashes of their final weights are known and equal.
         has_fingerprints: both recorded fingerprints, of at least one common step.
-        at_tokens: the losses at equal tokens, where steps have not equally many.
+        at_tokens: the losses at equal tokens, where the same steps have seen different numbers of tokens.
         replayed: what replays of both runs found; ``None`` without any.
         notes: what the records do not hold.
     """
@@ -265,14 +253,7 @@ class Alignment:
 
 
 def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignment:
-    """Align two runs by step.
-
-    Args:
-        one, other: their records, finished or not.
-        replayed: what replays of both say.
-    Returns:
-        What differs first.
-    """
+    """Align two runs by step, finished or not; ``replayed`` is what replays of both found."""
     rows = [{int(row["step"]): row for row in run.steps} for run in (one, other)]
     common = sorted(rows[0].keys() & rows[1].keys())
     fingerprints = [by_step(run) for run in (one, other)]
@@ -337,14 +318,14 @@ def _stopped(one: Run, other: Run) -> Iterator[FirstDifference]:
 
 
 def same_value(one: Any, other: Any) -> bool:
-    """Whether two recorded values are equal; NaN is, and so are checksums of different lengths, which two versions made."""
+    """Whether two recorded values are equal; NaN equals NaN, and checksums of two lengths, from two versions, count as equal."""
     if isinstance(one, str) and isinstance(other, str) and len(one) != len(other):
         return True  # checksums of two versions cannot be compared
     return bool(one == other) or (one != one and other != other)
 
 
 def _order(difference: FirstDifference) -> tuple[int, int, bool]:
-    """The earlier step comes first, then the earlier stage; of two such, the one that names a tensor."""
+    """The key of the earlier step, then of the earlier stage, then of the difference that names a tensor."""
     return difference.step, list(STAGES).index(difference.stage), not difference.tensor
 
 

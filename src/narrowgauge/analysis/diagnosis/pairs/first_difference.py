@@ -1,10 +1,10 @@
 """The first difference of two runs: the stage of a step, the tensor and the rank, by the fingerprints that both recorded.
 
 A step reads tokens, computes outputs, a loss and gradients, clips them, and updates weights and moments. Each column of a record
-and each kind of fingerprint belongs to one stage, so whichever differs first says how far into the step the two runs were equal.
-Fingerprints stand in the order in which a step makes them, so the first that differs is where the step went another way. Where
-both runs trained on equally many ranks, their hashes by rank say whether one rank alone did. And where the ranks of one run do
-not agree on what they must hold alike, that run parts from itself, whatever the other one did.
+and each kind of fingerprint belongs to one stage, so the first that differs says how far into the step the two runs were equal.
+Fingerprints are in the order in which a step makes them, so the first that differs is where the step went another way. Where
+both runs trained on equally many ranks, their hashes by rank say whether one rank alone did. And where the ranks of one run
+disagree on what they must hold in common, that run is at fault, whatever the other one did.
 
 Rounding carries a value only so far. A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n,
 and so does a mean over n tokens. From step to step differences grow, since training amplifies them, but not by much in one step:
@@ -58,10 +58,9 @@ COLUMNS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class FirstDifference:
-    """Where two runs part.
+    """Where two runs first differ.
 
     Args:
-        step: the first step that differs.
         stage: a key of :data:`STAGES`, the first of the step that is known to differ.
         tensor: the first fingerprint that differs, as ``KIND:NAME``; empty where none was recorded at that step.
         values: the column's two values, or the tensor's two norms.
@@ -88,7 +87,6 @@ class FirstDifference:
 
     @property
     def relative(self) -> float:
-        """The difference of the two values over the larger; NaN where they are not known."""
         return relative_difference(*self.values)
 
 
@@ -140,13 +138,9 @@ def is_rounding(relative: float, numel: int, u: float) -> bool | None:
 
 
 def is_beyond(relative: float, numel: int, u: float, before: float) -> bool:
-    """Whether a difference is more than rounding, and than what rounding of earlier steps can have grown to.
+    """Whether the norm of a tensor differs by more than rounding, and than rounding of earlier steps can have grown to.
 
-    Args:
-        relative: the difference of a tensor's norms.
-        numel: its elements.
-        u: unit roundoff.
-        before: the largest difference of any tensor in the step before; where it is 0, nothing has grown from it.
+    ``before`` is the largest difference of any tensor in the step before; where it is 0, nothing has grown from it.
     """
     return before > 0 and relative > max(rounding_of(max(1, numel), u), GROWTH * before)
 
@@ -157,7 +151,7 @@ Fingerprints = list[dict[int, Row]]
 """Of two runs: by step, the row of ``fingerprints.jsonl``."""
 
 _AFTER, _STANDS_OUT = 3, 3.0
-"""Steps after the first difference in which a tensor that differs this many times as much as its kind stands out again."""
+"""Steps after the first difference in which a tensor may stand out again: it differs so many times as much as its kind."""
 
 
 def by_step(run: Run) -> dict[int, Row]:
@@ -169,7 +163,6 @@ def by_step(run: Run) -> dict[int, Row]:
 
 
 def common_steps(fingerprints: Fingerprints) -> list[int]:
-    """The steps that both have recorded."""
     return sorted(fingerprints[0].keys() & fingerprints[1].keys())
 
 
@@ -198,7 +191,6 @@ def _stage(difference: FirstDifference) -> int:
 
 
 def _of_tensors(step: int, one: Row, other: Row) -> FirstDifference | None:
-    """By the fingerprints of whole tensors."""
     first, second = one["tensors"], other["tensors"]
     held = [key for key in {**first, **second} if key.startswith("held:") and (key in first) != (key in second)]
     if held:
@@ -210,7 +202,6 @@ def _of_tensors(step: int, one: Row, other: Row) -> FirstDifference | None:
 
 
 def difference_at(step: int, key: str, one: Row, other: Row) -> FirstDifference:
-    """The difference at one entry of a step."""
     first, second = one["tensors"], other["tensors"]
     shared = [name for name in first if name in second]
     differing = {name for name in shared if first[name][0] != second[name][0]}
@@ -228,7 +219,7 @@ def difference_at(step: int, key: str, one: Row, other: Row) -> FirstDifference:
 
 
 def _of_ranks(step: int, one: Row, other: Row) -> Iterator[FirstDifference]:
-    """By the hashes of each rank's own part, and by what the ranks of one of the two runs disagree on."""
+    """By the hashes of what each rank holds itself, and by what the ranks of one of the two runs disagree on."""
     first, second = one.get("ranks") or {}, other.get("ranks") or {}
     for kind, stage in KINDS.items():
         mine, its = first.get(kind), second.get(kind)
@@ -236,7 +227,7 @@ def _of_ranks(step: int, one: Row, other: Row) -> Iterator[FirstDifference]:
             continue
         odd = tuple(rank for rank, (here, there) in enumerate(zip(mine, its, strict=True)) if here != there)
         if odd:
-            # Where all differ, the layouts may: then a rank's part is another part.
+            # Where all differ, the layouts may too: then a rank holds another shard.
             if len(odd) < len(mine):
                 known = (mine[odd[0]], its[odd[0]]) if kind == "clip" else (math.nan, math.nan)
                 yield FirstDifference(step, "start" if step == 0 else stage, values=known, ranks=odd)
@@ -248,7 +239,7 @@ def _of_ranks(step: int, one: Row, other: Row) -> Iterator[FirstDifference]:
 
 
 def _recurs(fingerprints: Fingerprints, difference: FirstDifference) -> bool | None:
-    """Whether a gradient that alone differs stands out in the steps after too: code is wrong again, and one bit is not."""
+    """Whether the only gradient that differs stands out in the next steps too: wrong code acts again, a flipped bit does not."""
     kind = difference.tensor.partition(":")[0]
     if kind != "grad" or difference.others[0] > 0:
         return None
@@ -263,12 +254,7 @@ def _recurs(fingerprints: Fingerprints, difference: FirstDifference) -> bool | N
 
 
 def beyond_rounding(fingerprints: Fingerprints, u: float) -> Iterator[FirstDifference]:
-    """The tensors that suddenly differ by more than rounding, where the step before was recorded too, by step.
-
-    Args:
-        fingerprints: of two runs.
-        u: unit roundoff.
-    """
+    """By step, the tensors that suddenly differ by more than rounding, where the step before was recorded too."""
     for before, step in pairwise(common_steps(fingerprints)):
         if step != before + 1 or before == 0:  # nothing but weights is recorded before the first step
             continue
@@ -284,7 +270,7 @@ def beyond_rounding(fingerprints: Fingerprints, u: float) -> Iterator[FirstDiffe
 
 
 def relative_differences(fingerprints: Fingerprints, step: int) -> dict[str, dict[str, float]]:
-    """By kind, how much the norm of each tensor differs in a step; tokens have none to compare."""
+    """By kind, the relative difference of each tensor's norm in a step; tokens have no norm to compare."""
     first, second = fingerprints[0][step]["tensors"], fingerprints[1][step]["tensors"]
     found: dict[str, dict[str, float]] = {}
     for key, entry in first.items():

@@ -1,10 +1,10 @@
-"""Why two runs part: one table of reasons, and which of them the place of the first difference allows.
+"""Why two runs differ: one table of reasons, and which of them the place of the first difference allows.
 
 Every reason acts at certain stages of a step. A seed acts on the first weights; another order of a sum cannot show before a
-matmul has summed; the limit of the gradient norm cannot show before the update. So the stage in which two runs part rules out
-most reasons, whatever else differs between them; the settings that differ rule out most of the rest; and the size of the first
-difference tells rounding, which is as small as the format says, from anything else. What none of the settings explains is a
-bug, other code, or a fault of the machine.
+matmul has summed; the limit of the gradient norm cannot show before the update. So the stage of the first difference rules out
+most reasons, whatever else differs between the runs; the settings that differ rule out most of the rest; and the size of that
+difference distinguishes rounding, which is as small as the format says, from anything else. What none of the settings explains
+is a bug, other code, or a fault of the machine.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ _FORWARD = ("output", "loss", "grad", "norm")
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """One reason why two runs part.
+    """One reason why two runs differ.
 
     Args:
-        name: its key.
         title: what it is, to follow "Cause: ".
         decided_by: the settings that decide it, as ``table.name`` or ``table.*`` of ``run.toml``; empty where none does.
         stages: where the first difference may be.
         size: how large the first difference is: that of ``rounding``, ``above`` it, or ``any``.
-        weight: how likely it is beside the others that are allowed as much.
-        remedy: what to do.
+        weight: how likely it is, relative to the other reasons that the place allows.
         of_one_rank: it makes one rank alone differ from the other run, or from the other ranks.
     """
 
@@ -130,11 +128,10 @@ _ROWS = (
 )  # fmt: skip
 
 REASONS: dict[str, Reason] = {row.name: row for row in _ROWS}
-"""Every reason why two runs part, by name."""
 
 
 def without_rounding(alignment: Alignment) -> Alignment:
-    """The same alignment where the runs part by more than rounding, if rounding is all that explains where they part first."""
+    """The alignment at the first difference beyond rounding, where rounding is all that explains the very first one."""
     first = alignment.first_difference
     if (
         first is None
@@ -149,11 +146,7 @@ def without_rounding(alignment: Alignment) -> Alignment:
 
 
 def weigh(alignment: Alignment) -> dict[str, float]:
-    """How likely each reason is, given where the runs part.
-
-    Returns:
-        Reason to probability, the likeliest first; empty where they do not part.
-    """
+    """How likely each reason is, given the first difference: the likeliest first; empty where the runs do not differ."""
     difference = alignment.first_difference
     if difference is None:
         return {}
@@ -180,7 +173,7 @@ def _explains(row: Reason, alignment: Alignment, small: bool | None) -> bool:
 
 
 _MISFIT = {"rounding": 0.005, "above": 0.05}
-"""How much less likely a reason is where the size does not fit: rounding is never large, and code may be wrong by little."""
+"""How much less likely a reason is where the size does not fit: rounding is never large, but wrong code may err by little."""
 _STEPS_IN_DOUBT = 2
 """Steps with equal bits after which an order of sums that varies is half as likely: it acts in every step."""
 
@@ -206,7 +199,7 @@ _ALONE, _SPREAD, _AGAIN = 30.0, 0.1, 10.0
 
 
 def _of_tensor(row: Reason, difference: FirstDifference) -> float:
-    """How likely it is that one tensor alone is off: once, as a bit of memory; again in the next steps, as code is."""
+    """How likely it is that one tensor alone is off: once, from a flipped bit; again in the next steps, from code."""
     if row.name == "silent-corruption":
         return _ALONE if _is_alone(difference) or difference.recurs is False else _SPREAD if difference.recurs else 1.0
     if row.name in ("bug", "one-rank") and difference.recurs is not None:
@@ -220,7 +213,7 @@ _EXCLUDED = 0.02
 
 
 def _of_replays(row: Reason, alignment: Alignment) -> float:
-    """How much less likely a reason is once both were computed again: damage does not happen twice, and settings act again."""
+    """How much less likely replays make a reason: damage does not happen twice, and settings act again."""
     replayed = alignment.replayed
     if replayed is None:
         return 1.0
@@ -236,7 +229,7 @@ def _of_replays(row: Reason, alignment: Alignment) -> float:
 
 
 def _is_alone(difference: FirstDifference) -> bool:
-    """Whether one weight alone differs, between two steps or although its moments do not: no update does that."""
+    """Whether one weight alone differs, between two steps or while its moments do not: no update does that."""
     is_weight = difference.tensor.startswith("weight:") and difference.same_after > 0
     return (difference.stage == "held" or is_weight) and difference.others[0] == 0
 

@@ -1,4 +1,4 @@
-"""The diagnosis of two runs: where they part, why, and what to do."""
+"""The diagnosis of two runs: where they first differ, why, and what to do."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ class TwoRuns:
     """What the records of two runs say about their difference.
 
     Args:
-        names: of the runs.
-        alignment: the settings that differ, and where the runs part.
-        reasons: why, with probabilities, the likeliest first; empty where they do not part.
+        alignment: the settings that differ, and the first difference between the rows.
+        reasons: why, with probabilities, the likeliest first; empty where the runs do not differ.
         evidence: what speaks for the first, a sentence each.
-        next_measurement: what would tell more, or empty.
+        next_measurement: what to measure next, or empty.
     """
 
     names: tuple[str, str]
@@ -38,7 +37,7 @@ class TwoRuns:
 
     @property
     def reason(self) -> Reason | None:
-        """Why they part; ``None`` where they do not, or where it is not known from these records."""
+        """Why they differ; ``None`` where they do not, or where these records do not tell."""
         known = self.reasons and self.reasons[0][1] >= CONFIDENCE
         return self.reasons[0][0] if known else None
 
@@ -91,16 +90,13 @@ class TwoRuns:
 
 
 def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> TwoRuns:
-    """Say where two runs part, and why.
+    """Say where two runs first differ, and why.
 
     Invariant: a function of the two records alone; no cause is named below a probability of 0.7.
 
     Args:
         one, other: their records, finished or not.
-        replayed: what replays of both runs found, if there were any
-            (:func:`narrowgauge.trainer.replays.two_replays.compare_exactly`).
-    Returns:
-        The first step and tensor that differ, the reasons, and what would tell more.
+        replayed: what :func:`narrowgauge.trainer.replays.two_replays.compare_exactly` found, if it was called.
 
     Cost: one read of both records, and of their fingerprints.
     """
@@ -111,7 +107,7 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
 
 
 def _names(one: Run, other: Run) -> tuple[str, str]:
-    """The folders' names; with their parents' where they are alike."""
+    """The folders' names, or their paths where the names are equal."""
     first, second = one.path, other.path
     if first.name != second.name:
         return first.name, second.name
@@ -161,7 +157,7 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) ->
 
 
 def _of_size(alignment: Alignment, difference: FirstDifference) -> Iterator[str]:
-    """How far the two values lie apart, and how far rounding reaches, measured or by a formula."""
+    """How far apart the two values are, and how far rounding reaches, measured or by a formula."""
     replayed = alignment.replayed
     small = alignment.is_rounding(difference)
     if small is None:
@@ -177,7 +173,6 @@ def _of_size(alignment: Alignment, difference: FirstDifference) -> Iterator[str]
 
 
 def _of_ranks(difference: FirstDifference) -> Iterator[str]:
-    """What is known of single ranks."""
     if difference.said:
         yield difference.said
     elif difference.ranks and difference.stage == "clip":
@@ -193,7 +188,7 @@ def _of_ranks(difference: FirstDifference) -> Iterator[str]:
 
 
 def _can_be_replayed(one: Run, other: Run) -> bool:
-    """Whether both were trained here, by the trainer: their data lie in their folders."""
+    """Whether the trainer made both runs, so that their folders hold their data."""
     return all("recorder" not in run.run and (run.path / "data").is_dir() for run in (one, other))
 
 

@@ -1,4 +1,4 @@
-"""Signs in what a step was trained on: batches that come again, tokens that are unusual, and a loss that is weighted wrongly.
+"""Signs in what a step was trained on: repeated batches, unusual tokens, and a loss that is weighted wrongly.
 
 A record holds a checksum of each step's tokens and their loss under the frequencies of single tokens, which no fault of the
 model changes.
@@ -26,11 +26,11 @@ SLOPES = (0.5, 2.0)
 LEAST_SPREAD = 0.02
 """Standard deviation of the loss's logarithm below which a factor on it is too small to be seen."""
 LEARNED = 0.3
-"""Nats above the unigram loss at which a model does not even know how often each token occurs."""
+"""Nats above the unigram loss from which a model does not even know how often each token occurs."""
 
 
 def _repeated(evidence: Evidence) -> list[tuple[int, int]]:
-    """The steps whose batch came before, each with the first step that had it; not those of a second epoch."""
+    """The steps whose batch came before, each with the first step that had it; a second epoch does not count."""
     seen: dict[str, int] = {}
     repeats = []
     epoch = evidence.run.run.get("data", {}).get("tokens", math.inf)
@@ -85,7 +85,7 @@ def _unusual(evidence: Evidence) -> Observation:
 
 
 def _loss_follows(evidence: Evidence) -> Observation:
-    """Whether the loss is higher where the tokens are unusual, beside the steps before and after."""
+    """Whether the loss is higher where the tokens are unusual than in the steps around them."""
     rows, _ = _unusual_rows(evidence)
     losses, unusual = evidence.column("loss"), set(rows)
     inside = finite(losses[row] for row in rows)
@@ -102,7 +102,6 @@ def _loss_follows(evidence: Evidence) -> Observation:
 
 
 def _changes(values: Sequence[float | None]) -> list[float | None]:
-    """The change of the logarithm from each row to the next."""
     good = [value if value is not None and 0 < value < math.inf else None for value in values]
     return [None if a is None or b is None else math.log(b / a) for a, b in pairwise(good)]
 
@@ -136,7 +135,6 @@ def _vary_together(evidence: Evidence) -> Observation:
 
 
 def _still_warms_up(evidence: Evidence) -> bool:
-    """Whether the learning rate still rises at the end."""
     rates = [rate for rate in evidence.column("lr") if rate is not None]
     return len(rates) > 1 and rates[-1] == max(rates) and rates[-1] > rates[-2]
 
@@ -151,7 +149,7 @@ def _learns_nothing(evidence: Evidence) -> Observation:
         return UNKNOWN
     tens = [rows[k : k + 10] for k in range(0, len(rows) - 9, 10)]
     levels = [tuple(median(part) for part in zip(*ten, strict=True)) for ten in tens]
-    if any(loss < unigram + LEARNED for loss, unigram in levels):  # what was learned and lost again is another matter
+    if any(loss < unigram + LEARNED for loss, unigram in levels):  # losing what was learned is another matter
         return ABSENT
     loss, unigram = levels[-1]
     said = f"the loss ends at {loss:.2f}; knowing how often each token occurs gives {unigram:.2f}"
@@ -186,4 +184,3 @@ SIGNS_OF_BATCHES: tuple[Sign, ...] = (
         _learns_nothing, LATER.format("unigram_loss"),
     ),
 )  # fmt: skip
-"""The signs in what steps were trained on."""

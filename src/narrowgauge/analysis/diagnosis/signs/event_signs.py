@@ -1,8 +1,8 @@
 """Signs that are events: what the detectors of the monitor raised, and what the trainer wrote.
 
-A detector decides whether something happened, by its own threshold and nowhere else; here its events become signs. Several
-detectors that see one thing make one sign, and one detector of several kinds of tensor makes one sign per kind, since causes
-differ in where they strike.
+A detector alone decides whether something happened, by its own threshold; here its events become signs. Several detectors of
+one thing make one sign, and one detector of several kinds of tensor makes one sign per kind, since causes differ in where they
+strike.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _detected(
 
 
 def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evidence: Evidence) -> Observation:
-    """What a detector raised; else where the audit of all parameters together exceeds the detector's own threshold."""
+    """What a detector raised, else the step where the audit of all parameters exceeds that detector's threshold."""
     raised, row = event_sign(evidence), DETECTORS[detector]
     if raised.state == "present":
         return raised
@@ -95,7 +95,7 @@ def _of_updates(name: str, meaning: str, base_rate: float, detector: str, *check
 
 
 def _saturates(evidence: Evidence) -> Observation:
-    """Delayed scales let a sample's cast saturate in healthy runs too: there the count of every step tells."""
+    """With delayed scales a sample's cast saturates in healthy runs too: there only the count of every step is a sign."""
     if evidence.recipe is not None and evidence.is_delayed():
         return UNKNOWN
     return _raised(("overflow",), (), (), 1, evidence)
@@ -179,4 +179,3 @@ SIGNS_OF_EVENTS: tuple[Sign, ...] = (
         lambda evidence: first_of(evidence.events.get("checkpoint_damaged", [])),
     ),
 )  # fmt: skip
-"""The signs that events are."""

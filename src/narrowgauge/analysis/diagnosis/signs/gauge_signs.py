@@ -1,8 +1,8 @@
 """Signs in the samples of the gauges: which tensors, how many, and how large beside the others.
 
 A sign here compares a tensor with others, with a setting, or with what its arithmetic makes of ordinary values: a norm bounds its
-output, an update has the size of its rate, updates make all weights grow alike, and a format ends somewhere. What one
-tensor's own metric says by itself is a detector's and in :mod:`~narrowgauge.analysis.diagnosis.signs.event_signs`.
+output, an update has the size of its rate, updates make all weights grow by similar factors, and a format ends somewhere. What
+one tensor's own metric says by itself is left to a detector and :mod:`~narrowgauge.analysis.diagnosis.signs.event_signs`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from narrowgauge.spec.significance import MIN_EDQ
 Samples = dict[str, list[tuple[int, float]]]
 
 FEWEST_STEPS = 60
-"""Steps from which it says something that weights hardly moved."""
+"""The fewest steps after which weights that hardly moved are a sign."""
 FEWEST = 3
-"""Samples from which a tensor's level is known."""
+"""The fewest samples from which a tensor's level is known."""
 SHOCK = 10.0
 """Factor over its own level, and over the growth of all other gradients, of an embedding's gradient."""
 MOST = 0.8
-"""Share of all parameters that are dead together for a reason that is not theirs."""
+"""Where this share of all parameters is dead, the reason is not theirs."""
 NEAR = 2.0**14
 """Largest magnitude from which a quarter of float16's range is used."""
 LARGE_UPDATE = 0.1
-"""Rms of a weight's change over its rms in one step, from which the weight is new in ten steps."""
+"""Rms of a weight's change in one step over its rms: at this rate the weight is replaced in ten steps."""
 SMALL_UPDATES = 0.15
 """Rms of a matrix's changes, added up over all steps, over its own rms; healthy runs of 60 steps reach 0.42 and more."""
 WIDE_BLOCKS = 18.0
@@ -48,7 +48,7 @@ def _block_of(tensor: str) -> str:
 
 
 def _dead(evidence: Evidence) -> dict[str, int]:
-    """Parameters whose gradient is zero in the last samples although it was not always, or never was, with the step since."""
+    """Parameters whose gradient is zero in all of the last samples, each with the step from which it is."""
     found = {}
     for name, samples in evidence.metric("tensors", "rms", "grad").items():
         if len(samples) < FEWEST or any(value != 0.0 for _, value in samples[-FEWEST:]):
@@ -59,7 +59,7 @@ def _dead(evidence: Evidence) -> dict[str, int]:
 
 
 def _dead_of_some(evidence: Evidence) -> dict[str, int]:
-    """The dead parameters; none where nearly all are, which is no fault of a layer."""
+    """The dead parameters; none where nearly all are dead, which is no fault of a layer."""
     dead = _dead(evidence)
     return {} if len(dead) >= MOST * len(evidence.metric("tensors", "rms", "grad")) else dead
 
@@ -90,7 +90,6 @@ def _all_dead(evidence: Evidence) -> Observation:
 
 
 def _growth(samples: list[tuple[int, float]], place: int) -> float | None:
-    """A sample over the median of those before it."""
     before = [value for _, value in samples[max(0, place - 10) : place] if math.isfinite(value)]
     level = median(before) if len(before) >= FEWEST else 0.0
     return samples[place][1] / level if level > 0 and math.isfinite(samples[place][1]) else None
@@ -128,7 +127,7 @@ def _near_maximum(evidence: Evidence) -> Observation:
 
 
 def _medians(samples: Samples) -> list[tuple[int, str, float]]:
-    """By step the median over all tensors that have a sample of it."""
+    """For each step the median over all tensors that were sampled in it."""
     steps: dict[int, list[float]] = {}
     for values in samples.values():
         for step, value in values:
@@ -144,7 +143,7 @@ def _large_updates(evidence: Evidence) -> Observation:
 
 
 def _hardly_move(evidence: Evidence) -> Observation:
-    """Where all steps together change half of the matrices by less than a twentieth, were they all in one direction."""
+    """Whether all steps together, even all in one direction, change half of the matrices by less than :data:`SMALL_UPDATES`."""
     num_steps = evidence.steps[-1] - evidence.steps[0] + 1 if evidence.steps else 0
     if num_steps < FEWEST_STEPS or evidence.starts_trained:  # fine-tuning is meant to change little
         return UNKNOWN
@@ -200,7 +199,7 @@ def _wide_blocks(evidence: Evidence) -> Observation:
 
 
 def _grads_finite(evidence: Evidence) -> Observation:
-    """Where gradients hold values that are not finite in a sample while all inputs are finite."""
+    """Gradients that are not finite in a sample while all inputs are."""
     bad = [
         (step, name, None)
         for name, samples in evidence.metric("tensors", "nonfinite").items()
@@ -250,7 +249,6 @@ SIGNS_OF_GAUGES: tuple[Sign, ...] = (
         _wide_blocks, GAUGES,
     ),
 )  # fmt: skip
-"""The signs in the samples of the gauges."""
 
 
 # ── the shape of what layers hold ────────────────────────────────────────────────────────────────────────────────────────
@@ -271,22 +269,22 @@ FED_BY_NORM = (
 )
 """Layers whose input is a norm's output."""
 AFTER_GATE = ("down_proj", "w2", "fc2", "mlp.c_proj")
-"""Layers whose input is what comes after a gate or an activation."""
+"""Layers whose input is the output of a gate or an activation."""
 QUERY_KEY = ("q_proj", "k_proj")
 GROWN = 2.0
 """Factor by which queries' and keys' weights outgrow all other matrices; healthy ones stay within 1.3."""
 MOVED = 3.0
-"""Nats by which log Z leaves its first level; at equal loss a softmax does not see it."""
+"""Nats by which log Z leaves its first level; the softmax, and so the loss, need not change."""
 SMALL_UPDATE = 0.05
 """Rms of an update over its learning rate, which AdamW keeps between a fifth and one."""
 ALONE_SHOCK = 12.0
-"""Factor over its largest of ten steps of the embedding's gradient, while others stay; healthy ones reach 13 once, not thrice."""
+"""Factor of the embedding's gradient over its largest of ten steps, while others stay; healthy ones reach 13 once, not thrice."""
 PILED, EDGE = 0.2, -21 - FIRST_EXPONENT
-"""Share of the gradients that are not zero in the last three binades of float16, 2^-24 to 2^-21: what is smaller is zero."""
+"""Share of the nonzero gradients in the last three binades of float16, 2^-24 to 2^-21: what is smaller is zero."""
 SPREAD = 3.0
-"""Binary exponents by which a tensor's highest block scale leaves its median scale."""
+"""Binary exponents between a tensor's highest block scale and its median one."""
 FEW_ZEROS = 0.01
-"""Share of a tensor that blocks of eight bits round to zero at most."""
+"""The largest share of a tensor that blocks of eight bits round to zero."""
 DROWNS = 10.0
 """Energy of one feature over that of all others together; healthy inputs of 24 features reached 3.1."""
 
@@ -296,7 +294,6 @@ def _values(evidence: Evidence, metric: str, kind: str) -> dict[str, dict[int, f
 
 
 def _largest_gain(evidence: Evidence) -> dict[int, float]:
-    """The largest gain of any norm, by step."""
     found: dict[int, float] = {}
     for name, samples in evidence.metric("tensors", "amax", "weight").items():
         if "norm" in name or ".ln_" in name:
@@ -306,7 +303,7 @@ def _largest_gain(evidence: Evidence) -> dict[int, float]:
 
 
 def _dominated(evidence: Evidence) -> list[tuple[int, str, float]]:
-    """Inputs that one channel fills in the last samples: since when, which, and the share of what a norm can give at most."""
+    """Inputs that one channel fills in the last samples: since when, which, and its share of the most that a norm can give."""
     size, gains = evidence.hidden_size, _largest_gain(evidence)
     if size is None or not gains:
         return []
@@ -339,7 +336,6 @@ def _massive_in_narrow(evidence: Evidence) -> Observation:
 
 
 def _growth_of(samples: Samples) -> dict[str, list[tuple[int, float]]]:
-    """By tensor its rms over that of its first sample."""
     return {
         name: [(step, value / values[0][1]) for step, value in values]
         for name, values in samples.items()
@@ -364,7 +360,7 @@ def _queries_grow(evidence: Evidence) -> Observation:
 
 
 def _sharpens(evidence: Evidence) -> Observation:
-    """Attention that becomes more certain in one layer, fast: its entropy falls to less than half of what it was."""
+    """Attention that quickly becomes more certain in one layer: its entropy falls to less than half of what it was."""
     found = []
     for name, samples in evidence.metric("attention", "entropy").items():
         if len(samples) < FEWEST:
@@ -393,7 +389,7 @@ def _logits_move(evidence: Evidence) -> Observation:
 
 
 def _below_rate(evidence: Evidence) -> Observation:
-    """Where updates are far smaller than their rate: what divides them is not the gradient's own size."""
+    """Updates far smaller than their rate: what divides them is not the gradient's own size."""
     rates = dict(zip(evidence.steps, evidence.column("lr"), strict=True))
     sizes, stored = (
         _values(evidence, "rms", "weight"),
@@ -414,7 +410,7 @@ def _below_rate(evidence: Evidence) -> Observation:
 
 
 def _embedding_jumps(evidence: Evidence) -> Observation:
-    """The embedding's gradient against its own level and the rest of the gradient's, in every step; once is a batch's."""
+    """Steps in which the embedding's gradient leaves its level and the others do not; a single one is due to its batch."""
     rest: list[float | None] = []
     calm: list[float] = []
     found: list[tuple[int, float, float]] = []
@@ -441,7 +437,7 @@ def _embedding_jumps(evidence: Evidence) -> Observation:
 
 
 def _piled(evidence: Evidence) -> Observation:
-    """The left edge of a histogram of gradients is where float16 ends, and much of it lies there, or nothing is left of it."""
+    """Whether many gradients lie at the left edge of their histogram, where float16 ends, or none is left."""
     if not evidence.in_float16() or evidence.recipe is None:
         return UNKNOWN
     was_any = False
@@ -459,12 +455,7 @@ def _piled(evidence: Evidence) -> Observation:
 
 
 def _risen(series: Samples, limit_of: Callable[[float], float]) -> list[tuple[int, str, float]]:
-    """The tensors that rose and stay: the step from which each reached its limit, its name and its last value.
-
-    Args:
-        series: by tensor: steps and values.
-        limit_of: a tensor's limit, by its first value.
-    """
+    """The tensors that rose to the limit of their first value and stay: the step at which each did, its name and last value."""
     found = []
     for name, samples in series.items():
         limit = limit_of(samples[0][1])
@@ -485,7 +476,7 @@ def _blocks_spread(evidence: Evidence) -> Observation:
 
 
 def _blocks_lose(evidence: Evidence) -> Observation:
-    """More of a tensor is zero in its blocks than was, however little energy that has: one large value has nearly all of it."""
+    """More of a tensor is rounded to zero in its blocks than at first, however little of its energy that is."""
     if not evidence.in_blocks() or evidence.recipe is None:
         return UNKNOWN
     # Where many values are zero from the beginning, as in four bits, more of them say nothing.
@@ -497,7 +488,7 @@ def _blocks_lose(evidence: Evidence) -> Observation:
 
 
 def _feature_drowns(evidence: Evidence) -> Observation:
-    """After a gate, one feature with far more energy than all others, and it was not so at first."""
+    """After a gate, one feature with far more energy than all others, where it had less at first."""
     ratios = evidence.metric("tensors", "top_to_rest", "input")
     series = {name: samples for name, samples in ratios.items() if name.endswith(AFTER_GATE)}
     said = "one feature of {tensor} has {value:.0f} times the energy of all others together"
@@ -505,7 +496,7 @@ def _feature_drowns(evidence: Evidence) -> Observation:
 
 
 def _gradient_flows_past(evidence: Evidence) -> Observation:
-    """Weights without a gradient whose outputs have one: they are frozen. Of a dead block only the last output has one."""
+    """Frozen weights: they have no gradient, and their outputs have one. In a dead block only the last output has one."""
     grads, outputs = _values(evidence, "rms", "grad"), _values(evidence, "rms", "output_grad")
     zero: list[tuple[int, str, bool]] = []
     for name, samples in grads.items():
@@ -579,4 +570,3 @@ SIGNS_OF_LAYERS: tuple[Sign, ...] = (
         _first_in_forward,
     ),
 )  # fmt: skip
-"""The signs in the shape of what layers hold."""

@@ -1,4 +1,4 @@
-"""Signs that a record does not hold and a replay of one of its steps shows: unknown until a step was replayed."""
+"""Signs that a replay of one step shows and the record itself does not: unknown until a step was replayed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from narrowgauge.analysis.diagnosis.replay_findings import SHARE, ReplayedStep
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 
 LARGE = 0.25
-"""A gradient that differs from float32's by this is no rounding any more: healthy runs in four bits differ by 0.07."""
+"""Relative difference of a gradient to float32's beyond rounding: healthy runs in four bits differ by 0.07."""
 _LOST = 0.5
 _OPERANDS = ("inputs", "weights", "output-gradients")
 _NEEDS = "narrowgauge diagnose RUN --replay STEP"
@@ -19,7 +19,7 @@ def _step(evidence: Evidence) -> ReplayedStep:
 
 
 def _parts(evidence: Evidence) -> Observation:
-    """Where another machine, software or order of sums is a reason to part, it is no sign of damage."""
+    """Where another machine, software or order of sums may explain the difference, it is no sign of damage."""
     found = _step(evidence)
     if found.mismatch is None:
         return ABSENT if found.is_compared else UNKNOWN
@@ -50,7 +50,7 @@ def _dominates(evidence: Evidence, name: str, said: str, at_least: float = 0.0) 
 
 
 def _loses_updates(evidence: Evidence) -> Observation:
-    """Of a run whose own audit has not measured it."""
+    """Only where the run's own audit has not measured it."""
     found = _step(evidence)
     if found.lost_share is None or evidence.has("steps.edq") or evidence.has("updates.edq"):
         return UNKNOWN
@@ -62,7 +62,6 @@ def _loses_updates(evidence: Evidence) -> Observation:
 
 
 def _casts_lose(evidence: Evidence) -> Observation:
-    """Whether the casts of operands take a large part of the gradient."""
     rows = [_dominates(evidence, name, f"casts of {name}", LARGE) for name in _OPERANDS]
     return next((row for row in rows if row.state == "present"), ABSENT)
 
@@ -91,4 +90,3 @@ SIGNS_OF_REPLAYS: tuple[Sign, ...] = (
         _NEEDS,
     ),
 )  # fmt: skip
-"""The signs of a replayed step."""

@@ -1,6 +1,6 @@
-"""Signs in the settings: what is lost by arithmetic alone, whatever the run's rows show.
+"""Signs in the settings: what the arithmetic alone loses, whatever the run's rows show.
 
-They have no step: nothing in the rows comes after them.
+They have no step, so that no sign in the rows counts as their consequence.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from narrowgauge.spec.models import usual_rate
 from narrowgauge.spec.sums import naive_limit
 
 HIGH_RATE, LOW_RATE = 10.0, 30.0
-"""Factors over and below the usual rate of a model's size: healthy runs were made at 3.3 times it."""
+"""Factors above and below the usual rate for a model's size: healthy runs were made at 3.3 times it."""
 MANY_RANKS = 8
 """Ranks from which a sum in bfloat16 loses more than a rounding of each addend (§C2: 1.8e-3 to 3.9e-3 up to here)."""
 
@@ -112,4 +112,3 @@ SIGNS_OF_SETTINGS: tuple[Sign, ...] = (
     Sign("rate-is-low", "the learning rate is a thirtieth of the usual one or less", ("config.lr",), 0.03, _rate_is_low),
     Sign("eps-rounds-to-zero", "AdamW's epsilon is zero in its format", ("config.eps",), 0.001, _eps_is_zero),
 )  # fmt: skip
-"""The signs in the settings."""

@@ -1,7 +1,7 @@
 """What a sign is, and what looking for it gives.
 
-A sign is one thing that a record shows or does not. It is unknown where the record does not hold what it reads, and it then says
-what would record that.
+A sign is one thing that a record shows or does not. Where the record does not hold what the sign reads, it is unknown, and the
+sign names what would record that.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ class Observation:
 
     Args:
         state: the record shows it, shows that it is not there, or does not hold what it takes to know.
-        sign: the sign's name.
         step: the first step at which it shows.
-        tensor: where it shows.
-        value: what was measured.
-        threshold: what the value was compared with.
         sentence: what shows, without a full stop.
         base_rate: share of healthy runs of this length that show it.
     """
@@ -58,13 +54,12 @@ def present(
 def earliest(
     found: Iterable[tuple[int, str, float | None]], message: str, threshold: float | None = None, least: float = 1
 ) -> Observation:
-    """The earliest of the places at which a sign shows; absent where they are too few.
+    """The earliest of the places at which a sign shows; absent where there are fewer than ``least``.
 
     Args:
         found: step, tensor (or empty) and value of each place.
         message: what shows, with ``{tensor}``, ``{value}`` and ``{others}``, the number of the other places.
-        threshold: what the values were compared with.
-        least: places that make a sign.
+
     Example:
         >>> earliest([(20, "input:b", 9.0), (10, "input:a", 7.0)], "{tensor} reaches {value:g}, as {others} more").sentence
         'input:a reaches 7, as 1 more'
@@ -82,7 +77,6 @@ class Sign:
     """One thing that a record shows or does not.
 
     Args:
-        name: its key in the table of signs.
         meaning: what it says, one sentence without a full stop.
         reads: what it takes to know, as for :meth:`Evidence.has`: all of them.
         base_rate: share of the healthy runs that show it.
@@ -90,7 +84,7 @@ class Sign:
         needs: what records it, where not every run does: flags of the next run.
         given: a sign of which this one says more: it is unknown unless that one is present, and all its probabilities are
             those among runs that show that one. So nothing is counted twice.
-        per_step: how often a step of a healthy run shows it: long runs have more of what is rare.
+        per_step: how often a step of a healthy run shows it: what is rare is likelier in a long run.
     """
 
     name: str
@@ -108,21 +102,11 @@ class Sign:
         return bool({"steps.seconds", "steps.cpu_seconds", "steps.ranks"} & set(self.reads))
 
     def observe(self, evidence: Evidence) -> Observation:
-        """Look for the sign in a run.
-
-        Args:
-            evidence: of the run.
-        Returns:
-            What was found; ``unknown`` where the record does not hold what the sign reads.
-        """
+        """Look for the sign in a run; ``unknown`` where the record does not hold what the sign reads."""
         held = all(evidence.has(read) for read in self.reads)
         base = self.base_rate_over(evidence.num_steps)
         return replace(self.find(evidence) if held else UNKNOWN, sign=self.name, base_rate=base)
 
     def base_rate_over(self, num_steps: int) -> float:
-        """The share of healthy runs of a length that show it.
-
-        Args:
-            num_steps: of the run.
-        """
+        """The share of healthy runs of so many steps that show it."""
         return 1 - (1 - self.base_rate) * math.exp(-self.per_step * num_steps)

@@ -40,23 +40,16 @@ SIGNS: dict[str, Sign] = {
         *SIGNS_OF_REPLAYS,
     )
 }
-"""All signs by name."""
 
 
 def observe(evidence: Evidence) -> dict[str, Observation]:
-    """Look for every sign in a run.
-
-    Args:
-        evidence: of the run.
-    Returns:
-        An observation per sign, by its name.
-    """
+    """Look for every sign in a run: an observation per sign, by its name."""
     seen: dict[str, Observation] = {}
     return {name: _look(sign, evidence, seen) for name, sign in SIGNS.items()}
 
 
 def _look(sign: Sign, evidence: Evidence, seen: dict[str, Observation]) -> Observation:
-    """Look for a sign, unless another one that must be there first is not; ``seen`` holds those that are known."""
+    """Look for a sign; it is unknown without the one that it is given. ``seen`` holds those looked for already."""
     if sign.name not in seen:
         is_asked = not sign.given or _look(SIGNS[sign.given], evidence, seen).state == "present"
         seen[sign.name] = sign.observe(evidence) if is_asked else replace(UNKNOWN, sign=sign.name)

@@ -20,25 +20,25 @@ from narrowgauge.runs.schema import number, step_of
 BEFORE = 30
 """Steps whose median is the level before something."""
 FEWEST = 5
-"""Steps from which a median says something."""
+"""The fewest steps whose median says something."""
 LEAD = 8
 """Steps before a spike in which a rising gradient norm counts as its beginning (BLOOM-176B: 2 to 4)."""
 RISE, FALL = 3.0, 30.0
-"""Factors over its level of a gradient norm that leads a spike, and below it of one that has vanished."""
+"""Factors of a gradient norm over its level where it leads a spike, and below it where it has vanished."""
 STEPS_BY = 1.6
-"""Factor between gradient norms of two steps from which a lasting change of level is looked for."""
+"""Least factor between the gradient norms of two steps that may begin a lasting change of level."""
 ERRATIC = 0.15
 """Median difference of two consecutive losses over their level; healthy batches of 256 tokens differ by 0.02."""
 SPREAD = 20.0
 """That difference times the root of a step's tokens, in nats; healthy runs reach 1.7 at 256 tokens and 13 at 2,048."""
 ROUGH = 1.5
-"""Factor over its level before of the gradient norm after a spike that has left something behind."""
+"""Factor of the gradient norm after a spike over its level before, where the spike has left something behind."""
 BURST = 6.0
-"""Factor over its level of a gradient norm that is a burst where it lasts for two steps."""
+"""Factor of a gradient norm over its level that is a burst if it lasts for two steps."""
 SETTLED = 20
-"""Steps after which delayed scales have seen what comes."""
+"""Steps after which delayed scales have settled."""
 EXCEEDS = 50.0
-"""Factor over its level of the count of values beyond a delayed scale; healthy runs of small batches reach 18."""
+"""Factor of the count of values beyond a delayed scale over its level; healthy runs of small batches reach 18."""
 
 
 def _first_spike(evidence: Evidence) -> tuple[int, float] | None:
@@ -76,7 +76,7 @@ def _one_batch(evidence: Evidence) -> Observation:
 
 
 def _is_between_gaps(evidence: Evidence, row: int) -> bool:
-    """Whether steps beside a row have none of their own."""
+    """Whether a step beside a row has no row of its own."""
     around = evidence.steps[max(0, row - 1) : row + 2]
     return any(now - before > 1 for before, now in pairwise(around))
 
@@ -115,7 +115,7 @@ def jitter(values: Iterable[float]) -> float:
 
 
 def level_of(values: Sequence[float | None]) -> float | None:
-    """The median of finite values; ``None`` for too few, and where it is zero: nothing is so many times that."""
+    """The median of finite values; ``None`` for too few, and where it is zero, since no factor over zero means anything."""
     known = finite(values)
     return median(known) or None if len(known) >= FEWEST else None
 
@@ -140,7 +140,7 @@ def _leads(evidence: Evidence) -> Observation:
 
 
 def _stays_rough(evidence: Evidence) -> Observation:
-    """What a bad update has done is there at the next steps; what a bad batch was is not."""
+    """What a bad update has done shows in the next steps too; a bad batch leaves nothing behind."""
     found, norms = _spike_width(evidence), evidence.column("grad_norm")
     if found is None:
         return ABSENT
@@ -219,7 +219,7 @@ def _is_erratic(evidence: Evidence) -> Observation:
 
 
 def _exceeds_scales(evidence: Evidence) -> Observation:
-    """A burst: a few values exceed a delayed scale in every step, since the scale is that of earlier ones."""
+    """Only a burst counts: a few values exceed a delayed scale in every step, since it is taken from earlier ones."""
     counts = [count or 0.0 for count in evidence.column("saturated")]
     for row, count in enumerate(counts[SETTLED:], SETTLED):
         level = max(1.0, median(counts[max(0, row - BEFORE) : row]))
@@ -263,7 +263,7 @@ def _loss_not_finite(evidence: Evidence) -> Observation:
 
 
 def _norm_not_finite(evidence: Evidence) -> Observation:
-    """The detector's, which leaves out steps that the loss scaler skipped, without those whose loss says it already."""
+    """Left out are steps that the loss scaler skipped, which raise no event, and those whose loss is not finite either."""
     finite = {
         step
         for step, loss in zip(evidence.steps, evidence.column("loss"), strict=True)
@@ -359,19 +359,18 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
         _exceeds_scales,
     ),
 )  # fmt: skip
-"""The signs in the rows of steps."""
 
 
 # ── evaluations: the training loss falls, and the validation loss does not ───────────────────────────────────────────────
 
 LARGE_GAP = 0.1
-"""Validation loss minus training loss, in nats, from which data have been learned by heart."""
+"""Validation loss minus training loss, in nats, of a model that has memorized its data."""
 FEWEST_EVALS = 3
-"""Evaluations from which a gap can be said to grow."""
+"""The fewest evaluations that can show a growing gap."""
 
 
 def _gaps(evidence: Evidence) -> list[tuple[int, float]]:
-    """At each evaluation the validation loss, less the level of the training loss over the steps before it."""
+    """At each evaluation the validation loss minus the level of the training loss in the steps before it."""
     steps, losses = evidence.steps, evidence.column("loss")
     found = []
     for row in evidence.run.evals:
@@ -401,7 +400,6 @@ SIGNS_OF_EVALS: tuple[Sign, ...] = (
         ("steps.loss", "run.evals"), 0.03, _parts, "--eval-every 100",
     ),
 )  # fmt: skip
-"""The signs in the evaluations."""
 
 
 # ── the learning rate: a schedule changes it a little from one step to the next, a warm-up by a factor of two ────────────
@@ -409,15 +407,15 @@ SIGNS_OF_EVALS: tuple[Sign, ...] = (
 JUMP = 2.5
 """Factor between the rates of two consecutive steps that no schedule has after a warm-up's first steps."""
 STAYS = 10
-"""Steps from which a jump stays."""
+"""Steps for which a lasting jump lasts at least."""
 RESUMED_BY = 1.5
 """Factor between the rates before and after a resume that no schedule has."""
 
 
 def _jumps(evidence: Evidence) -> Iterator[tuple[int, float, float, int]]:
-    """Rates that rise at one step above all earlier ones: the row, the rates before and after, and how many rows it lasts.
+    """Rates that rise in one step above all earlier ones: the row, the rates before and after, and how many rows the rise lasts.
 
-    What comes back to an earlier rate is a restart.
+    A return to an earlier rate is a restart.
     """
     rates, highest = evidence.column("lr"), 0.0
     for row in range(2, len(rates)):  # a warm-up may begin at a thousandth, and its second rate be many times that
@@ -478,14 +476,13 @@ SIGNS_OF_RATES: tuple[Sign, ...] = (
         _rate_moves_at_resume,
     ),
 )  # fmt: skip
-"""The signs in the learning rate."""
 
 
 # ── the loss scale: whether overflows lower it, and what the loss does meanwhile ─────────────────────────────────────────
 
 
 def _scale_falls_alone(evidence: Evidence) -> Observation:
-    """A loss scale is halved where gradients overflow, and such a step is skipped: one that falls without is set by something."""
+    """A loss scale is halved only where gradients overflow, and that step is skipped: any other fall has another cause."""
     before: float | None = None
     for row in evidence.run.steps:
         now = number(row.get("loss_scale"))
@@ -498,7 +495,7 @@ def _scale_falls_alone(evidence: Evidence) -> Observation:
 
 
 def _rises_with_scale(evidence: Evidence) -> Observation:
-    """Whether the loss is higher at the end than before the loss scale fell: skipped steps change nothing."""
+    """Whether the loss is higher at the end than before the loss scale fell: skipped steps alone would leave it where it was."""
     losses = evidence.column("loss")
     events = evidence.raised_by("scale-halvings", "scale-skips")
     row = next((k for k, step in enumerate(evidence.steps) if events and step >= step_of(events[0])), 0)
@@ -525,19 +522,18 @@ SIGNS_OF_LOSS_SCALE: tuple[Sign, ...] = (
         _scale_falls_alone,
     ),
 )  # fmt: skip
-"""The signs in the loss scale."""
 
 
 # ── where the time goes (medians of the later three quarters, since the first steps compile), and resumes ────────────────
 
 MAX_SHARE = 0.2
-"""Share of a step's time, outside its arithmetic, that is worth a word."""
+"""Share of a step's time, outside its arithmetic, from which waiting is a sign."""
 SLOWER = 1.4
 """Factor between the durations of late and early steps."""
 SLOWER_CLOCK = 1.5
 """Factor between the fast tenth of late steps and the median of early ones, in processor time; busy machines reached 1.33."""
 LEVEL_SIGMAS = 5.0
-"""Standard errors by which a level moves where chance does not move it."""
+"""Standard errors by which a level must move to be more than chance."""
 
 
 def _share(evidence: Evidence, column: str) -> tuple[int, float] | None:
@@ -562,9 +558,9 @@ def _waits_for(column: str, words: str, evidence: Evidence) -> Observation:
 
 
 def _slows_down(evidence: Evidence) -> Observation:
-    """Late steps take longer than early ones, in whatever neither data nor other ranks account for.
+    """Late steps take longer than early ones, in what neither data nor other ranks account for.
 
-    Where processor time is recorded, it tells a slow clock from other programs, which make any step longer.
+    Where processor time is recorded, that distinguishes a slow clock from other programs, which make any step longer.
     """
     if evidence.has("steps.cpu_seconds") and evidence.has("run.on_cpu"):
         return UNKNOWN
@@ -587,7 +583,7 @@ def _slows_down(evidence: Evidence) -> Observation:
 
 
 def _computes_slower(evidence: Evidence) -> Observation:
-    """The same step takes more of the processor's time: its clock is slower. Other programs make it wait instead."""
+    """The same step takes more processor time, so its clock is slower. Other programs would make it wait instead."""
     spent = [(int(row["step"]), number(row.get("cpu_seconds"))) for row in evidence.run.steps[3:]]
     known = [(step, seconds) for step, seconds in spent if seconds]
     if len(known) < 4 * FEWEST:
@@ -659,4 +655,3 @@ SIGNS_OF_TIME: tuple[Sign, ...] = (
         given="loss-spikes",
     ),
 )  # fmt: skip
-"""The signs in the durations of steps, and at resumes."""
