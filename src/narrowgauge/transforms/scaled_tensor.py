@@ -36,7 +36,7 @@ class Scaled(Tensor):
     ``data``; only magnitudes that leave that format's range can differ. Gradients are scaled tensors of their own.
 
     Args:
-        data: a plain floating-point tensor; its shape, dtype and device are those of the whole.
+        data: a plain floating-point tensor.
         scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. It is not checked, since that
             would synchronize with the device.
 
@@ -135,7 +135,6 @@ FUNCTIONS: dict[Any, Rule] = {}
 
 
 def unknown(what: str) -> RecipeError:
-    """The error for an operation without a rule."""
     return RecipeError(
         f"scalify has no rule for {what}.",
         "It supports the Llama and GPT-2 models of transformers with sdpa attention and without dropout.",

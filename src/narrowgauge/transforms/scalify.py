@@ -164,7 +164,6 @@ def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -
     Args:
         units: of each operand; a plain one has scale 1.
         sizes: of each operand's ``vjp``; ignored for a plain operand, whose gradient is a plain value.
-        operands: plain or scaled.
     """
     return cast(tuple[Tensor, ...], _Enter.apply(units, sizes, *operands))  # type: ignore[no-untyped-call]
 
@@ -310,7 +309,7 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     order of one. Parameters, ``state_dict`` and gradients are plain tensors under the same names. Copies and pickles of
     the model stay scalified; activation checkpointing and ``torch.compile`` work as before.
 
-    A linear layer with a method ``multiply(x, weight, bias)``, as narrow layers have, multiplies its plain data by that, with the
+    If a linear layer has a method ``multiply(x, weight, bias)``, as narrow layers do, that multiplies its plain data, with the
     weight in the layout of its parameter. A plain input, such as the head's, has scale 1.
 
     Args:
@@ -369,12 +368,10 @@ class Measurements(NamedTuple):
 
 
 def measurements(model: nn.Module) -> Measurements:
-    """How many tensors a scalified model measures.
+    """How many tensors a scalified model measures, gradients that enter as plain tensors included.
 
     Args:
         model: scalified; it must use each of its modules once in a forward pass.
-    Returns:
-        The counts, including gradients that enter as plain tensors.
     Example:
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8))
         >>> scalify(model)

@@ -2,10 +2,10 @@
 
 A product of matrices with independent entries of variance one has entries of variance ``fan_in``; divided by the root of that,
 they fit the range of any narrow format. Its backward sums over ``fan_out`` and, for the weight, over tokens, so forward and
-backward need *different* constants. A constant may differ from the true derivative's where the gradient ends (a weight: an
-optimizer such as Adam is independent of its scale) or where another constant compensates it later; everywhere else they are
-equal, so that each parameter's gradient is a multiple of the true one. :func:`scaled` applies different constants forward and
-backward.
+backward need *different* constants. A constant may differ from the true derivative's in two places: where the gradient ends (a
+weight: an optimizer such as Adam is independent of its scale), or where another constant compensates it later. Everywhere else
+they are equal, so that each parameter's gradient is a multiple of the true one. :func:`scaled` applies different constants
+forward and backward.
 
 Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465 (residual weights: appendix G). All
 multipliers that u-muP leaves to tuning are 1 here.
@@ -69,11 +69,7 @@ class _Scaled(torch.autograd.Function):
 
 
 def scaled(x: Tensor, *, forward: Factor | None = None, backward: Factor | None = None) -> Tensor:
-    """``x * forward``, whose gradient is multiplied by ``backward`` instead.
-
-    Args:
-        x: any floating tensor.
-        forward, backward: a number or a 0-d tensor; ``None`` for 1, without a copy.
+    """``x * forward``, whose gradient is multiplied by ``backward`` instead; ``None`` is 1, without a copy.
 
     Example:
         >>> x = torch.ones(2, requires_grad=True)
@@ -135,9 +131,7 @@ def attention_output(sequence_length: int, head_dim: int) -> float:
 def residual_weights(branch: int, num_layers: int) -> tuple[float, float]:
     """Factors of the skip and of a branch, so that embedding, attentions and MLPs contribute equally to the output.
 
-    Args:
-        branch: index among all branches; attention and MLP are one each.
-        num_layers: decoder layers.
+    ``branch`` is the index among all branches; attention and MLP are one each.
 
     Example:
         >>> [round(w * w, 4) for w in residual_weights(0, 2)]
@@ -317,7 +311,7 @@ class UnitGPT2MLP(GPT2MLP):
 
 
 class UnitGPT2Block(GPT2Block):
-    """GPT-2's layer, as :class:`UnitLlamaLayer`."""
+    """GPT-2's layer, like :class:`UnitLlamaLayer`."""
 
     unit_residual: Tensor
 

@@ -128,7 +128,7 @@ def fix_batch(model: nn.Module, *, sequence_length: int | None = None, tokens: i
 
 
 def learning_rate_factors(model: nn.Module) -> dict[str, float]:
-    """The factor of Adam's learning rate for each parameter of a unit-scaled model.
+    """The factor of Adam's learning rate for each parameter of a unit-scaled model, a tied one by its first name.
 
     A matrix has ``fan_in ** -0.5``, an embedding ``width ** -0.5``, gains, biases and the head 1; parameters of decoder
     layers have ``num_layers ** -0.5`` in addition. A tied embedding has two rules and gets the geometric mean of both,
@@ -137,12 +137,6 @@ def learning_rate_factors(model: nn.Module) -> dict[str, float]:
 
     Rates are near 1 in this form: those short runs were best at 0.5, before the factors. Decay should be independent of
     the rate: give each group ``decay_of_a_step / (lr * factor)`` if the optimizer multiplies the two.
-
-    Args:
-        model: from :func:`unit_scale`.
-
-    Returns:
-        By name as in ``named_parameters()``, a tied parameter by its first name.
 
     Raises:
         RecipeError: the model is not unit-scaled.
@@ -248,7 +242,7 @@ def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> di
     Invariant: logits agree up to float32 rounding, and up to a norm's epsilon relative to mean squares of 1 to 3.
 
     Args:
-        model: from :func:`narrowgauge.transforms.unit_scaling.unit_scale`.
+        model: from :func:`unit_scale`.
         sequence_length: attention gets the constant of this length, for inputs of any length; ``None`` uses that of
             ``fix_batch``.
 
@@ -257,8 +251,6 @@ def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> di
 
     Raises:
         RecipeError: the model is not unit-scaled, or no length is known.
-
-    Cost: 4 bytes per parameter.
     """
     length = sequence_length or batch_of(model).sequence_length
     if length is None:
