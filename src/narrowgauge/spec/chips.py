@@ -38,8 +38,7 @@ class Chip:
         source: the pages of these values.
         mxfp8_tflops: as ``peak_tflops``, for MXFP8 with block scales applied in hardware; ``None`` without.
         measured_tflops: the best published large matmul, by format.
-        watts, watts_source: the vendor's design power of the chip (TDP, board power), and who published it; ``None`` where no
-            publication is known here.
+        watts, watts_source: the vendor's design power of the chip (TDP, board power), and who published it; ``None`` if unknown.
         notes: caveats.
     """
 
@@ -412,7 +411,7 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
 
 
 def get_chip(name: str) -> Chip:
-    """The chip of that name, ignoring case; an unambiguous prefix is enough, and H20 is no prefix of H200.
+    """The chip of that name, ignoring case; an unambiguous prefix is enough, and H20 is not a prefix of H200.
 
     Raises:
         ChipError: no chip has that name, or several match the prefix.

@@ -52,7 +52,7 @@ class Cast:
         outliers: input columns with an amax of at least this stay in 16 bits (0: none).
         margin: a delayed scale leaves room for ``2**margin`` times the recorded amax.
         history: steps in the amax ring buffer of a delayed scale.
-        smooth: divide each channel of the input by its own power of two first (:mod:`narrowgauge.spec.computes`).
+        smooth: divide each channel of the input by its own power of two first (``+smooth``, below).
     """
 
     format: str
@@ -154,7 +154,7 @@ class Compute:
     """The six casts of a linear layer, and the dtype of everything else.
 
     Args:
-        name: its name.
+        name: as in a recipe.
         output, grad_input, grad_weight: the three matmuls.
         purpose: when to use it.
         source: the publication or library.
@@ -166,7 +166,7 @@ class Compute:
         fallback: the compute that an alarm recommends when this one's range or precision is short: the next one with more
             range or with finer-grained scales.
         default_storage: the storage of a recipe that names none.
-        owns_storages: it determines how weights are stored, so it takes the storages of its own name only.
+        owns_storages: it determines how weights are stored, so it supports only the storages of its own name.
     """
 
     name: str
@@ -429,7 +429,7 @@ COMPUTES: dict[str, Compute] = {compute.name: compute for compute in _COMPUTES}
 
 # ── slots: the six operands ────────────────────────────────────────────────────────────────────────────────────────────
 #
-# Each of a layer's three tensors enters two of the matmuls, and each matmul contracts another dimension of it.
+# Each of a layer's three tensors enters two of the matmuls, and each contracts a different dimension of it.
 
 
 TENSORS = ("input", "weight", "gradient")
@@ -442,7 +442,6 @@ class Slot:
 
     Args:
         matmul: ``output``, ``grad_input`` or ``grad_weight``.
-        side: of that matmul.
         tensor: what is cast, one of :data:`TENSORS`.
         dim: the dimension of the tensor that the matmul contracts; the operand is transposed where a left one contracts 0.
         random_key: distinguishes the random bits of a stochastic cast. Stored results depend on it: never renumber.
@@ -463,7 +462,6 @@ class Slot:
 
     @property
     def history_index(self) -> int:
-        """Index of the tensor in a layer's amax history."""
         return TENSORS.index(self.tensor)
 
 
@@ -476,7 +474,6 @@ _SLOTS = (
     Slot("grad_weight", "right", "input", dim=0, random_key=0, reuses="output.left"),
 )
 SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
-"""The six slots by name."""
 
 
 def slot_of_cast(compute: Compute, slot: str) -> str:
@@ -519,10 +516,8 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 def first_of_input(layer: str) -> str:
     """The first of the layers that get the same input as a layer: they share the cast of it, and its delayed scale.
 
-    Args:
-        layer: a dotted name.
-    Returns:
-        The name of that layer; the layer's own where no other gets its input.
+    It is the layer itself where no other gets its input.
+
     Example:
         >>> first_of_input("layers.0.self_attn.v_proj"), first_of_input("layers.0.mlp.down_proj")
         ('layers.0.self_attn.q_proj', 'layers.0.mlp.down_proj')
@@ -558,7 +553,6 @@ class Gathering:
 
     @property
     def is_narrow(self) -> bool:
-        """Whether codes are gathered."""
         return not self.reason
 
     @property
@@ -610,12 +604,8 @@ _SMOOTH, _FRESH = "+smooth", "+fresh"
 
 @lru_cache(None)
 def find(name: str) -> Compute | None:
-    """The compute or variant of that name.
+    """The compute or variant of that name in full spelling, or ``None``.
 
-    Args:
-        name: such as ``"float8-row"`` or ``"float8-delayed+smooth"``, in full spelling.
-    Returns:
-        The compute, or ``None``.
     Example:
         >>> str(find("float8-delayed+smooth").output.left)
         'float8_e4m3fn, per tensor, channels smoothed'
@@ -656,13 +646,8 @@ def names() -> list[str]:
 
 
 def at_layer(compute: Compute, layer: str) -> Compute:
-    """The compute of one layer: a smooth compute smooths the layers of ``SMOOTHED`` only.
+    """The compute of the linear layer of that dotted name: a smooth compute smooths only the layers of ``SMOOTHED``.
 
-    Args:
-        compute: a compute or a variant.
-        layer: the dotted name of a linear layer.
-    Returns:
-        The compute of the layer.
     Example:
         >>> compute = find("float8-tensor+smooth")
         >>> [at_layer(compute, name).name for name in ("layers.0.mlp.down_proj", "layers.0.mlp.up_proj")]
@@ -675,15 +660,7 @@ def at_layer(compute: Compute, layer: str) -> Compute:
 
 
 def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
-    """Refuse a smooth compute for a model without layers of ``SMOOTHED``.
-
-    Args:
-        compute: any.
-        layers: the names of the model's linear layers.
-        model: its name in the error message.
-    Raises:
-        RecipeError: no layer is a down projection.
-    """
+    """Refuse a smooth compute for a model none of whose linear ``layers`` is one of ``SMOOTHED``."""
     names = list(layers)
     if compute.name.endswith(_SMOOTH) and not any(map(_is_smoothed, names)):
         raise RecipeError(

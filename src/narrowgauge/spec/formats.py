@@ -141,12 +141,10 @@ class Format:
         return math.ldexp(1.0, self._step_exponent(magnitude))
 
     def decode(self, code: int) -> float:
-        """The value of a code, exactly.
+        """The value of a code, exactly; float64 represents all of them.
 
         Args:
             code: the bits as an unsigned integer.
-        Returns:
-            The value; float64 represents all of them.
         Raises:
             FormatError: the code has more bits than the format.
         Example:
@@ -171,17 +169,12 @@ class Format:
         return -value if negative else value
 
     def encode(self, value: float, *, saturate: bool = False) -> int:
-        """The code nearest to a value, ties to the even mantissa.
+        """The code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
         Values out of range become infinity, or NaN without infinities, or the end of the range without either; with
-        ``saturate`` they become the end of the range. NaN becomes NaN, or zero in a format without NaN. For a scale, values at
-        or below zero are out of range; positive values below the smallest power become it.
+        ``saturate`` they become the end of the range, infinities included. NaN becomes NaN, or zero in a format without NaN.
+        For a scale, values at or below zero are out of range; positive values below the smallest power become it.
 
-        Args:
-            value: any float.
-            saturate: clamp values outside the range, including infinities.
-        Returns:
-            The bits, as an unsigned integer.
         Example:
             >>> hex(get_format("bfloat16").encode(0.1))
             '0x3dcd'
@@ -326,8 +319,6 @@ def get_format(name: str | Format) -> Format:
 def describe_value(x: float) -> list[dict[str, object]]:
     """Round a number to every format.
 
-    Args:
-        x: any float.
     Returns:
         A dict per format: ``name``, ``hex`` (the code), ``value``, ``relative_error`` (a ratio; ``None`` if x is zero or either
         is not finite), ``spacing`` (the distance between adjacent values there), ``note``.

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 TESTED_TORCH = ("2.11", "2.13", "2.15")
 """The releases of PyTorch that the tests run with: the oldest that can be installed with this package, the one that ``./dev``
-installs, and the newest. The workflow, ``pyproject.toml``, ``constraints.txt`` and the documentation are held to it by tests."""
+installs, and the newest. Tests hold the workflow, ``pyproject.toml``, ``constraints.txt`` and the documentation to it.
+"""
 
 
 def untested_torch(version: str) -> str:

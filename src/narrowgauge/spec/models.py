@@ -22,12 +22,11 @@ class Model:
     """One decoder's shape.
 
     Attributes:
-        name: the preset's name.
         family: ``llama`` (rotary positions, RMS norms, gated MLP, no biases) or ``gpt2`` (learned positions, layer
             norms, biases).
-        vocab_size, max_positions: sizes in tokens.
+        vocab_size, max_positions: in tokens.
         hidden_size, intermediate_size: widths of the residual stream and of the MLP.
-        num_layers, num_heads, num_kv_heads: counts; fewer key-value heads than heads is grouped-query attention.
+        num_kv_heads: fewer key-value heads than heads is grouped-query attention.
         tie_embeddings: whether the input embedding is also the output projection.
         rope_theta: base of the rotary frequencies; None without rotary positions.
         source: where the shape is published.
@@ -50,7 +49,6 @@ class Model:
 
     @property
     def head_dim(self) -> int:
-        """Size of an attention head."""
         return self.hidden_size // self.num_heads
 
     @property
@@ -122,7 +120,7 @@ def get_model(name: str) -> Model:
 
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
-"""The files of weights that are read from a model folder, the first of them that is there."""
+"""The files of weights that are read from a model folder: the first that exists."""
 _KINDS = (
     ".safetensors",
     ".bin",
@@ -153,12 +151,10 @@ _BESIDE = (
 
 
 def weights_file(folder: Path) -> Path | None:
-    """The file of weights in a Hugging Face model folder; ``None`` where it holds a configuration alone.
+    """The file of weights in a Hugging Face model folder; ``None`` where it holds only a configuration.
 
-    Args:
-        folder: the folder.
     Raises:
-        DataError: it holds weights of another kind, or a link to a file of weights that is not there: a model that began from
+        DataError: it holds weights of another kind, or a link to a file of weights that does not exist: a model that began from
             random weights instead would train without an error.
     Example:
         >>> weights_file(Path("no/such/folder")) is None
@@ -182,12 +178,10 @@ def weights_file(folder: Path) -> Path | None:
 
 
 def refuse_own_code(folder: Path) -> None:
-    """Refuse a model folder whose ``config.json`` names Python files to execute (``auto_map``).
+    """Refuse a model folder, or its ``config.json``, that names Python files to execute (``auto_map``).
 
     Invariant: no code of a model folder is executed, with or without a prompt. Other errors of the file are left to its reader.
 
-    Args:
-        folder: a Hugging Face model folder, or its ``config.json``.
     Raises:
         DataError: it names code.
     Example:
@@ -221,11 +215,8 @@ UNIT_LEARNING_RATE = 0.5
 
 
 def usual_rate(num_parameters: int, *, is_unit: bool = False) -> float:
-    """The usual peak learning rate.
+    """The usual peak learning rate of a model of this many parameters.
 
-    Args:
-        num_parameters: of the model.
-        is_unit: the model is unit-scaled.
     Example:
         >>> usual_rate(1_000_000), usual_rate(7_000_000_000), usual_rate(1_000_000, is_unit=True)
         (0.003, 0.0003, 0.5)

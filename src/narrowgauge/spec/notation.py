@@ -45,7 +45,6 @@ class Alias:
 
     @property
     def is_taken(self) -> bool:
-        """Whether the name is accepted for its recipe."""
         return not self.differs
 
     @property
@@ -54,11 +53,7 @@ class Alias:
         return "/" not in self.recipe
 
     def refusal(self, said: str) -> RecipeError:
-        """The error for a name that is not accepted.
-
-        Args:
-            said: the name in its user's spelling.
-        """
+        """The error for a name, in its user's spelling, that is not accepted."""
         nearest = f"'{self.recipe}'" + (f" ({self.source})" if self.others else "")
         choices = [nearest, *(f"'{recipe}' ({what})" for recipe, what in self.others)]
         listed = " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
@@ -199,11 +194,7 @@ def compute_name(part: str) -> str:
 
 
 def require_one_compute(said: str) -> None:
-    """Refuse a name that could be several computes, where no storage beside it says which.
-
-    Raises:
-        RecipeError: it could.
-    """
+    """Refuse a name that could be several computes, where no storage beside it says which."""
     alias = ALIASES.get(compute_name(said))
     if alias is not None and not alias.is_taken and alias.is_compute:
         raise alias.refusal(said)
@@ -233,9 +224,8 @@ def full_names() -> list[str]:
 def representative_names() -> list[str]:
     """Names that cover every compute, storage and alias, for tables and tests.
 
-    Returns:
-        Each compute with its default storage; each storage with bfloat16, or with the compute that it belongs to; then the
-        recipes of aliases, and ``word`` with all computes that support it.
+    They are each compute with its default storage; each storage with bfloat16, or with the compute that it belongs to; then the
+    recipes of aliases, and ``word`` with all computes that support it.
     """
     names = [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     names += [name if "/" in name else f"bfloat16/{name}" for name in STORAGES]
@@ -303,7 +293,7 @@ def parse(text: str | Path | Recipe) -> Recipe:
 
 
 def parse_names(names: str) -> list[Recipe]:
-    """Read the recipes of a command line: names and ``.toml`` files with commas between them.
+    """Read the recipes of a command line: names and ``.toml`` files separated by commas.
 
     Example:
         >>> [recipe.name for recipe in parse_names("bf16/master, bf16/word")]
@@ -325,13 +315,7 @@ def parse_names(names: str) -> list[Recipe]:
 def parse_value(value: Any, where: str = "the record") -> Recipe:
     """Read a recipe from a TOML or JSON value: a name or a table, as :meth:`Recipe.to_value` returns it.
 
-    Args:
-        value: a table, as for :func:`parse_table`, or what :func:`parse` takes.
-        where: where the value stands, for error messages.
-    Returns:
-        The recipe.
-    Raises:
-        RecipeError: a value of another type, or an unknown name.
+    ``where`` names the value's place in error messages.
 
     Example:
         >>> parse_value("bf16/word") == parse_value({"compute": "bfloat16", "storage": "word"})
@@ -345,15 +329,7 @@ def parse_value(value: Any, where: str = "the record") -> Recipe:
 
 
 def parse_file(path: Path) -> Recipe:
-    """Read a recipe from a TOML file; see :func:`parse_table` for its keys.
-
-    Args:
-        path: a UTF-8 TOML file.
-    Returns:
-        The recipe, labelled by its ``name``, else by the file's stem.
-    Raises:
-        RecipeError: the file is missing, is not TOML, or has an unknown name.
-    """
+    """Read a recipe from a TOML file, labelled by its ``name``, else by the file's stem; see :func:`parse_table` for its keys."""
     try:
         table = load_toml(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -371,9 +347,7 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
         table: ``compute``, ``storage`` and ``reduction``, or ``recipe = "bfloat16/word"`` instead; ``name`` (a label);
             ``evaluation`` (a compute), ``keep`` (patterns), ``override`` (a list of tables with ``pattern`` and ``storage``,
             ``compute`` or both) and ``phase`` (a list of tables with ``until`` and ``compute``).
-        where: where the table stands, for error messages.
-    Returns:
-        The recipe.
+        where: names the table in error messages.
     Raises:
         RecipeError: an unknown key or name, or a value of the wrong type.
 
@@ -507,7 +481,6 @@ def _find_storage(name: str, compute: str) -> Storage:
 
 
 def _entry(table: Mapping[str, Any], name: str) -> Any:
-    """The entry of a table, or an error that suggests the nearest name."""
     if name in table:
         return table[name]
     raise RecipeError(f"no recipe part is named '{name}'.", f"{suggestion(name, table)} {_SEE}".strip())

@@ -23,7 +23,6 @@ class Rule:
     """How one kind of operation propagates a scale.
 
     Args:
-        name: of the kind of operation.
         scale: of the result, in words.
         gradient: the scale of the input's gradient, for operations that are not composed of others with rules.
         measures: the tensors whose scale is measured: the ``weight`` (once per value), the ``output`` (in every forward pass),
@@ -68,4 +67,3 @@ _RULES = (
 )  # fmt: skip
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in _RULES}
-"""Every rule by name."""

@@ -30,7 +30,6 @@ class Override:
     compute: Compute | None = None
 
     def matches(self, name: str) -> bool:
-        """Whether the parameter or module ``name`` matches."""
         return fnmatch.fnmatchcase(name, self.pattern)
 
 
@@ -113,7 +112,7 @@ class Recipe:
 
     @property
     def in_evaluation(self) -> Recipe:
-        """The recipe that evaluation computes by: this one, with its compute for evaluation in place of all phases."""
+        """The recipe for evaluation: this one, with its compute for evaluation in place of all phases."""
         return self if self.evaluation is None else replace(self, compute=self.evaluation, phases=())
 
     @property
@@ -171,13 +170,11 @@ class Recipe:
         }
 
     def storage_of(self, name: str, num_dims: int) -> Storage:
-        """The storage of the parameter ``name`` with ``num_dims`` dimensions.
+        """The storage of a parameter: float32 for modules of ``keep``, else that of the last matching override, else ``storage``.
 
         Args:
-            name: dotted parameter name.
-            num_dims: its number of dimensions; a parameter of at most one is a vector.
-        Returns:
-            float32 for modules of ``keep``, else that of the last matching override, else ``storage``.
+            name: dotted.
+            num_dims: a parameter of at most one dimension is a vector.
         """
         if self.keeps(name):
             return STORAGES["float32"]
@@ -186,10 +183,10 @@ class Recipe:
         return for_vectors(storage) if num_dims < 2 else storage
 
     def compute_of(self, name: str, progress: float = 1.0) -> Compute:
-        """The compute of the linear layer ``name``.
+        """The compute of the linear layer of that dotted name.
 
         Args:
-            name: dotted module name.
+            name: of the module.
             progress: as for :meth:`compute_at`.
         Returns:
             float32 for modules of ``keep``; else that of the last matching override; else, for a layer that the current
@@ -209,12 +206,10 @@ class Recipe:
         return COMPUTES[self.dtype] if _matches_within(name, current.keep) else at_layer(current, name)
 
     def compute_at(self, progress: float) -> Compute:
-        """The compute at a step.
+        """The compute at a step: that of the first phase that has not ended, or the main one after the last phase.
 
         Args:
             progress: the fraction of all steps before it, from 0 to 1 (the end of the run).
-        Returns:
-            The compute of the first phase that has not ended, or the main one after the last phase.
         """
         return next((phase.compute for phase in self.phases if progress < phase.until), self.compute)
 
@@ -263,7 +258,6 @@ def _override_table(override: Override) -> dict[str, str]:
 
 
 def _kept_for_backward(compute: Compute) -> str:
-    """What a linear layer saves for backward per element of its input."""
     form = compute.output.left.format
     what = f"{form} codes" if compute.keeps_codes else form if compute.is_wide else compute.dtype
     return f"{what}, {compute.kept_bytes:g} byte{'' if compute.kept_bytes == 1 else 's'}"

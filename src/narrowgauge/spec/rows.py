@@ -1,4 +1,4 @@
-"""Rows of tables that an earlier version pickled, inside models and optimizers, can be loaded."""
+"""Loading rows of tables that an earlier version pickled inside models and optimizers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ _Row = TypeVar("_Row")
 def loads_older(table: Callable[[], Mapping[str, object]]) -> Callable[[type[_Row]], type[_Row]]:
     """A decorator of a frozen dataclass with slots: a pickled row without the newest fields gets them as it is loaded.
 
-    Such a row is pickled as the list of its values, so new fields come last.
-
-    Args:
-        table: the table of these rows. A missing field is that of the row of the same name; without one, the field's default.
+    Such a row is pickled as the list of its values, so new fields come last. A missing field is that of the row of the same name
+    in ``table``; without one, the field's default.
     """
 
     def decorate(kind: type[_Row]) -> type[_Row]:

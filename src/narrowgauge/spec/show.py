@@ -26,13 +26,11 @@ from narrowgauge.spec.tables import Column, Row, Table, cell_text, name_columns,
 
 
 def rows(name: str) -> list[Row]:
-    """One table, as plain values that JSON can hold.
+    """The rows of one table, as plain values that JSON can hold.
 
-    Args:
-        name: formats, recipes, aliases, computes, gathers, scales, storages, reductions, chips, models or frameworks.
-    Returns:
-        A dict per row, each with ``name``. ``recipes`` lists each compute with its default storage, and each storage with
-        its default compute (:func:`narrowgauge.spec.notation.representative_names`).
+    ``recipes`` lists each compute with its default storage, and each storage with its default compute
+    (:func:`narrowgauge.spec.notation.representative_names`).
+
     Raises:
         NarrowgaugeError: unknown table.
     Example:
@@ -190,7 +188,7 @@ def _first_rows(part: str) -> dict[str, str]:
 
 
 def _first_or_reference(key: str, part: str) -> Callable[[Row], str]:
-    """The text about a recipe's compute or storage in its first row, and the name of that row in all others."""
+    """The text about a recipe's compute or storage in its first row; in all others the name of that row."""
 
     def text(row: Row) -> str:
         first = _first_rows(part)[row[part]]
@@ -294,14 +292,8 @@ _EXAMPLE_PARAMETERS = 1_000_000_000
 
 
 def detail_format(name: str) -> Row:
-    """All properties of one format.
+    """The row of one format in ``rows("formats")``, found by its name, alias or PyTorch spelling.
 
-    Args:
-        name: a format's name, alias or PyTorch spelling.
-    Returns:
-        Its row of ``show.rows("formats")``.
-    Raises:
-        FormatError: unknown format.
     Example:
         >>> detail_format("e4m3")["max"]
         448.0
@@ -310,12 +302,10 @@ def detail_format(name: str) -> Row:
 
 
 def detail_value(text: str) -> list[Row]:
-    """A number, rounded to every format.
+    """A number, rounded to every format (:func:`narrowgauge.spec.formats.describe_value`).
 
     Args:
         text: a decimal (``0.1``, ``1e-8``), a hexadecimal float (``0x1p-3``), ``inf`` or ``nan``.
-    Returns:
-        The rows of :func:`narrowgauge.spec.formats.describe_value`.
     Raises:
         FormatError: the text is not a number, or one beyond float64.
     Example:
@@ -331,12 +321,10 @@ def detail_recipe(name: str) -> Row:
     Args:
         name: a full name, an alias, or a ``.toml`` file.
     Returns:
-        Its row of ``show.rows("recipes")`` and: ``stored`` (a dict per part: what, format, bytes per parameter, rounding),
+        Its row of ``rows("recipes")`` and: ``stored`` (a dict per part: what, format, bytes per parameter, rounding),
         ``vectors`` (the storage of norm gains and biases), ``casts`` and ``accumulation`` (by matmul), ``kept_bytes`` (saved
         for backward per element of a layer's input), ``linears_kept`` (patterns that the compute leaves plain), ``dtypes``,
         ``keep``, ``overrides``, ``phases``, ``evaluation``, and ``example_memory_bytes`` at ``example_parameters``.
-    Raises:
-        RecipeError: unknown recipe.
     Example:
         >>> [part["bytes"] for part in detail_recipe("bfloat16/word")["stored"]]
         [2.0, 1.0, 1.5, 1.5, 2.0]
@@ -365,14 +353,12 @@ def detail_recipe(name: str) -> Row:
 
 
 def page_format(name: str) -> list[Table]:
-    """:func:`detail_format` as tables."""
     row = detail_format(name)
     figures = [{"what": key.replace("_", " "), "is": value} for key, value in row.items() if value is not None]
     return [Table((Column("format", "what"), Column(str(row["name"]), "is")), figures[1:])]
 
 
 def page_value(text: str) -> list[Table]:
-    """:func:`detail_value` as tables."""
     columns = (
         *name_columns(format="name"),
         *number_columns(code="hex"),
@@ -384,7 +370,6 @@ def page_value(text: str) -> list[Table]:
 
 
 def page_recipe(name: str) -> list[Table]:
-    """:func:`detail_recipe` as tables."""
     row = detail_recipe(name)
     in_all = {"what": "in all", "format": "", "bytes": row["bytes_per_param"], "rounding": ""}
     stored = (

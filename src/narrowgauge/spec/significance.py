@@ -13,11 +13,7 @@ MIN_EDQ = 0.9
 def student_t(degrees: int, confidence: float = 0.95) -> float:
     """The two-sided quantile of Student's t: a sample lies within ± this many standard errors with that probability.
 
-    Args:
-        degrees: of freedom, at least 1.
-        confidence: a probability from 0 to below 1.
-    Returns:
-        The quantile, exact but for rounding.
+    ``degrees`` of freedom are at least 1, ``confidence`` is from 0 to below 1. Exact but for rounding.
 
     Cost: proportional to ``degrees``; results are cached.
 

@@ -29,9 +29,8 @@ class Code:
     binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below and saturation above.
 
     Args:
-        name: its name in tables.
-        exponent_bits: exponent bits stored.
-        mantissa_bits: mantissa bits stored, without the hidden one.
+        name: in tables.
+        mantissa_bits: stored, without the hidden one.
         signed: whether a sign bit is stored.
         rounding: ``"nearest"`` (ties away from zero) or ``"stochastic"`` (unbiased).
         lowest: exponent of the smallest normal value; -126 for codes that share float32's exponent.
@@ -137,12 +136,8 @@ def width_of(group: Sequence[tuple[str, int]]) -> int:
 
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Pack fields into words: those of 16 and 32 bits alone, the others in the fewest bits, then in the fewest words.
+    """Pack fields, ``(name, bits)`` each, into words: those of 16 and 32 bits alone, the others in the fewest bits, then words.
 
-    Args:
-        fields: ``(name, bits)`` of each.
-    Returns:
-        Groups of fields, each of at most 32 bits.
     Raises:
         ValueError: a field has more than 32 bits.
     Example:
@@ -187,7 +182,7 @@ class Storage:
     """How a weight and its moments are stored between steps.
 
     Args:
-        name: its name; a storage with a ``/`` belongs to the compute before it.
+        name: as in a recipe; a storage with a ``/`` belongs to the compute before it.
         visible: format of the weight that the model computes with (and of its gradient).
         weight: code of the stored weight; its upper part is the visible one.
         exp_avg: code of the first moment, and of every other state of either sign.
@@ -260,7 +255,7 @@ class Storage:
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether small updates arrive: neither weight nor second moment is rounded to the nearest of few values without a rest.
+        """Whether small updates survive: no weight or second moment is rounded to the nearest of few values without a remainder.
 
         Example:
             >>> [name for name in ("master", "word", "naive", "no-master", "kahan") if STORAGES[name].keeps_updates]
@@ -275,8 +270,8 @@ class Storage:
     def highest_beta2(self) -> float | None:
         """The beta2 above which a decay is less than half a spacing of a second moment, which then no longer falls.
 
-        Returns:
-            ``None`` where second moments are rounded stochastically, kept in parts, or not at all.
+        ``None`` where second moments are rounded stochastically, kept in parts, or not at all.
+
         Example:
             >>> STORAGES["naive"].highest_beta2, STORAGES["word"].highest_beta2
             (0.99609375, None)
@@ -453,12 +448,8 @@ def for_vectors(storage: Storage) -> Storage:
 
 
 def find(name: str) -> Storage | None:
-    """The storage of that name: one of the table, or one composed of codes as ``weight+first+second``.
+    """The storage of that name: one of the table, or one composed of codes as ``weight+first+second``; ``None`` for neither.
 
-    Args:
-        name: such as ``"word"`` or ``"tail8+bfloat16+float32"``.
-    Returns:
-        The storage, or ``None``.
     Example:
         >>> find("tail8+bfloat16+float32").bytes_per_param
         11.0

@@ -18,7 +18,7 @@ from narrowgauge.spec.rows import loads_older
 from narrowgauge.spec.storages import STORAGES
 
 SHARDINGS = ("full", "none")
-"""How ranks hold a model: ``full`` shares parameters, gradients and states out over them, ``none`` keeps all on every rank."""
+"""How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,6 @@ class Accumulation:
     """How the gradients of micro-batches are summed.
 
     Args:
-        name: its name.
         planes: formats of the buffers besides the gradient; without, autograd adds into the gradient itself.
         gradients: the 16-bit gradient formats that it supports.
         addition: the largest error of one addition, relative to its result.
@@ -96,7 +95,7 @@ class Reduction:
     """How gradients are summed across ranks.
 
     Args:
-        name: its name.
+        name: as in a recipe.
         wire: the format in which gradients travel; empty: the gradient's own.
         sums: the format in which they are added.
         error: the largest error of a sum, in a few words.

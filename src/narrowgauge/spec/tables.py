@@ -33,7 +33,6 @@ class Column:
         return self.code or self.right
 
     def cell(self, row: Row) -> str:
-        """The text of this column in one row."""
         return cell_text(self.key(row) if callable(self.key) else row[self.key])
 
 
@@ -72,10 +71,7 @@ class Table:
     def widths(self, width: int) -> list[int]:
         """Widths of the columns in a rich table: names and numbers in full, prose wrapped between words.
 
-        Args:
-            width: of the terminal, in characters.
-        Returns:
-            A width per column; an empty list where the longest words do not fit side by side.
+        Empty where the longest words do not fit side by side in ``width`` characters.
         """
         cells = [[column.title, *map(column.cell, self.rows)] for column in self.columns]
         widest = [max(map(len, column)) for column in cells]
@@ -93,7 +89,6 @@ class Table:
         return [few + int(more * share) for few, more in zip(least, wanted, strict=True)]
 
     def rich(self, widths: Sequence[int]) -> Any:
-        """A rich table with columns of these widths."""
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
@@ -108,12 +103,9 @@ class Table:
         return table
 
     def cards(self, width: int) -> str:
-        """A paragraph per row for a narrow terminal: the first column, and the others below it.
+        """A paragraph per row for a narrow terminal: the first column, and the others that are not empty below it.
 
-        Args:
-            width: of the terminal, in characters. Lines break between words; a single word may be longer than a line.
-        Returns:
-            The text, without empty cells.
+        Lines of at most ``width`` characters break between words; a single word may be longer.
         """
         text = f"{self.title}\n" if self.title else ""
         for row in self.rows:
@@ -172,7 +164,6 @@ def name_columns(**keys: Key) -> tuple[Column, ...]:
 
 
 def cell_text(value: Any) -> str:
-    """A value as the text of a cell."""
     if value is None or isinstance(value, bool):
         return {None: "", True: "yes", False: "no"}[value]
     if isinstance(value, float):

@@ -15,7 +15,7 @@ def load_toml(text: str) -> dict[str, Any]:
     """Parse TOML text with the standard library, or with ``tomli`` before Python 3.11.
 
     Raises:
-        ValueError: it is no TOML, or nested deeper than Python goes.
+        ValueError: it is not TOML, or nested deeper than Python's recursion limit.
     Example:
         >>> load_toml("chips = 8")
         {'chips': 8}
