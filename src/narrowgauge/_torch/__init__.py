@@ -1,16 +1,16 @@
-"""Every other name of PyTorch we touch that it does not promise to keep, with the reason and the way out; the compiler's are
-in ``inductor.py``.
+"""Every name of PyTorch that we use and that it does not promise to keep, with the reason and the way out; the compiler's are in
+``inductor.py``.
 
 ``torch._higher_order_ops.effects._register_effectful_op``
-    Gauges mark tensors from inside compiled code; the operator returns nothing and must not be taken for dead. The way out:
-    ``torch.library.Library.register_effect`` once it is public, or marking in eager mode only.
+    Gauges mark tensors from inside compiled code; the operator returns nothing and must not be removed as dead code. The way
+    out: ``torch.library.Library.register_effect`` once it is public, or marking in eager mode only.
 ``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
-    Which module a backward operation belongs to, in the search for the first bad value. The way out: naming the node alone.
+    Which module a backward operation belongs to, in the search for the first bad value. The way out: naming only the node.
 ``DTensor._local_tensor``
     FSDP2 looks there for ``fsdp_pre_all_gather``, and ``to_local`` of a parameter returns another object. The way out: gathering
     weights in their own format.
 ``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``
-    Replaces fused attention of 16-bit operands by float32 on a CPU that does not multiply them, whoever calls it. The way out:
+    Replaces fused attention of 16-bit operands by float32 on a CPU that does not multiply them, for every caller. The way out:
     PyTorch's own kernel, which is slow there.
 ``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
 ``_all_gather_comm``, ``reduce_grads``, ``all_reduce_grads``, ``reduce_scatter_unused_params``), ``FSDPParam._unsharded_param``
@@ -24,15 +24,15 @@ in ``inductor.py``.
 ``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has taken out of its module (PyTorch 2.11 leaves no such mark)
     An optimizer that was made before it steps such parameters, which never get a gradient. The way out: torch's silence.
 ``torch.nn.utils.clip_grad._get_total_norm``
-    ``clip_grad_norm_`` looks the norm up there, whose sum over shards has the order of the ranks. The way out:
-    ``max_grad_norm=`` of our optimizers alone.
+    ``clip_grad_norm_`` looks the norm up there, whose sum over shards has the order of the ranks. The way out: only
+    ``max_grad_norm=`` of our optimizers.
 ``torch.autograd.Variable._execution_engine.queue_callback``
     Replicated parameters are summed when a backward pass ends. The way out: a call after it.
 Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, replaced while a run is watched
-    PyTorch tells no one in Python what its collectives send and how long they take. The way out: columns that stay empty.
+    PyTorch does not tell Python code what its collectives send and how long they take. The way out: columns that stay empty.
 ``DistributedDataParallel`` reads ``_ddp_params_and_buffers_to_ignore`` (looked up in PyTorch 2.13; only of what it wraps itself)
     It sends the first rank's buffers to all before each forward pass; a narrow layer's say which sequences of the batch are on
-    this rank. The way out: ``broadcast_buffers=False``, which a user must give.
+    this rank. The way out: ``broadcast_buffers=False``, which a user must pass.
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are named without these prefixes. The way out: longer names.
 
@@ -70,7 +70,7 @@ from narrowgauge.spec.frameworks import untested_torch
 
 
 def _warn_of_release() -> None:
-    """Once for a run: by its first rank, and not by what a process starts to load data or compile."""
+    """Once for a run: by its first rank, and not in processes started to load data or compile."""
     told = untested_torch(torch.__version__)
     if told and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         warnings.warn(told, stacklevel=2)
@@ -95,13 +95,12 @@ def current_backward() -> int:
 
 
 def local_shard(parameter: Any) -> Tensor:
-    """The very tensor that FSDP2 shards, gathers and asks for its extensions; the part of a DTensor that this rank holds."""
+    """The very tensor that FSDP2 shards, gathers and asks for its extensions: this rank's shard of a DTensor."""
     shard: Tensor = parameter._local_tensor
     return shard
 
 
 def next_sequence_number() -> int:
-    """The number that the next node of the autograd graph will have."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -121,12 +120,7 @@ _OVERRIDES: list[torch.library.Library] = []
 
 
 def wrap_cpu_kernel(name: str, wrapper: Callable[..., Any]) -> None:
-    """Put a function around an operator's CPU kernel, for good: it gets the kernel, then the arguments.
-
-    Args:
-        name: as ``aten::add.Tensor``.
-        wrapper: called with the kernel that was there, and what the operator was called with.
-    """
+    """Replace an operator's CPU kernel for good: ``wrapper`` is called with the old kernel, then the arguments."""
     kernel = torch.library.get_kernel(name, "CPU")
     library = torch.library.Library("aten", "IMPL")
 
@@ -150,7 +144,7 @@ def plain_name(name: str) -> str:
 
 
 def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
-    """Let DistributedDataParallel neither send nor sum some of a model's tensors, by their names in it."""
+    """Let DistributedDataParallel neither send nor sum the tensors of these names in the model."""
     model._ddp_params_and_buffers_to_ignore = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names}
 
 
@@ -186,12 +180,11 @@ def fsdp_policy(group: Any, parameter: Tensor) -> Any:
 
 
 def fsdp_parameters(group: Any) -> list[Tensor]:
-    """The sharded parameters of a parameter group of FSDP2."""
     return [parameter.sharded_param for parameter in group.fsdp_params]
 
 
 def fsdp_places(group: Any) -> list[tuple[Tensor, list[tuple[Any, str]]]]:
-    """The sharded parameters of a parameter group of FSDP2, each with the modules it is put back into, and its names there."""
+    """The sharded parameters of a group of FSDP2, each with the modules it is put back into, and its names there."""
     found = []
     for parameter in group.fsdp_params:
         info = parameter._module_info
@@ -201,14 +194,14 @@ def fsdp_places(group: Any) -> list[tuple[Tensor, list[tuple[Any, str]]]]:
 
 
 def fsdp_gathered(group: Any) -> list[Tensor]:
-    """What stands in the modules in place of a group's sharded parameters while these are gathered, as far as it was made."""
+    """What stands in the modules in place of a group's sharded parameters while these are gathered, if it has been made."""
     return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
 
 
 def renew_fsdp_group(group: Any) -> None:
-    """Let a parameter group of FSDP2 take the parameters that its modules hold, as they are now; none of them is gathered.
+    """Let a parameter group of FSDP2, none of whose parameters is gathered, take those that its modules hold now.
 
-    FSDP2 does so in its first forward pass alone; what later ones gather into has the dtype of that time, and is made anew.
+    FSDP2 does so only in its first forward pass; what later ones gather into has the dtype of that time, and is made anew.
     """
     for parameter in group.fsdp_params:
         parameter.reset_sharded_param()
@@ -230,10 +223,9 @@ def was_taken_by_fsdp(parameter: Tensor) -> bool:
 
 
 def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype | None:
-    """The dtype in which FSDP2 sums the gradients of a parameter: of its policy's ``reduce_dtype``, else as they are computed.
+    """The dtype in which FSDP2 sums the gradients of a parameter: its policy's ``reduce_dtype``, else that they are computed in.
 
-    Returns:
-        ``None`` where it rounds them to another dtype before they would be summed, if only one rank holds the group.
+    ``None`` where it rounds them to another dtype before they would be summed, if only one rank holds the group.
     """
     policy, stored = fsdp_policy(group, parameter), parameter.dtype
     computed = policy.param_dtype or stored
@@ -265,21 +257,15 @@ class _AnnouncedGather:
         self._comm, self._announce = comm, announce
 
     def allocate(self, *args: Any, **options: Any) -> Any:
-        """Memory, as before."""
         return self._comm.allocate(*args, **options)
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
-        """Gather, as before."""
         self._announce(input_tensor.numel() * input_tensor.element_size())
         return self._comm(output_tensor, input_tensor, *args, **options)
 
 
 def announce_gathers(group: Any, announce: Callable[[int], None]) -> Callable[[], None]:
-    """Call a function before each gather of a parameter group of FSDP2, with the bytes of this rank's part.
-
-    Returns:
-        What undoes it.
-    """
+    """Call a function before each gather of a group of FSDP2, with the bytes of this rank's shard; returns what undoes it."""
     before = group._all_gather_comm
     group._all_gather_comm = _AnnouncedGather(before, announce)
 
@@ -290,11 +276,7 @@ def announce_gathers(group: Any, announce: Callable[[int], None]) -> Callable[[]
 
 
 def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
-    """Replace what takes the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``, for good.
-
-    Args:
-        wrap: makes the new function of the old one.
-    """
+    """Replace what takes the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``, for good."""
     from torch.nn import utils
     from torch.nn.utils import clip_grad
 
@@ -304,7 +286,7 @@ def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Ten
 
 
 def fsdp_columns(group: Any) -> list[tuple[Any, int]]:
-    """What one row (the part of one shard) of a group's flat gradient holds: sharded parameters, each with its elements."""
+    """What one row (that of one shard) of a group's flat gradient holds: sharded parameters, each with its elements."""
     return [(parameter.sharded_param, parameter.padded_sharded_param_size.numel()) for parameter in group.fsdp_params]
 
 
@@ -324,7 +306,6 @@ class FsdpMesh:
 
 
 def fsdp_mesh(group: Any) -> FsdpMesh:
-    """The mesh of a parameter group of FSDP2."""
     info = group.mesh_info
     return FsdpMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
 
@@ -333,7 +314,6 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
     """Let ``comm`` do all that a parameter group of FSDP2 did to sum gradients: reduce-scatter, all-reduce and division.
 
     Args:
-        module, group: from :func:`fsdp_groups`.
         comm: an object with the methods of FSDP2's ``ReduceScatter``.
         alone: a process group of this rank alone, for the all-reduce over replicas that is left to do.
     Returns:
@@ -357,20 +337,15 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Call a function when the backward pass that is under way has ended."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def replace_collectives(
     wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]], names: Iterable[str]
 ) -> Callable[[], None]:
-    """Replace functions of ``torch.distributed``, for those who call them and for each other.
+    """Replace functions of ``torch.distributed``, for those who call them and for each other; returns what restores the old ones.
 
-    Args:
-        wrap: makes the new function of a name and the old one.
-        names: of functions; those that this release does not have are passed over.
-    Returns:
-        What puts the old ones back.
+    ``wrap`` makes the new function of a name and the old one. Names that this release does not have are skipped.
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d
@@ -413,14 +388,12 @@ def root_of_backward() -> Tensor | None:
 
 
 def default_store() -> Any:
-    """The key-value store of the default process group."""
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
 
 
 def _first_scalar(tensors: Any) -> Tensor | None:
-    """The first 0-d tensor of what ``torch.autograd.backward`` was given."""
     listed = tensors if isinstance(tensors, (tuple, list)) else (tensors,)
     return next((each for each in listed if isinstance(each, Tensor) and each.ndim == 0), None)
 

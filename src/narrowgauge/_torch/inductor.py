@@ -1,4 +1,4 @@
-"""Every name of PyTorch's compiler we touch that PyTorch does not promise to keep, with the reason and the way out.
+"""Every name of PyTorch's compiler that we use and that PyTorch does not promise to keep, with the reason and the way out.
 
 ``torch._inductor.aoti_compile_and_package``
     One fused loop from the definition, 3 us a call where ``torch.compile`` takes 20. The way out: ``torch.compile``.
@@ -6,22 +6,22 @@
     Calls the package without 10 us of tree flattening. The way out: calling the package itself. Its ``get_metadata`` names the
     device; the way out: look at the arguments of each call.
 Option names of ``torch._inductor.config``
-    Keep every reduction in one loop; round as eager mode does on CUDA; part the cache on disk by the length of vectors. The
+    Keep every reduction in one loop; round as eager mode does on CUDA; separate the cache on disk by the length of vectors. The
     way out: eager kernels, and a ``TORCHINDUCTOR_CACHE_DIR`` for each value of ``ATEN_CPU_CAPABILITY``.
 ``types.CodeType.replace`` under ``torch.compile``
     Dynamo counts how often it recompiled a *code object* and gives up after eight; one definition compiled for many casts
     needs a code object for each. The way out: raising ``torch._dynamo.config.recompile_limit``.
 ``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
-    By default code that was compiled before a hook was attached goes on without it, and is compiled eight
-    times at most. The way out: attaching before compiling; ``torch.compiler.reset`` between models.
+    By default code that was compiled before a hook was attached ignores the hook, and is compiled eight times at most. The way
+    out: attaching before compiling; ``torch.compiler.reset`` between models.
 ``torch._inductor.exc.InductorError`` (``inner_exception``: ``CppCompileError.output``, ``InvalidCxxCompiler``)
     What the C++ compiler said, out of PyTorch's report of 150 lines. The way out: the whole report.
 ``torch.utils._filelock.FileLock``, and ``locks/KEY.lock`` in Inductor's folder
-    Held while a file whose name begins with the key is compiled, so that none is taken for torn meanwhile. The way out:
-    leaving torn files, which end the process that loads them by SIGBUS.
+    Held while a file whose name begins with the key is compiled, so that no unfinished file is mistaken for a torn one. The way
+    out: leaving torn files, which end the process that loads them by SIGBUS.
 ``torch.backends.cpu.get_cpu_capability``
-    Which vector instructions PyTorch uses here: kernels are compiled for those and no others. The way out: Inductor's
-    default, code for this very processor, and a kernel cache for each kind of processor.
+    Which vector instructions PyTorch uses here: kernels are compiled for exactly those. The way out: Inductor's default, code
+    for this very processor, and a kernel cache for each kind of processor.
 ``torch._inductor.cpu_vec_isa.valid_vec_isa_list``, ``VecAVX2``, ``VecAVX512``; ``torch._inductor.cpp_builder.get_cpp_compiler``
     Where Inductor looks up vector instructions and the compiler flags that go with them. The way out: as above.
 ``torch._inductor.codegen.cpp.CppVecOverrides``, ``torch._inductor.virtualized.V`` (``kernel``, ``interpreter``)
@@ -29,7 +29,7 @@ Option names of ``torch._inductor.config``
     instructions. The way out: what it writes by itself, a third slower with AVX2.
 
 Where a release has renamed one of these, its way out is taken, or the kernel's definition runs uncompiled with one warning
-that names what is missing. Whatever was compiled, it is compared with its definition before it is used.
+that names what is missing. All compiled code is compared with its definition before it is used.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Level:
     """Vector instructions that kernels are compiled for.
 
     Args:
-        march: what g++ and clang call a processor that has these and nothing more.
+        march: what g++ and clang call a processor that has exactly these.
         vectors: the class of ``torch._inductor.cpu_vec_isa``.
         tuning: more flags for g++ 12 and later; other compilers need none. Copy a vector by one move: for an unknown
             processor g++ copies two halves, and a load of the whole then waits for both stores, 4 times the time of a
@@ -110,7 +110,7 @@ _LEVELS = {
 
 
 def _level() -> _Level | None:
-    """What kernels are compiled for here; ``None`` for whatever this processor has."""
+    """What kernels are compiled for here; ``None`` for all that this processor has."""
     x86 = sys.platform == "linux" and platform.machine() == "x86_64"
     return _LEVELS.get(torch.backends.cpu.get_cpu_capability()) if x86 else None
 
@@ -132,12 +132,7 @@ def machine_key() -> str:
 
 @dataclass(frozen=True)
 class Program:
-    """A traced function, and what decides how it is compiled.
-
-    Args:
-        exported: the graph, whose dynamic lengths are symbols.
-        options: of Inductor.
-    """
+    """A traced function, whose dynamic lengths are symbols, and Inductor's options."""
 
     exported: ExportedProgram
     options: Mapping[str, Any]
@@ -145,10 +140,10 @@ class Program:
     def key(self, compiler: str) -> str:
         """A hash of what is compiled: the graph, the options, this machine, and what this module changes in Inductor.
 
-        Args:
-            compiler: which C++ compiler compiles it, from :func:`narrowgauge.machine.cpp_compiler.compiler_version`.
+        ``compiler`` is :func:`narrowgauge.machine.cpp_compiler.compiler_version`'s.
+
         Raises:
-            ValueError: the graph holds what :func:`graph_text` does not know.
+            ValueError: the graph holds what :func:`graph_text` cannot write.
         """
         parts = [*graph_text(self.exported), repr(sorted(self.options.items())), machine_key(), own_code(), compiler]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
@@ -273,7 +268,7 @@ Loaded = Callable[[list[Tensor]], list[Tensor]]
 def load_ahead(path: Path) -> Loaded:
     """The function in a package: takes a list of tensors (and empties it), returns the list of results.
 
-    A tensor that it writes to is given twice, as what is read and as where to write; see :func:`on_aligned`.
+    A tensor that it writes to is passed twice, as what is read and as where to write; see :func:`on_aligned`.
 
     Raises:
         RuntimeError: the package cannot be loaded here, or this release has renamed what loads it.
@@ -300,9 +295,9 @@ def on_aligned(run: Loaded) -> Loaded:
 
     For a GPU, Inductor's code replaces each argument that is not aligned by a clone (``CppWrapperGpu.codegen_inputs`` of torch
     2.13), so what it writes there is lost without an error. Here they are replaced by copies first, and those of tensors that
-    are given twice are copied back.
+    are passed twice are copied back.
 
-    Cost: none for aligned tensors but a look at each; for others two copies and their memory.
+    Cost: two copies, and their memory, of each tensor that is not aligned.
     """
 
     def call(arguments: list[Tensor]) -> list[Tensor]:
@@ -332,11 +327,7 @@ def on_aligned(run: Loaded) -> Loaded:
 
 @contextlib.contextmanager
 def _names_kept() -> Iterator[None]:
-    """Say what is missing where this release of PyTorch has renamed what we use of its compiler.
-
-    Raises:
-        RuntimeError: it has; the caller goes on without the compiler.
-    """
+    """Say what is missing where this release of PyTorch has renamed what we use of its compiler: the caller does without it."""
     try:
         yield
     except (ImportError, AttributeError) as error:
@@ -363,7 +354,7 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
         function: pure; tensors to tensors.
         name: what profiles and logs call it.
     Returns:
-        The function itself, with a warning, where this release lacks an option without which the bits on CUDA may be others:
+        The function itself, with a warning, where this release lacks an option without which the bits on CUDA may differ:
         nothing compares these with their definitions.
     """
     wanted = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
@@ -407,8 +398,7 @@ def why_compiling_failed(error: BaseException) -> str:
 def remove_torn_files() -> None:
     """Remove compiled code that lacks its end from PyTorch's folder, once per process, so that it is compiled again.
 
-    A linker that is killed, with a run for one, leaves it, and PyTorch loads whatever exists, which ends the process by SIGBUS.
-    Cost: about 20 µs a file.
+    A killed linker leaves it, and PyTorch loads whatever exists, which ends the process by SIGBUS. Cost: about 20 µs a file.
     """
     from torch.utils._filelock import FileLock
 
@@ -449,7 +439,7 @@ class _Module(torch.nn.Module):
 
 @contextlib.contextmanager
 def _for_level() -> Iterator[None]:
-    """Let Inductor know the vector instructions of :func:`_level` alone, and compile for a processor that has no others.
+    """Make Inductor use the vector instructions of :func:`_level` alone, and compile for a processor that has no others.
 
     It would find out by itself, by compiling and running test programs for 3.5 s.
     """
@@ -471,7 +461,7 @@ def _for_level() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _few_instructions() -> Iterator[None]:
-    """Let Inductor write casts of bits and shifts by constants of int32 vectors as single instructions.
+    """Make Inductor write casts of bits and shifts by constants of int32 vectors as single instructions.
 
     By itself it casts bits through an array on the stack, and shifts by vectors of counts, each of which the compiler makes
     again in every iteration of a loop that has more constants than there are registers.
@@ -534,7 +524,7 @@ def _shift(name: str, x: Any, count: int | None) -> str:
 
 
 def _intrinsic(name: str) -> str:
-    """An instruction on whole vectors of 32-bit values; empty where the loop at hand has none such."""
+    """An instruction on whole vectors of 32-bit values; empty where the present loop has none."""
     from torch._inductor.virtualized import V
 
     prefix = {256: "_mm256_", 512: "_mm512_"}.get(V.kernel.vec_isa.bit_width(), "")
@@ -554,7 +544,6 @@ def _constant(node: Any) -> int | None:
 
 
 def _value(node: Any) -> Any:
-    """What was written for a node of the loop's graph."""
     from torch._inductor.virtualized import V
 
     return V.interpreter.env[node]
