@@ -206,7 +206,7 @@ def _known_chips(chip: str | Chip | Sequence[str | Chip]) -> tuple[list[str | Ch
         return names, None
     if len(names) > 1:
         raise ChipError("this machine and other chips were requested together.", "Plan for them one after the other.")
-    # What reads runs takes as long to load as all the rest.
+    # Imported late: reading runs takes as long to load as all the rest.
     from narrowgauge.planner.measured.calibration import kept
 
     found = kept(HERE)
@@ -278,7 +278,7 @@ def _trainable(found: Plan, tokens_per_step: int | None) -> Option | RecipeError
     cluster = next((place for place in _tried(question) if place.name == best.cluster), None)
     if cluster is None:
         return None
-    # Numbers of ranks that were asked for beside other axes say nothing about a layout without these.
+    # A number of ranks that was requested together with other axes says nothing about a layout without these.
     batch = {name: value for name, value in question.fixed.items() if name in _BATCH}
     try:
         return _search(question, best.recipe, cluster, {**batch, **NAMED_LAYOUTS["fsdp2"]}, tokens_per_step)[0]
@@ -314,7 +314,7 @@ def _sequence_length(architecture: Architecture, wanted: int | None) -> int:
     longest = architecture.max_positions or (preset.max_positions if preset is not None else None)
     if wanted is None:
         return min(longest or _SEQUENCE_LENGTH, _SEQUENCE_LENGTH)
-    # Rotary positions go on beyond those that a model was trained with; learned ones end.
+    # Rotary positions extend beyond those that a model was trained with; learned ones do not.
     if architecture.max_positions is not None and wanted > architecture.max_positions:
         raise NarrowgaugeError(
             f"sequences of {wanted:,} tokens were requested for {architecture.name}, which has {architecture.max_positions:,} "
@@ -331,7 +331,7 @@ def _storages() -> Iterator[Recipe]:
 
 
 def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Sequence[int]) -> Iterator[Option]:
-    # Of a model's shape the worst moment would be returned, at which not all gradients exist.
+    # With a shape, memory_terms would return the worst moment, at which not all gradients exist.
     size = of_size(question.architecture.num_parameters)
     places: list[tuple[Cluster | None, int | None]] = [(cluster, cluster.num_chips) for cluster in question.clusters]
     for cluster, number in places or [(None, number) for number in numbers] or [(None, None)]:
@@ -375,7 +375,7 @@ def _ranked(question: Question, options: Sequence[Option], *, is_by_size: bool =
         )
         if question.is_bounded:
             is_met = question.meets(option)
-            # Of those that do not end in time the nearest is the fastest, whatever is minimized.
+            # Of those that miss the limits the fastest is the nearest, whatever is minimized.
             safety = (*safety, not is_met)
             if not is_met and option.fits:
                 return (

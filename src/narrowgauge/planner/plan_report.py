@@ -1,4 +1,4 @@
-"""A plan and how it is told: its table of options, the sentences that follow from them, every term, and a settings file.
+"""A plan in words and tables: its options, the sentences that follow from them, every term, and a settings file.
 
 The tables are plain values. Each sentence says one thing and names the figures it rests on.
 """
@@ -460,7 +460,6 @@ def _days(days: float) -> str:
 
 
 def _about_consumption(best: Option, num_tokens: float | None) -> Iterator[str]:
-    """What tokens cost, in dollars and in energy."""
     each, joules = best.dollars_per_token, best.joules_per_token
     if each is not None:
         yield f"A billion tokens cost {dollars_text(1e9 * each)}, at the given price, for the chips alone."
@@ -683,7 +682,6 @@ def _require_trainable(plan: Plan, best: Option) -> None:
 
 
 def _trainable_model(plan: Plan) -> str:
-    """The model as the trainer names it."""
     name = plan.question.model
     path = Path(name).expanduser()
     row = MODELS.get(name.strip().lower())

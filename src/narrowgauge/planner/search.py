@@ -51,7 +51,6 @@ LONG_SEQUENCE = 32_768
 _TENSOR = (1, 2, 4, 8)
 _PIPELINE = (1, 2, 4, 8, 16, 32)
 _MICRO_BATCHES = (1, 2, 4, 8)
-# Not searched: taken as given.
 _TAKEN_AS_GIVEN = ("sequence_parallel", "expert_tensor", "accumulation_dtype", "keeps_gradients")
 _WEIGHTS, _GRADIENTS = 3, 2  # ZeRO's stages that share them
 _CONTEXT_BYTES = FIXED["context"][0]
@@ -92,7 +91,7 @@ class _Request:
     is_small_allowed: bool = False
     common: SearchCache = field(default_factory=SearchCache)
     kind: Hashable = None
-    # What was computed already: a layout is asked for its memory several times.
+    # Caches: the memory of a layout is needed several times.
     memories: dict[Layout, Terms] = field(default_factory=dict)
     kept: dict[tuple[bool, bool], float] = field(default_factory=dict)
 
@@ -260,7 +259,7 @@ def _chosen(question: _Request, most: int, *, is_asked: bool) -> tuple[list[Layo
         return found or [_nearest_of(shapes, question)], bool(found)
     found = _fastest(shapes, question, most)
     if question.is_batch_free and not any(map(question.is_certain, found)):
-        # A step of one micro-batch needs no sum of gradients; what fits barely is no reason not to have it.
+        # A step of one micro-batch needs no sum of gradients, so it may fit for certain where others barely do.
         question = replace(question, is_small_allowed=True)
         small = [layout for layout in _fastest(shapes, question, most) if not found or question.is_certain(layout)]
         found = sorted([*small, *found][:most], key=question.pace)
@@ -319,11 +318,11 @@ class _Fitting:
 
     def try_out(self, layout: Layout) -> None:
         question, limit = self.question, self.limit * (1 + NOISE * runs_here(layout))
-        # Of layouts that differ in the sequences at once alone, those of more need more memory.
+        # Of layouts that differ in their micro-batch alone, the larger needs more memory.
         alike = _shape_of(layout), layout.recompute, layout.offload, layout.micro_batches == 1
         if layout.micro_batch >= self._too_large.get(alike, math.inf):
             return
-        # Recipes before this one may have made the bound tighter.
+        # Earlier recipes may have made the bound tighter.
         if limit < math.inf and question.least_pace(layout) > limit:
             return
         seconds = question.pace(layout) if limit < math.inf else 0.0
@@ -347,7 +346,7 @@ class _Fitting:
         is_certain = any(certain for certain, _ in self._best)
         alike = [self._best[is_certain, ours] for ours in (True, False) if (is_certain, ours) in self._best]
         first = min(alike, key=_order)
-        # What this project's trainer runs stands for all that are as fast as far as can be told.
+        # Of layouts that are equally fast within NOISE, this project's trainer's own is the best.
         best = alike[0] if alike[0].seconds <= first.seconds * (1 + NOISE) else first
         others = [
             pace
@@ -363,7 +362,6 @@ def _order(pace: _Pace) -> tuple[float, float]:
 
 
 def _shape_of(layout: Layout) -> Hashable:
-    """The layout without its batch."""
     axes = layout.data, layout.shard, layout.tensor, layout.pipeline, layout.context, layout.expert
     return *axes, layout.zero, layout.interleave
 
@@ -490,7 +488,6 @@ def _nearest_of(shapes: list[Layout], question: _Request) -> Layout:
 def _least_batches(
     shapes: list[Layout], question: _Request, recomputes: tuple[Recompute, ...], places: tuple[Offload, ...]
 ) -> Iterator[Layout]:
-    """Each shape with the smallest batch."""
     for shape in shapes:
         sums = not (question.is_batch_free and question.is_small_allowed) or shape.pipeline > 1
         for offload in _tried(question.fixed, "offload", places):
@@ -593,13 +590,13 @@ def _narrower(recipe: Recipe, fits: Fits[Recipe]) -> Iterator[str]:
 
 
 def _more_chips(layout: Layout, cluster: Cluster, fixed: Mapping[str, Any], fits: Fits[Layout]) -> Iterator[str]:
-    """The fewest whole nodes on which it fits, with the state shared by more ranks."""
+    """The fewest whole nodes on which it fits, with the state sharded over more ranks."""
     if {"shard", "data"} & set(fixed) or fixed.get("zero") == 0:
         return
     chips, node = cluster.num_chips, cluster.chips_per_node
 
     def shared(count: int) -> Layout:
-        # A layout of one replica shares nothing yet; as stages do, or fully.
+        # A layout of one replica shares nothing yet: with stages it would share optimizer states, else all.
         zero = layout.zero or (3 if layout.pipeline == 1 else 1)
         return replace(layout, data=1, shard=max(1, count // layout.model_ranks), zero=zero)
 

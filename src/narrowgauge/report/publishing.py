@@ -92,7 +92,7 @@ def _is_page(file: Path) -> bool:
 
 
 def write_report(found: Comparison, page: Path) -> Path:
-    # Late, since the page is most of what there is to load.
+    # Imported late: the page takes most of the time to load.
     from narrowgauge.report.runs_page import render
 
     write_whole(page, render(found, title_of(found)).encode(), AGAIN)

@@ -99,7 +99,6 @@ def groups_of(found: Comparison) -> list[Group]:
 
 
 def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
-    """Every run with its name on the page, group by group."""
     return [pair for group in groups for pair in group.named]
 
 

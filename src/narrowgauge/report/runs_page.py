@@ -75,7 +75,7 @@ def render(found: Comparison, title: str = "") -> str:
         figures=figures,
         absent=absent(groups, figures["history"]),
         samples=samples,
-        # First the run whose worst tensor lost most at the end; of healthy runs the first.
+        # The run whose worst tensor lost most at the end; of healthy runs the first.
         shown=min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
         metrics=HEAT_MAPS,
         strip=strip,

@@ -45,9 +45,7 @@ class LatentAttention:
 
     Args:
         query_rank: of the latent query; None if queries are projected directly.
-        key_value_rank: of the latent that keys and values share.
         plain_dim, rotary_dim: of a head's query and key without and with positions.
-        value_dim: of a head's value.
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
@@ -124,7 +122,6 @@ class Matmul:
 
     @property
     def num_parameters(self) -> int:
-        """Of all ``count`` weights and biases."""
         return self.count * self.out_features * (self.in_features + self.has_bias)
 
     @property
@@ -213,7 +210,6 @@ class Architecture:
 
     @property
     def value_dim(self) -> int:
-        """Size of a head's value."""
         return self.latent.value_dim if self.latent else self.head_dim
 
     @property
@@ -316,7 +312,6 @@ class Architecture:
 
     @property
     def dense_layer_parameters(self) -> int:
-        """Parameters of a layer with an MLP."""
         weights = (*self.attention_matmuls(), *self._mlp(self.intermediate_size, 1, "mlp"))
         return self.vector_parameters + sum(matmul.num_parameters for matmul in weights)
 
@@ -338,7 +333,7 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """All trained parameters; a tied embedding counts once."""
+        """All parameters; a tied embedding counts once."""
         if self.stated_parameters is not None:
             return self.stated_parameters
         mixtures = self.mixture.num_layers if self.mixture else 0
@@ -347,14 +342,13 @@ class Architecture:
 
     @property
     def num_trained_parameters(self) -> int:
-        """Parameters that have gradients and states: all, or those of adapters."""
+        """Parameters that have gradients and states: all, or those of the adapters."""
         if self.adapters is None:
             return self.num_parameters
         return sum(self.adapters.parameters_of(matmul) for matmul in self.matmuls)
 
     @property
     def trained_share(self) -> float:
-        """Trained parameters over all parameters."""
         return 1.0 if self.adapters is None else self.num_trained_parameters / self.num_parameters
 
     @property
@@ -407,7 +401,7 @@ class Architecture:
         """
         if self.stated_parameters is not None:
             return 6.0 * self.stated_parameters
-        # Of a frozen weight there is no gradient; what adapters take is left out, as by all who compare.
+        # A frozen weight has no gradient; the operations of adapters are left out, as is usual.
         passes = 3 if self.adapters is None else 2
         weights = passes * sum(matmul.flops_per_token for matmul in self.matmuls)
         return weights + self.attention_flops(sequence_length, is_causal=is_causal)

@@ -92,7 +92,7 @@ class Nodes:
 
     @property
     def host_bytes_per_second(self) -> float:
-        """Between a chip and its host, in one direction, as printed; for a link that is not published PCIe4's."""
+        """Between a chip and its host, in one direction, as printed; PCIe4's where the link is not published."""
         found = (rate for name, rate in HOST_GB_PER_SECOND.items() if self.chip.host_link.startswith(name))
         return 1e9 * next(found, HOST_GB_PER_SECOND[_ASSUMED_HOST])
 
@@ -343,7 +343,6 @@ def clusters_asked_for(
 
 
 def numbers_of(chips: int | Sequence[int]) -> list[int]:
-    """The named numbers of chips; one below 1 is refused."""
     numbers = [chips] if isinstance(chips, int) else list(chips)
     for number in numbers:
         if number < 1:

@@ -97,7 +97,7 @@ def rate_name(format: str) -> str:
 
 
 def best_share(format: str, chip: Chip) -> Share:
-    """The printed rate's share that the best published matmul reaches: the chip's own, or the median of all with their spread."""
+    """The share of its printed rate that the best published matmul reaches: the chip's, or the median of all with spread."""
     name = rate_name(format)
     # The 16-bit formats share multipliers; matmuls are published in bfloat16.
     own_name = "bfloat16" if name == "float16" else name
@@ -113,7 +113,7 @@ def best_share(format: str, chip: Chip) -> Share:
 
 
 RESTARTS = 0.25
-"""How much longer a whole run takes than its steps, at the high end of the 80 % interval: failures, restarts, work done again,
+"""How much longer than its steps a whole run takes, at the high end of the 80 % interval: failures, restarts, repeated work,
 evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log), Llama 3 and MegaScale lost
 less than 10 % (arXiv 2407.21783, section 3.3.4; 2402.15627), Llama 2's 7B and 13B took about a third more than such models' steps
 (arXiv 2307.09288, table 2)."""
@@ -249,7 +249,6 @@ class Software:
         return str(first) if first == last else f"{first} to {last}"
 
     def row(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
         return {"name": self.name, "years": list(self.years), "engines": self.engines}
 
 
@@ -376,5 +375,4 @@ def shares_of(chip: Chip, software: str = "") -> Shares:
 
 
 def sources_of(shares: Shares, names: Iterable[str]) -> list[str]:
-    """One line per share: its name, value, interval and source."""
     return [f"{name}: {shares[name]}, {shares[name].source}" for name in names]

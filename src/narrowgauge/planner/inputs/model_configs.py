@@ -59,7 +59,7 @@ def architecture_of(config: Mapping[str, Any], name: str, source: str = "") -> A
     family = _family(config, name)
     text = config.get(family.text) if family.text else None
     if isinstance(text, Mapping):
-        # The head is tied, or not, in the whole model.
+        # Whether the head is tied is a key of the whole model.
         whole = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
         config = {**whole, **text, "model_type": config["model_type"]}
     config = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
@@ -175,7 +175,6 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
 
 
 def _window(reader: _Reader, family: Family, layers: int) -> tuple[int | None, float]:
-    """The window and the share of the layers that have it."""
     config, key = reader.config, family.window
     if not config.get(key) or config.get("use_sliding_window") is False:
         return None, 1.0
@@ -198,7 +197,7 @@ def _latent(reader: _Reader) -> LatentAttention:
 
 
 def _expert_size(reader: _Reader) -> int | None:
-    """Of a model without MLPs, the experts'; None if it has none."""
+    """The experts' size, in a model without MLPs; None if it has none."""
     return reader.config.get("moe_intermediate_size")
 
 
@@ -221,7 +220,7 @@ def _mixture(reader: _Reader, layers: int, width: int) -> Mixture | None:
 
 
 def _mixture_layers(reader: _Reader, layers: int) -> int:
-    """Layers with a mixture: those that are named, or after the first dense ones each or every n-th, without those listed."""
+    """How many layers have a mixture: the named ones, or every n-th after the first dense ones except those listed as dense."""
     config = reader.config
     kinds, named = config.get("mlp_layer_types"), config.get("moe_layers")
     if isinstance(kinds, list) and kinds:

@@ -86,7 +86,7 @@ def _mpt(config: Config) -> dict[str, Any]:
     found: dict[str, Any] = dict.fromkeys(("qkv_bias", "output_bias", "mlp_bias", "norm_bias"), has_biases)
     found["intermediate_size"] = (config.get("expansion_ratio") or 4) * config["d_model"]
     if config.get("learned_pos_emb"):
-        # Hugging Face's has ALiBi only; llm-foundry's learned positions are said by this key.
+        # Hugging Face's class has ALiBi only; this key says that llm-foundry's has learned positions.
         found["max_positions"] = config["max_seq_len"]
     return found
 
@@ -113,7 +113,6 @@ def _one_key_value_head(config: Config) -> dict[str, Any]:
 
 
 def _norms_of_heads(key: str, kind: str, is_default: bool = False) -> Callable[[Config], dict[str, Any]]:
-    """Norms of queries and keys, where the configuration asks for them."""
     return lambda config: {"head_norms": kind if config.get(key, is_default) else "none"}
 
 

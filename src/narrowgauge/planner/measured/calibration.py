@@ -173,7 +173,7 @@ def _profile_rows(path: Path) -> list[Row]:
 
 
 def _chip_of(paths: Sequence[Path]) -> Chip:
-    """The machine of the runs, by what they say of themselves; profiles were measured here."""
+    """The machine that the runs recorded; profiles were measured here."""
     machines = {path.name: read_run(path).run.get("machine", {}) for path in paths if path.is_dir()}
     kinds = {(m.get("device", "cpu"), m.get("processor"), m.get("num_threads")) for m in machines.values()}
     if len(kinds) > 1:
@@ -269,7 +269,7 @@ def kept(name: str = HERE) -> Calibration:
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']}")
         saved = content["chip"]
-        # Facts that the file is too old to hold are the table's.
+        # An older file may lack fields, which the table has.
         chip = replace(CHIPS[saved["name"]], **saved) if saved["name"] in CHIPS else Chip(**saved)
         rows = {key: Share(**row) for key, row in content["shares"].items()}
         shares = priors_of(chip).replaced(rows)
@@ -332,7 +332,6 @@ class Observation:
     predict: Callable[[Shares], float]
 
     def log_error(self, shares: Shares) -> float:
-        """The logarithm of predicted over measured."""
         return math.log(self.predict(shares) / self.seconds)
 
 

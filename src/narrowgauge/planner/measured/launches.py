@@ -220,7 +220,7 @@ _WORDS = {
     "undone": "steps that a rollback undid",
     "outside": "outside steps: evaluations, checkpoints, data",
 }
-"""The parts of a step that counts: what its own work took, and its share of work that was lost."""
+"""Where the time of a step goes: its own work, and its share of work that was lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class MeasuredStep:
 
     @property
     def seconds(self) -> float:
-        """Of a step, without what is outside."""
+        """Of a step, without what is outside steps."""
         return sum(term.value for term in self.terms if term.group != "outside")
 
 

@@ -62,7 +62,7 @@ class Regression:
 
     @property
     def explained(self) -> float:
-        """Seconds that the modelled step grew by."""
+        """Seconds by which the modelled step grew."""
         return self.after_step.total - self.scale * self.before_step.total
 
     @property
@@ -74,7 +74,7 @@ class Regression:
 
     @property
     def seen(self) -> float | None:
-        """Seconds that the measured step grew by; None unless both launches were measured."""
+        """Seconds by which the measured step grew; None unless both launches were measured."""
         found = self.measured_changes
         return None if found is None else sum(change.difference for change in found)
 
@@ -93,7 +93,7 @@ def compare_launches(before: LaunchedJob, after: LaunchedJob, shares: Shares | N
 
 
 def _alone(moved: Job | None, before: Job, old: Terms, shares: Shares | None) -> float | None:
-    """Seconds that a step of the first job's tokens grows by."""
+    """Seconds by which a step of the first job's tokens grows; None where the setting cannot be applied alone."""
     if moved is None:
         return None
     try:

@@ -143,7 +143,6 @@ class Scaling:
         return self.law.error <= 2 * NOISE
 
     def seconds(self, chips: float) -> float:
-        """The time on so many chips, by the reported law."""
         return self.law.seconds(chips)
 
     def interval(self, chips: float) -> tuple[float, float]:
@@ -157,7 +156,6 @@ class Scaling:
         return max(0.0, min(m - d for m, d in middles)), max(m + d for m, d in middles)
 
     def speed_up(self, before: float, after: float) -> float:
-        """How many times faster ``after`` chips are than ``before``, by the law."""
         return self.seconds(before) / self.seconds(after)
 
     def efficiency(self, before: float, after: float) -> float:
@@ -188,7 +186,7 @@ def fit(points: Sequence[MeasuredTime]) -> Scaling:
     laws = [law for law in (_law(combination, points) for combination in names) if law is not None]
     enough = max(_ALLOWED * NOISE, 2 * min(law.error for law in laws))
     kept = [law for law in laws if law.error <= enough]
-    # Work that is divided is why more chips are used: a law without it is the last resort.
+    # More chips are bought for the work that is divided: a law without it is the last resort.
     kept = [law for law in kept if "divided" in law.parts] or kept
     fewest = min(len(law.parts) for law in kept)
     kept.sort(key=lambda law: (len(law.parts), round(law.error / NOISE, 1) if len(law.parts) == fewest else 0))

@@ -1,6 +1,6 @@
 """Activations: what the layers of a decoder keep between forward and backward, tensor by tensor.
 
-A published constant (34 bytes per token and feature: Korthikanti et al.) is that of one implementation. What is kept follows
+A published constant (34 bytes per token and feature: Korthikanti et al.) holds for one implementation. What is kept follows
 from which operations keep their inputs, and for the modules that are trained here it differs by half from fused kernels. So a
 layer is a list of kept tensors, each with its bytes per token, for two kinds of kernels: ``"eager"``, the Hugging Face modules
 one operation after the other, and ``"fused"``, as in Megatron-LM, TransformerEngine and Liger: norms and activation functions
@@ -145,7 +145,6 @@ class _Layer:
         return (4 + normalized) * size + _STATISTIC * groups
 
     def norms(self) -> Iterator[SavedTensor]:
-        """The norms of the layer's width."""
         a = self.architecture
         yield SavedTensor("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
 
@@ -234,7 +233,6 @@ class _Layer:
 
 
 def bytes_per_token(tensors: tuple[SavedTensor, ...], mean_keys: float = 0.0) -> float:
-    """All that a layer keeps, per token."""
     return sum(tensor.bytes_per_token + tensor.per_key * mean_keys for tensor in tensors)
 
 
@@ -314,7 +312,7 @@ def figures_of(
     if counted is None or kernels != "eager" or not architecture.has_shape:
         return figures
     found = counted(recipe, sequence_length)
-    # Counted are layers that a rank has whole: no part of them lies on tensor ranks.
+    # Only whole layers are counted: no part of them lies on tensor ranks.
     own = {"per_layer": found.bytes_per_token, "casts": found.bytes_per_layer, "scores": 0.0, "stream": 0.0}
     return replace(figures, **own, is_counted=True)  # type: ignore[arg-type]
 
@@ -369,7 +367,6 @@ class Request:
 
     @property
     def tokens(self) -> float:
-        """Tokens of a micro-batch on a rank."""
         return self.layout.tokens_on_rank(self.sequence_length)
 
     @property
@@ -386,5 +383,4 @@ class Request:
 
     @property
     def layer_source(self) -> str:
-        """The source of ``per_layer``."""
         return COUNTED if self.figures.is_counted else KORTHIKANTI

@@ -68,7 +68,7 @@ def memory_terms(
     """
     kinds: Kernels = kernels or kernels_of(layout)
     figures = figures_of(architecture, recipe, sequence_length, attention, kinds, counted)
-    # The trainer's chunked loss is not PEFT's.
+    # PEFT's models do not have the trainer's chunked loss.
     is_loss_chunked = is_loss_chunked and architecture.adapters is None
     options = (attention, kinds, is_loss_chunked, fixed or {})
     request = Request(architecture, recipe, layout, sequence_length, *options, figures)
@@ -141,7 +141,6 @@ def _state(request: Request, stage: Stage) -> Bytes:
 
 
 def _state_terms(request: Request, stage: Stage) -> tuple[Term, Term, Term]:
-    """Weights, gradients and optimizer states of a rank."""
     layout, state, per = request.layout, _state(request, stage), request.figures.per
     count = request.figures.num_parameters
     ranks = [
@@ -296,7 +295,7 @@ def buffer_terms(request: Request, stage: Stage) -> list[Term]:
         return inputs
     if is_shared and layout.pipeline > 1:
         return [*_whole_stage(request, stage), *inputs]
-    # Experts stay where they are, on the ranks of their own.
+    # Experts are not gathered: they stay on their ranks.
     largest = request.figures.layer_on_rank(layout)
     terms = []
     if is_shared or layout.offload == "all":

@@ -111,7 +111,7 @@ class StatePart:
     whole: Bytes = Bytes()
 
     def on_rank(self, tensor: int) -> Bytes:
-        """What one of ``tensor`` ranks holds."""
+        """What each of ``tensor`` ranks holds."""
         return self.matrices.scaled(1 / tensor) + self.whole
 
     def __add__(self, other: StatePart) -> StatePart:
@@ -123,12 +123,9 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """State of a model by where it lies.
+    """State of a model by where it lies: embedding and learned positions on the first stage, last norm and head on the last.
 
-    Args:
-        layers: of all layers, without experts.
-        embedding: of embedding and learned positions, on the first stage.
-        head: of the last norm and the head, on the last stage; a tied head lies on both if they are two.
+    A tied head lies on both if they are two. ``layers`` are without experts.
     """
 
     layers: StatePart

@@ -358,7 +358,7 @@ class Exchanges:
         seconds = 0.0
         for number, ranks, path in ((found.dense, layout.shard, dense), (found.experts, others.ranks, others)):
             if number:
-                # Layer by layer, for the next is computed meanwhile; once a step in buckets that grow with the ranks.
+                # Layer by layer, while the next is computed; or once a step, in buckets that grow with the ranks.
                 parts = self.layers if layout.zero >= 2 else _buckets(number, ranks, self.layers)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, path)
                 seconds += parts * sums * reduce_scatter_seconds(number / parts * gradient, path)

@@ -86,7 +86,6 @@ class Work:
         return self.tokens * self.architecture.hidden_size * self.width
 
     def moved(self, num_bytes: float) -> float:
-        """Seconds of reading and writing."""
         return bytes_seconds(num_bytes, self.nodes.chip, self.shares)
 
 
@@ -198,12 +197,11 @@ def elementwise_seconds(work: Work) -> Seconds:
     moved = stream / work.layout.stream_ranks + inner / work.layout.tensor
     num_bytes = work.tokens * moved * work.width / work.shares["elementwise"].value
     seconds = work.moved(num_bytes)
-    # Of a kernel's operands forward reads and writes about a third of what backward does with it.
+    # Forward moves about a third of the bytes.
     return Seconds(seconds / 3, seconds * 2 / 3)
 
 
 def loss_seconds(work: Work) -> Seconds:
-    """Softmax and cross entropy of the logits."""
     num_bytes = work.tokens * work.architecture.vocab_size * LOGIT_BYTES / work.layout.tensor
     seconds = work.moved(num_bytes / work.shares["loss"].value)
     return Seconds(seconds / 3, seconds * 2 / 3)

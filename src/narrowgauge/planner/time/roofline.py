@@ -59,7 +59,7 @@ class Setting(NamedTuple):
 def setting_of(layer: str, recipe: Recipe) -> Setting:
     """How a recipe computes the layer with that name."""
     weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
-    # What a recipe keeps is computed in its weights' own float32.
+    # Layers that a recipe keeps are computed in float32, like their weights.
     stream = "float32" if recipe.keeps(layer) else recipe.dtype
     # These computes differ from the plain one of their dtype only by their storage.
     return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
@@ -186,7 +186,6 @@ def _extra_bytes(
 
 @lru_cache(maxsize=64)
 def bytes_per_number(format: str) -> float:
-    """Bytes of a number in memory."""
     return get_format(format).storage_bits / 8
 
 

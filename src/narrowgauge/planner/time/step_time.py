@@ -253,7 +253,6 @@ def _terms(work: Work, cluster: Cluster) -> Iterator[Term]:
 
 
 def _steady_terms(work: Work, cluster: Cluster, stage: _Stage) -> Iterator[Term]:
-    """Computing, exchanging and the bubble."""
     layout, chip = work.layout, work.nodes.chip
     batches, where = layout.micro_batches, f"{stage.layers} layers on {chip.name}"
     for group, seconds in stage.groups.items():
@@ -310,7 +309,7 @@ def _optimizer_terms(work: Work, layers: int) -> Iterator[Term]:
     there = number * storage.bytes_per_param * work.shares["host_memory_seconds_per_byte"].value
     yield Term("optimizer", "states in the host's memory", there, f"{number:.3g} parameters on the host", "CPU Adam")
     width = bytes_per_number(work.recipe.storage.visible)
-    # Gradients go there and weights come back; all of it: weights twice for each micro-batch, as in FSDP2 a shard of them.
+    # Gradients go there and weights come back; offloading all, as in FSDP2: shards of weights twice for each micro-batch.
     moved = 2 * width * number
     if layout.offload == "all":
         moved = layout.micro_batches * width * (2 * owned.on_rank(layout, 3) + owned.on_rank(layout, 2))

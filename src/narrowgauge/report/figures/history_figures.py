@@ -19,7 +19,6 @@ ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note"})
 
 
 def gradient_norm(groups: Sequence[Group]) -> Figure | None:
-    """Gradient norm over steps."""
     curves = [curve_of(group, group.lines("steps", "grad_norm")) for group in groups]
     data = traces_of(curves, name="gradient norm")
     if not data:

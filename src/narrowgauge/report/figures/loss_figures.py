@@ -81,7 +81,6 @@ def training_loss(groups: Sequence[Group]) -> Figure | None:
 
 
 def validation_loss(groups: Sequence[Group]) -> Figure | None:
-    """Loss on held-out text over steps."""
     curves = [curve_of(group, group.lines("evals", "val_loss")) for group in groups]
     data = traces_of(curves, name="validation loss", markers=True)
     if not data:

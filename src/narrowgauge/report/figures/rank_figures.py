@@ -89,7 +89,7 @@ def rank_rows(named: Sequence[tuple[Run, str]]) -> tuple[list[RankRow], int]:
         tables = [table for _, table in tables_of(run)]
         if not tables:
             continue
-        # After a restart with fewer ranks those that are left, which the numbers then mean.
+        # After a restart with another number of ranks, the earlier tables number other ranks.
         tables = [table for table in tables if len(table["num_last"]) == len(tables[-1]["num_last"])]
         num_steps = sum(table["num_steps"] for table in tables)
         count, late = _sum(tables, "num_last"), _sum(tables, "late_seconds", "num_last")

@@ -171,7 +171,7 @@ def band(lines: Sequence[Series]) -> Band:
     count = known.sum(axis=0)
     mean = np.where(known, values, 0.0).sum(axis=0) / np.where(count, count, np.nan)
     low, high = (reduce(values, axis=0, initial=np.nan) for reduce in (np.fmin.reduce, np.fmax.reduce))
-    # A change of runs is a gap; next to a step without any there is one already.
+    # A change of runs is a gap; next to a step without any run there is one already.
     changes = (known[:, 1:] != known[:, :-1]).any(axis=0) & (count[1:] > 0) & (count[:-1] > 0)
     at = np.flatnonzero(changes) + 1
     mean, low, high = (np.insert(side, at, np.nan) for side in (mean, low, high))
@@ -186,7 +186,7 @@ def outline(joined: Band, num_buckets: int = 200) -> Series:
     Invariant: every point of the span lies inside; thinning only widens it.
     """
     share = max(1, math.ceil(len(joined.x) / num_buckets))
-    # A corner speaks for the shares on both of its sides, or a point between two corners could lie outside.
+    # A corner covers the points on both of its sides, or one between two corners could lie outside.
     reach = 0 if share == 1 else share
     x: list[float] = []
     y: list[float] = []
