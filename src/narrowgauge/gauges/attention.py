@@ -58,7 +58,6 @@ def attention_hook_for(module: nn.Module) -> Callable[[nn.Module], Undo] | None:
 
 
 def hook_attention(module: nn.Module) -> AttentionHandle:
-    """Start recording a module's attention."""
     hook = attention_hook_for(module)
     assert hook is not None
     return AttentionHandle(hook(module))

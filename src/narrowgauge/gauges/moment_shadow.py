@@ -205,7 +205,6 @@ class UpdateMetrics:
         self.spread: Tensor | None = None
 
     def before_step(self) -> None:
-        """Save some values before a step."""
         self.before = _joined([leading_of(p) for p in self.parameters.values()])
         self.spread = _joined([_spread(p) for p in self.parameters.values()])
 

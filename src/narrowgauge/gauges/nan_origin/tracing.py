@@ -364,7 +364,6 @@ class Labels:
         return None
 
     def name_of(self, x: Tensor) -> str | None:
-        """The name without the tensor."""
         found = self.find(x)
         return None if found is None else found[0]
 

@@ -300,7 +300,6 @@ def _digest(numbers: Mapping[str, int]) -> int:
 
 
 def _differ(place: tuple[str, tuple[int, ...]], of_all: Sequence[Mapping[Any, int]]) -> bool:
-    """Whether the numbers of a group's ranks differ."""
     return len({of_all[rank].get(place) for rank in place[1]}) > 1
 
 

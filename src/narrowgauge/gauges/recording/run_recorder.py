@@ -343,7 +343,6 @@ class LoopRecord:
 
     @property
     def watched(self) -> list[WatchedOptimizer]:
-        """The optimizers that are read after each step."""
         return self.reader.watched
 
     def _restart_clock(self) -> None:

@@ -127,7 +127,6 @@ class Reporter:
         self._report_failures()
 
     def evaluation(self, row: Row) -> None:
-        """Write a row of ``evals.jsonl`` and show it."""
         self.writer.eval(row)
         self.console.evaluation(row)
         self._send("evaluation", row)

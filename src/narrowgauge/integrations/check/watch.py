@@ -309,7 +309,6 @@ class GradientTracker:
             handle.remove()
 
     def stepped(self) -> None:
-        """Note an optimizer step."""
         self._follows_step, self._computed = True, None
 
     def factor(self) -> float | None:

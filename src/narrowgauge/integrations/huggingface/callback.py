@@ -120,13 +120,11 @@ class NarrowgaugeCallback(TrainerCallback):
         state.log_history[-1].update(found)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Record an evaluation."""
         loss = (named.get("metrics") or {}).get("eval_loss")
         if self.recorder is not None and loss is not None:
             self.recorder.evaluate(loss)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
-        """Close the run folder."""
         self._close(finished=state.global_step >= state.max_steps)
 
     def _close(self, finished: bool) -> None:

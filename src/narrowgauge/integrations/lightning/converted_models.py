@@ -51,7 +51,6 @@ class ConvertedModels:
 
     @property
     def linears(self) -> list[NarrowLayers]:
-        """The narrow layers of each model that has some."""
         return [converted.linears for converted in self if converted.linears is not None]
 
     @property

@@ -124,7 +124,6 @@ class RunMonitor(_Base):
             self.recorder.evaluate(value)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the record."""
         self._close(finished=not trainer.interrupted)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
@@ -146,7 +145,6 @@ class _ToLoggers:
         self._trainer = trainer
 
     def send(self, method: str, *arguments: Any) -> None:
-        """Hand on a row or an event."""
         if method not in _NUMBERS:
             return
         step, numbers = _NUMBERS[method](arguments[0])

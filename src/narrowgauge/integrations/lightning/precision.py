@@ -507,7 +507,6 @@ class StepNorms:
         optimizer.max_grad_norm = norm
 
     def end(self, optimizer: Any) -> None:
-        """Restore an optimizer's own norm."""
         if optimizer in self._before:
             optimizer.max_grad_norm = self._before.pop(optimizer)
 

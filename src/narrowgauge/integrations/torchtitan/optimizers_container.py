@@ -250,7 +250,6 @@ def _require_suitable(model: nn.Module, recipe: Recipe) -> None:
 
 
 def _layers(model_parts: list[nn.Module]) -> dict[int, NarrowLayers]:
-    """The narrow layers of each part that has some."""
     found = {place: linears_of(part) for place, part in enumerate(model_parts)}
     return {place: linears for place, linears in found.items() if linears is not None}
 
