@@ -9,6 +9,7 @@ from narrowgauge import _torch
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
@@ -61,7 +62,7 @@ def _require_one_format(model: nn.Module, recipe: Recipe, members: list[Tensor],
 
 def _round_shard(parameter: nn.Parameter, dtype: str, recipe: Recipe) -> None:
     """Round a DTensor; it stays the same object, as ``module.to(dtype)`` leaves it."""
-    if str(parameter.dtype).removeprefix("torch.") == dtype:
+    if dtype_name(parameter.dtype) == dtype:
         return
     cut = placed_like(parameter, visible(local_of(parameter.detach()), dtype))
     try:

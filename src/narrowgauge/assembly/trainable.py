@@ -19,6 +19,7 @@ from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linear_names
 from narrowgauge.spec import computes
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -103,7 +104,7 @@ def _check_statistics(model: nn.Module, recipe: Recipe) -> None:
             continue
         visible = recipe.storage_of(f"{name}.weight" if name else "weight", 1).visible
         visible = visible if visible == "float32" else recipe.dtype
-        found = str(module.running_mean.dtype).removeprefix("torch.")
+        found = dtype_name(module.running_mean.dtype)
         if found == visible:
             continue
         if visible == "float32":

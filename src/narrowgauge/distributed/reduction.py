@@ -47,6 +47,7 @@ from narrowgauge.distributed.replicated import BucketSums, Replicated, SumAfterB
 from narrowgauge.distributed.sharding import GroupSum, settle
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.shards import by_group, is_sharded, local_of
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
@@ -498,7 +499,7 @@ class GradientReduction:
             for parameter in _torch.fsdp_parameters(group):
                 dtype = _torch.fsdp_sum_dtype(group, parameter)
                 if dtype is None:
-                    given, own = _torch.fsdp_policy(group, parameter), str(parameter.dtype).removeprefix("torch.")
+                    given, own = _torch.fsdp_policy(group, parameter), dtype_name(parameter.dtype)
                     raise RecipeError(
                         f"{given} was given for {type(module).__name__}, whose parameters are {own}: FSDP2 rounds gradients to "
                         "that before they are summed, on one rank, and after it on several.",

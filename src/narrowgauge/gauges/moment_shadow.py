@@ -27,7 +27,7 @@ from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.formats import dtype_name, get_format
 
 NUM_VALUES = 64
 """Number of values measured per parameter: the first ones, or evenly spaced ones for the size of a step."""
@@ -253,7 +253,7 @@ class UpdateMetrics:
         rates = _column([group["lr"] if group else math.nan for group in own], device)
         epsilons = _column([group.get("adam_eps", group["eps"]) if group else math.nan for group in own], device)
         steps = _column([self.states.steps(p) for p in names], device)
-        bits = _column([get_format(str(p.dtype).removeprefix("torch.")).mantissa_bits for p in names], device)
+        bits = _column([get_format(dtype_name(p.dtype)).mantissa_bits for p in names], device)
         none = self.before.new_zeros(1)
         m, v = (
             _joined([part if group and part is not None else none for part, group in zip(parts, own, strict=True)])

@@ -26,6 +26,7 @@ from narrowgauge.numerics.quantization import padded, quantize
 from narrowgauge.numerics.shards import add_up, is_sharded, is_shared_out, local_of
 from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
 from narrowgauge.spec.computes import SLOTS, Cast
+from narrowgauge.spec.formats import dtype_name
 
 COUNTED = 3
 """Every third sampled value is counted in the histograms, which pool all tensors of a kind."""
@@ -267,7 +268,7 @@ class Casts:
         if used is None:
             return self._of_experts(watched), None
         layer, cast = used
-        if cast.is_wide and cast.format == str(layer.weight.dtype).removeprefix("torch."):
+        if cast.is_wide and cast.format == dtype_name(layer.weight.dtype):
             return None, None
         return cast, self._delayed.get(watched)
 

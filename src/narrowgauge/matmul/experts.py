@@ -24,6 +24,7 @@ from narrowgauge.matmul.linear import NarrowLayer, is_plain
 from narrowgauge.matmul.operand import has_outer_scale, outer_dim
 from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec.computes import SLOTS, Compute, slot_of_cast
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
 
 
@@ -346,7 +347,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
     swapped = experts.get_submodule(NARROW)
     if name in swapped:
         return cast(Tensor, swapped[name](x, weights, offsets, bias))
-    return grouped_linear(x, weights, offsets, str(x.dtype).removeprefix("torch."), bias=bias)
+    return grouped_linear(x, weights, offsets, dtype_name(x.dtype), bias=bias)
 
 
 def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:

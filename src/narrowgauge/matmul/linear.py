@@ -23,6 +23,7 @@ from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.widening import bias_gradient, linear
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import Compute, slot_of_cast
+from narrowgauge.spec.formats import dtype_name
 
 _cast_input, _cast_kept = LastCast(layer_matmuls.cast_input), LastCast(layer_matmuls.cast_kept)
 
@@ -220,7 +221,7 @@ class Linear(NarrowLayer, nn.Linear):
 def is_plain(compute: Compute, dtype: torch.dtype) -> bool:
     """Whether a compute equals a plain linear layer where the model computes in ``dtype``: nothing is cast."""
     formats = {c.format for c in compute.casts.values()}
-    return compute.is_wide and formats == {str(dtype).removeprefix("torch.")}
+    return compute.is_wide and formats == {dtype_name(dtype)}
 
 
 def has_plain_product(module: nn.Module) -> bool:

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from narrowgauge._torch import wrap_cpu_kernel
 from narrowgauge.machine.processor import multiplies
+from narrowgauge.spec.formats import dtype_name
 
 EXACT_TERMS = 1 << 10
 """The number of products of 128 × 128 whose sum fits float32's 24 bits."""
@@ -43,7 +44,7 @@ Tile = tuple[slice, slice]
 
 def is_widened(dtype: torch.dtype, device_type: str) -> bool:
     """Whether products of two operands of this dtype are computed as float32 on this type of device."""
-    return device_type == "cpu" and not multiplies(str(dtype).removeprefix("torch."))
+    return device_type == "cpu" and not multiplies(dtype_name(dtype))
 
 
 def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:

@@ -38,6 +38,7 @@ from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.optim.compilation import Definition, compiled, edge_words, normal_words
 from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
 
 CHUNK_ON_GPU = 1 << 18
@@ -324,7 +325,7 @@ def _takes(row: Accumulation, parameter: Tensor) -> bool:
     """Whether the row sums a parameter's gradients: those of 16-bit floats, whose format it must support."""
     if parameter.element_size() != 2 or not parameter.is_floating_point():
         return False
-    name = str(parameter.dtype).removeprefix("torch.")
+    name = dtype_name(parameter.dtype)
     if name not in row.gradients:
         raise RecipeError(
             f"accumulation '{row.name}' sums {' and '.join(row.gradients)} gradients, and a parameter of shape "

@@ -61,6 +61,7 @@ from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
 from narrowgauge.optim.state import Bucket, ParameterState, Snapshot, make_states, without
 from narrowgauge.optim.validation import check_visible, gradient_of, known_row
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Storage, for_vectors
 
 Group = dict[str, Any]
@@ -554,7 +555,7 @@ def check_heir(state: ParameterState, heir: Tensor, name: str) -> None:
     """Refuse a parameter in another format than the one whose place it took."""
     wanted = getattr(torch, state.storage.visible)
     if heir.dtype is not wanted:
-        kind, given = (str(dtype).removeprefix("torch.") for dtype in (wanted, heir.dtype))
+        kind, given = (dtype_name(dtype) for dtype in (wanted, heir.dtype))
         raise RecipeError(
             f"parameter '{name}' was replaced by a {given} one, and its storage '{state.storage.name}' holds {kind} weights.",
             "Accelerate's FSDP2 does so unless mixed_precision='no': leave it so, since the recipe says what to compute in.",

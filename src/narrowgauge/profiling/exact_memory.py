@@ -32,6 +32,7 @@ from narrowgauge.planner.inputs.model_configs import preset, read_architecture
 from narrowgauge.planner.memory.activations import LayerCount, bytes_per_token, cast_weight_bytes, layer_tensors
 from narrowgauge.planner.plan_report import Plan
 from narrowgauge.planner.question import Option
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.models import refuse_own_code
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.tables import Row
@@ -186,5 +187,5 @@ def _saved(config: Mapping[str, Any], recipe: Recipe, micro_batch: int, length: 
         unpacked = patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None)
         with unpacked, saved_tensors_hooks(pack, lambda tensor: tensor), compute_scope(recipe, torch.device("cpu")):
             model.base_model(input_ids=tokens, use_cache=False)
-    kinds = ((tuple(t.shape), str(t.dtype).removeprefix("torch."), t.untyped_storage().nbytes()) for t in kept.values())
+    kinds = ((tuple(t.shape), dtype_name(t.dtype), t.untyped_storage().nbytes()) for t in kept.values())
     return Counter(kinds)

@@ -296,6 +296,11 @@ ALIASES: dict[str, str] = {
 }  # fmt: skip
 
 
+def dtype_name(dtype: object) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``: the name of the format that a PyTorch dtype holds."""
+    return str(dtype).removeprefix("torch.")
+
+
 def get_format(name: str | Format) -> Format:
     """The format of that name, alias or PyTorch spelling (``torch.bfloat16``); a Format passes through.
 

@@ -36,6 +36,7 @@ from narrowgauge.gauges.nan_origin.bad_value import ALLOCATES, BadValue, Operand
 from narrowgauge.matmul.layer_matmuls import REGISTERED
 from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.spec.computes import PLACES
+from narrowgauge.spec.formats import dtype_name
 
 # The products whose casts an operator of ours applies; operators that are not listed apply none.
 _CASTS = {
@@ -384,7 +385,7 @@ def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: li
         operation=operation,
         what="nan" if has_nan else "inf",
         shape=tuple(x.shape),
-        dtype=_dtype_name(x),
+        dtype=dtype_name(x.dtype),
         num_bad=num_bad,
         num_values=part.numel(),
         place=_unraveled(first or 0, part.shape),
@@ -401,7 +402,7 @@ def _operand(position: int, name: str, x: Tensor) -> Operand:
         lows += [positive.min().item()] if len(positive) else []
         highs += [finite.max().item()] if len(finite) else []
     low, high = min(lows, default=None), max(highs, default=None)
-    return Operand(position, name, tuple(x.shape), _dtype_name(x), low, high, x.numel() - num_finite)
+    return Operand(position, name, tuple(x.shape), dtype_name(x.dtype), low, high, x.numel() - num_finite)
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[Tensor, int]]:
@@ -424,10 +425,6 @@ def nonfinite_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, .
     """Non-finite Python numbers among an operation's arguments, as operands numbered from ``position``."""
     found = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
     return tuple(Operand(position + k, f"the number {v}", (), "float", None, None, 1) for k, v in enumerate(found))
-
-
-def _dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")
 
 
 def operator_name(func: Any) -> str:

@@ -222,7 +222,3 @@ def told(names: Iterable[str], most: int = 3) -> str:
     found = list(dict.fromkeys(names))
     rest = len(found) - most
     return ", ".join(found[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -31,6 +31,7 @@ from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.validation import EXPECTED, OF_RECIPE, check_rule, check_visible
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import Storage, for_vectors
 
@@ -285,7 +286,7 @@ def leave_storage_open(parameters: Iterable[Tensor]) -> None:
 def _is_unchanged(parameter: Tensor, value: Tensor) -> bool:
     """Whether a parameter still equals its float32 value, rounded."""
     shown = local_of(parameter.detach())
-    return torch.equal(visible(local_of(value), str(shown.dtype).removeprefix("torch.")), shown)
+    return torch.equal(visible(local_of(value), dtype_name(shown.dtype)), shown)
 
 
 def _store_as(optimizer: Optimizer, group: dict[str, Any], names: Mapping[Tensor, str], converted: Converted) -> None:

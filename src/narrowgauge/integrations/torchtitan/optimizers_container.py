@@ -44,6 +44,7 @@ from narrowgauge.integrations.torchtitan.converter import NarrowgaugeConverter, 
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
@@ -241,7 +242,7 @@ def _require_suitable(model: nn.Module, recipe: Recipe) -> None:
                 "matrices.",
                 "Use data, context or pipeline parallelism.",
             )
-    computed = {str(dtype).removeprefix("torch.") for dtype in fsdp_dtypes(model)}
+    computed = {dtype_name(dtype) for dtype in fsdp_dtypes(model)}
     if computed - {recipe.dtype}:
         raise RecipeError(
             f"recipe '{recipe.name}' computes in {recipe.dtype}, and FSDP2 casts weights to {', '.join(sorted(computed))}.",
