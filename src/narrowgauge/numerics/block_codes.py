@@ -12,7 +12,7 @@ value itself. So a sum over ranks and steps is right on average, and no rounding
 rounded up, so that nothing saturates. The casts are rows of :class:`narrowgauge.spec.computes.Cast`; the arithmetic is
 :func:`narrowgauge.numerics.quantization.quantize_blocks`.
 
-What happens to special values: a NaN or a magnitude of 2^127 or more makes all 256 values of its record NaN. Magnitudes below
+Special values: a NaN or a magnitude of 2^127 or more makes all 256 values of its record NaN. Magnitudes below
 2^-100 count as 2^-100 when a power is chosen.
 """
 

@@ -147,7 +147,7 @@ def _size(rows: Tensor) -> int:
 
 
 def _on_cpu(tensor: Tensor) -> bool:
-    """Whether a value can be looked at without waiting for a device."""
+    """Whether reading a value needs no wait for a device."""
     return tensor.device.type == "cpu"
 
 

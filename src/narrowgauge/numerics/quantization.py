@@ -4,9 +4,9 @@ The values that share a scale are a *group*: a tensor, a row, a column, a block.
 to the end of the format, each value divided by it is rounded, and value ≈ code × scale. These few lines are the definition
 and, compiled, the kernel: floats only, each operation exact or correctly rounded, so that eager and compiled, CPU and GPU
 give the same bits. A code is computed as the float32 that it stands for. Rounding never looks at bits, which is slow beside
-bfloat16 loads on a CPU: it adds and takes away a number so large that only the format's bits survive.
+bfloat16 loads on a CPU: it adds and subtracts a number so large that only the format's bits survive.
 
-What happens to special values: a group with a NaN or an infinity gets the scale NaN, and so becomes NaN throughout, never
+Special values: a group with a NaN or an infinity gets the scale NaN, and so becomes NaN throughout, never
 silently finite; magnitudes below 2^-100 count as 2^-100 when a scale is made; zeros may lose their sign.
 """
 
@@ -136,8 +136,8 @@ def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor
     """What a smooth cast of ``[rows, channels]`` multiplies channels by, and the largest magnitude it then scales by.
 
     Invariant: afterwards the largest of each channel is in [1, 2). Codes have the significant bits that they have
-    without, since the scale keeps the mantissa of the tensor's own largest magnitude; only what the format's
-    subnormals took is had back.
+    without, since the scale keeps the mantissa of the tensor's own largest magnitude; only the bits that were
+    lost to the format's subnormals are kept.
 
     Returns:
         Float32 powers of two ``[1, channels]``, 1 for channels of zeros or subnormals or with an infinity or a NaN, and
@@ -254,7 +254,7 @@ def round_nearest(v: Tensor, row: Format) -> Tensor:
 
 def _nearest(held: Tensor, row: Format) -> Tensor:
     """The nearest number of a format whose largest value does not matter."""
-    # 1.5 × 2^k added and taken away leaves multiples of the smallest spacing.
+    # 1.5 × 2^k added and subtracted leaves multiples of the smallest spacing.
     magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
     subnormal = (held + magic) - magic
     return torch.where(held.abs() < 2.0**row.min_exponent, subnormal, _shortened(held, row))

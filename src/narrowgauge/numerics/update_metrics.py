@@ -74,18 +74,15 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
 def edq(sums: Tensor) -> Tensor:
     """Effective descent quality ⟨D,E⟩/‖D‖²: the share of the intended update that the store takes on average.
 
-    The source divides by ‖D‖: the length that the taken update has along the intended one, ‖D‖ where all is well, which is
-    another number for every tensor and every step. Divided by ‖D‖ once more it is a share, 1 for all of them, and sums over
-    tensors and steps can be divided instead of averaged.
+    The source divides by ‖D‖, which gives the length that the taken update has along the intended one: another number for
+    every tensor and every step. Divided by ‖D‖ once more it is a share, and sums over tensors and steps can be divided
+    instead of averaged.
 
     Invariant: 1 when nothing is lost, 0 in a stall; 1 on average, though noisy, for an unbiased stochastic cut. Where nothing
     was intended there is nothing to judge: NaN, not 1, so that it can neither hide nor raise an alarm.
 
     Args:
-        sums: float64, shape [..., 8], from kernels or :func:`update_sums`; add those of several steps or tensors first.
-
-    Returns:
-        float64, shape [...]: a ratio.
+        sums: float64 ``[..., 8]``, from kernels or :func:`update_sums`; add those of several steps or tensors first.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0])
