@@ -59,13 +59,9 @@ def cut_numbers(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
 
 
 def add_stochastic(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    """A bfloat16 sum plus a gradient, cut stochastically.
+    """A bfloat16 sum plus a gradient, cut stochastically: the list of its one plane, int32 bits whose lower half is zero.
 
-    Args:
-        gradient, planes: float32 values of bfloat16: the gradient, and a list of the sum so far.
-        seed: 0-d int32 tensor of this micro-batch.
-    Returns:
-        A list of the new sum's int32 bits, as a float32 whose lower half is zero.
+    ``gradient`` and ``planes`` are float32 values of bfloat16; ``seed`` is 0-d int32, this micro-batch's own.
     """
     total = planes[0] + gradient
     # Mantissas only, so that scaling by a power of two changes nothing; shifted apart, so that neither masks the other.
@@ -89,7 +85,7 @@ ADDITIONS: dict[str, Addition] = {"bfloat16-stochastic": add_stochastic, "kahan"
 def in_words(addition: Addition) -> Callable[..., Tensor]:
     """An addition over int32 words of two bfloat16 each: bitcasts are free there and slow beside bfloat16 loads.
 
-    It takes ``(gradient, *planes, seed, *outputs)`` and writes the new planes to ``outputs``: the planes again.
+    It takes ``(gradient, *planes, seed, *outputs)`` and writes the new planes to ``outputs``, which are the planes again.
     """
 
     def add(gradient: Tensor, *rest: Tensor) -> Tensor:
@@ -140,7 +136,7 @@ class GradientAccumulator:
     NaN stays not finite, so that the optimizer skips.
 
     Args:
-        parameters: what is trained; a tied one counts once, frozen ones and those without a gradient are passed over.
+        parameters: a tied one counts once, frozen ones and those without a gradient are skipped.
         dtype: a row of ``ACCUMULATIONS``. Float32 parameters are left to autograd in every row: no row keeps more than
             their gradients do.
         seed: of the stochastic rounding.
@@ -189,7 +185,6 @@ class GradientAccumulator:
         self._warn(num_micro_batches or 0)
 
     def allocate(self) -> None:
-        """Allocate the planes now instead of with the first gradients."""
         for parameter in self._mine:
             if parameter.requires_grad:
                 self._planes_of(parameter, local_of(parameter.detach()))
@@ -248,7 +243,7 @@ class GradientAccumulator:
         return kept / max(1, sum(local_of(p).numel() for p in self.parameters))
 
     def _planes_of(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
-        """The planes of a parameter; new ones, and those of the last step, hold what leaves any addend as it is."""
+        """The planes of a parameter; where they hold no sum, they are filled with -0, which changes no addend."""
         if parameter not in self._planes:
             formats = [getattr(torch, name) for name in self.row.planes]
             self._planes[parameter] = [torch.empty(like.shape, dtype=f, device=like.device) for f in formats]
@@ -292,11 +287,8 @@ def backward_in_parts(
     Args:
         losses: each micro-batch's share of the loss, at least one; a generator keeps one micro-batch in memory at a time.
         accumulator: what sums the gradients; ``None`` leaves it to autograd.
-        scaler: scales the losses before they are differentiated.
     Returns:
         The sum of the losses, unscaled and detached.
-    Raises:
-        ValueError: there are no losses.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

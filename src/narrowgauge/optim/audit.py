@@ -1,9 +1,9 @@
 """The audit: what share of the intended updates a storage took, watched all run long.
 
 On audited steps the kernel sums, per tensor, what was intended and what was stored (:mod:`narrowgauge.numerics.update_metrics`).
-One audited step of a small tensor is noisy, so alarms use a window of them: one is raised for a tensor when even
-the upper end of a confidence interval of its EDQ lies below the threshold. Stalls come late, when the learning rate
-decays, so the window moves with the run and a tensor that recovers may be named again.
+One audited step of a small tensor is noisy, so alarms use a window of them: a tensor raises one when even the upper end of a
+confidence interval of its EDQ lies below the threshold. Stalls come late, when the learning rate decays, so the window moves
+with the run, and a tensor that recovers and stalls again raises another alarm.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CONFIDENCE = 1 - 2e-4
 
 
 AUDIT_SHARE, AUDIT_WHOLE = 32, 1 << 15
-"""A tensor of more than ``AUDIT_WHOLE`` words is audited in turns, a thirty-second part at a time: the audit
-costs as little, and its window of 20 readings covers two thirds of the tensor."""
+"""Of a tensor of more than ``AUDIT_WHOLE`` words, each audit covers the next part in ``AUDIT_SHARE``: it costs as little, and the
+20 readings of a window cover two thirds of the tensor."""
 
 
 class UpdateLossWarning(UserWarning):
@@ -46,8 +46,7 @@ class Reading:
     """What a tensor's storage did to its updates over the audited window.
 
     Args:
-        edq: effective descent quality, ⟨D,E⟩/‖D‖²; 1 when nothing is lost on average, NaN when nothing was intended. (The
-            source divides by ‖D‖, which gives a length; this is its share of the ‖D‖ that was intended.)
+        edq: effective descent quality, ⟨D,E⟩/‖D‖²; 1 when nothing is lost on average, NaN when nothing was intended.
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖, the part of the stored change that was not intended.
         lost_fraction: share of intended element changes that left the stored value as it was, 0 to 1.
@@ -85,7 +84,7 @@ class Alarm:
         tensor: its name.
         storage: the row that loses them.
         fallback: the row that would keep them.
-        reading: the audit's metrics.
+        reading: the metrics that show it.
     """
 
     tensor: str
@@ -121,13 +120,10 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
 
 
 def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
-    """The metrics of a window: sums first, ratios after.
+    """The metrics of a window of float64 ``[8]`` sums, one per audited step: sums first, ratios after.
 
-    Args:
-        rows: float64 ``[8]`` sums, one per audited step.
-        num_elements: how many elements were audited in all of them, NaN where that is not known.
-    Returns:
-        The metrics; their error is that of a ratio of sums over the steps (the delta method).
+    The error of the EDQ is that of a ratio of sums over the steps (the delta method). ``num_elements`` counts the elements that
+    were audited in all of them, NaN where that is not known.
     """
     table = torch.stack(list(rows))
     total = table.sum(0)
@@ -151,7 +147,7 @@ def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
 
 
 Noted = tuple[Tensor, Tensor, int]
-"""A tensor, its sums in one step, and over how many elements they go."""
+"""A tensor, its sums in one step, and the number of elements they are over."""
 
 
 @dataclass
@@ -173,11 +169,11 @@ class Auditor:
         self.fresh.append((parameter, sums, num_elements))
 
     def discard(self) -> None:
-        """Discard the sums of this step: it was skipped."""
+        """Discard the sums of this step, which was skipped."""
         self.fresh.clear()
 
     def collect(self) -> Tensor:
-        """Take the noted sums into the windows (this is where the host waits for a device), and return their total."""
+        """Move the new sums into the windows and return their total; the host waits here for a device."""
         if not self.fresh:
             return torch.zeros(len(update_metrics.UPDATE_SUMS), dtype=torch.float64)
         table = torch.stack([sums for _, sums, _ in self.fresh]).cpu()
@@ -189,7 +185,6 @@ class Auditor:
         return table.sum(0)
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
-        """Forget parameters that the optimizer has no more."""
         gone = set(parameters)
         for parameter in gone:
             for kept in (self.windows, self.alarmed, self.counts, self._products):
@@ -229,10 +224,9 @@ def is_stochastic(storage: Storage) -> bool:
 
 
 def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Noted]], list[Noted]]:
-    """What adds up the sums of parameters whose elements are shared out over ranks, for ``Auditor.join``.
+    """For ``Auditor.join``: what adds up the sums of parameters whose elements are shared out over ranks.
 
-    Args:
-        parameters: of the optimizer, on every rank in the same order.
+    ``parameters`` are the optimizer's, on every rank in the same order.
     """
 
     def join(noted: list[Noted]) -> list[Noted]:
@@ -254,12 +248,8 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Noted]], l
 def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, bool]]:
     """The parts of a tensor stepped one after the other at its ``turn``-th audit, and whether each is audited.
 
-    One of them is (see ``AUDIT_SHARE``); its length is a multiple of a vector register's, or of two rows.
-
-    Args:
-        length: words, or rows of them.
-        turn: counts the tensor's audits.
-        row: words in each.
+    One of them is (see ``AUDIT_SHARE``); its length is a multiple of a vector register's, or of two rows. The tensor has
+    ``length`` words, or rows of ``row`` words.
     """
     if length * row <= AUDIT_WHOLE:
         return [(slice(0, length), True)]
@@ -309,14 +299,13 @@ def unwrapped(optimizer: Any) -> Any:
 def audit(optimizer: Audited, model: nn.Module | None = None) -> dict[str, Reading]:
     """What each tensor's storage did to its updates over the last audited steps.
 
-    Its limit: the intended change is the one that the rule computes *from the moments as they are stored*. A second
-    moment that is wrong itself, as that of ``collage-light`` at beta2 = 0.999, makes every step too small, and all of it
-    arrives: EDQ 1. Gauges compare second moments with exact ones (``bias``, see :func:`narrowgauge.attach_gauges`).
+    Its limit: the intended change is the one that the rule computes *from the moments as they are stored*. Where a second
+    moment is wrong itself, as that of ``collage-light`` at beta2 = 0.999, every step is too small, and all of it is
+    stored: EDQ 1. Gauges compare second moments with exact ones (``bias``, see :func:`narrowgauge.attach_gauges`).
 
     Args:
         optimizer: one of ours, with ``audit_every`` above 0, or a framework's that wraps it.
-        model: whose parameters the optimizer steps: their names are used here, and by alarms from now on, where the
-            optimizer was given none.
+        model: gives its names to parameters that have none, here and in alarms from now on.
     Returns:
         A :class:`Reading` per tensor that was audited, by parameter name (``"param 0"`` … for unnamed ones), and one
         over all of them under ``""``; empty before the first audited step.

@@ -24,8 +24,8 @@ from narrowgauge.optim.state import SMALL, as_words
 def measure_words(words: Tensor, scales: Tensor) -> Tensor:
     """Both passes over bfloat16 pairs at once: ``(largest's bits, coarse steps, fine steps)``, int64 ``[3]``.
 
-    The first pass has no scales yet, and the second knows the largest already. But one kernel for both compiles in half the
-    time of two, and the result that is ignored costs a tenth of a nanosecond a value.
+    Each pass ignores one result: the first has no scales yet, the second knows the largest already. But one kernel for both
+    compiles in half the time of two, and the ignored result costs a tenth of a nanosecond a value.
     """
     largest = summation.largest_magnitude_words(words).view(torch.int32).to(torch.int64)
     return torch.cat([largest.reshape(1), summation.grid_sum_of_squares_words(words, scales)])
@@ -56,11 +56,7 @@ def _is_large(gradient: Tensor) -> bool:
 
 
 class GradientNorm:
-    """The L2 norm over many gradients.
-
-    Args:
-        compile: whether to compile the two passes for tensors that are worth it.
-    """
+    """The L2 norm over many gradients, whose passes are compiled for large tensors if ``compile``."""
 
     def __init__(self, *, compile: bool) -> None:
         self.compile = compile
@@ -72,12 +68,7 @@ class GradientNorm:
 
     @torch.no_grad()
     def with_own(self, gradients: Sequence[Tensor], own: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The norm of all gradients, and that of one of them, whose squares have the grid of all and so their absolute error.
-
-        Args:
-            gradients: all of them.
-            own: one of these, or ``None``.
-        """
+        """The norm of all gradients, and that of one, whose squares use the grid of all and so have its absolute error."""
         if not gradients:
             return torch.zeros((), dtype=torch.float32), None
         rest = [(groups, _Sorted(members)) for groups, members in by_reduction(g for g in gradients if g is not own)]
@@ -148,7 +139,7 @@ def control_scalars(
 
     Args:
         norm: the norm of the gradients as they are, ``None`` where it is not needed.
-        max_norm: clip to it; ``None`` leaves gradients as they are.
+        max_norm: clip to it; ``None`` does not.
         device: where the step runs.
         grad_scale: what the loss was multiplied by, 0-d; ``None`` for 1.
         found_inf: not 0 where ``torch.amp.GradScaler`` found a gradient that is not finite.
@@ -172,8 +163,7 @@ def control_scalars(
 class StepControl:
     """Decides for each step what gradients are multiplied by and whether the step is skipped.
 
-    Args:
-        worth_compiling: whether to compile the norm of so many elements.
+    ``worth_compiling`` says whether to compile the norm of so many elements.
     """
 
     def __init__(self, worth_compiling: Callable[[int], bool]) -> None:
@@ -183,15 +173,14 @@ class StepControl:
         self._norm: GradientNorm | None = None
 
     def use(self, loss_scaler: LossScaler | None) -> None:
-        """Divide gradients by this scaler's scale; each step must follow a loss that it has scaled from now on."""
+        """Divide gradients by this scaler's scale from now on; before each step it must have scaled a loss."""
         self.loss_scaler = loss_scaler
         self._request = None if loss_scaler is None else loss_scaler.request
 
     def begin_after(self, request: object) -> None:
-        """Take a loss that the scaler has scaled since then as the first step's: the optimizer may get its scaler after it.
+        """Accept for the first step a loss that was scaled since ``request``, the scaler's own at that time.
 
-        Args:
-            request: the scaler's ``request`` at that time.
+        An optimizer may get its scaler only after the loss was scaled.
         """
         self._request = request
 
@@ -206,18 +195,10 @@ class StepControl:
         found_inf: Tensor | None,
         own: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The scalars of a step.
+        """The result of :func:`control_scalars`, and the norms of all unscaled gradients and of ``own``, one of them.
 
-        Args:
-            gradients: of all parameters that are stepped.
-            own: one of them, whose own norm is wanted too.
-            device: where the step runs.
-            max_norm: clip to it; ``None`` does not.
-            skip_above: skip a step whose gradient norm is larger.
-            grad_scale, found_inf: what ``torch.amp.GradScaler`` sets during a step.
-        Returns:
-            The result of :func:`control_scalars`, and the norms of all unscaled gradients and of ``own``, ``None`` where nothing
-            needs the first.
+        The norms are ``None`` where nothing needs the first. A step whose norm is above ``skip_above`` is skipped.
+
         Raises:
             RecipeError: the loss was not scaled.
         """

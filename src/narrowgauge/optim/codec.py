@@ -45,16 +45,12 @@ def dropped_bits(code: Code) -> int:
 
 
 def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
-    """Cut ``x`` to ``code``.
+    """Cut ``x`` to ``code``: int32, zero outside the code's bits.
 
     Args:
-        code: the code.
-        x: float32 tensor.
         addend: what to add before cutting (see :func:`narrowgauge.numerics.rounding.cut`).
         shift: where in the word the code's lowest bit goes.
         scale: of a scaled code, the first result of :func:`multipliers`.
-    Returns:
-        int32 tensor, zero outside the code's bits.
     """
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
@@ -118,21 +114,16 @@ def _scale(code: Code) -> int:
 
 
 def _moved(x: Tensor, left: int) -> Tensor:
-    """``x`` shifted left, or right by a negative number (copying the sign), or untouched by zero."""
+    """``x`` shifted left, or right (copying the sign) by a negative number."""
     return x << left if left > 0 else x >> -left if left < 0 else x
 
 
 def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
-    """What takes values of a row into the window of a scaled code, and back.
+    """What takes values of a row into the window of a scaled code, and back: two float32 powers of two, shaped like ``bound``.
 
-    The window ends at the smallest power of two that is not below ``bound``; what lies up to 1.7 times above it still fits.
-    The largest window of a code that begins at ``2**lowest`` of its end is at ``2**-lowest``.
-
-    Args:
-        code: a scaled code.
-        bound: float32, the largest magnitude of each row, or somewhat more.
-    Returns:
-        ``(into, back)``: powers of two, float32, shaped like ``bound``.
+    The window ends at the smallest power of two that is not below ``bound``, the largest magnitude of each row or somewhat more;
+    what lies up to 1.7 times above that end still fits. The largest window of a code that begins at ``2**lowest`` of its end is
+    at ``2**-lowest``.
     """
     # Rounding the exponent up: anything but a power of two carries. Both results must be normal float32 values.
     exponent = ((bits_of(bound.nan_to_num(nan=3e38, posinf=3e38)) + 0x7FFFFF) >> 23) - 127
@@ -146,11 +137,8 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
 def visible_value(visible: str, bits: Tensor) -> Tensor:
     """The float32 of a visible weight's bits.
 
-    Args:
-        visible: the visible format.
-        bits: int32, the bits of a float32; for float16, of that float32 times 2^-112, whose exponents are float16's own.
-    Returns:
-        float32 tensor; float16's infinities and NaNs are 65536 and more.
+    For float16 they are the bits of that float32 times 2^-112, whose exponents are float16's own; its infinities and NaNs
+    become 65536 and more.
     """
     exponent = VISIBLE[visible][2]
     return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
@@ -171,26 +159,17 @@ def visible_bits(visible: str, x: Tensor) -> Tensor:
 
 
 def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
-    """Cut ``x`` to the visible format's bits (see :func:`visible_value`), its infinities included.
+    """Cut ``x`` to the narrow visible format's bits (see :func:`visible_value`), its infinities included.
 
-    Args:
-        storage: a row whose visible format is narrow.
-        x: float32 tensor.
-        addend: what to add before cutting; 0 where ``x`` is a value of the format, or beyond it.
-    Returns:
-        int32 tensor.
+    ``addend`` is 0 where ``x`` is a value of the format, or beyond it.
     """
     _, below, exponent = VISIBLE[storage.visible]
     return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
 
 
 def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cut a weight into the visible weight and its tail.
+    """Cut a weight of one part into the visible weight and its tail.
 
-    Args:
-        storage: the storage; its weight has one part.
-        x: float32 tensor, the weight after the step.
-        addend: what to add before cutting.
     Returns:
         ``(visible, field, stored)``: the visible weight's bits (see :func:`visible_value`), the signed tail or the bits
         of the master (int32), ``None`` where there is neither, and the float32 value that the two stand for.
@@ -212,7 +191,7 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
 
 
 def _in_range(storage: Storage, visible: Tensor) -> Tensor:
-    """What rounds past float16's largest value, or is no number, becomes its infinity."""
+    """NaN, and what rounds past float16's largest value, become its infinity."""
     if storage.visible != "float16":
         return visible
     infinity = 31 << 23
@@ -275,13 +254,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The float32 values of a lane.
+    """The float32 values of a lane, its states in the order in which they were requested.
 
     Args:
-        visible: the visible weight.
-        weight: the weight that the rule reads: the stored one, or the visible one where ``low`` is its compensation.
+        weight: what the rule reads: the stored weight, or the visible one where ``low`` is its compensation.
         low: Kahan's compensation, ``None`` where the storage has none.
-        states: the states, in the order in which they were requested.
     """
 
     visible: Tensor
@@ -306,20 +283,13 @@ class Written:
 
 
 def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
-    """What each code of the storage adds before it cuts, from one hashed word per element.
+    """What each code of the storage, weight or state, adds before it cuts, from one hashed word per element.
 
-    The key is the element's own bits: its stored weight and its gradient's *mantissa* (with the exponent in it, scaling
-    all gradients by a power of two would change the rounding). The 32 bits are dealt to the stochastic codes, the weight
-    first. A code that drops more bits than it was dealt borrows its lower ones from its neighbour's upper ones: with
-    12 bits for 18 a chance below 2^-12 would be none, and at beta2 = 0.9999 a second moment would stop short by 2 %.
-
-    Args:
-        storage: the row.
-        weight: float32, the stored weights before the step.
-        gradient_bits: int32, the gradients' float32 bits before any scaling.
-        seed: 0-d int32 tensor of this step.
-    Returns:
-        One addend for ``weight`` and for each state.
+    The key is the element's own bits: its stored weight before the step and its gradient's *mantissa* before any scaling (with
+    the exponent in it, scaling all gradients by a power of two would change the rounding). The 32 bits are dealt to the
+    stochastic codes, the weight first. A code that drops more bits than it was dealt borrows its lower ones from its
+    neighbour's upper ones: with 12 bits for 18 a chance below 2^-12 would be none, and at beta2 = 0.9999 a second moment would
+    stop short by 2 %.
     """
     table = {"weight": storage.weight, **{state: storage.code(state) for state, _ in storage.states}}
     result: dict[str, Tensor | int] = {n: half(dropped_bits(c)) for n, c in table.items()}
@@ -349,13 +319,8 @@ def write(
 ) -> Written:
     """Cut the result of a step to the storage's formats.
 
-    Args:
-        storage: the storage.
-        lane: where to write; its gradient is part of the key of the random bits.
-        old: what :func:`read` found there.
-        change: float32, what to add to the weight.
-        states: float32, the new states by name.
-        seed: 0-d int32 tensor of this step.
+    ``old`` is what :func:`read` found in the lane, ``change`` what to add to its weight, ``states`` the new ones by name. The
+    lane's gradient is part of the key of the random bits.
     """
     addend = addends(storage, old.weight, lane.gradient, seed)
     fields: dict[str, Tensor] = {}
@@ -407,7 +372,6 @@ def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
 
 
 def read_weight(storage: Storage, lane: Lane) -> Tensor:
-    """The stored weight as float32."""
     if storage.weight.parts > 1:
         return read_state(storage, lane, "weight")
     return _weight(storage, lane, visible_value(storage.visible, lane.visible))[0]
@@ -433,7 +397,6 @@ def _placed(storage: Storage, lane: Lane, field: Tensor) -> dict[str, Tensor]:
 
 
 def _inverse(into: Tensor | None) -> Tensor | None:
-    """The multiplier out of the window into which ``into`` scales."""
     return None if into is None else 1.0 / into
 
 
@@ -455,12 +418,8 @@ def write_parts(
 ) -> Written:
     """Cut a weight and states that are given in parts, each part to the nearest: the inverse of :func:`read_parts`.
 
-    Args:
-        storage: a storage in whose arithmetic every operation is rounded.
-        lane: where to write.
-        old: the parts of the weight before the step.
-        change: float32, what was to be added to it.
-        parts: float32, the parts of the weight and of each state, by name.
+    For storages in whose arithmetic every operation is rounded. ``old`` holds the parts of the weight before the step, ``change``
+    what was to be added to it, ``parts`` those of the weight and of each state, by name; all are float32.
     """
     fields: dict[str, Tensor] = {}
     kept: list[Tensor] = []
@@ -505,11 +464,7 @@ class Plane:
 
 @lru_cache
 def planes(storage: Storage) -> tuple[Plane, ...]:
-    """The planes of a storage, as :func:`narrowgauge.spec.storages.packed` groups its fields.
-
-    Returns:
-        Planes in the order in which the kernel takes them.
-    """
+    """The planes of a storage in kernel order, as :func:`narrowgauge.spec.storages.packed` groups its fields."""
     result: list[Plane] = []
     for group in storage.packing:
         width = width_of(group)
@@ -647,10 +602,6 @@ def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tens
 def fields_of(storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, tuple[Tensor, int]]:
     """The fields of a parameter's state, as a :class:`Lane` has them, in the parameter's order.
 
-    Args:
-        storage: how it is stored.
-        words: of each plane, by name.
-        shape: the parameter's.
     Returns:
         For each field the int32 bits of its plane, in the shape of :func:`matrix_of`, and the bit where the field begins.
     """
@@ -664,7 +615,7 @@ def fields_of(storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int
 def set_fields(
     storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]
 ) -> None:
-    """Overwrite some fields of a state's words; they are given in the parameter's order and at their bits of a word."""
+    """Overwrite some fields of a state's words, given in the parameter's order and at their bits of a word."""
     for plane in planes(storage):
         mine = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
         if not mine:

@@ -1,13 +1,13 @@
 """From definitions to compiled functions, cached in the process and on disk.
 
-A kernel is compiled ahead of time, once per (graph, torch release, C++ compiler, processor, number of threads). A package of
-it in the user's cache folder is loaded by any later process in milliseconds. Its name is a hash of the traced graph and of all
-else that it depends on, so an edited definition never runs an old kernel, and an edit that leaves the graph as it was compiles
-nothing. Whether the source was edited, a hash of its bytes says, so an unchanged definition is not traced either.
+A kernel is compiled ahead of time, once per (graph, torch release, C++ compiler, processor, number of threads). Its package in
+the user's cache folder is loaded by any later process in milliseconds. The name of a package is a hash of the traced graph and
+of all else that it depends on. So an edited definition never runs an old kernel, and an edit that leaves the graph as it was
+compiles nothing. A hash of the source's bytes says whether it was edited; an unchanged definition is not traced either.
 
-A kernel is *proved* before it gets its place there: it must leave the bits of its definition, on values that occur and on
-edge values. Where it does not, whatever release of PyTorch or of the C++ compiler made it, the definition itself runs, and
-the cache remembers that.
+A kernel is *proved* before it is cached: on values that occur and on edge values, it must give the same bits as its definition.
+If it does not, whichever release of PyTorch or of the C++ compiler made it, the definition itself runs, and the cache remembers
+that.
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ def source_files() -> list[Path]:
 
 @lru_cache
 def source_key() -> str:
-    """A hash of :func:`source_files`."""
     digest = hashlib.sha256()
     for path in source_files():
         digest.update(path.read_bytes())
@@ -86,8 +85,7 @@ class Definition:
     """What a kernel is compiled from.
 
     Args:
-        function: the definition.
-        example: arguments to compile with, and to compare the loaded function with the definition on: values that occur.
+        example: arguments to compile with, and to compare the loaded function with its definition on: values that occur.
         lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.inductor.trace`.
         one_loop: whether it is to be one loop, see there.
         edges: makes more arguments to prove a new kernel on: zeros, subnormals, ties, the largest, infinities, NaN.
@@ -107,12 +105,8 @@ _KERNELS: dict[tuple[str, int, str], Compiled | None] = {}
 def compiled(name: str, device: torch.device, define: Callable[[], Definition]) -> Compiled | None:
     """The compiled function of that name: of this process, else from the cache on disk, else compiled now.
 
-    Args:
-        name: what identifies the function, with the package's own source: rule, storage, variant.
-        device: where it runs.
-        define: its definition, called at most once per process.
-    Returns:
-        A function of the list of arguments, or ``None`` where nothing can be compiled (one warning says why).
+    With the package's own source, the name (rule, storage, variant) identifies the function. ``define`` is called at most once
+    per process. Where nothing can be compiled the result is ``None``, and one warning says why.
 
     Cost: 5 to 10 s the first time on a machine; milliseconds from the cache.
     """
@@ -127,14 +121,14 @@ def _kernel_of(name: str, device: torch.device) -> tuple[str, int, str]:
 
 
 def alias_of(name: str, example: Sequence[Tensor]) -> str:
-    """What a kernel is found by without tracing: a hash of source code, the dtypes of its arguments, and this machine."""
+    """What finds a kernel without tracing: a hash of source code, the dtypes of its arguments, and this machine."""
     kinds = " ".join(f"{argument.dtype}" for argument in example)
     text = f"{name} {kinds} {source_key()} {machine_key()} {example[0].device.type}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
 def normal_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
-    """Normal values of ``dtype`` as int32 words of ``shape``: an argument of an example."""
+    """Normal values of ``dtype`` as int32 words of ``shape``, for an example."""
     size = 4 // dtype.itemsize
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn(*shape[:-1], shape[-1] * size, dtype=torch.float32, generator=generator)
@@ -142,7 +136,7 @@ def normal_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device,
 
 
 def edge_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
-    """:func:`normal_words` of edge values, finite ones on a GPU, whose NaNs nobody promises."""
+    """:func:`normal_words` of edge values; finite on a GPU, where the bits of a NaN are not defined."""
     size = 4 // dtype.itemsize
     finite = device.type != "cpu"
     return edge_values(dtype, (*shape[:-1], shape[-1] * size), seed=seed, finite=finite).view(torch.int32).to(device)
@@ -151,15 +145,9 @@ def edge_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, s
 def agrees(run: Compiled, function: Callable[..., Tensor], arguments: Sequence[Tensor], *, sums: bool = True) -> bool:
     """Whether a compiled function does what its definition does: writes the same bits, and returns the same result.
 
-    A package may be damaged, or have been made by a compiler with a fault. Which NaN it is that two NaNs make depends on
-    their order, and the last digits of a sum of floats on that of its terms: neither is compared.
-
-    Args:
-        run, function: the two.
-        arguments: what to call them with; it is left as it was.
-        sums: whether to compare sums of floats, which mean nothing where terms overflow or cancel.
-
-    Cost: one call of each, on the few words of the arguments.
+    A package may be damaged, or made by a faulty compiler. Two differences are allowed: which NaN two NaNs make, since that
+    depends on their order, and the last digits of a sum of floats. ``sums=False`` compares no sums of floats at all, for
+    arguments whose terms overflow or cancel. The arguments are left as they were.
     """
     mine, theirs = ([argument.clone() for argument in arguments] for _ in range(2))
     wanted = function(*mine)
@@ -175,10 +163,7 @@ def agrees(run: Compiled, function: Callable[..., Tensor], arguments: Sequence[T
 
 
 def is_proved(run: Compiled, definition: Definition) -> bool:
-    """Whether a new kernel :func:`agrees` with its definition, on the example and on edge values.
-
-    Cost: 1 to 20 ms, once for each kernel of a machine.
-    """
+    """Whether a new kernel :func:`agrees` with its definition, on the example and on edge values: 1 to 20 ms."""
     if not agrees(run, definition.function, definition.example):
         return False
     return definition.edges is None or agrees(run, definition.function, definition.edges(), sums=False)
@@ -186,7 +171,7 @@ def is_proved(run: Compiled, definition: Definition) -> bool:
 
 @contextlib.contextmanager
 def _float32_by_default() -> Iterator[None]:
-    """The compiler gives some constants of a definition the default dtype, which is the user's to choose."""
+    """The compiler gives some constants of a definition the default dtype, which belongs to the user."""
     chosen = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -202,11 +187,9 @@ _ELSEWHERE: dict[str, subprocess.Popen[bytes]] = {}
 
 
 def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Definition], statement: str) -> None:
-    """Start compiling in another process, so that a kernel needed later costs no time now. It ends with this process.
+    """Start compiling in another process, which ends with this one, so that a kernel needed later costs no time now.
 
-    Args:
-        name, device, define: as of :func:`compiled`.
-        statement: Python that compiles this kernel.
+    ``statement`` is the Python that compiles this kernel there; the rest is as for :func:`compiled`.
     """
     if _kernel_of(name, device) in _KERNELS or compiler_missing():
         return
@@ -250,13 +233,13 @@ def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
 
 
 def _find_key(alias: str) -> str | None:
-    """The key under an alias; where nothing can be compiled into the folder, that of whatever compiler made a package."""
+    """The key under an alias; where nothing can be compiled into the folder, the key of any compiler."""
     key = find_key(alias, compiler_version())
     return key if key or os.access(packages_folder(), os.W_OK) else find_key(alias, "")
 
 
 def _trace_and_compile(alias: str, definition: Definition) -> Compiled | None:
-    """The kernel of a definition that has no usable package under its alias; ``None`` where what is compiled is wrong."""
+    """The kernel of a definition without a usable package under its alias; ``None`` where the compiled code is wrong."""
     with _float32_by_default():
         program = trace(definition.function, definition.example, definition.lengths, definition.one_loop)
         try:
@@ -278,7 +261,7 @@ def _trace_and_compile(alias: str, definition: Definition) -> Compiled | None:
 
 
 def _prove(key: str, definition: Definition, made: Path) -> Compiled | None:
-    """The kernel of a new package, which gets its place in the cache; ``None``, also for later processes, where it is wrong."""
+    """The kernel of a new package, which joins the cache; ``None``, for later processes too, where it is wrong."""
     run = load_ahead(made)
     if is_proved(run, definition):
         add_package(key, made)
@@ -288,7 +271,7 @@ def _prove(key: str, definition: Definition, made: Path) -> Compiled | None:
 
 
 def _load(key: str, definition: Definition) -> Compiled | None:
-    """The kernel of a package on the disk; ``None`` where there is none that can be loaded and is right."""
+    """The kernel of a package on disk; ``None`` where none can be loaded and is right."""
     path = find_package(key)
     if path is None:
         return None

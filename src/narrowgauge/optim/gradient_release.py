@@ -1,8 +1,8 @@
 """Gradient release: each parameter is stepped as soon as its gradient is there, and the gradient is freed.
 
 Then no two large gradients need be in memory at once, and 2 bytes a parameter are saved: ``word`` takes 6, ``compact`` 5.
-The price is what needs all gradients before the first step: clipping by their norm, skipping a step that overflowed, and
-summing over micro-batches. They are refused, not done in part.
+The price is what needs all gradients before the first step. Clipping by their norm and skipping a step that overflowed are
+refused; every backward pass steps, so micro-batches cannot be summed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,7 @@ from narrowgauge.optim.optimizer import Optimizer
 
 
 class Release:
-    """A handle on gradient release.
-
-    Args:
-        handles: the hooks on the parameters.
-        optimizer: whose parameters they are.
-    """
+    """A handle on gradient release: the hooks on the parameters of an optimizer."""
 
     def __init__(self, handles: list[RemovableHandle], optimizer: Optimizer) -> None:
         self._handles, self._optimizer = handles, optimizer

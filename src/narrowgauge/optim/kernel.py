@@ -3,8 +3,8 @@
 :func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An element-wise
 rule runs between reading and writing, in float32 or, where ``Storage.arithmetic`` says so, in the published Collage's
 expansions, which round every operation to the visible format. A matrix rule runs outside of the kernel, on whole matrices,
-and only its result is written. Run eagerly it is the reference; compiled ahead of time it is one fused loop over 32-bit
-words. There is no second implementation to keep equal, and a test holds the two equal bit for bit.
+and only its result is written. Run eagerly this is the reference; compiled ahead of time it is one fused loop over 32-bit
+words. There is no second implementation to keep equal, and a test holds the two modes equal bit for bit.
 """
 
 from __future__ import annotations
@@ -46,14 +46,7 @@ before the kernel: none for an element-wise rule, the change and the new states 
 
 
 def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """The rule in float32; only what is stored is cut.
-
-    Args:
-        rule, storage: what to do and how to store it.
-        lane: what is stored.
-        scalars: 0-d float32 tensors, ``gradient_scale`` and the rule's.
-        seed: 0-d int32 tensor.
-    """
+    """The rule in float32; only what is stored is cut. ``scalars`` are ``gradient_scale`` and the rule's."""
     gradient = codec.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
     old = codec.read(storage, lane, rule.states)
     change, *new = rule.update(old.weight, gradient, *old.states, scalars)
@@ -61,10 +54,7 @@ def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed:
 
 
 def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """The published arithmetic: every operation rounded to nearest even at the weight's precision.
-
-    Arguments and result as of :func:`in_float32`.
-    """
+    """The published arithmetic: every operation rounded to nearest even at the weight's precision."""
     rounding = nearest_even_bits(codec.dropped_bits(storage.weight), quiet=True)
     weight = Expansion(codec.read_parts(storage, lane, "weight"), rounding)
     states = [Expansion(codec.read_parts(storage, lane, name), rounding) for name in rule.states]
@@ -85,12 +75,7 @@ def advance_by(rule: Rule, storage: Storage) -> Advance:
 
 
 def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
-    """The step of a rule that has run already: it writes the change and the new states that it is given.
-
-    Args:
-        storage: how to store them.
-        states: names of the states among ``decided``, after the change.
-    """
+    """The step of a rule that has run already: it writes the change and then the new ``states`` that are ``decided``."""
 
     def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
         change, *new = decided
@@ -135,9 +120,6 @@ def make_step(
     """The step of a whole tensor, in words: reads and writes the planes in place.
 
     Args:
-        storage: how to store the result.
-        advance: the step of one lane.
-        scalars: names of the rule's scalars.
         num_decided: how many float32 tensors ``advance`` takes for each lane.
         summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.update_metrics.UPDATE_SUMS`) over the words;
             ``None`` makes a step that is not audited.
@@ -225,13 +207,12 @@ class Work:
     decided: list[Tensor] = field(default_factory=list)
 
     def arguments(self, parts: int, values: Tensor, seed: Tensor) -> list[Tensor]:
-        """The list that a step takes."""
         outputs = (*self.words[:parts], *self.words[2 * parts :])
         return [*self.words, *self.scales, *self.decided, values, seed, *outputs]
 
     @property
     def is_aligned(self) -> bool:
-        """Whether a compiled kernel takes its words where they lie; if not, a piece at a time, so that copies are small."""
+        """Whether a compiled kernel takes its words in place; if not, it gets a piece at a time, so that copies are small."""
         return all(map(is_aligned, self.words))
 
     def piece(self, start: int, stop: int) -> Work:
@@ -246,12 +227,10 @@ class Work:
 
 
 class StepKernel:
-    """The step of one (element-wise rule, storage): compiled where that pays, else run eagerly in cache-sized chunks.
+    """The step of one (element-wise rule, storage), run eagerly in cache-sized chunks unless it is compiled.
 
-    Args:
-        rule, storage: what to do and how to store it.
-        compile: whether to compile; without it, or without a compiler, the definition runs eagerly, with the same bits in
-            all that is stored. The audit's sums are added in another order then, and differ in their last digits.
+    Without ``compile``, or without a compiler, the definition runs, with the same bits in all that is stored. Only the audit's
+    sums are then added in another order, and differ in their last digits.
     """
 
     AUDIT = 1 << 18
@@ -276,19 +255,13 @@ class StepKernel:
         return make_step(self.storage, advance, self.rule.scalars, summarize=summarize, choose=choose)
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """The rule's scalars under a param group's options, at its step of that number."""
+        """The rule's scalars for the step of this number, under a param group's options."""
         return self.rule.prepare(options, step)
 
     def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
-        """Step tensors of equal shape in place; to be called without gradients.
+        """Step tensors of equal shape in place, without gradients; returns the audit's sums, float64 ``[8]``, if ``audited``.
 
-        Args:
-            work: the words and their scales.
-            values: float32, the scalars of ``CONTROL`` and of the rule.
-            seed: 0-d int32.
-            audited: whether to return the audit's sums.
-        Returns:
-            float64 ``[8]``, or ``None`` where not audited.
+        ``values`` are the float32 scalars of ``CONTROL`` and of the rule; ``seed`` is 0-d int32.
         """
         first = work.words[0]
         length, row = first.shape[0], first[0].numel() if len(first) else 1
@@ -326,7 +299,7 @@ class StepKernel:
         return torch.stack([table[:, segment].sum(1) for segment in segments])
 
     def _kernel(self, values: Tensor, audited: bool) -> Compiled | None:
-        """What runs this step; ``None`` for the definition, which also runs steps that are skipped on a CPU."""
+        """The compiled step; ``None`` where the definition is to run, as in steps that are skipped on a CPU."""
         if not self.compile or (values.device.type == "cpu" and bool(values[CONTROL.index("skip")])):
             return None
         return self.variant(values.device, audited)
@@ -356,7 +329,7 @@ class StepKernel:
     def _example(
         self, device: torch.device, draw: Draw = normal_words, lowest: float = 0.1, highest: float = 0.9
     ) -> list[Tensor]:
-        """Arguments of a step such as occur: weights and gradients that are drawn, and the states that one step leaves.
+        """Arguments of a step as they occur: random weights and gradients, and the states that one step leaves.
 
         The rule's scalars lie between ``lowest`` and ``highest``; where all are a half, results are exact and tie.
         """
@@ -394,11 +367,8 @@ def compile_audit(rule: str, storage: str, device: str) -> None:
 class MatrixKernel:
     """The write of one (matrix rule, storage): it stores the change and the states that the rule computed on a whole matrix.
 
-    It runs eagerly: a matrix rule's own products take longer.
-
-    Args:
-        rule: the rule that decides.
-        storage: how to store the result; its states are those of the rule that have the weight's shape.
+    The storage's states are those of the rule that have the weight's shape. It runs eagerly: a matrix rule's own products
+    take longer.
     """
 
     compile = False
@@ -415,16 +385,7 @@ class MatrixKernel:
         return ()
 
     def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor:
-        """Write tensors of equal shape in place.
-
-        Args:
-            work: the words, their scales, and what was decided.
-            values: float32, the scalars of ``CONTROL``.
-            seed: 0-d int32.
-            audited: whether to return the audit's sums.
-        Returns:
-            float64 ``[8]``, empty where not audited.
-        """
+        """Write in place what was decided, as :meth:`StepKernel.run` steps; the audit's sums are empty where not audited."""
         step = self._audited if audited else self._plain
         return step(*work.arguments(self.parts, values, seed))
 

@@ -1,16 +1,16 @@
-"""Packages: compiled kernels on the disk, which a process loads without looking at them again.
+"""Packages: compiled kernels on disk, which a process loads without examining their code again.
 
 A package is named after what it was compiled from (:meth:`narrowgauge._torch.inductor.Program.key`), and an *alias* says which
 package serves a definition in source code, so that nothing is traced to find it. Edited source has no alias yet: it is
 traced, and only a graph that is new is compiled.
 
-A package is native code. So the folder belongs to one user, and only what that user (or root) wrote, and nobody else may
-change, is loaded. Its name ends with a digest of its bytes: name and bytes appear together in one rename, and bytes that
+A package is native code. So the folder belongs to one user, and a file is loaded only if that user or root wrote it and no
+other may change it. Its name ends with a digest of its bytes: name and bytes appear together in one rename, and bytes that
 were damaged since, or never reached the disk, no longer match. While a package is being loaded, its process holds a lock
 on a *mark* file. A mark without a lock means that a process died while loading, and the package is compiled again.
 
-Whatever lies here under its name was proved to do what its definition does. A kernel that was compiled and does something
-else leaves an empty file, ``KEY.refuted``, so that no other process compiles it to find the same.
+Every package here was proved to do what its definition does. A compiled kernel that does something else leaves an empty file,
+``KEY.refuted``, so that no other process compiles it only to find the same.
 """
 
 from __future__ import annotations
@@ -49,13 +49,7 @@ def packages_folder() -> Path:
 
 
 def find_package(key: str) -> Path | None:
-    """The package of a key; a damaged one, or one that others could write, is removed.
-
-    Args:
-        key: names the kernel.
-    Returns:
-        Its path, ``None`` where there is none.
-    """
+    """The package of a key, ``None`` where there is none; a damaged one, or one that others could write, is removed."""
     for path in sorted(packages_folder().glob(f"{key}-*.pt2")):
         with contextlib.suppress(OSError):
             if (
@@ -69,14 +63,7 @@ def find_package(key: str) -> Path | None:
 
 
 def add_package(key: str, made: Path) -> Path:
-    """Give a compiled package its place.
-
-    Args:
-        key: names the kernel.
-        made: the package, in :func:`packages_folder`; it is moved.
-    Returns:
-        Where it now lies.
-    """
+    """Move a package made in :func:`packages_folder` to its place, which is returned."""
     path = made.with_name(f"{key}-{_digest(made.read_bytes())}.pt2")
     made.chmod(made.stat().st_mode & ~OTHERS_WRITE)  # a umask may have let the user's group write
     _sync(made, os.O_RDWR)
@@ -87,13 +74,9 @@ def add_package(key: str, made: Path) -> Path:
 
 
 def find_key(alias: str, compiler: str) -> str | None:
-    """The key of the package that serves a definition; an alias that is damaged, or that others could write, is removed.
+    """The key of the package that serves a definition, ``None`` if no process has traced this source with this compiler.
 
-    Args:
-        alias: a hash of the definition's source and its arguments.
-        compiler: which C++ compiler is here; where none is, whatever another made is taken.
-    Returns:
-        ``None`` where no process has traced this source with this compiler.
+    An alias that is damaged, or that others could write, is removed. Without a ``compiler``, one made by any other is taken.
     """
     pattern = f"{alias}-{_digest(compiler.encode(), 4) if compiler else '*'}"
     for path in sorted((packages_folder() / "aliases").glob(pattern)):
@@ -106,12 +89,7 @@ def find_key(alias: str, compiler: str) -> str | None:
 
 
 def add_alias(alias: str, compiler: str, key: str) -> None:
-    """Let :func:`find_key` find a key, where the disk allows it: a folder that is only read serves what it has.
-
-    Args:
-        alias, compiler: as there.
-        key: names the kernel.
-    """
+    """Let :func:`find_key` find a key, where the disk allows it: a read-only folder serves what it has."""
     path = packages_folder() / "aliases" / f"{alias}-{_digest(compiler.encode(), 4)}"
     written = path.with_name(f".{path.name}-{os.getpid()}")
     with contextlib.suppress(OSError):
@@ -130,7 +108,6 @@ def add_alias(alias: str, compiler: str, key: str) -> None:
 
 
 def refute(key: str) -> None:
-    """Remember that what the compiler makes of a key is wrong."""
     (packages_folder() / f"{key}.refuted").touch(mode=0o600)
 
 
@@ -150,10 +127,7 @@ def discard(path: Path) -> None:
 def alone(key: str) -> Iterator[Path]:
     """Be the only process that makes the package of ``key`` during the block.
 
-    Args:
-        key: names the kernel.
-    Returns:
-        Where to write the package, for :func:`add_package`; what is left there after the block is removed.
+    Yields where to write it, for :func:`add_package`; what is left there after the block is removed.
     """
     folder = packages_folder()
     descriptor = os.open(folder / f"{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
@@ -222,7 +196,7 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def is_trusted(found: os.stat_result) -> bool:
-    """Whether nobody but this user and root can have written what ``lstat`` found."""
+    """Whether only this user or root can have written what ``lstat`` found."""
     return stat.S_ISREG(found.st_mode) and _is_own(found) and not found.st_mode & OTHERS_WRITE
 
 

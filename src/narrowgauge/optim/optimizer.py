@@ -101,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
             ``rule="adamw"`` where the optimizer's is a matrix rule. Parameters are already in the storage's visible
             format (``narrowgauge.prepare`` does that, without losing the bits that it cuts).
         rule: the update rule.
-        defaults: the rule's options, per group.
+        defaults: the options of the rule, which groups may override.
         storage: a storage of ``narrowgauge.spec.STORAGES``, or its name. Left out it is that of the recipe for which a
             framework's plugin has converted the parameters, else ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not. With it, a step whose norm
@@ -208,7 +208,7 @@ class Optimizer(torch.optim.Optimizer):
         """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
 
         Only where a loss is scaled for this optimizer, or must be: frameworks do not clip the gradients of an optimizer that
-        has this property. Float16 gradients are among them, since GradScaler refuses to unscale those itself.
+        has this property. Float16 gradients are such a case, since GradScaler refuses to unscale those itself.
         """
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._registry.parameters())
 
@@ -241,7 +241,7 @@ class Optimizer(torch.optim.Optimizer):
         self._registry.align_names()
 
     def names_storage(self, group: Mapping[str, Any]) -> bool:
-        """Whether the maker of a param group named its storage, so that no recipe may put another in its place."""
+        """Whether the maker of a param group named its storage, so that no recipe may replace it."""
         return not self._left_to_recipe.issuperset(group["params"])
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,10 +255,9 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if there is one.
         Raises:
-            RecipeError: in a first step, or in one without any gradient: a parameter is no longer in its model, which holds
-                another in its place.
+            RecipeError: in a first step, or in one without any gradient: a parameter was replaced by another in its model.
 
-        Cost: at most 64 MiB of transient memory, whatever the model.
+        Cost: at most 64 MiB of transient memory, for any model.
         """
         loss = None
         if closure is not None:
@@ -310,7 +309,6 @@ class Optimizer(torch.optim.Optimizer):
             state.gradient = NO_GRADIENT
 
     def _begin(self, device: torch.device) -> None:
-        """Do what is done once, before the first step."""
         self._stepped = True
         self._left_to_recipe.clear()  # too late for one, and others may replace these parameters
         warn_of_slow_matmuls(self.param_groups)
@@ -324,12 +322,7 @@ class Optimizer(torch.optim.Optimizer):
             self.auditor.forget(orphans)
 
     def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Step one parameter now and release its gradient; one that shares a bucket waits for :meth:`step`.
-
-        Args:
-            group: its param group.
-            parameter: it has a gradient.
-        """
+        """Step one parameter that has a gradient now, and release that; one that shares a bucket waits for :meth:`step`."""
         with torch.no_grad():
             states = self._with_gradient({**group, "params": [parameter]})
             if any(state in bucket.members for bucket in self._registry.buckets for state in states):
@@ -399,7 +392,7 @@ class Optimizer(torch.optim.Optimizer):
             self._states.update(entries)
 
     def refresh(self) -> None:
-        """Adopt weights that were modified in a way that cannot be noticed: through ``.data``, or in memory that they share.
+        """Adopt weights that were modified unnoticed: through ``.data``, or in memory that they share.
 
         Other writes to a parameter (``load_state_dict``, ``copy_``, ``clamp_`` under ``no_grad``) are noticed before the
         next step and need no call. The stored weight of an element whose visible bits are not those that the last step
@@ -431,7 +424,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             values: the float32 weight of each parameter, of its shape; cut to the nearest.
             states: the float32 states of each parameter by name, and under ``step`` the number of steps taken. A code
-                that rounds stochastically does so here: the nearest of many equal values would all err alike.
+                that rounds stochastically does so here: rounded to the nearest, many equal values would have the same error.
         """
         self._registry.follow()
         for group in self.param_groups:
@@ -473,14 +466,10 @@ class Optimizer(torch.optim.Optimizer):
         return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
 
     def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
-        """The first values of :meth:`stored` of some parameters, without reading the others.
+        """The first ``count`` values of :meth:`stored` of some parameters, or of their shards here, without reading the others.
 
-        Args:
-            parameters: of this optimizer; of a sharded one, the shard of this rank.
-            count: how many of each; fewer where there are fewer.
-            name: ``"weight"``, or a state.
         Returns:
-            float32 ``[count]`` for each, or ``None`` where nothing is stored under that name yet.
+            float32 ``[count]`` for each, fewer where there are fewer, or ``None`` where nothing is stored under that name yet.
         """
         states = [self._registry.states.get(parameter) for parameter in parameters]
         known = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
@@ -509,9 +498,9 @@ class Optimizer(torch.optim.Optimizer):
         return self._registry.parameter_names()
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Use a model's names, in alarms and metrics, for parameters that were given without; and remember whose they are.
+        """Use a model's names, in alarms and metrics, for parameters that were given without; and remember the model.
 
-        Names of others are not kept: what holds a name holds its parameter, and the model may replace it.
+        Names of other parameters are not kept: what holds a name holds its parameter, and the model may replace it.
         """
         self._model = weakref.ref(model)
         own = set(self._registry.parameters())
@@ -564,7 +553,7 @@ class Optimizer(torch.optim.Optimizer):
 
         Args:
             entries: the state of each parameter.
-            groups: options that the states were saved under, where they are not the optimizer's own; a group without
+            groups: options that the states were saved under; ``None`` for the optimizer's own. A group without
                 ``storage`` is of a plain ``torch.optim``, whose moments are cut.
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _Betas(Optimizer):
-    """An optimizer with two decay rates: the options they share."""
+    """An optimizer with two decay rates."""
 
     def __init__(
         self,
@@ -54,8 +54,7 @@ class AdamW(_Betas):
 
     Args:
         params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.
-        lr: learning rate; a float or a 0-d tensor. Left out it is 1e-3, as in torch: a framework that has a learning rate of
-            its own must pass it on.
+        lr: learning rate; a tensor is 0-d. A framework that has a rate of its own must pass it on.
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
@@ -100,9 +99,6 @@ class Adam(_Betas):
         params, lr, betas, eps: as in :class:`AdamW`.
         weight_decay: of the penalty ``weight_decay / 2 * weight**2``.
         options: as in :class:`AdamW`.
-
-    Raises:
-        RecipeError: as in :class:`AdamW`.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -183,13 +179,9 @@ class Lion(_Betas):
     """Lion: the sign of an interpolated momentum, with decoupled weight decay.
 
     Args:
-        params, lr: as in :class:`AdamW`; rates are 3 to 10 times smaller.
+        params, lr, weight_decay: as in :class:`AdamW`; learning rates are 3 to 10 times smaller.
         betas: of the interpolation, and of the momentum that is kept.
-        weight_decay: decoupled decay, multiplied by ``lr``.
         options: as in :class:`AdamW`.
-
-    Raises:
-        RecipeError: as in :class:`AdamW`.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -218,7 +210,7 @@ class Lion(_Betas):
 
 
 class _InSubspace(Optimizer):
-    """An optimizer that steps in a low-rank subspace: the options they share."""
+    """An optimizer that steps in a low-rank subspace."""
 
     def __init__(
         self,
@@ -254,8 +246,7 @@ class Muon(Optimizer):
     Args:
         params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups; a group with ``"rule": "adamw"``
             is stepped by AdamW, as are parameters of fewer than two dims. More than two dims are flattened to columns.
-        lr: learning rate; a float or a 0-d tensor.
-        weight_decay: decoupled decay, multiplied by ``lr``.
+        lr, weight_decay: as in :class:`AdamW`.
         momentum: decay rate of the average of gradients.
         nesterov: look one step ahead of that average.
         ns_steps: iterations of the orthogonalisation.
@@ -265,9 +256,6 @@ class Muon(Optimizer):
         ns_dtype: operands of its products: ``"bfloat16"``, as published, or ``"float32"``.
         betas, eps: AdamW's, for what is no matrix.
         options: as in :class:`narrowgauge.AdamW`; the momentum takes its code for first moments.
-
-    Raises:
-        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
 
     Cost: one state instead of AdamW's two. For a matrix with the shorter side ``s``, ``ns_steps · (2 s · rows · cols +
         s³)`` multiply-adds a step, and transient memory for three copies of the matrix.
@@ -327,21 +315,17 @@ class Adafactor(Optimizer):
     same under a constant rate, and a schedule is obeyed at once.
 
     Args:
-        params: as in :class:`Muon`.
-        lr: learning rate, or its bound where ``relative_step``; a float or a 0-d tensor.
+        params, weight_decay: as in :class:`Muon`.
+        lr: learning rate, or its bound where ``relative_step``.
         beta2_decay: exponent of the second moments' decay rate, below 0.
         eps: a pair as in torch and transformers: what is added to every squared gradient (``None`` is 1e-30), and the least
             root mean square that a weight is taken to have where ``scale_parameter``.
         clip_threshold: largest root mean square of a step; torch's ``d``.
-        weight_decay: decoupled decay, multiplied by ``lr``.
         beta1: decay rate of a first moment; ``None`` keeps none.
         scale_parameter: multiply ``lr`` by the weight's root mean square.
         relative_step: bound ``lr`` by ``1 / sqrt(t)``.
         betas, adam_eps: AdamW's ``betas`` and ``eps``, for what is no matrix.
         options: as in :class:`narrowgauge.AdamW`; row and column values are float32 in all.
-
-    Raises:
-        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
 
     Cost: ``4 · (rows + cols)`` bytes of second moments: 0.002 a parameter at 4096 × 4096.
 
@@ -397,18 +381,13 @@ class GaLore(_InSubspace):
     zeros never chooses a subspace: while there is none, the weight only decays.
 
     Args:
-        params: as in :class:`Muon`.
-        lr: learning rate; a float or a 0-d tensor.
+        params, lr, weight_decay: as in :class:`Muon`.
         rank: of the subspace; a matrix with a shorter side uses that.
         update_proj_gap: steps between two subspaces.
         scale: multiplies the step (not the decay).
-        betas, eps: decay rates of the moments and what is added to the denominator, for matrices and the rest.
-        weight_decay: decoupled decay, multiplied by ``lr``.
+        betas, eps: decay rates of the moments and what is added to the denominator, also AdamW's for what is no matrix.
         options: as in :class:`narrowgauge.AdamW`; the storage is that of the weight (and of what is no matrix), projector and
             projected moments are float32 in all.
-
-    Raises:
-        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
 
     Cost: ``4 · rank · (shorter + 2 · longer side)`` bytes of states: 0.375 a parameter at 4096 × 4096 and rank 128,
         against AdamW's 8 in float32. Every ``update_proj_gap`` steps the eigenvectors of a float64 matrix of the
@@ -457,17 +436,12 @@ class GradNormLoRP(_InSubspace):
     as it comes. (The authors' released optimizer leaves weights unchanged: its last step is commented out.)
 
     Args:
-        params: as in :class:`Muon`.
-        lr: learning rate of lengths and directions; a float or a 0-d tensor.
-        rank: of the directions' subspace; a matrix with a shorter side uses that.
-        update_proj_gap: steps between two subspaces.
+        params, weight_decay: as in :class:`Muon`.
+        lr: of lengths and directions.
+        rank, update_proj_gap: of the directions' subspace, as in :class:`GaLore`.
         scale: multiplies the directions' step.
-        betas, eps: decay rates of all moments and what is added to their denominators, for matrices and the rest.
-        weight_decay: decoupled decay, multiplied by ``lr``.
+        betas, eps: as in :class:`GaLore`.
         options: as in :class:`GaLore`.
-
-    Raises:
-        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
 
     Cost: that of :class:`GaLore`, and ``8 · cols`` bytes.
 

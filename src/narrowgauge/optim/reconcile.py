@@ -1,8 +1,8 @@
 """Which state belongs to each parameter of an optimizer, and what has happened to a parameter since its state was last used.
 
 A parameter gets its :class:`~narrowgauge.optim.state.ParameterState` at its first step, or when a state is loaded or
-written. From then on others may change the parameter, its options or its place in the groups. :func:`reconcile` asks what
-has happened, before each use; the :class:`Registry` does what follows from it.
+written. From then on others may change the parameter, its options or its place in the groups. Before each use,
+:func:`reconcile` finds out what has happened; the :class:`Registry` does what follows from it.
 
 ==========================================================  ==============================================================
 what has happened to the parameter                          what is done
@@ -12,10 +12,11 @@ it has no gradient                                          it is not stepped
 ... and another has taken its place in the model            refused, in a first step (:func:`check_in_use`)
 its gradient is sparse, or not in its format and size       refused
 its group names another storage                             refused
-its options need more states, or of other shapes            they are added, the others stay bit for bit; refused
+its options need more states                                they are added, the others stay bit for bit
+its options need states of other shapes, or another rule    refused
 its shape or dtype is another                               refused
 it lies on another device                                   its states follow
-it was written to, or lies elsewhere in memory              its value is adopted where its bits have changed
+it was written to, or moved in memory                       its value is adopted where its bits have changed
 it was written to through ``.data``                         adopted at the next audited step, whose checksum shows it
 another parameter stands at its place in the groups         the states pass to that one (:meth:`Registry.follow`)
 it is in no group any more                                  its state is dropped at the next step
@@ -26,7 +27,7 @@ then belongs to a value that is gone. A float32 master is compared with the visi
 is replaced element by element. A tail does not say which weight it belongs to, so a
 :class:`~narrowgauge.optim.state.Snapshot` of the parameter is taken after each step: its address and its version counter
 (``_version``), which every write but one through ``.data`` raises, and for audited steps a checksum. If these are
-unchanged, so is the weight. If not, and a copy of the visible weight is at hand, elements with unchanged bits keep their
+unchanged, so is the weight. If not, and there is a copy of the visible weight, elements with unchanged bits keep their
 tails: a bucket has such a copy, and a parameter that is modified repeatedly gets one. Without a copy all tails of the
 parameter are discarded.
 
@@ -92,11 +93,9 @@ class Differences:
 def reconcile(
     registry: Registry, parameters: Iterable[Tensor], group: Group | None = None, audit_every: int = 0
 ) -> Differences:
-    """Ask what has happened to parameters since their states were last used.
+    """Find out what has happened to parameters since their states were last used.
 
     Args:
-        registry: of their states.
-        parameters: those about to be used.
         group: the options that they are about to be stepped under; ``None`` where their states are only read. Then a state
             that was just loaded is left alone: the weight that belongs to it may be loaded later.
         audit_every: also find writes that raise no version counter, where the next step is audited.
@@ -131,11 +130,7 @@ def reconcile(
 
 
 def _states_to_add(registry: Registry, group: Group, parameter: Tensor, state: ParameterState) -> set[str]:
-    """The names of all states that a parameter needs under its group's options; none where it has them.
-
-    Raises:
-        RecipeError: the options need states of other shapes, or another rule.
-    """
+    """The names of all states that a parameter needs under its group's options; none where it has them."""
     own = state.shapes_of_states
     rule = registry.rule_of(group, parameter, own)
     wanted = shapes_of_states(rule, parameter.shape, group)
@@ -185,14 +180,7 @@ def _described(dtype: torch.dtype, shape: torch.Size) -> str:
 
 
 def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
-    """Refuse parameters that never get a gradient, since others have taken their places in the model.
-
-    Args:
-        names: the optimizer's parameters, with their names.
-        model: whose they are, where it is known.
-    Raises:
-        RecipeError: naming the first.
-    """
+    """Refuse parameters that never get a gradient, since others have taken their places in the model."""
     held: dict[str, Tensor] = {}
     ours: set[int] = set()
     if model is not None:
@@ -221,11 +209,10 @@ class Registry:
     """The states of an optimizer's parameters, and what steps them.
 
     Args:
-        rule: the optimizer's rule.
-        storages: the storages that its groups name, by name; more may be added.
+        storages: those that its groups name, by name; more may be added.
         compile: whether to compile kernels; ``None`` decides by size.
         groups: returns the optimizer's param groups.
-        names: names of parameters whose groups give none; those of parameters that have left the groups are removed.
+        names: of parameters whose groups give none; those of parameters that have left the groups are removed.
         look_up_names: fills ``names`` for parameters that have joined the groups.
     """
 
@@ -244,7 +231,7 @@ class Registry:
         self.buckets: list[Bucket] = []
         self.kernels: dict[tuple[str, Storage], Kernel] = {}
         self._places: dict[Tensor, Place] = {}
-        # The groups' parameters when they were last looked at, by id, and those that had left them with a state by then.
+        # The groups' parameters when they were last read, by id, and those that had left them with a state by then.
         self._listed: list[list[int]] = []
         self._left: set[Tensor] = set()
         self._aligned: list[tuple[list[int], list[str]]] = []
@@ -252,11 +239,10 @@ class Registry:
 
     @property
     def states_change(self) -> bool:
-        """Whether other options may need other states."""
+        """Whether a change of options may change which states are needed."""
         return isinstance(self.rule, MatrixRule) or self.rule.reduces is not None
 
     def worth_compiling(self, num_elements: int) -> bool:
-        """Whether kernels for so many elements are compiled."""
         return self.compile if self.compile is not None else num_elements >= COMPILE_ELEMENTS
 
     # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
@@ -278,7 +264,7 @@ class Registry:
     def align_names(self) -> None:
         """Let each group's ``param_names`` be those of its parameters, after parameters were removed, moved or replaced.
 
-        Others change ``params`` and know nothing of the list beside it. A parameter that took another's place takes its name.
+        Code that changes ``params`` may not know the list beside it. A parameter that took another's place takes its name.
         """
         groups = [group for group in self._groups() if "param_names" in group]
         now = [([id(p) for p in group["params"]], group["param_names"]) for group in groups]
@@ -310,18 +296,17 @@ class Registry:
         return next((g for g in groups if any(parameter is p for p in g["params"])), None)
 
     def _is_at(self, parameter: Tensor, groups: Sequence[Group]) -> bool:
-        """Whether a parameter still has the place that it had when the groups were last looked at."""
+        """Whether a parameter still has the place that it had when the groups were last read."""
         number, index = self._places.get(parameter, (0, 0))
         members = groups[number]["params"] if number < len(groups) else ()
         return index < len(members) and members[index] is parameter
 
     def storage_of(self, group: Group, parameter: Tensor) -> Storage:
-        """How a parameter of a group is stored."""
         row = known_row(group["storage"], self.storages)
         return for_vectors(row) if parameter.ndim < 2 else row
 
     def rule_of(self, group: Group, parameter: Tensor, states: Collection[str] = ()) -> Rule | MatrixRule:
-        """The rule that steps a parameter under its group's options, where it has states of these names already.
+        """The rule that steps a parameter, which has states of these names already, under its group's options.
 
         Where the optimizer's rule is a matrix rule: AdamW for what is no matrix, and for groups that request it.
         """
@@ -332,7 +317,7 @@ class Registry:
     # ── states, fit for use ─────────────────────────────────────────────────────────────────────────────────────────
 
     def for_step(self, group: Group, parameters: Sequence[Tensor], audit_every: int) -> list[ParameterState]:
-        """The states of parameters that are about to be stepped: made where there are none, the others reconciled."""
+        """The states of parameters that are about to be stepped: made where there are none, else reconciled."""
         found = reconcile(self, parameters, group, audit_every)
         if found.modified:
             self.adopt(found.modified)
@@ -343,7 +328,7 @@ class Registry:
         return [self.states[p] for p in parameters]
 
     def for_reading(self, parameters: Iterable[Tensor]) -> None:
-        """Let the states of parameters be those of their present weights."""
+        """Bring the states of parameters up to their present weights."""
         if modified := reconcile(self, parameters).modified:
             self.adopt(modified)
 
@@ -425,11 +410,7 @@ class Registry:
             self.states[parameter].inherit(state)
 
     def remove(self, parameters: Iterable[Tensor]) -> set[ParameterState]:
-        """Remove the states of parameters: they start again from their visible weights.
-
-        Returns:
-            The states that were removed.
-        """
+        """Remove the states of parameters, which start again from their visible weights; returns these states."""
         removed = [parameter for parameter in parameters if parameter in self.states]
         gone = {self.states.pop(parameter) for parameter in removed}
         for parameter in self._left.intersection(removed):  # nothing holds it any more
@@ -442,7 +423,7 @@ class Registry:
         return gone
 
     def adopt(self, states: Sequence[ParameterState]) -> None:
-        """Adopt the present weights of parameters, known to be modified or not; warn the first time one was."""
+        """Adopt the present weights of parameters that may have been modified; warn the first time one was."""
         moved = self._bring_states()
         states = [state for state in states if state not in moved or not is_unmodified(state)]
         for state in states:
@@ -486,7 +467,7 @@ class Registry:
         return moved
 
     def follow(self) -> None:
-        """Take note of parameters that others have removed from the groups, moved or replaced.
+        """Notice parameters that others have removed from the groups, moved or replaced.
 
         The states of a replaced one pass to the parameter at its place. Those of a removed one stay until :meth:`orphans` are
         removed; it is not stepped.
@@ -538,7 +519,6 @@ class Registry:
 
 
 def places_of(groups: Sequence[dict[str, Any]]) -> dict[Tensor, Place]:
-    """The place of each parameter."""
     return {p: (number, index) for number, group in enumerate(groups) for index, p in enumerate(group["params"])}
 
 
@@ -563,13 +543,9 @@ def check_heir(state: ParameterState, heir: Tensor, name: str) -> None:
 
 
 def pass_on(old: ParameterState, new: ParameterState) -> bool:
-    """Pass a state to the parameter that took the place of its own, where that has the same visible bits.
+    """Pass a state to the parameter that took the place of its own, where that has the same visible bits; returns whether it did.
 
-    Args:
-        old: of a whole parameter.
-        new: of the same parameter in other memory, or of this rank's shard of it; all zero.
-    Returns:
-        Whether it did.
+    ``old`` belongs to a whole parameter; ``new``, all zero, to the same in other memory, or to this rank's shard of it.
     """
     device = new.parameter.device
     shown = own_part(new.owner, old.owner.detach().to(device))
@@ -591,7 +567,7 @@ def is_elsewhere(state: ParameterState) -> bool:
 def settle(state: ParameterState) -> None:
     """Forget what a state knows of the memory that it has left.
 
-    A write but one through ``.data`` shows in the version counter, so bits whose counter stands have only been moved.
+    Any write except through ``.data`` raises the version counter, so bits whose counter is unchanged have only been moved.
     """
     state.__dict__.pop("plane_words", None)
     if state.last_visible is not None:
@@ -623,7 +599,7 @@ def has_tail(state: ParameterState) -> bool:
 
 
 def is_unmodified(state: ParameterState) -> bool:
-    """Whether a parameter was neither moved, replaced nor (but through ``.data``) written to since its last step."""
+    """Whether a parameter was neither moved, replaced nor (except through ``.data``) written to since its last step."""
     weight, snapshot, owner = state.parameter, state.snapshot, state.owner
     if weight is owner:
         version: int = owner._version
@@ -641,7 +617,6 @@ def is_unmodified(state: ParameterState) -> bool:
 
 
 def snapshot_after_step(states: Sequence[ParameterState], audit_every: int) -> None:
-    """Take snapshots of parameters after a step."""
     for state in states:
         snapshot = state.snapshot
         assert snapshot is not None
@@ -657,7 +632,7 @@ def snapshot_after_step(states: Sequence[ParameterState], audit_every: int) -> N
 
 
 def modified_silently(states: Sequence[ParameterState], audit_every: int) -> list[ParameterState]:
-    """Those whose next step is audited and whose bits have changed although their version counters have not."""
+    """The states whose next step is audited and whose bits have changed although their version counters have not."""
     found = []
     for state in states:
         if (state.step + 1) % audit_every == 0 and has_tail(state) and state.snapshot is not None:
@@ -687,11 +662,7 @@ def audited_checksum(state: ParameterState, turn: int) -> Tensor | None:
 
 
 def adopt_modified(state: ParameterState) -> int:
-    """Adopt the value of a parameter that was modified.
-
-    Returns:
-        How many elements were adopted: those that changed, or all where that is unknown.
-    """
+    """Adopt the value of a parameter that was modified; returns how many elements changed (all of them where that is unknown)."""
     weight = state.parameter.detach()
     before, state.snapshot = state.snapshot, snapshot_of(state)
     if before is None or before.version is None or not state.storage.beside:

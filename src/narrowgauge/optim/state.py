@@ -42,9 +42,7 @@ class Snapshot:
     """What a parameter was after its last step: how :mod:`narrowgauge.optim.reconcile` notices that it was modified.
 
     Args:
-        view: it, detached: the same memory and version counter.
-        address: of its memory.
-        shape, stride, dtype: its own.
+        view: the parameter, detached: the same memory and version counter.
         version: its version counter; ``None`` where its next value belongs to its states too, which were just loaded.
         fingerprint: of all its bits, before the first step.
         checksum: 0-d, of what the next step audits.
@@ -69,17 +67,12 @@ class ParameterState:
     Args:
         owner: the parameter of the model.
         parameter: the local tensor: the same, or this rank's shard of a DTensor.
-        storage: in which formats it is stored.
-        kernel: what steps it.
         words: int32, the words of each plane, by plane name.
         bounds: of each code that is scaled by row, the magnitude that no exact value of a row exceeds, float32
             ``[rows, 1]``; a stochastically cut value may, and the window ends at 1.7 times the power of two above.
         extras: float32 states of a matrix rule that do not have the parameter's shape.
-        step: the number of steps taken.
         begun: the step after which its states were made; not 0 where an option added states later.
-        gradient: its gradient, during a step.
-        scales: the multipliers that a kernel takes, during a step.
-        snapshot: what the parameter was after its last step.
+        gradient: set during a step, as are ``scales``, the multipliers that a kernel takes.
         requested: the name of the storage in its param group.
         notes: entries that hooks and users added to its state.
         last_visible: a copy of the visible weight after the last step, where there is one.
@@ -106,7 +99,6 @@ class ParameterState:
     _weight_words: list[Tensor] | None = None
 
     def allocate(self) -> None:
-        """Allocate its words, all zero."""
         shape, device = self.parameter.shape, self.parameter.device
         for plane in codec.planes(self.storage):
             self.words[plane.name] = codec.allocate(self.storage, plane, shape, device)
@@ -126,7 +118,6 @@ class ParameterState:
         return tensors_of_planes(self.storage, self.words)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of the state."""
         own = [self.last_visible] if self.owns_copy and self.last_visible is not None else []
         return [*self.words.values(), *self.bounds.values(), *self.extras.values(), *own]
 
@@ -182,7 +173,7 @@ class ParameterState:
         return {**kept, **{name: tuple(extra.shape) for name, extra in self.extras.items()}}
 
     def inherit(self, old: ParameterState) -> None:
-        """Copy an older state of the parameter, bit for bit, and what users added to it; what that lacks begins as zeros."""
+        """Copy an older state of the parameter bit for bit, with its notes; what it lacks begins as zeros."""
         kept, places, fields = old._lane().fields, codec.places(self.storage), {}
         widths = dict(self.storage.fields)
         for name in places.keys() & kept.keys():
@@ -224,11 +215,9 @@ class ParameterState:
         return value.reshape(self.parameter.shape).clone()
 
     def adopt(self, values: Tensor, seed: Tensor | None = None) -> None:
-        """Store ``values`` (float32) as the weight, cut to the nearest; the parameter becomes its visible part.
+        """Store float32 ``values`` as the weight, cut to the nearest; the parameter becomes its visible part.
 
-        Args:
-            values: of the parameter's shape.
-            seed: 0-d int32; with it, a code that rounds stochastically does so here too.
+        With a ``seed`` (0-d int32), a code that rounds stochastically does so here too.
         """
         value = self._fresh("weight", values)
         lane = self._lane()
@@ -341,12 +330,12 @@ def tensors_of_planes(storage: Storage, words: Mapping[str, Tensor]) -> list[Ten
 
 
 def weight_bound(peaks: Tensor) -> Tensor:
-    """What bounds a row of weights after a step: twice its largest now."""
+    """A bound on a row of weights after a step: twice its largest now."""
     return (peaks * 2.0).clamp(min=SMALLEST_BOUND)
 
 
 def as_words(tensor: Tensor) -> Tensor | None:
-    """A contiguous tensor as int32 words, where its length and address allow."""
+    """A contiguous tensor as int32 words; ``None`` where its length or address does not allow it."""
     size = tensor.element_size()
     if not tensor.is_contiguous() or tensor.numel() * size % 4 or tensor.storage_offset() * size % 4:
         return None
@@ -358,19 +347,10 @@ def _filled(rows: Tensor, count: int) -> Tensor:
 
 
 def read_leading(states: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:
-    """The first values of each state's weight or state.
+    """The first ``count`` values of each state's weight or state called ``name``: those of ``stored(name)``, bit for bit.
 
     Unpacking costs the same for one value as for a thousand, so the leading words of all states of one storage are joined
     and unpacked at once; storages that lie in rows, whose scales differ, are unpacked one by one.
-
-    Invariant: they are those of ``state.stored(name)``, bit for bit.
-
-    Args:
-        states: each has a weight or state of that name.
-        count: how many values of each.
-        name: ``weight`` or a state.
-    Returns:
-        float32 ``[count]`` for each, fewer where there are fewer.
     """
     first = [leading(state, count) for state in states]
     found: dict[int, Tensor] = {}
@@ -390,10 +370,7 @@ def read_leading(states: Sequence[ParameterState], count: int, name: str) -> lis
 
 
 def leading(state: ParameterState, count: int) -> ParameterState:
-    """A state of the first elements alone, at least ``count`` or all: whole words, and whole rows where it has rows.
-
-    It is only for reading: its words are copies or views.
-    """
+    """A state, for reading, of at least the first ``count`` elements: whole words, and whole rows where it has rows."""
     matrix = codec.matrix_of(state.storage, state.parameter.shape)
     lanes = codec.num_lanes(state.storage)
     wanted = -(-count // matrix[1]) if len(matrix) == 2 else -(-count // lanes) * lanes
@@ -458,13 +435,7 @@ class Bucket:
 def make_states(
     parameters: Sequence[Tensor], storage: Storage, kernel: Kernel, *, joined: bool = True
 ) -> tuple[list[ParameterState], list[Bucket]]:
-    """Zeroed states of parameters of one storage and device, and the buckets of the small ones.
-
-    Args:
-        parameters: the parameters.
-        storage, kernel: how they are stored and stepped.
-        joined: whether small ones may share a bucket.
-    """
+    """Zeroed states of parameters of one storage and device, and the buckets of the small ones, if these may be ``joined``."""
     states, small = [], []
     # Neither rows with scales of their own nor whole matrices can be joined.
     shared = kernel if joined and isinstance(kernel, StepKernel) and not codec.by_rows(storage) else None

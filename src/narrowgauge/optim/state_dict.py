@@ -7,7 +7,7 @@ warning, and the weight stays as it is. A state of another rule, or of another l
 *Read and written.* ``optimizer.state`` holds the state of each parameter under torch's names, for hooks and users. Reading
 an entry unpacks a float32 tensor of the parameter's shape; writing to it, by assignment or in place, packs it again before
 the words are next used, so the next step and ``state_dict()`` see the write. An entry thus behaves as torch's does, with
-one difference: a step does not update a tensor that was read before it. Nothing is unpacked unless somebody reads.
+one difference: a step does not update a tensor that was read before it. Nothing is unpacked before it is read.
 """
 
 from __future__ import annotations
@@ -40,27 +40,18 @@ _MOMENTA = {name for rule in (SGD, LION) for name in rule.states}
 
 @dataclass
 class Losses:
-    """The states that lost bits when they were loaded.
-
-    Args:
-        cut: ``(storage, state, bits)`` of each state that did not fit its code.
-    """
+    """The states that did not fit their code when they were loaded: ``(storage, state, bits)`` of each."""
 
     cut: dict[tuple[str, str, int], None] = field(default_factory=dict)
 
     def warn(self) -> None:
-        """Warn of them, in one sentence."""
         if self.cut:
             kept = ", ".join(f"{state} to {bits} bits in '{storage}'" for storage, state, bits in self.cut)
             warnings.warn(f"The state that was loaded is torch.optim's, and was cut: {kept}.", stacklevel=6)
 
 
 def taken_steps(entry: SavedEntry, rule: str) -> int:
-    """The number of steps that a state was saved after.
-
-    Raises:
-        RecipeError: the state has no ``step``, and the rule depends on it.
-    """
+    """The number of steps that a state was saved after."""
     if "step" in entry:
         return int(entry["step"])
     if rule in _COUNTLESS and entry.keys() <= _MOMENTA:
@@ -71,14 +62,11 @@ def taken_steps(entry: SavedEntry, rule: str) -> int:
 def take_plain(
     state: ParameterState, entry: SavedEntry, old: ParameterState | None, seed: Tensor, losses: Losses
 ) -> None:
-    """Take a parameter's state of ``torch.optim``: moments are cut, stochastically where their code is.
+    """Take a parameter's moments, by name, from a state of ``torch.optim``; they are cut, stochastically where their code is.
 
-    Args:
-        state: a new one; it takes the weight of ``old`` where that is still the visible one.
-        entry: moments by name.
-        old: the parameter's state until now.
-        seed: 0-d int32, of the stochastic rounding.
-        losses: collects what lost bits.
+    The new ``state`` takes the weight of ``old``, the parameter's until now, where that is still the visible one. ``losses``
+    collects what lost bits.
+
     Raises:
         RecipeError: other names or shapes than the rule's.
     """
@@ -162,13 +150,10 @@ def load_states(
     entries: Mapping[Tensor, Mapping[str, Any]],
     saved_groups: Sequence[Group],
 ) -> None:
-    """Replace all states by loaded ones; a state that is refused changes nothing.
+    """Replace all states by those from :func:`save_states` or a plain ``torch.optim``; a state that is refused changes nothing.
 
-    Args:
-        registry: of the optimizer's states.
-        groups: the optimizer's param groups.
-        entries: the state of each parameter, from :func:`save_states` or a plain ``torch.optim``.
-        saved_groups: the options that the states were saved under; a group without ``storage`` is of a plain ``torch.optim``.
+    ``saved_groups`` hold the options that the states were saved under; one without ``storage`` is of a plain ``torch.optim``.
+
     Raises:
         RecipeError: a state was saved from another storage, rule or shape.
     """
@@ -235,15 +220,13 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 # ── optimizer.state ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 WEIGHT = "master"
-"""The name of the stored float32 weight, in storages that state more than the visible one."""
+"""The name of the stored float32 weight, in storages that keep more than the visible one."""
 
 
 class StateView(MutableMapping[Any, Any]):
-    """The mapping from parameters to entries, and from any other key to what a hook or user states there.
+    """The mapping from parameters to entries, and from any other key to what a hook or user keeps there.
 
-    Args:
-        registry: of the optimizer's states.
-        settle: finishes the last step, whose decision to skip may still be on a device.
+    ``settle`` finishes the last step, whose decision to skip may still be on a device.
     """
 
     def __init__(self, registry: Registry, settle: Callable[[], None]) -> None:
@@ -260,11 +243,9 @@ class StateView(MutableMapping[Any, Any]):
         return self._registry.get(parameter)
 
     def begin(self, parameter: Tensor, name: str) -> ParameterState:
-        """Make the state of a parameter, with a state called ``name`` if the rule has one."""
         return self._registry.begin(parameter, name)
 
     def discard(self, parameters: Iterable[Tensor]) -> None:
-        """Remove the states of parameters: they start again from their visible weights."""
         self._settle()
         self.take_writes()
         for state in self._registry.remove(list(parameters)):
@@ -354,7 +335,7 @@ class StateView(MutableMapping[Any, Any]):
         self.handed.clear()
 
     def forget(self, state: ParameterState) -> None:
-        """Forget the tensors that were read of a state whose words have changed."""
+        """Forget what was read of a state whose words have changed."""
         self.handed.pop(state, None)
 
 
@@ -362,11 +343,8 @@ class StateEntry(MutableMapping[str, Any]):
     """The state of one parameter: ``step``, the rule's states, ``master`` where more than the visible weight is stored, notes.
 
     The packed tensors that ``state_dict()`` saves are there too, under the same names, but for storages with scales by row: a
-    distributed checkpoint that flattens its state takes the names from an entry, not from ``state_dict()``.
-
-    Args:
-        view: the mapping that it belongs to.
-        parameter: the parameter; one without states has an empty entry, and the first write makes all of them.
+    distributed checkpoint that flattens its state takes the names from an entry, not from ``state_dict()``. A parameter without
+    states has an empty entry, and the first write makes all of them.
     """
 
     def __init__(self, view: StateView, parameter: Tensor) -> None:
@@ -433,11 +411,7 @@ def _packed(state: ParameterState) -> list[str]:
 
 
 def write(state: ParameterState, name: str, value: Any) -> None:
-    """Pack a value into a state.
-
-    Raises:
-        RecipeError: it has another shape than the state.
-    """
+    """Pack a value, of the shape of a state, into it."""
     if name == "step":
         state.step = int(value)
         return
@@ -472,8 +446,6 @@ def notes_of(state: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
 def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Every tensor of the model and of the optimizer's state that must not change between steps.
 
-    Args:
-        optimizer: after any number of steps; parameters that have taken none have no state.
     Returns:
         Of each tensor its name, itself and its parameter: planes of states by the fields that they hold (``"exp_avg of
         layer.weight"``), the visible weight under the parameter's name, and its tail. What an update reads comes before what it

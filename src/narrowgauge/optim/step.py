@@ -1,7 +1,7 @@
 """One step of a param group: a kernel steps each of its parameters in place, in a bucket or in copies.
 
-Large parameters are stepped in place, small ones in their bucket. A tensor that cannot be read as words where it lies,
-oddly strided or placed, is copied into words a piece at a time; its weights are copied back. A matrix rule runs on whole
+Large parameters are stepped in place, small ones in their bucket. A tensor whose strides or address do not let it be read as
+words in place is copied into words a piece at a time; its weights are copied back. A matrix rule runs on whole
 matrices, and a kernel writes its result.
 
 Before a storage that is scaled by row is stepped, the rule itself is applied to the largest magnitudes of each row: it is
@@ -28,12 +28,9 @@ from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState, weight_
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """The scalars of a step of one (rule, step number); states that have taken equally many steps share them.
+    """The scalars of a step of one (rule, step number); states that have taken the same number of steps share them.
 
-    Args:
-        values: float32, the scalars of ``CONTROL`` and of the rule.
-        seed: 0-d int32, of the random bits.
-        audited: whether this step is audited.
+    ``values`` are the float32 scalars of ``CONTROL`` and of the rule; ``seed``, 0-d int32, is that of the random bits.
     """
 
     values: Tensor
@@ -42,14 +39,7 @@ class Numbers:
 
 
 class Stepper:
-    """One step of one param group.
-
-    Args:
-        group: the param group.
-        control: float32 ``[2]``, the scalars of ``CONTROL``.
-        auditor: collects the audit's sums.
-        audit_every: audit every so many steps; 0 never.
-    """
+    """One step of one param group. ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``."""
 
     def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
@@ -71,11 +61,9 @@ class Stepper:
         return self._numbers[key]
 
     def step(self, states: Sequence[ParameterState], buckets: Sequence[Bucket]) -> None:
-        """Step states that have their gradients, each once.
+        """Step states of this group that have their gradients, each once.
 
-        Args:
-            states: of this group.
-            buckets: all buckets; those whose members are all among ``states`` and in step are stepped as one.
+        ``buckets`` are all of the optimizer's; those whose members are all among ``states``, and at one step, are stepped as one.
         """
         waiting = dict.fromkeys(states)
         for bucket in buckets:
@@ -183,12 +171,9 @@ class Stepper:
 def _rescale(
     batch: Sequence[ParameterState], old: Mapping[str, Tensor], new: Mapping[str, Tensor], skip: Tensor
 ) -> None:
-    """Give states of one storage their rows' new bounds, where the step is not skipped, and the scales of this step.
+    """Give states of one storage their rows' new bounds, unless the step is skipped, and the scales of this step.
 
-    Args:
-        batch: the states.
-        old, new: of each scaled code the bounds of all their rows, one state's after the other's.
-        skip: 0-d bool.
+    ``old`` and ``new`` hold, for each scaled code, the bounds of all their rows, one state's after the other's.
     """
     sizes = [state.num_rows for state in batch]
     into, back = {}, {}
@@ -245,8 +230,7 @@ def _in_lanes(state: ParameterState, values: Tensor) -> list[Tensor]:
 def strided_copies(state: ParameterState) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
     """A state's weights and gradients in copies of at most ``PIECE_WORDS`` words.
 
-    Yields:
-        ``(work, copies)``: after the step the caller writes each copied weight's words back with :func:`write_back`.
+    After the step the caller writes each copied weight's words back with :func:`write_back`.
     """
     if codec.by_rows(state.storage):
         yield from _row_pieces(state)
@@ -313,7 +297,7 @@ def _even_pieces(weight: Tensor, gradient: Tensor, limit: int) -> Iterator[tuple
 
 
 def _padded(values: Tensor, words: tuple[int, int]) -> Tensor:
-    """A copy of a matrix as a matrix of words of that shape, filled up with zeros."""
+    """A copy of a matrix as a matrix of words of that shape, padded with zeros."""
     # Words first: rows of nothing have no stride that narrower values could be viewed as words by.
     buffer = torch.zeros(words, dtype=torch.int32, device=values.device)
     buffer.view(values.dtype)[: values.shape[0], : values.shape[1]].copy_(values)

@@ -24,12 +24,7 @@ from narrowgauge.spec.storages import STORAGES, Storage, find
 
 @dataclass(frozen=True)
 class Range:
-    """An option that is a number in ``[low, high)``, or in ``(low, high)`` where ``above``; NaN is outside of all.
-
-    Args:
-        low, high, above: the range.
-        or_none: whether ``None`` is allowed too.
-    """
+    """An option that is a number in ``[low, high)``, or in ``(low, high)`` where ``above``; NaN is outside of all."""
 
     low: float = 0.0
     high: float = math.inf
@@ -67,7 +62,6 @@ class Choice:
     or_none: bool = False
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse another name."""
         if value not in self.names and not (value is None and self.or_none):
             listed = ", ".join(f"'{known}'" for known in self.names)
             near = suggestion(value, self.names) if isinstance(value, str) else ""
@@ -118,11 +112,8 @@ _DECOUPLED = {ADAM.name: False, ADAMW.name: True}
 
 
 def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """Refuse options that a rule cannot obey.
+    """Refuse options, of a param group or the defaults of all, that a rule cannot obey.
 
-    Args:
-        options: a param group, or the defaults of all.
-        rule: the optimizer's.
     Raises:
         RecipeError: one that is out of range, that no rule here has, that belongs to the optimizer and not to a group, or
             another rule than the group may have.
@@ -137,7 +128,7 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
 
 
 def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """:func:`check_options` of what may have been set since; a schedule may take a rate a little below zero."""
+    """:func:`check_options` of what may have been set since; a schedule may make a rate slightly negative."""
     for name, advice in _FLAGS.items():
         if options.get(name):
             raise RecipeError(f"{name} = {options[name]} was requested, which this optimizer does not have.", advice)
@@ -167,13 +158,8 @@ def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
 
 
 def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
-    """The row that ``storage`` names or is.
+    """The row that ``storage`` names or is; ``own`` are rows that are not in the table, by name.
 
-    Args:
-        storage: a name or a row.
-        own: rows that are not in the table, by name.
-    Returns:
-        The row.
     Raises:
         RecipeError: no such name, or a row that has the name of another.
     """
@@ -191,22 +177,18 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
     return row
 
 
-# By model and name: PyTorch does not move a DTensor to which somebody has a weak reference.
+# By model and name: PyTorch does not move a DTensor that has a weak reference.
 EXPECTED: WeakKeyDictionary[nn.Module, dict[str, Storage]] = WeakKeyDictionary()
 """How a framework's recipe stores the parameters of a model that it has converted and whose optimizer its user makes."""
 USUAL_STORAGE = "word"
-"""The storage of parameters for which neither their optimizer's maker nor a recipe names one."""
+"""The storage of parameters for which neither the optimizer's user nor a recipe names one."""
 
 
 def expected_row(parameters: Iterable[Tensor], named: str | Storage | None, rows: Mapping[str, Storage]) -> Storage:
-    """The storage of a param group: what its maker named, else what a recipe has converted its parameters for, else the usual.
+    """The storage of a param group: as its maker ``named`` it, else as a recipe has converted its parameters for, else the usual.
 
-    Args:
-        parameters: of the group.
-        named: by the optimizer's maker, if at all.
-        rows: of the optimizer, as for :func:`known_row`.
     Raises:
-        RecipeError: the recipe stores them otherwise, or not all alike.
+        RecipeError: the recipe stores them otherwise, or in more than one storage.
     """
     members = set(parameters)
     models = [(rows, model.named_parameters()) for model, rows in EXPECTED.items() if rows]
@@ -250,7 +232,7 @@ def check_real(parameter: Tensor) -> None:
 
 
 def check_rule(rule: object, storage: Storage) -> None:
-    """Refuse a rule whose arithmetic the storage's own cannot be."""
+    """Refuse a rule that cannot be computed in the storage's arithmetic."""
     if isinstance(rule, MatrixRule) and storage.arithmetic != "float32":
         raise RecipeError(
             f"rule '{rule.name}' was requested with storage '{storage.name}', in whose arithmetic of expansions a matrix "
@@ -272,7 +254,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
             f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",
             "Leave gradients in their parameter's format.",
         )
-    if gradient.numel() != parameter.numel():  # autograd holds them alike until .data is another tensor
+    if gradient.numel() != parameter.numel():  # autograd keeps both equal until .data is another tensor
         raise RecipeError(
             f"a gradient has the shape {tuple(gradient.shape)}, and its parameter {tuple(parameter.shape)}.",
             "Drop the gradients (zero_grad) when a parameter is resized.",

@@ -13,7 +13,7 @@ float32 sum and one rounding. A fused multiply-add, as in torch's own kernels, g
 The authors' released code differs from the paper in two places: its product of expansions overwrites a factor, and the
 low word of beta2 is beta2 minus its nearest float32, where minus its nearest bfloat16 is meant (equal only where the
 default dtype is bfloat16, as its scripts set it), so that beta2 is a single word again. Second moments of stationary
-gradients come out at 0.325, 0.342 and 0.275 of their value at beta2 = 0.95, 0.98 and 0.99; at 0.999, which is 1 in bfloat16,
+gradients are 0.325, 0.342 and 0.275 of their value at beta2 = 0.95, 0.98 and 0.99; at 0.999, which is 1 in bfloat16,
 they never decay: 6.0 times after 6,000 steps. With the first fault alone they are 0.33, 0.33, 0.31 and 0.50. With both corrected
 that code has our bits.
 
@@ -33,19 +33,13 @@ from narrowgauge.numerics.expansions import Expansion, expansion_of, grow, mul, 
 def published_adamw(
     weight: Expansion, gradient: Tensor, exp_avg: Expansion, exp_avg_sq: Expansion, s: Mapping[str, Tensor]
 ) -> tuple[Tensor, Expansion, Expansion, Expansion]:
-    """One step of Collage's AdamW; every operation is rounded to the parts' format.
+    """One step of Collage's AdamW: the intended change, a part, and the new weight and moments.
 
-    As published, the step itself reads only the leading parts of weight and moments, and weight decay is part of the
-    one update, which rounds some of it away. Bias correction and eps are torch's.
+    Every operation is rounded to the parts' format. As published, the step itself reads only the leading parts of weight and
+    moments, and weight decay is part of the one update, which rounds some of it away. Bias correction and eps are torch's.
+    ``weight`` is a pair for Collage-light and -plus, ``exp_avg_sq`` for -plus; ``s`` holds the scalars of
+    :data:`narrowgauge.optim.rules.elementwise.ADAMW`.
 
-    Args:
-        weight: a single part, or a pair for Collage-light and -plus.
-        gradient: float32; rounded to the format first.
-        exp_avg: a single part as published.
-        exp_avg_sq: a single part, or a pair for Collage-plus.
-        s: the 0-d float32 scalars of :data:`narrowgauge.optim.rules.elementwise.ADAMW`.
-    Returns:
-        The intended change, a part, and the new weight and moments.
     Cost: in bfloat16 15 roundings for light, 23 for plus.
     """
     rn = weight.rounding

@@ -32,14 +32,14 @@ class Rule:
         states: names of the states it keeps, in the order ``update`` takes and returns them.
         scalars: names of the per-step float32 scalars that ``update`` reads.
         prepare: from a param group's options and the number of steps taken (this one included, counted from when the states
-            were made) to those scalars; asked at every step, so that whatever a schedule or a user sets is obeyed.
+            were made) to those scalars; called at every step, so that a schedule or a user may change any option.
         update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in ``+ - * /``, ``abs``, ``sign`` and
             :func:`narrowgauge.numerics.expansions.sqrt`.
         squares: those of the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
         expanded: the update in the arithmetic of expansions where a source defines one; ``None`` runs ``update`` in it.
         reduces: from a param group's options to the rule that keeps fewer states and takes the same steps under them, or
-            ``None`` for this one. Asked at every step, as long as a parameter has none of the states that are saved.
+            ``None`` for this one. Called at every step, as long as a parameter has none of the states that are saved.
 
     Example:
         >>> from narrowgauge import Optimizer
@@ -68,9 +68,7 @@ class Rule:
     def under(self, group: Mapping[str, Any], kept: Collection[str] = ()) -> Rule:
         """The rule that steps a parameter under a group's options: this one, or the one that it reduces to.
 
-        Args:
-            group: the param group's options.
-            kept: names of states that the parameter has already; a state that it has is never given up.
+        ``kept`` names states that the parameter has already; a state that it has is never given up.
         """
         reduced = self.reduces(group) if self.reduces is not None else None
         return self if reduced is None or set(self.states) & set(kept) else reduced
@@ -188,7 +186,6 @@ LION = Rule(
 )
 
 RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, PLAIN_SGD, LION)}
-"""The elementwise rules by name."""
 
 
 def rule_source(rule: Rule) -> str:

@@ -9,7 +9,7 @@ first dim against all others; one of fewer is none, and is stepped by AdamW.
 | rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
 | ``muon`` | one moment | the whole matrix: every singular value of the step becomes about 1 |
-| ``adafactor`` | ``rows + cols`` values; a moment if asked | means of squares along rows and columns |
+| ``adafactor`` | ``rows + cols`` values; a moment if requested | means of squares along rows and columns |
 | ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
 | ``gradnorm_lorp`` | the same and ``2 · cols`` values | the same, and the lengths of its columns |
 
@@ -53,7 +53,6 @@ class MatrixState:
     """One state tensor of a matrix rule.
 
     Args:
-        shape: its shape.
         role: ``"exp_avg"`` or ``"exp_avg_sq"``, only where ``shape`` is the parameter's: kept in the storage's own code
             for that moment. ``None``: kept as the float32 it is.
     """
@@ -67,7 +66,6 @@ class MatrixRule:
     """An update rule for whole matrices.
 
     Args:
-        name: what tables call it.
         states: from the parameter's shape and its group's options to the states it keeps, by name; all begin as zeros.
         update: ``(weight, gradient, states, options, step) -> (change, new states)``: float32 tensors of the parameter's
             shape (two dims or more), the number of the step from 1, and the change to add to the weight. Nothing given is
@@ -94,13 +92,9 @@ def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Opt
 
 
 def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, storage: Storage | None = None) -> int:
-    """Bytes of a rule's states for one parameter.
+    """Bytes of a rule's states for one parameter; ``options`` need only hold what differs from the rule's defaults.
 
-    Args:
-        rule: the rule.
-        shape: the parameter's shape.
-        options: those that differ from the rule's defaults.
-        storage: in whose codes the states with a role are kept; float32 without one.
+    States with a role are kept in the codes of ``storage``, in float32 without one.
 
     Example:
         >>> [round(state_bytes(rule, (4096, 4096), {}) / 4096**2, 3) for rule in MATRIX_RULES.values()]
@@ -114,7 +108,7 @@ def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, stor
 def _on_matrix(update: Update) -> Update:
     """``update`` for parameters of more dims, by way of their matrix; an empty one has no step.
 
-    Strides are taken away here: a sum runs along memory, and a transposed gradient must not be another gradient.
+    Strides are removed here: a sum runs along memory, and the same gradient transposed in memory must give the same bits.
     """
 
     @functools.wraps(update)  # by its own name, a rule can be pickled
@@ -168,12 +162,9 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
     same bits, however small. Zeros stay zeros.
 
     Args:
-        matrix: float32 ``[rows, cols]``.
         iterations: how often; after 5, singular values above 1/600 of the Frobenius norm have come to 0.68 … 1.21.
         dtype: of the products' operands; bfloat16 is as published, off by 1.2 % (rms), and 3 to 4 times as fast even on
             a CPU.
-    Returns:
-        float32 ``[rows, cols]``.
 
     Cost: with ``s`` the shorter side, ``iterations · (2 s · rows · cols + s³)`` multiply-adds.
 
@@ -273,16 +264,10 @@ def lift(basis: Tensor, coordinates: Tensor, *, tall: bool) -> Tensor:
 
 
 def leading_basis(matrix: Tensor, rank: int) -> Tensor:
-    """The ``rank`` leading singular vectors of a matrix on its shorter side.
+    """The ``rank`` leading singular vectors of a finite matrix on its shorter side, float32 ``[min(rows, cols), rank]``.
 
     Invariant: orthonormal columns, the largest singular value first; in each the entry of the largest magnitude is positive,
     so a matrix and its negative have the same basis. Depends on directions only: powers of two change no bit.
-
-    Args:
-        matrix: float32 ``[rows, cols]``, finite, not empty.
-        rank: at most the shorter side.
-    Returns:
-        float32 ``[min(rows, cols), rank]``.
 
     Cost: ``rows · cols · min(rows, cols)`` multiply-adds in float64 and the eigenvectors of a square matrix of the
         shorter side, which is also the transient memory, in float64, two or three times over; waits for the device.
@@ -305,15 +290,10 @@ def leading_basis(matrix: Tensor, rank: int) -> Tensor:
 def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
     """The basis for this step: recomputed at steps 1, gap + 1, 2 gap + 1 …, and while there is none.
 
-    Invariant: a gradient of zeros has no directions and leaves the basis as it is. Before the first other gradient the basis is
-    zero, and so are all steps: an expert that no token has reached yet, or a layer behind a zero-initialised head, is not
-    tied to a meaningless subspace for a whole gap.
-
-    Args:
-        basis: float32 ``[shorter side, rank]``, zeros where there is none yet.
-        gradient: float32 ``[rows, cols]``; infinities and NaN are read as zeros, since no basis could be found.
-        step: number of the step, from 1.
-        gap: steps between two bases.
+    Invariant: a gradient of zeros has no directions and leaves the basis as it is. Before the first other gradient the basis,
+    ``[shorter side, rank]``, is zero, and so are all steps: an expert that no token has reached yet, or a layer behind a
+    zero-initialised head, is not tied to a meaningless subspace for a whole gap. Infinities and NaN in a gradient are read as
+    zeros, since no basis could be found.
     """
     if (step - 1) % gap != 0 and bool(basis.any()):
         return basis
@@ -374,18 +354,12 @@ def _gradnorm_lorp(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A step on the lengths of a weight's columns and, within a subspace, on their directions.
 
-    The paper writes ``W = M (W0 + I J) / ‖W0 + I J‖_col``: a length ``M`` per column, and a direction that is ``W0`` with
-    a low-rank correction on top; it trains ``M`` and the two thin factors ``I`` and ``J``, with the gradient of the
-    direction projected onto a low-rank subspace that a singular value decomposition finds again every so often.
+    Beside what :class:`narrowgauge.optim.GradNormLoRP` says of the paper: beginning every step with ``V = W`` keeps a
+    direction's rate at ``lr / M``; with a ``V`` of its own it falls as ``V`` grows, and grow it must, since its gradient is at
+    right angles to it. The subspace is one-sided, on the shorter side, as in GaLore and in the released code; the paper's
+    formula has a basis on both.
 
-    Here the direction is the weight itself: ``W = M V / ‖V‖_col`` with ``V = W``, so ``M`` is the length of its columns and
-    neither is stored. Factors would be parameters of the module, which an optimizer cannot add, and hold
-    the change to one rank for the whole run; here only each step has low rank, and the sum over many subspaces does not.
-    Beginning every step with ``V = W`` also keeps a direction's rate at ``lr / M``; with a ``V`` of its own it falls as ``V``
-    grows, and grow it must, since its gradient is at right angles to it. The subspace is one-sided, on the shorter side, as in
-    GaLore and in the released code; the paper's formula has a basis on both.
-
-    Lengths and directions part the gradient: ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM / ‖V‖)``. Decay
+    The gradients of lengths and directions are ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM / ‖V‖)``. Decay
     can only act on lengths, and does.
     """
     norms = _length(w, dim=0)
