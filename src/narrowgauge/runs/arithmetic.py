@@ -233,7 +233,6 @@ class ArithmeticDifference:
     settings: tuple[tuple[str, str, str], ...]
 
     def text(self) -> str:
-        """The difference in one sentence."""
         why = "; ".join(f"{name} {one} and {other}" for name, one, other in self.settings)
         return f"{self.probe.name}: {self.one} and {self.other}" + (f" ({why})" if why else "")
 
@@ -301,11 +300,7 @@ def not_compared(one: Arithmetic, other: Arithmetic) -> list[str]:
 
 
 def read_arithmetic(path: str | Path) -> Arithmetic:
-    """The measured arithmetic that a file or a run folder holds.
-
-    Args:
-        path: a run folder, a ``run.toml``, or what ``narrowgauge show arithmetic --json`` printed.
-    """
+    """The measured arithmetic in a run folder, in a ``run.toml``, or in what ``narrowgauge show arithmetic --json`` printed."""
     path = Path(path)
     if path.is_dir():
         content: Any = read_settings(path)

@@ -83,20 +83,12 @@ class Run:
 
     @property
     def config(self) -> Row:
-        """The settings: the ``[config]`` table.
-
-        Raises:
-            RecordError: ``run.toml`` has no such table.
-        """
+        """The settings: the ``[config]`` table; ``RecordError`` where ``run.toml`` has none."""
         return self._table("config")
 
     @property
     def data_fingerprint(self) -> str:
-        """The fingerprint of the tokens that the run began with.
-
-        Raises:
-            RecordError: ``run.toml`` does not hold it.
-        """
+        """The fingerprint of the tokens that the run began with; ``RecordError`` where ``run.toml`` has none."""
         fingerprint = self._table("data").get("fingerprint")
         if not isinstance(fingerprint, str):
             found = "no fingerprint" if fingerprint is None else f"the fingerprint {fingerprint!r}"

@@ -252,8 +252,7 @@ def _names() -> list[str]:
 def rows_lost(path: Path, step: int, counts: Mapping[str, int] | None = None) -> list[str]:
     """Which rows are missing that were written before a checkpoint (see :func:`lost_rows`).
 
-    Args:
-        counts: :attr:`RunWriter.num_rows` at the checkpoint; ``None`` where that is not known.
+    ``counts`` is :attr:`RunWriter.num_rows` at the checkpoint; ``None`` where that is not known.
     """
     return lost_rows(path, step, counts or {}, checked=read_settings(path)["schema_version"] >= 2)
 

@@ -32,11 +32,9 @@ TIMING_NOISE = 1.1
 
 @dataclass(frozen=True)
 class LossCurve:
-    """The validation losses of a run over seconds of training.
+    """The validation losses of a run over seconds of training: ``points`` are seconds and loss of each, in the order of time.
 
-    Args:
-        points: seconds and loss of each validation, in the order of time.
-        step_seconds: of the median step; ``None`` where steps are not timed.
+    ``step_seconds`` is the duration of the median step; ``None`` where steps are not timed.
     """
 
     points: tuple[tuple[float, float], ...]

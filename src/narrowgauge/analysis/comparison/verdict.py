@@ -161,7 +161,6 @@ def _less_noisy(classes: Classes, best: Classification) -> list[str]:
 
 
 def _no_worse(classes: Classes, best: Classification | None, named: Collection[Classification] = ()) -> list[str]:
-    """The other recipes that are not worse: better, within the noise, or inconclusive."""
     baseline = classes.baseline
     fit = [one for one in classes.values() if one.is_fit and one.difference is not None]
     others = [one for one in fit if one is not best]
@@ -187,7 +186,6 @@ def _no_worse(classes: Classes, best: Classification | None, named: Collection[C
 
 
 def _with_differences(found: Iterable[Classification]) -> str:
-    """Labels, each with its difference from the baseline; empty where there are none."""
     texts = [f"{one.label} ({one.difference.text})" for one in found if one.difference is not None]
     return listed(texts) if texts else ""
 
@@ -431,7 +429,6 @@ def _unit_scaled_models(runs: Sequence[RunStats]) -> list[str]:
 
 
 def _different_lengths(groups: Mapping[str, Sequence[RunStats]]) -> list[str]:
-    """Numbers of steps that differ, and whether the times are equal."""
     steps = {label: number for label, number in requested_steps(groups).items() if number is not None}
     if len(set(steps.values())) < 2:
         return []
@@ -463,7 +460,6 @@ def _by_seed(runs: Sequence[RunStats]) -> dict[int, list[RunStats]]:
 
 
 def _differing_settings(runs: Sequence[RunStats]) -> list[str]:
-    """Settings in which runs of one seed differ, each with its values."""
     differing: dict[str, dict[str, None]] = {}
     for group in _by_seed(runs).values():
         values: dict[str, dict[str, None]] = {}

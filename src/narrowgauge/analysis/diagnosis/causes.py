@@ -26,10 +26,8 @@ class Cause:
     """One reason for a run to go wrong.
 
     Args:
-        effect: what it does to a run.
         remedy: what to do; ``{module}``, ``{storage}`` and ``{compute}`` stand for the module where it shows, the storage that
             keeps updates, and a compute with more range.
-        source: where the cause and its signature are described.
         predicts: by sign: how likely a run with this cause shows it.
         applies: whether a run can have it at all.
         prior: how often it occurs, relative to the other causes, before anything is known.
@@ -494,7 +492,6 @@ def _cause_row(cause: Cause) -> Row:
 
 
 def cause_table() -> Table:
-    """The table of causes with the columns to print."""
     columns = (
         *name_columns(cause="name"),
         *text_columns(what_it_does="effect"),

@@ -53,7 +53,6 @@ class Evidence:
         return table.get(name) if isinstance(table, dict) else None
 
     def number_of(self, name: str) -> float | None:
-        """A setting that is a number, or ``None``."""
         return number(self.setting(name))
 
     @property
@@ -62,7 +61,6 @@ class Evidence:
 
     @property
     def num_ranks(self) -> int:
-        """Processes that trained together."""
         machine = self.run.run.get("machine")
         ranks = machine.get("ranks", 1) if isinstance(machine, dict) else 1
         return ranks if isinstance(ranks, int) else 1
@@ -86,7 +84,6 @@ class Evidence:
 
     @cached_property
     def steps(self) -> list[int]:
-        """The steps that have a row."""
         return [int(row["step"]) for row in self.run.steps]
 
     @cached_property
@@ -193,7 +190,6 @@ class Evidence:
     # ── what its recipe and settings make possible: everything where the record does not name the recipe ─────────────────
 
     def in_float16(self) -> bool:
-        """Whether anything is computed in float16."""
         return self.recipe is None or any("float16" in (c.dtype, c.name) for c in self.recipe.computes)
 
     def scales_loss(self) -> bool:
@@ -209,7 +205,6 @@ class Evidence:
         return self.recipe is None or any(compute.is_delayed for compute in self.recipe.computes)
 
     def in_blocks(self) -> bool:
-        """Whether scales are those of blocks."""
         if self.recipe is None:
             return True
         return any(cast.block is not None for c in self.recipe.computes for cast in c.casts.values())
@@ -308,15 +303,7 @@ _COMPUTED = {
 
 
 def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidence:
-    """Read a run; what is damaged or was not recorded is listed as missing.
-
-    Args:
-        run: its folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
-        replay: one of its steps, computed again.
-
-    Raises:
-        RecordError: there is no run, or its steps cannot be read.
-    """
+    """Read a run from its folder or another framework's log; what is damaged or was not recorded is listed as missing."""
     record = run if isinstance(run, Run) else read_run(run)
     missing, recipe = [], None
     given = record.run.get("config")

@@ -41,21 +41,15 @@ Observations = Mapping[str, Observation]
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """A cause and its probability."""
-
     cause: Cause
     probability: float
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What would distinguish the causes in question.
+    """A measurement that would distinguish the causes in ``tells``.
 
-    Args:
-        what: what to do, without a full stop.
-        tells: the causes that it distinguishes.
-        gain: entropy that it is expected to remove, in bits.
-        cost: relative to a flag of the next run.
+    ``gain`` is the entropy that it is expected to remove, in bits, and ``cost`` is relative to a flag of the next run.
     """
 
     what: str
@@ -144,8 +138,7 @@ def signs_against(cause: Cause, seen: Observations) -> list[str]:
 def named_causes(evidence: Evidence, seen: Observations) -> list[tuple[Ranked, list[Ranked]]]:
     """The causes that explain a run, one after the other, until nothing is left to explain or none is likely enough.
 
-    Returns:
-        Each cause with all others at the time it was chosen; empty where the run is healthy or nothing is likely enough.
+    Each comes with all others at the time it was named. A healthy run has none.
     """
     found: list[tuple[Ranked, list[Ranked]]] = []
     rest, onset = dict(seen), math.inf

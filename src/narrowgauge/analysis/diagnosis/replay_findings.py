@@ -113,7 +113,6 @@ def variant_rows() -> list[Row]:
 
 
 def variant_table() -> Table:
-    """The table with the columns to print."""
     return Table(
         (*name_columns(variant="name"), *text_columns(what_is_changed="changed", what_it_shows="shows")), variant_rows()
     )
@@ -158,12 +157,9 @@ class ReplayedStep:
     """A step of a run, computed again in several ways.
 
     Args:
-        run: the run's name.
         started: the step of the checkpoint that the replay began from; 0 for the initial weights.
         mismatch: where the replay first differs from the record, if it does.
-        loss, grad_norm: of the replayed step.
         bad_value: the operation that made the first value that is not finite, or empty.
-        variants: by the table's order.
         unexplained: the share of the step's squared difference to float32 that no place of the table accounts for.
         losses: by parameter, the share of its elements whose update the storage rounded away; those with most.
         lost_share: the same share of all elements.
@@ -171,7 +167,6 @@ class ReplayedStep:
         watched: what the gauges read of the step: by table, tensor and metric.
         is_compared: whether the record holds anything of this step to compare with.
         reasons: why it is not the run's own computation, so that it may differ from the record, in sentences.
-        notes: what else is worth a sentence.
     """
 
     run: str

@@ -64,7 +64,6 @@ class Detector:
         message: what it means, to follow the tensor's name.
         advice: what to do; ``{module}``, ``{storage}`` and ``{compute}`` stand for the tensor's module, the storage that keeps
             updates, and a compute with more range.
-        source: where symptom and threshold come from.
         side: trips at values of at least the threshold (``above``) or at most (``below``).
         consecutive: values in a row beyond the limit before it trips.
         recovery: values in a row on the good side of ``clears`` before it recovers.

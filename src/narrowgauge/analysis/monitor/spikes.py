@@ -212,20 +212,12 @@ class StepJudgement:
         self.gradient: Spike | None = None
 
     def judge_loss(self, value: float) -> float:
-        """Judge the loss.
-
-        Returns:
-            The gradient norm above which the update must not be applied; -1 where the loss is a spike.
-        """
+        """Judge the loss: the gradient norm above which the update must not be applied; -1 where the loss is a spike."""
         self.loss = self._judge.loss(value)
         return self._judge.norm_limit() if self.loss is None else -1.0
 
     def judge_norm(self, value: float | None) -> Spike | None:
-        """Judge the gradient norm before clipping, after the loss.
-
-        Returns:
-            The spike of the step: the loss's before the gradient norm's, or ``None``.
-        """
+        """Judge the gradient norm before clipping, after the loss: the spike of the step, the loss's first, or ``None``."""
         self.gradient = self._judge.norm(value)
         return self.loss or self.gradient
 
@@ -277,11 +269,9 @@ class DriftJudge:
         self._lowest: dict[int, float] = {}
 
     def add(self, value: float) -> float | None:
-        """Record a finite value.
+        """Record a finite value; the climb at the end of each block, in the value's unit, negative where there is none.
 
-        Returns:
-            The climb, in the value's unit, at the end of each block; negative where there is none. ``None`` between blocks, and
-            while too few are known.
+        ``None`` between blocks, and while too few are known.
         """
         self._values.append(value)
         if len(self._values) < self.block:

@@ -45,9 +45,7 @@ NOT_COMPARED = frozenset({
 class SettingDifference:
     """A setting, a version, or a property of the data or the machine in which two runs differ.
 
-    Args:
-        values: of the two runs, as text.
-        table: of ``run.toml`` that holds it.
+    ``values`` are those of the two runs, as text; ``table`` is that of ``run.toml`` which holds it.
     """
 
     name: str
@@ -218,9 +216,7 @@ class Alignment:
     """Two runs, aligned.
 
     Args:
-        differences: settings, data and software that differ.
         first_difference: where they first differ; ``None`` where all that both recorded is equal.
-        num_common: steps that both recorded.
         beyond_rounding: where the first difference is only rounding: the first later tensor that differs by more than that can
             have grown to.
         rounded: the first difference, by rounding, if ``first_difference`` is a later place beyond it.
@@ -229,7 +225,6 @@ class Alignment:
         has_fingerprints: both recorded fingerprints, of at least one common step.
         at_tokens: the losses at equal tokens, where the same steps have seen different numbers of tokens.
         replayed: what replays of both runs found; ``None`` without any.
-        notes: what the records do not hold.
     """
 
     differences: tuple[SettingDifference, ...]

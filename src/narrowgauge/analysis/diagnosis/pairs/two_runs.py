@@ -90,15 +90,11 @@ class TwoRuns:
 
 
 def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> TwoRuns:
-    """Say where two runs first differ, and why.
+    """Say where two runs first differ, and why, by their records, finished or not.
 
     Invariant: a function of the two records alone; no cause is named below a probability of 0.7.
 
-    Args:
-        one, other: their records, finished or not.
-        replayed: what :func:`narrowgauge.trainer.replays.two_replays.compare_exactly` found, if it was called.
-
-    Cost: one read of both records, and of their fingerprints.
+    ``replayed`` is what :func:`narrowgauge.trainer.replays.two_replays.compare_exactly` found, if it was called.
     """
     alignment = without_rounding(align(one, other, replayed))
     ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())

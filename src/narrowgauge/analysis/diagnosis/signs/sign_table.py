@@ -57,7 +57,6 @@ def _look(sign: Sign, evidence: Evidence, seen: dict[str, Observation]) -> Obser
 
 
 def sign_rows() -> list[Row]:
-    """The table of signs as plain values."""
     return [
         {
             "name": sign.name,
@@ -72,7 +71,6 @@ def sign_rows() -> list[Row]:
 
 
 def sign_table() -> Table:
-    """The table of signs with the columns to print."""
     columns = (
         *name_columns(sign="name"),
         *text_columns(what_it_says="meaning", reads="reads"),
