@@ -166,7 +166,6 @@ def trace(
             deep ones with many reused values take it hours; those are cut into loops, for arguments that fit the cache.
     Raises:
         RuntimeError: it cannot be traced here, or this release has renamed what traces it.
-
     Cost: 0.3 to 1.5 s, the first in a process 2 s more.
     """
     device = example[0].device.type

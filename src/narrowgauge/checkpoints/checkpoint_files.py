@@ -173,9 +173,7 @@ def write_tensors(
         Its size and checksum, of the bytes as they were in memory.
     Raises:
         OSError: the disk is full, or not writable.
-
     Cost: one write and one checksum; no copy of what is contiguous and on the CPU.
-
     Example:
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp(), "a.safetensors")
@@ -276,7 +274,6 @@ class Part:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Its place in the tensor."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.shape, strict=True))
 
 
@@ -310,10 +307,7 @@ def _saved_tensor(entry: dict[str, Any]) -> SavedTensor:
 def load_whole(path: Path, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Tensors of a checkpoint, put together from their parts, on the CPU; the checksums must have been verified.
 
-    Args:
-        names: which; ``None`` for all, in the order of the checkpoint.
-    Raises:
-        KeyError: it has no such tensor.
+    ``names`` says which; ``None`` is all, in the order of the checkpoint.
     """
     saved = saved_tensors(path)
     wanted = {name: saved[name] for name in (saved if names is None else names)}

@@ -93,9 +93,7 @@ def save_checkpoint(
     Raises:
         RecordError: the disk is full or not writable; nothing of the new checkpoint remains.
         ValueError: ``keep`` or ``step`` out of range.
-
     Cost: one write, a checksum of it, and four fsyncs.
-
     Example:
         >>> import tempfile
         >>> run = Path(tempfile.mkdtemp())
@@ -113,7 +111,6 @@ def save_checkpoint(
 
 
 def path_of(folder: Path, step: int) -> Path:
-    """The folder of a step's checkpoint in a run folder."""
     return Path(folder) / _FOLDER / f"step-{step:08d}"
 
 
@@ -334,7 +331,6 @@ class Saver:
             keep: number of newest checkpoints to keep.
         Raises:
             RecordError: this checkpoint, or the one before, could not be written; on all ranks.
-
         Cost: a copy of what this rank holds, kept in the memory of the CPU until it is written.
         """
         self.wait()
@@ -387,11 +383,7 @@ class Saver:
             raise save_error(self._path, error) from error
 
     def close(self) -> None:
-        """Wait for the checkpoint in flight, and destroy the process group of the ranks; all call this.
-
-        Raises:
-            RecordError: it could not be written; on all ranks.
-        """
+        """Wait for the checkpoint in flight, as :meth:`wait`, and destroy the process group of the ranks; all call this."""
         self.wait()
         self.ranks.close()
 

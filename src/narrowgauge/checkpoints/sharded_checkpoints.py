@@ -91,7 +91,6 @@ class ShardWriter(StorageWriter):
         """Nothing: the folder is made once all ranks have come."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -177,11 +176,9 @@ class ShardReader(StorageReader):
         """Nothing: the index has been read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -233,10 +230,8 @@ class TakenCopy(DefaultSavePlanner):
 
     Args:
         tensors: DTensors, and plain tensors that are the same on every rank.
-
     Raises:
         RecordError: a shard does not tile its whole, such as scales of rows whose matrix is cut along its columns.
-
     Cost: a copy of what this rank holds, until it is written.
     """
 

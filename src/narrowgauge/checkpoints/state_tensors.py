@@ -78,11 +78,7 @@ def _empty(name: str, saved: SavedTensor, owner: Any) -> Tensor:
 def restore_tensors(
     tensors: Mapping[str, Tensor], named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
 ) -> None:
-    """Set weights, states and audits to those of :func:`load_tensors`.
-
-    Raises:
-        RecipeError: the states are of another storage, rule or shape.
-    """
+    """Set weights, states and audits to those of :func:`load_tensors`."""
     with torch.no_grad():
         for name, parameter in named_parameters:
             local_of(parameter).copy_(local_of(tensors[f"model.{name}"]))
@@ -102,11 +98,7 @@ def restore_tensors(
 def require_same_model(
     saved: Mapping[str, SavedTensor], named_parameters: Iterable[tuple[str, Tensor]], where: str, model: str
 ) -> None:
-    """Refuse a checkpoint whose weights are not those of the model; ``where`` and ``model`` name the two in the message.
-
-    Raises:
-        RecordError: a weight is missing or has another shape.
-    """
+    """Refuse a checkpoint that lacks a weight of the model or has it in another shape; ``where`` and ``model`` name the two."""
     for name, parameter in named_parameters:
         found = saved.get(f"model.{name}")
         if found is None or found.shape != tuple(parameter.shape):

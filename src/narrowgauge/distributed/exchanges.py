@@ -103,7 +103,6 @@ class Exchange:
     Args:
         average: divide the sum by the number of ranks.
         seed: of random bits, for reductions that draw some.
-
     Attributes:
         sums_leaves: whether it also sums micro-batches; each one's gradient must then be passed to it separately.
         step, place: optimizer steps done, and this exchange's number among a model's; they seed random bits.
@@ -161,13 +160,11 @@ class BackendSum(Exchange):
 
 # PyTorch 2.13 renames these two; 2.11 knows the old names only.
 def reduce_scatter(output: Tensor, gradient: Tensor, group: Any) -> None:
-    """This rank's piece of the sum over a group."""
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     scatter(output, gradient, group=group)
 
 
 def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
-    """The pieces of all ranks of a group, one after the other."""
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output, part, group=group)
 

@@ -33,7 +33,6 @@ class Lockstep:
         names: of FSDP2's groups of parameters, by number; the same on all ranks.
         is_inside: whether the caller of the current backward pass calls :meth:`end` itself.
         is_forward: whether a forward pass is under way that will be differentiated; a rank may evaluate alone.
-
     Cost: in the watched passes a message of 16 bytes before each exchange, for whose answer the host waits; afterwards almost
         nothing.
     """

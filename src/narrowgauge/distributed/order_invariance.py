@@ -37,8 +37,6 @@ IN_MICRO_BATCHES = (
 def require_first(before: Iterable[Tensor]) -> None:
     """Refuse to add a backward pass's gradients to those that were there before it; zeros are as good as ``None``.
 
-    Raises:
-        RecipeError: they are not zeros.
     Cost: nothing if there are none; else one read, for which the host waits.
     """
     if any(map(is_filled, before)):
@@ -128,11 +126,7 @@ class ForwardPasses:
             self._check()
 
     def end(self, part: object) -> None:
-        """Compare the state of the generators, if ``part`` began the forward pass.
-
-        Raises:
-            RecipeError: it has changed.
-        """
+        """Compare the state of the generators, if ``part`` began the forward pass; refuse one that has changed."""
         if self._outermost is not part:
             return
         self._outermost = None
@@ -146,7 +140,6 @@ class ForwardPasses:
             )
 
     def discard(self) -> None:
-        """Forget a forward pass that has failed."""
         self._outermost = None
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
@@ -208,7 +201,6 @@ class GradientUsage:
     Args:
         sharded: those whose gradients a group sums as one vector, in the same order on all ranks.
         group: of the ranks that sum them; ``None`` for one rank.
-
     Attributes:
         summed: parameters whose sum of this step is complete: no gradient may be added.
     """
@@ -232,11 +224,7 @@ class GradientUsage:
         self.summed.clear()
 
     def end_micro_batch(self, *, is_absent: bool) -> None:
-        """Note which parameters were used; an absent micro-batch does not count.
-
-        Raises:
-            RecipeError: a gradient arrived twice.
-        """
+        """Note which parameters were used, unless the micro-batch is absent; refuse a gradient that arrived twice."""
         used = bytes(min(self._counts[p], 2) for p in self._sharded)
         self._counts.clear()
         if 2 in used:
@@ -327,7 +315,6 @@ def _total_norm(
 
 
 def _replicated(value: Tensor, like: Any) -> Tensor:
-    """A value that all ranks have, as a DTensor."""
     from torch.distributed.tensor import DTensor, Replicate
 
     mesh = like.device_mesh

@@ -26,7 +26,6 @@ class Ranks:
 
     Args:
         group: their process group; ``None`` for the default one.
-
     Example:
         >>> Ranks().gather(7), Ranks().of_first(lambda: 7), Ranks().together(lambda: 7), Ranks().largest(7)
         ([7], 7, 7, 7)

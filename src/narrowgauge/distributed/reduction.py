@@ -96,7 +96,6 @@ def reduce_gradients_with(
     Raises:
         RecipeError: no such row, one that cannot do what was asked, a model on several meshes, one whose gradients another
             reduction sums, or a mixed precision of FSDP2 by which one rank would sum other values than several.
-
     Example:
         >>> import torch
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -136,8 +135,6 @@ class _MicroBatch:
 
 
 class _GroupExchange(GroupSum):
-    """The sum of one parameter group's gradients by an exchange."""
-
     def __init__(self, reduction: GradientReduction, exchange: Exchange, group: Any, number: int) -> None:
         self.reduction, self.exchange, self.group, self.number = reduction, exchange, group, number
         self.known = _torch.fsdp_parameters(group)
@@ -330,11 +327,7 @@ class GradientReduction:
         self._is_closed = True
 
     def before_group(self, group: Any, shards: int) -> None:
-        """Check a group of FSDP2, cut into ``shards``, whose gradients are about to be summed and added to ``p.grad``.
-
-        Raises:
-            RecipeError: the sum would not be sent.
-        """
+        """Check a group of FSDP2, cut into ``shards``, whose gradients are about to be summed and added to ``p.grad``."""
         if self._sums_leaves:
             self._require_sent([group])
         if self._is_inside():
@@ -400,8 +393,7 @@ class GradientReduction:
     def require_known(self) -> None:
         """Refuse gradients that are not summed, or are summed as another parameter's: replicas would drift apart.
 
-        Raises:
-            RecipeError: a trained parameter was frozen or missing when the reduction was installed.
+        A trained parameter was then frozen or missing when the reduction was installed.
         """
         known = {id(p) for p in self._trainable}
         groups = [group for _, group in _torch.fsdp_groups(self._model)]
@@ -418,11 +410,7 @@ class GradientReduction:
             )
 
     def require_stepped(self) -> None:
-        """Refuse a step of an optimizer none of whose parameters has a gradient, though gradients were summed.
-
-        Raises:
-            RecipeError: there are summed gradients, so they belong to other parameters.
-        """
+        """Refuse a step of an optimizer none of whose parameters has a gradient, though gradients of others were summed."""
         found = next((p for p in self._trainable if p.grad is not None), None)
         if found is not None:
             raise RecipeError(
@@ -525,7 +513,6 @@ class GradientReduction:
 
 
 def inner_of(model: nn.Module) -> nn.Module:
-    """The model that DistributedDataParallel wraps, or the model itself."""
     inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return inner
 
@@ -549,7 +536,6 @@ def _require_whole(model: nn.Module, others: Sequence[Tensor], grid: RankGrid) -
 
 
 def _grid_of(model: nn.Module, mesh: Any) -> RankGrid:
-    """The ranks of a model that FSDP2 does not shard."""
     sharded = next(filter(is_sharded, model.parameters()), None)
     if sharded is not None:
         raise RecipeError(

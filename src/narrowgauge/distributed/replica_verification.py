@@ -73,7 +73,6 @@ class Verifier:
     Args:
         held: what this rank holds between steps, parameters and states; the same names in the same order on all ranks.
         every: steps between verifications, see :meth:`is_due`; 0 verifies nothing.
-
     Cost: a verification reads all that is held once and computes one micro-batch. What no other rank holds is read twice in
         every step, 0.1 ns a byte on a CPU thread, and the ranks agree by one message of 8 bytes.
     """

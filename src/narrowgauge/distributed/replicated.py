@@ -158,7 +158,6 @@ class SumAfterBackward:
         return undo
 
     def discard(self) -> None:
-        """Forget passes that have failed."""
         self._passes.clear()
 
     def set_aside(self, parameter: Tensor, _: Tensor | None = None) -> None:
@@ -225,11 +224,7 @@ class BucketSums:
         self._summed: set[Tensor] = set()
 
     def install(self, model: Any) -> list[Callable[[], None]]:
-        """Attach to a DistributedDataParallel, which keeps its hook; returns what detaches the rest.
-
-        Raises:
-            RecipeError: it has a communication hook.
-        """
+        """Attach to a DistributedDataParallel without a communication hook, which keeps ours; returns what detaches the rest."""
 
         def sum_bucket(_: object, bucket: Any) -> torch.futures.Future[Tensor]:
             return self._sum(bucket)

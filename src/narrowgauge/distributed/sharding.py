@@ -61,7 +61,6 @@ def shard(
         is_layer: which modules get a group of their own; ``None`` for those of :func:`layers_of`.
     Raises:
         RecipeError: the model is sharded already, or the mesh has more than two axes.
-
     Cost: per micro-batch two gathers of every layer and one reduction of its gradients; a rank holds its share of the model
         and two whole layers.
     Example:
@@ -109,7 +108,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
-    """The modules that FSDP2 gathers, each with a group of parameters."""
     if not torch.distributed.is_available():
         return []
     from torch.distributed.fsdp import FSDPModule
@@ -143,10 +141,7 @@ def settle(model: nn.Module) -> None:
     """Let a model's modules and FSDP2 hold the same parameters, all of them sharded, before an optimizer takes them.
 
     A forward pass may leave gathered parameters in the modules, and FSDP2 looks only in its first one for parameters that were
-    replaced after ``fully_shard``.
-
-    Raises:
-        RecipeError: a parameter was replaced by one that FSDP2 cannot gather.
+    replaced after ``fully_shard``. One that was replaced by what FSDP2 cannot gather is refused.
     """
     for fsdp_module, group in _torch.fsdp_groups(model):
         gathered = {id(parameter) for parameter in _torch.fsdp_gathered(group)}

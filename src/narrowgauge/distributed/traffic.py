@@ -75,9 +75,7 @@ class Traffic:
 
     Args:
         window: steps that are joined into one table of ranks; ``None`` for :data:`WINDOW`, or more with more ranks.
-
     Cost: 2 µs for a collective, and one exchange of 16 bytes in :meth:`end_step`.
-
     Example:
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> with Traffic() as traffic:

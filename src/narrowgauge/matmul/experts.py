@@ -210,7 +210,6 @@ def grouped_linear(
         ``[tokens, out]``, zero for tokens without an expert.
     Raises:
         RecipeError: no such compute, or delayed scales without a history.
-
     Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets; bfloat16 uses PyTorch's grouped
         matmul where that takes the operands.
     Example:
@@ -366,7 +365,6 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
 
 
 def projections(model: nn.Module) -> list[str]:
-    """The names of a model's experts' projections."""
     return [
         f"{name}.{own}" if name else own
         for name, module in model.named_modules()

@@ -117,7 +117,6 @@ _WARNED: set[tuple[str, str]] = set()
 
 
 def warn_if_emulated(compute: Compute, device: torch.device, stacklevel: int = 3) -> None:
-    """Warn once of a compute whose matmuls are emulated on a device."""
     if (compute.name, str(device)) in _WARNED or device.type == "meta":
         return
     _WARNED.add((compute.name, str(device)))
@@ -126,7 +125,6 @@ def warn_if_emulated(compute: Compute, device: torch.device, stacklevel: int = 3
 
 
 def emulated_formats(compute: Compute, device: torch.device) -> list[str]:
-    """The formats of the operands whose matmuls are emulated on a device."""
     emulated = [product for product in compute.products.values() if not is_native(product, device)]
     return sorted({cast.format for product in emulated for cast in (product.left, product.right)})
 

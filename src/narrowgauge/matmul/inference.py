@@ -217,7 +217,6 @@ def quantize_for_inference(
         The model, in evaluation mode. It computes in the dtype of its input.
     Raises:
         RecipeError: no such compute, or one without such codes; no linear layer to quantize. Later, backward() raises it too.
-
     Cost: some float32 copies of one weight at a time. In use, where the product is emulated or in blocks, a bfloat16 copy of
         one weight at a time.
     Source: Dettmers et al. 2022, LLM.int8() (2208.07339).

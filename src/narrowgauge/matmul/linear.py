@@ -111,7 +111,6 @@ class NarrowLayer(ExactBuffers):
     variant: str = ""
 
     def begin(self, state: Tensor, compute: Compute) -> None:
-        """Register the buffers, and take a compute."""
         self.register_buffer("state", state, persistent=False)
         self.register_buffer("amax_history", None, persistent=False)
         self.set_compute(compute)
@@ -132,18 +131,13 @@ class NarrowLayer(ExactBuffers):
             self.amax_history = history
 
     def load_history(self, history: Tensor) -> None:
-        """Take over a saved amax history."""
         if self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]:
             self.amax_history = history.detach().to(self.state.device, copy=True)
         else:
             self.amax_history.copy_(history)
 
     def as_streamed(self, x: Tensor) -> Tensor:
-        """The input in the dtype in which the model computes around the layer.
-
-        Raises:
-            RecipeError: autocast requests a dtype that is not the compute's.
-        """
+        """The input in the dtype in which the model computes around the layer: autocast's, which must be the compute's."""
         if not torch.is_autocast_enabled(x.device.type):
             return x
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -282,8 +276,7 @@ def _empty_layer(plain: Any) -> Linear:
 def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
     """The module as a :class:`Linear`; the same object, so that hooks and references to it hold.
 
-    Raises:
-        RecipeError: ``forward`` was replaced on the object itself, so it would go on computing as before.
+    One whose ``forward`` was replaced on the object itself is refused: it would go on computing as before.
     """
     if "forward" in vars(module) and not isinstance(module, (Linear, DeferredLinear)):
         raise RecipeError(

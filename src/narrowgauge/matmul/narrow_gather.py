@@ -39,7 +39,6 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
         The linear layers that are gathered as before, by name, each with the reason.
     Raises:
         RecipeError: no layer can be gathered as codes.
-
     Cost: 1 byte per weight, and 4 per row for scales, instead of the weight's own; where a scale covers several shards, one
     all-reduce of amax values per gather. A gathered layer takes 1 byte per weight more memory than before.
     Source: torchao's float8 all-gather, for one scale per tensor.

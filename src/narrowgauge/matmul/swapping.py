@@ -163,7 +163,6 @@ def swap_linears(
         A handle on the swapped layers.
     Raises:
         RecipeError: no such compute; no linear layer to swap; experts that cannot be swapped.
-
     Cost: none until the layers are used; the first use of a compute compiles its casts, some seconds for each.
     Example:
         >>> model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)).bfloat16()
@@ -224,7 +223,6 @@ def swap_experts(
         A handle on the swapped projections.
     Raises:
         RecipeError: no such compute; no experts to swap; experts of a kind that cannot be swapped, or that are sharded.
-
     Cost: as :func:`~narrowgauge.matmul.experts.grouped_linear`.
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM

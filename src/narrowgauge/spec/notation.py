@@ -267,7 +267,6 @@ def parse(text: str | Path | Recipe) -> Recipe:
         The recipe.
     Raises:
         RecipeError: an unknown part, parts that contradict each other, or a file that cannot be read.
-
     Example:
         >>> parse("bf16-mixed").name, parse("bf16/word").name, parse("float8-row").name
         ('bfloat16/float32', 'bfloat16/word', 'float8-row/word')
@@ -350,7 +349,6 @@ def parse_table(table: Mapping[str, Any], where: str = "the recipe table") -> Re
         where: names the table in error messages.
     Raises:
         RecipeError: an unknown key or name, or a value of the wrong type.
-
     Example:
         >>> recipe = parse_table({"recipe": "bfloat16/word", "phase": [{"until": 0.9, "compute": "float8-row"}]})
         >>> recipe.compute_at(0.0).name, recipe.compute_at(0.9).name

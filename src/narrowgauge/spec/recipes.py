@@ -57,10 +57,8 @@ class Recipe:
         phases: other computes for earlier parts of a run, in order.
         evaluation: the compute for evaluation, if it is another.
         label: a user's name, to distinguish recipes of the same full name; ignored by comparisons.
-
     Raises:
         RecipeError: the parts contradict each other.
-
     Example:
         >>> from narrowgauge.spec.notation import parse
         >>> parse("bf16/word").name

@@ -39,17 +39,14 @@ class Scaled(Tensor):
         data: a plain floating-point tensor.
         scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. It is not checked, since that
             would synchronize with the device.
-
     Raises:
         RecipeError: from an operation that has no rule.
-
     Example:
         >>> x, y = Scaled(torch.tensor([1.0, -1.5]), 2**-10), Scaled(torch.tensor([1.0, 1.0]), 2**-8)
         >>> x * y, x + y
         (Scaled([1.0, -1.5] * 2^-18), Scaled([1.25, 0.625] * 2^-8))
         >>> (x + y).value()
         tensor([0.0049, 0.0024])
-
     Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify, whose default of rounding
     scales down is used.
     """

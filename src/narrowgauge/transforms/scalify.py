@@ -224,7 +224,6 @@ def linear(
         features: numbers of inputs and outputs.
         plain: return a plain tensor.
         unit_of: measures the weight, where ``multiply`` divides by the result itself; it gets it as a fourth argument.
-
     Source: ``dot_general`` of jax-scalify.
     """
     inputs, outputs = features
@@ -248,7 +247,6 @@ def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor
     Args:
         function: of the real value and of the plain vectors (gain, bias). It computes float16 in float32: the gradient of the
             input is larger than that of the output by the factor by which the input is smaller than one.
-
     Source: the layer norm of the paper's FP8 training, with a dynamic rescale of its gradient.
     """
     units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
@@ -316,13 +314,10 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         model: changed in place: each module that owns parameters, and each activation, gets a class of its own. Narrow
             layers must be swapped before. A second call changes nothing.
         dtype: of the scaled tensors, if not the parameters' own.
-
     Raises:
         RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
-
     Cost: one additional read of each measured tensor (:func:`measurements`): in a Llama's layer one forward and two backward, and
         each weight, within ``cached_weights`` once a step. Compiled, the rest is fused into existing kernels.
-
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 2))
@@ -331,7 +326,6 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         >>> scalify(model)
         >>> torch.equal(model(x), plain)
         True
-
     Source: Balança et al., Scalify: scale propagation for efficient low-precision LLM training, arXiv 2407.17353;
     graphcore-research/jax-scalify.
     """

@@ -33,12 +33,9 @@ def smooth(model: nn.Module) -> None:
 
     Args:
         model: with Hugging Face's ``LlamaMLP`` modules, or one itself; swapped before or later. A second call changes nothing.
-
     Raises:
         RecipeError: it has none, or they are not plain ones (unit-scaled, for instance).
-
     Cost: none by itself; a smooth layer multiplies its output in 16 bits, its gradients in 8.
-
     Example:
         >>> from transformers import LlamaConfig
         >>> mlp = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=48))

@@ -226,8 +226,6 @@ def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, eager: Any, *
 
 
 class UnitLlamaAttention(LlamaAttention):
-    """Self-attention."""
-
     unit: Batch
 
     def forward(
@@ -311,8 +309,6 @@ class UnitGPT2MLP(GPT2MLP):
 
 
 class UnitGPT2Block(GPT2Block):
-    """GPT-2's layer, like :class:`UnitLlamaLayer`."""
-
     unit_residual: Tensor
 
     def forward(  # type: ignore[override]

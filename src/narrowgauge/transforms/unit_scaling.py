@@ -69,13 +69,10 @@ def unit_scale(model: nn.Module, seed: int = 0) -> None:
     Args:
         model: Hugging Face's ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
         seed: of the weights.
-
     Raises:
         RecipeError: another architecture, one with parts that have no rule (dropout, other activations, a head of another
             class), or a model that is unit-scaled already.
-
     Cost: in eager mode a multiplication, and its rounding, forward and backward for each operation; compiled, they are fused.
-
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
@@ -119,7 +116,6 @@ def fix_batch(model: nn.Module, *, sequence_length: int | None = None, tokens: i
         model: from :func:`unit_scale`.
         sequence_length: in training.
         tokens: number of tokens of a step, over all micro-batches, which divides the loss before its backward pass.
-
     Raises:
         RecipeError: the model is not unit-scaled.
     """
@@ -140,7 +136,6 @@ def learning_rate_factors(model: nn.Module) -> dict[str, float]:
 
     Raises:
         RecipeError: the model is not unit-scaled.
-
     Source: Blake et al., u-muP, arXiv 2407.17465; the tied embedding's rule is ours.
     """
     batch_of(model)
@@ -245,10 +240,8 @@ def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> di
         model: from :func:`unit_scale`.
         sequence_length: attention gets the constant of this length, for inputs of any length; ``None`` uses that of
             ``fix_batch``.
-
     Returns:
         Float32 copies, by the names of ``model.state_dict()``; tied names share one tensor.
-
     Raises:
         RecipeError: the model is not unit-scaled, or no length is known.
     """

@@ -63,7 +63,6 @@ class Report:
     left_out: tuple[str, ...] = ()
 
     def row(self) -> dict[str, Any]:
-        """As a JSON object."""
         return {
             **asdict(self),
             "left_out": list(self.left_out),

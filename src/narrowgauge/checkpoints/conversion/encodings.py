@@ -76,8 +76,6 @@ def decoded(
         name, where: parameter and file, for errors.
     Returns:
         The weight, in float32 where the state knows more of it than the model, and ``{"step", "exp_avg", "exp_avg_sq"}``.
-    Raises:
-        DataError: a state of another optimizer, or of another shape than the weight.
     """
     whose = f"'{name}' in {where}"
     if odd := sorted(key for key in entry if key not in row.keys):
@@ -101,7 +99,6 @@ def decoded(
 
 
 def shape_of(entry: Entry) -> torch.Size:
-    """The shape of the parameter that a state belongs to."""
     entry = unnested(entry)
     keys = ("exp_avg", "state1", "exp_avg::quantized")
     first = next((entry[key] for key in keys if entry.get(key) is not None), None)

@@ -69,11 +69,7 @@ class Found:
 
 
 def find(path: Path, optimizer: Path | None) -> Found:
-    """Read weights, and optimizer state from the same or, with ``optimizer``, another file.
-
-    Raises:
-        DataError: a file cannot be read.
-    """
+    """Read weights, and optimizer state from the same or, with ``optimizer``, another file."""
     found = _folder(path, optimizer) if path.is_dir() else _file(path)
     if optimizer is None:
         return found
@@ -172,10 +168,7 @@ def _indexed(file: Path) -> tuple[dict[str, Any], list[str]]:
 def parts_of(file: Path) -> list[str]:
     """The names of the files that an index (``….index.json``) of a sharded checkpoint lists, beside it.
 
-    A link in the folder is followed, as in Hugging Face's cache.
-
-    Raises:
-        DataError: it cannot be read, or names files outside its folder.
+    Files outside its folder are refused; a link in the folder is followed, as in Hugging Face's cache.
     """
     try:
         parts = sorted({PurePosixPath(name).as_posix() for name in load_json(file.read_bytes())["weight_map"].values()})
@@ -191,11 +184,7 @@ def parts_of(file: Path) -> list[str]:
 
 
 def require_weights(file: Path) -> None:
-    """Refuse a file of weights, or an index of several, that cannot be read; the values are not read.
-
-    Raises:
-        DataError: what stands there instead.
-    """
+    """Refuse a file of weights, or an index of several, that cannot be read; the values are not read."""
     for part in [file] if file.suffix != ".json" else [file.parent / name for name in parts_of(file)]:
         try:
             if part.suffix == ".safetensors":
@@ -210,11 +199,7 @@ def require_weights(file: Path) -> None:
 
 
 def load(file: Path) -> dict[str, Any]:
-    """Load a safetensors file, or a ``torch.save`` file without running its code.
-
-    Raises:
-        DataError: it cannot be read, or does not contain a mapping.
-    """
+    """Load a safetensors file, or a ``torch.save`` file without running its code."""
     try:
         if file.suffix == ".safetensors":
             return dict(load_file(file))
@@ -288,11 +273,7 @@ def _is_pickle(file: Path) -> bool:
 
 
 def tensors(content: Mapping[str, Any], where: Path) -> dict[str, Tensor]:
-    """The content, all of whose values must be tensors.
-
-    Raises:
-        DataError: another value.
-    """
+    """The content, all of whose values must be tensors."""
     for name, value in content.items():
         if not isinstance(value, Tensor):
             raise DataError(

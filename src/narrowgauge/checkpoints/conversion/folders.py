@@ -65,11 +65,7 @@ def is_ours(path: Path) -> bool:
 
 
 def locate(path: Path) -> tuple[Path, Path]:
-    """The run folder and the checkpoint of ``path``: itself, or the newest one in it.
-
-    Raises:
-        RecordError: there is no checkpoint.
-    """
+    """The run folder and the checkpoint of ``path``: itself, or the newest one in it."""
     if (path / MANIFEST).is_file():
         return path.absolute().parent.parent, path
     found = sorted((path / _PLACE).glob("step-*"))
@@ -79,11 +75,7 @@ def locate(path: Path) -> tuple[Path, Path]:
 
 
 def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the state of a checkpoint, verified against its checksums.
-
-    Raises:
-        RecordError: it is damaged or from a newer version.
-    """
+    """The tensors and the state of a checkpoint, verified against its checksums."""
     require_intact(path, ALONE)
     with _readable(path):
         return load_whole(path), load_json((path / STATE).read_bytes())
@@ -96,11 +88,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def require_intact(path: Path, ranks: Ranks) -> None:
-    """Verify a checkpoint against its checksums; ``ranks`` share the reading, and all of them call this.
-
-    Raises:
-        RecordError: it is damaged or from a newer version.
-    """
+    """Verify a checkpoint against its checksums; ``ranks`` share the reading, and all of them call this."""
     with _readable(path):
         if reason := damage(path, ranks, is_renamed=True):
             raise ValueError(reason)
@@ -132,11 +120,7 @@ def parted(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, di
 
 
 def read_own(path: Path) -> Source:
-    """The state of a run, of one of its checkpoints, or of an earlier conversion.
-
-    Raises:
-        RecordError: no checkpoint, a damaged one, or one whose recipe is unknown.
-    """
+    """The state of a run, of one of its checkpoints, or of an earlier conversion."""
     folder, checkpoint = locate(path)
     tensors, record = read_checkpoint(checkpoint)
     run = read_run(folder) if (folder / "run.toml").exists() else None

@@ -43,8 +43,6 @@ def read_foreign(path: Path, optimizer: Path | None, names: Sequence[str] = ()) 
         path: a folder or a file.
         optimizer: the file with the optimizer state, if separate.
         names: parameter names in the model's order, where the files do not contain it.
-    Raises:
-        DataError: files that cannot be read, matched or converted.
     """
     if (row := sharded_format(path)) is not None:
         if optimizer is not None:
@@ -72,8 +70,6 @@ def open_sharded(framework: str, path: Path, *, writable: bool = False) -> Shard
 
     Args:
         writable: map its files so that they can be written in place.
-    Raises:
-        DataError: it cannot be read, or is refused.
     """
     try:
         return SHARDED[framework][1](path, writable=writable)

@@ -236,8 +236,6 @@ def read_index(folder: Path, *, writable: bool) -> tuple[dict[str, Global], dict
     Args:
         folder: with ``.metadata`` and the files that it names.
         writable: map the files so that writing to the shards changes them.
-    Raises:
-        DataError: it cannot be read, or a shard is stored otherwise than as one plain tensor.
     """
     try:
         with open(folder / ".metadata", "rb") as file:

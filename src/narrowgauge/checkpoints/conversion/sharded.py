@@ -53,11 +53,7 @@ class Sharded:
     left_out: tuple[str, ...] = ()
 
     def source(self) -> Source:
-        """The training state, joined from all ranks.
-
-        Raises:
-            DataError: a fragment is missing, or a parameter has one moment and not the other.
-        """
+        """The training state, joined from all ranks; a missing fragment, or one moment without the other, is refused."""
         whole = gather(self.fragments, self.where)
         weights = {**whole[SEEN], **whole[WEIGHT]}
         step = max((int(step) for step in self.steps), default=0)
@@ -73,13 +69,9 @@ class Sharded:
         return Source(self.origin, weights, states, others=others, left_out=self.left_out)
 
     def fill(self, values: dict[str, dict[str, Tensor]], step: int) -> None:
-        """Replace all numbers, of a checkpoint that was opened for writing.
+        """Replace all numbers, float32 by kind and parameter name, of a checkpoint that was opened for writing.
 
-        Args:
-            values: float32, by kind and parameter name.
-            step: optimizer steps taken.
-        Raises:
-            DataError: another model, or a step count that cannot be replaced.
+        A step count in a pickle cannot be replaced; a different one is refused.
         """
         fixed = [int(known) for known in self.steps if not isinstance(known, Tensor) and int(known) != step]
         if fixed:
@@ -94,11 +86,7 @@ class Sharded:
 
 
 def pickled(file: Path, *, writable: bool) -> Any:
-    """A ``torch.save`` file with its tensors mapped, and stand-ins for classes of its framework.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """A ``torch.save`` file with its tensors mapped, and stand-ins for classes of its framework."""
     shared: AbstractContextManager[Any] = (
         torch.serialization.set_default_mmap_options(mmap.MAP_SHARED) if writable else nullcontext()
     )
@@ -110,7 +98,6 @@ def pickled(file: Path, *, writable: bool) -> Any:
 
 
 def mapped(file: Path, *, writable: bool) -> Tensor:
-    """The bytes of a file."""
     size = file.stat().st_size
     return torch.from_file(str(file), shared=writable, size=size, dtype=torch.uint8)
 
@@ -118,11 +105,7 @@ def mapped(file: Path, *, writable: bool) -> Tensor:
 def safetensors(
     file: Path, *, writable: bool
 ) -> tuple[dict[str, tuple[Tensor, torch.dtype, tuple[int, ...]]], dict[str, str]]:
-    """The bytes, dtype and shape of each tensor of a safetensors file, and its metadata.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """The bytes, dtype and shape of each tensor of a safetensors file, and its metadata."""
     try:
         whole = mapped(file, writable=writable)
         (length,) = struct.unpack("<Q", bytes(whole[:8].tolist()))
@@ -182,11 +165,7 @@ class Fragment:
 
 
 def gather(fragments: Iterable[Fragment], where: object) -> dict[str, dict[str, Tensor]]:
-    """Join fragments into whole tensors, by kind, by parameter name: float32, and ``seen`` in its own dtype.
-
-    Raises:
-        DataError: a part of a parameter is missing.
-    """
+    """Join fragments into whole tensors, by kind, by parameter name: float32, and ``seen`` in its own dtype."""
     whole: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*KINDS, SEEN)}
     counts: dict[tuple[str, str], int] = {}
     for fragment in fragments:
@@ -212,11 +191,7 @@ def gather(fragments: Iterable[Fragment], where: object) -> dict[str, dict[str, 
 
 
 def scatter(fragments: Iterable[Fragment], whole: Mapping[str, Mapping[str, Tensor]], where: object) -> None:
-    """Write whole tensors, float32 values by kind, by parameter name, into fragments' files that are mapped for writing.
-
-    Raises:
-        DataError: a parameter that is not given, or of another shape.
-    """
+    """Write whole tensors, float32 values by kind, by parameter name, into fragments' files that are mapped for writing."""
     for fragment in fragments:
         values = whole[WEIGHT if fragment.kind == SEEN else fragment.kind].get(fragment.name)
         if values is None or tuple(values.shape) != tuple(fragment.shape):

@@ -83,8 +83,7 @@ def under_names(weights: Mapping[str, Tensor], names: Sequence[str]) -> dict[str
 def matched(weights: dict[str, Tensor], owned: Collection[str], where: object) -> dict[str, Tensor]:
     """The weights named in ``owned``: all but the second names of tied weights.
 
-    Raises:
-        DataError: a state without a weight, or a weight without a state.
+    A state without a weight, or a weight without a state, is refused.
     """
     if strange := [name for name in owned if name not in weights]:
         raise DataError(

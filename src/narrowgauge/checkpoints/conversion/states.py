@@ -77,9 +77,7 @@ def convert(
         RecipeError: a recipe that does not fit these parameters, or states that do not match their storage.
         DataError: unreadable files, states of an optimizer other than Adam, names or shapes that do not match.
         RecordError: a damaged checkpoint, ``out`` exists and is not empty, or a disk error.
-
     Cost: 20 to 55 bytes of memory per parameter, one read and one write.
-
     Example:
         >>> import tempfile, torch, narrowgauge as ng
         >>> folder, model = tempfile.mkdtemp(), torch.nn.Linear(4, 4)
@@ -125,7 +123,6 @@ def restore(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> int:
     Raises:
         RecordError: no checkpoint, a damaged one, or one whose names, shapes or dtypes differ from the model's.
         RecipeError: the storage of the state differs from the optimizer's.
-
     Example:
         >>> import tempfile, torch, narrowgauge as ng
         >>> folder = tempfile.mkdtemp()

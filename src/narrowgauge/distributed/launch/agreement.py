@@ -76,10 +76,6 @@ def first_difference(described: Sequence[Mapping[str, object]]) -> str:
 
 
 def require_same(described: Mapping[str, object]) -> None:
-    """Refuse ranks that differ in something the numbers depend on; all of them call it. Values are pickled.
-
-    Raises:
-        RankError: on every rank, with the first rank that differs and how.
-    """
+    """Refuse, on every rank, ranks that differ in something the numbers depend on; all of them call it. Values are pickled."""
     if difference := first_difference(all_ranks().gather(dict(described))):
         raise RankError(f"{difference}.", _ADVICE)

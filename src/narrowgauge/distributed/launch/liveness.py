@@ -140,7 +140,6 @@ class Liveness:
         return late_ranks([json.loads(self._store.get(_answer_key(rank))) for rank in others])
 
     def _answer(self) -> None:
-        """Say which step this rank has done, whether it waits for others, and where it is."""
         assert self._store is not None
         is_waiting, line = _position(self._main)
         self._store.set(_answer_key(self.placement.rank), json.dumps([self.step, self._is_calling or is_waiting, line]))

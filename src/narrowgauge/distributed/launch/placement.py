@@ -179,8 +179,6 @@ def first_host(hosts: str) -> str:
 def tasks_per_node(counts: str) -> list[int]:
     """The number of processes on each host of a Slurm step.
 
-    Raises:
-        ValueError: not such a text.
     Example:
         >>> tasks_per_node("4(x2),3")
         [4, 4, 3]
