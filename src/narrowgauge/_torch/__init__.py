@@ -213,7 +213,7 @@ def renew_fsdp_group(group: Any) -> None:
 
 
 def was_taken_by_fsdp(parameter: Tensor) -> bool:
-    """Whether FSDP2 has put another parameter in the place of this one, the whole one, and never gives it a gradient.
+    """Whether FSDP2 has replaced this whole parameter by another one, and never gives it a gradient.
 
     It does so in ``fully_shard``, where some versions of PyTorch leave no mark, and after a forward pass, with what it has
     gathered.
@@ -223,7 +223,7 @@ def was_taken_by_fsdp(parameter: Tensor) -> bool:
 
 
 def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype | None:
-    """The dtype in which FSDP2 sums the gradients of a parameter: its policy's ``reduce_dtype``, else that they are computed in.
+    """The dtype in which FSDP2 sums a parameter's gradients: its policy's ``reduce_dtype``, else the one they are computed in.
 
     ``None`` where it rounds them to another dtype before they would be summed, if only one rank holds the group.
     """

@@ -121,13 +121,9 @@ def file_damage(file: Path, record: FileRecord) -> str:
 
 
 def damage(path: Path, ranks: Ranks = ALONE, *, is_renamed: bool = False) -> str:
-    """Why a checkpoint is damaged, or an empty string, the same on all ranks.
+    """Why a checkpoint is damaged, or an empty string, the same on all ``ranks``: they share the reading, and all call this.
 
-    Args:
-        ranks: share the reading; all of them call this.
-        is_renamed: whether the folder may have another name than its step's.
-    Raises:
-        OSError: one of the ranks cannot read a file.
+    ``is_renamed`` allows the folder another name than its step's.
     """
     reason, files = ranks.of_first(lambda: read_manifest(path, is_renamed=is_renamed))
     if reason:

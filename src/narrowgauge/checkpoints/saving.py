@@ -136,11 +136,9 @@ def new_checkpoint(final: Path, keep: int) -> Iterator[Path]:
 
 
 def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ranks: Ranks = ALONE) -> Checkpoint | None:
-    """The newest checkpoint of a run that matches its manifest, or ``None``; many ranks share the reading and find the same one.
+    """The newest checkpoint of a run that matches its manifest, or ``None``; the ``ranks`` share the reading, and all call this.
 
-    Args:
-        on_damaged: called with each newer checkpoint that does not match, and the reason.
-        ranks: those that load it together; all call this.
+    ``on_damaged`` is called with each newer checkpoint that does not match, and the reason.
     """
     place = Path(folder) / _FOLDER
     with disk_errors(place):
@@ -187,17 +185,10 @@ def _found(place: Path) -> list[Checkpoint]:
 
 
 def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
-    """Remove the checkpoints of interruptions since the last regular one, and return its step.
+    """Remove the checkpoints of interruptions since the last regular one, and return its step; ``None`` without a good one.
 
-    An interrupted run and an uninterrupted one then roll back to the same step.
-
-    Args:
-        folder: the run folder.
-        every: number of steps between regular checkpoints.
-        ranks: those that go back together; the first of them does it.
-    Returns:
-        The step of the checkpoint to roll back to, or ``None`` without a good one. If the regular one no longer exists,
-        the newest one.
+    An interrupted run and an uninterrupted one then roll back to the same step. If the regular checkpoint no longer exists,
+    the newest one is kept. The first of the ``ranks`` does it; all call this. Regular checkpoints are ``every`` so many steps.
     """
     return ranks.of_first(lambda: _go_back(Path(folder), every))
 
@@ -308,12 +299,7 @@ def _safetensors_errors() -> Iterator[None]:
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, while training goes on.
-
-    Args:
-        folder: the run folder.
-        ranks: those that train together, in a process group of their own.
-    """
+    """Writes the checkpoints of a run, one at a time, while training goes on; ``ranks`` are a process group of their own."""
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
         self._folder, self.ranks = folder, ranks
@@ -325,10 +311,8 @@ class Saver:
         """Copy a checkpoint's tensors and start to write it, once the one before is written; returns its folder.
 
         Args:
-            step: number of optimizer steps.
             tensors: DTensors, and plain tensors that are the same on all ranks.
             state: a JSON object.
-            keep: number of newest checkpoints to keep.
         Raises:
             RecordError: this checkpoint, or the one before, could not be written; on all ranks.
         Cost: a copy of what this rank holds, kept in the memory of the CPU until it is written.

@@ -69,7 +69,6 @@ class ShardWriter(StorageWriter):
 
     Args:
         new_folder: on the first rank: a context that makes a temporary folder, and gives it its name at the end.
-        step: number of optimizer steps.
         state: content of ``state.json``.
     """
 

@@ -42,11 +42,7 @@ def load_tensors(
 ) -> dict[str, Tensor]:
     """All tensors of a checkpoint; of what belongs to a sharded parameter, each rank's own shard.
 
-    Args:
-        path: the folder of one checkpoint, whose checksums were verified.
-        saved: what it holds.
-        named_parameters: of the model, whose weights have the shapes of those saved.
-        optimizer: of its trained parameters.
+    The checksums must have been verified, and the model's weights have the shapes of those saved.
     """
     owners: dict[str, Tensor] = {f"model.{name}": p for name, p in named_parameters}
     for parameter, name in optimizer.parameter_names().items():

@@ -393,7 +393,7 @@ class GradientReduction:
     def require_known(self) -> None:
         """Refuse gradients that are not summed, or are summed as another parameter's: replicas would drift apart.
 
-        A trained parameter was then frozen or missing when the reduction was installed.
+        They are those of a parameter that was frozen or missing when the reduction was installed.
         """
         known = {id(p) for p in self._trainable}
         groups = [group for _, group in _torch.fsdp_groups(self._model)]

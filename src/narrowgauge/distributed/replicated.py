@@ -66,12 +66,7 @@ class Replicated:
 
     @torch.no_grad()
     def add(self, *, is_absent: bool = False, is_last: bool = True) -> None:
-        """Add ``p.grad``; after the last micro-batch write the sums to it, before that set it to ``None``.
-
-        Args:
-            is_absent: these gradients do not count.
-            is_last: whether this is the step's last micro-batch.
-        """
+        """Add ``p.grad``, unless absent; after the last micro-batch write the sums to it, before that set it to ``None``."""
         if not self.parameters:
             return
         gradients = [None if is_absent else p.grad for p in self.parameters]

@@ -127,12 +127,9 @@ class GroupSum:
         self.sum(input_tensor, output_tensor, group)
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        """Sum gradients over ranks.
+        """Sum the gradient of this rank, shape [shards * n], which may be overwritten, into its piece ``output``, shape [n].
 
-        Args:
-            gradient: shape [shards * n], of this rank; it may be overwritten.
-            output: shape [n], this rank's piece of the sum.
-            group: the process group of the shards.
+        ``group`` is the process group of the shards.
         """
         raise NotImplementedError
 
@@ -276,11 +273,7 @@ def _own_fingerprint(tensor: Any) -> tuple[int, Any]:
 
 
 def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
-    """Refuse a mesh that a model cannot be placed on.
-
-    Raises:
-        RecipeError: the model is sharded already, the mesh has over two axes or no names for two, or ``sharding`` is unknown.
-    """
+    """Refuse a sharded model, a mesh of over two axes or of two without names, and an unknown ``sharding``."""
     if sharding not in SHARDINGS:
         raise RecipeError(f"shard = {sharding!r} was requested, and it is one of {', '.join(SHARDINGS)}.")
     if has_shards(model):

@@ -315,10 +315,7 @@ _permuted = cast(Callable[..., Tensor], _Permuted.apply)
 def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The weighted sum of each token's experts, ``[tokens, hidden]``: transformers' interface of an implementation.
 
-    Args:
-        module: the experts.
-        hidden_states: ``[tokens, hidden]``.
-        top_k_index, top_k_weights: ``[tokens, k]``: which experts, and how much of each.
+    ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: which experts, and how much of each.
     """
     experts: Any = module
     tokens, top_k = top_k_index.shape

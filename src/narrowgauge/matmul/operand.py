@@ -162,11 +162,7 @@ def new_state(names: Sequence[str], device: torch.device | None = None) -> Tenso
 def random_words(cast: Cast, x: Tensor, dim: int, state: Tensor, operand: int, sequence_length: int) -> Words | None:
     """The random words of a cast of ``x [rows, columns]``; ``None`` where it rounds to nearest.
 
-    Args:
-        dim: the dimension that the matmul contracts.
-        state: the layer's.
-        operand: the slot's ``random_key``.
-        sequence_length: rows per sequence.
+    ``operand`` is the slot's ``random_key``, ``sequence_length`` the number of rows per sequence.
     """
     if cast.rounding == "nearest":
         return None

@@ -49,7 +49,6 @@ class Framework:
     Args:
         name: as in conversion reports.
         version: whose source or files it was checked against.
-        reads: what is read.
         writes: what ``convert --like`` writes; empty: nothing.
         exact: what reading rounds.
         refused: what is refused, and why.

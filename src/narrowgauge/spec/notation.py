@@ -242,11 +242,7 @@ def known_names() -> list[str]:
 
 
 def get_compute(compute: str | Compute) -> Compute:
-    """A compute by its name, here or in another library, or itself.
-
-    Raises:
-        RecipeError: no compute and no variant has that name, or several may be meant by it.
-    """
+    """A compute by its name, here or in another library, or itself; an unknown or ambiguous name is refused."""
     if isinstance(compute, str):
         require_one_compute(compute)
     found = computes.find(compute_name(compute)) if isinstance(compute, str) else compute

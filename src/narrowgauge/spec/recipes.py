@@ -170,9 +170,7 @@ class Recipe:
     def storage_of(self, name: str, num_dims: int) -> Storage:
         """The storage of a parameter: float32 for modules of ``keep``, else that of the last matching override, else ``storage``.
 
-        Args:
-            name: dotted.
-            num_dims: a parameter of at most one dimension is a vector.
+        A parameter of at most one dimension is a vector.
         """
         if self.keeps(name):
             return STORAGES["float32"]

@@ -69,7 +69,6 @@ def decoded(
     """The weight of a parameter, and its float32 moments and step count.
 
     Args:
-        row: its library's.
         entry: its state, not nested.
         group: the options of its group.
         weight: as the model sees it.

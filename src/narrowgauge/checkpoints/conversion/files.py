@@ -319,10 +319,8 @@ class InertTensor(Tensor):
 
 
 def load_pickle(file: Path | io.BytesIO, *, mmap: bool = False) -> Any:
-    """Load a ``torch.save`` file with stand-ins for the classes of the known packages.
+    """Load a ``torch.save`` file with stand-ins for the classes of the known packages; with ``mmap`` its tensors are mapped.
 
-    Args:
-        mmap: map its tensors instead of reading them.
     Raises:
         pickle.UnpicklingError: it names something else, whose code is not run.
     """

@@ -40,7 +40,6 @@ def read_foreign(path: Path, optimizer: Path | None, names: Sequence[str] = ()) 
     """Read weights, and the state of Adam or AdamW from the same or another file.
 
     Args:
-        path: a folder or a file.
         optimizer: the file with the optimizer state, if separate.
         names: parameter names in the model's order, where the files do not contain it.
     """
@@ -66,11 +65,7 @@ def sharded_format(path: Path) -> str | None:
 
 
 def open_sharded(framework: str, path: Path, *, writable: bool = False) -> Sharded:
-    """Open a checkpoint of a framework, a result of :func:`sharded_format`.
-
-    Args:
-        writable: map its files so that they can be written in place.
-    """
+    """Open a checkpoint of a framework, a result of :func:`sharded_format`; a ``writable`` one is written in place."""
     try:
         return SHARDED[framework][1](path, writable=writable)
     except NarrowgaugeError:

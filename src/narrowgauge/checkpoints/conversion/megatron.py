@@ -231,12 +231,7 @@ def _named(value: Any, name: str) -> Iterator[Any]:
 
 
 def read_index(folder: Path, *, writable: bool) -> tuple[dict[str, Global], dict[str, Tensor]]:
-    """The tensors of a DCP checkpoint, and the bytes of its other objects.
-
-    Args:
-        folder: with ``.metadata`` and the files that it names.
-        writable: map the files so that writing to the shards changes them.
-    """
+    """The tensors of a DCP checkpoint, and the bytes of its other objects; ``writable`` shards write through to its files."""
     try:
         with open(folder / ".metadata", "rb") as file:
             index = _Index(file).load()

@@ -318,8 +318,6 @@ def write_like(
         float32: gives its weights and moments as float32.
         like: the checkpoint to copy; it is not changed.
         out: the folder to create; ``None``: next to the source, named after the framework.
-    Raises:
-        DataError: ``like`` is not such a checkpoint, or of another model.
     """
     framework = sharded_format(like)
     if framework is None:

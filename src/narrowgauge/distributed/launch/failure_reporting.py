@@ -49,7 +49,6 @@ class FailureReporter:
     Args:
         folder: of the agent; None without one.
         timeout_seconds: the longest time without progress, for the message.
-        how_to_resume: a sentence.
         note_loss: records what was lost: takes the last step that was done, and a sentence. Called by one rank.
     """
 

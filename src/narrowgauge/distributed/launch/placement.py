@@ -34,8 +34,6 @@ class Placement:
         address, port: where the ranks meet; None if there is one rank.
         launcher: "torchrun", "slurm", "hand" or "none".
         job: a name of this job that its restarts share; None if the launcher gives none.
-        attempt: number of restarts before this one.
-        max_attempts: number of restarts that the launcher allows.
     """
 
     rank: int = 0

@@ -25,12 +25,10 @@ _LOOK_SECONDS = 0.05
 
 
 def meet(here: Placement, join_seconds: float) -> tuple[Store, str]:
-    """Wait until all ranks have come, at most ``join_seconds``.
+    """Wait until all ranks have come, at most ``join_seconds``; refuse a port in use, and a rank that did not come.
 
     Returns:
         A store that all ranks of this attempt share, and no others; and the prefix of its keys.
-    Raises:
-        RankError: the port is in use, or a rank did not come.
     """
     assert here.address is not None
     address = f"[{here.address}]" if ":" in here.address else here.address
@@ -51,10 +49,7 @@ def meet(here: Placement, join_seconds: float) -> tuple[Store, str]:
 
 
 def greet(store: Store, rank: int, patience: timedelta) -> str:
-    """Greet rank 0 until it answers with the prefix of this attempt's keys.
-
-    ``store`` may hold the keys of earlier attempts.
-    """
+    """Greet rank 0 until it answers with the prefix of this attempt's keys; ``store`` may hold those of earlier attempts."""
     name = uuid.uuid4().hex
     store.set(f"narrowgauge/hello/{rank}", name)
     answer = f"narrowgauge/welcome/{name}"
@@ -116,10 +111,7 @@ def _first_line(text: str) -> str:
 
 
 def second_connection(here: Placement, prefix: str, timeout_seconds: float) -> Store:
-    """Another connection to the same store, for another thread: a connection serves one caller at a time.
-
-    ``prefix`` is what :func:`meet` returned; ``timeout_seconds`` limits the wait for an answer.
-    """
+    """Another connection to the same store, for another thread: a connection serves one caller at a time."""
     assert here.address is not None and here.port is not None
     patience = timedelta(seconds=min(timeout_seconds, 60.0))
     other = TCPStore(here.address, here.port, is_master=False, wait_for_workers=False, timeout=patience)
