@@ -129,11 +129,10 @@ def prepare(
         plain model.
     Raises:
         RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
-            parameter; a model of another dtype or without trainable parameters; a batch norm that would mix dtypes; a
-            mesh for a model that is sharded already, or a sharded model whose groups would mix dtypes; sparse gradients;
-            narrow gathers that no layer allows, or of a recipe whose compute changes; a float32 parameter to be sharded that
-            is not contiguous; with an order-invariant reduction a batch norm or dropout, through which micro-batches depend on
-            those before them. What a loop does that such a reduction cannot allow is refused as it happens: see
+            parameter; a model of another dtype, without trainable parameters, or with sparse gradients; a batch norm or a group
+            of shards that would mix dtypes; a mesh for a sharded model, or a float32 parameter to be sharded that is not
+            contiguous; narrow gathers that no layer allows, or of a recipe whose compute changes; with an order-invariant
+            reduction, a batch norm or dropout. What else a loop may not do with such a reduction is refused as it happens: see
             :func:`~narrowgauge.reduce_gradients_with`.
 
     Cost: a temporary float32 copy of the weights, on every rank.

@@ -26,7 +26,7 @@ _PACKAGES = ("transformers", "tokenizers", "numpy")
 def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[str, ...] = _PACKAGES) -> dict[str, Any]:
     """The tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``; packages that are missing are left out.
 
-    Cost: a second where this machine's arithmetic was not measured before under these settings, else milliseconds.
+    Cost: a second where this machine's arithmetic has not been measured under these settings, else milliseconds.
     Example:
         >>> sorted(describe_process(torch.device("cpu")))
         ['arithmetic', 'machine', 'versions']

@@ -1,7 +1,7 @@
 """The models that a precision plugin of Lightning's has converted to a recipe, and the optimizers that are made for them.
 
-Lightning converts a module, wraps it for its ranks, and only then asks for optimizers. Until then the float32 values wait here.
-A note on the module itself says what it was converted to: a second ``Trainer`` finds it there, and nothing outlives the module.
+The float32 values wait here until Lightning asks for optimizers. A note on the module itself says what it was converted to: a
+second ``Trainer`` finds it there, and nothing outlives the module.
 
 The recipe decides how each parameter is stored. An optimizer that names another storage, even the default ``word``, contradicts
 the recipe and is refused, and so is an optimizer of another library, which stores only what the model sees.
