@@ -41,7 +41,7 @@ Operand: TypeAlias = "Expansion | Tensor | float"
 
 @dataclass(frozen=True)
 class NearestEven:
-    """Rounding of float32 values to a narrower format, ties to even; made by :func:`nearest_even`."""
+    """Rounding of float32 to a narrower format, ties to even; made by :func:`nearest_even` and :func:`nearest_even_bits`."""
 
     dropped: int  # how many mantissa bits fewer than float32's
     quiet: bool = False
@@ -193,7 +193,7 @@ def grow(x: Parts, a: Tensor, rn: Rounding) -> Parts:
 def add(x: Parts, y: Parts, rn: Rounding) -> Parts:
     """Sum of expansions, as long as the longer.
 
-    Error for pairs 3u^2 / (1 - 4u), whatever cancels; for triples u^3 of ``abs(x) + abs(y)``.
+    Error for pairs 3u^2 / (1 - 4u), also under cancellation; for triples u^3 of ``abs(x) + abs(y)``.
 
     Cost: for two pairs 6 roundings and 20 operations.
     """

@@ -3,7 +3,7 @@
 A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers: adding half of what will be
 dropped and clearing the rest rounds to the nearest, ties away from zero; adding a uniform random integer instead rounds
 stochastically, without bias; adding nothing rounds toward zero. A carry runs into the exponent by itself. Optimizers drop a
-fixed number of bits so: :func:`round_to_bfloat16`, :func:`round_to_float16`.
+fixed number of bits in this way: :func:`round_to_bfloat16`, :func:`round_to_float16`.
 
 :func:`round_to` serves every format, floats, integers and scales, with the same few operations. A float is a whole number of
 steps: its 24 significant bits times a power of two. A narrower format has longer steps, so rounding drops low bits of that

@@ -1,7 +1,7 @@
 """Sums that do not depend on order.
 
 Floating-point addition is not associative: a gradient norm summed in another order is another number, and a run clipped
-by it another run. Integer addition is. So the values are gone over twice: the first pass finds the largest magnitude (a
+by it another run. Integer addition is. So the values are read twice: the first pass finds the largest magnitude (a
 maximum is the same in any order), the second writes every square as a whole number of steps of a grid, a power of two
 chosen from that maximum and from the number of addends, so that 64-bit integers cannot overflow. What falls between
 two grid lines goes to a second, finer grid in the same pass. The two integers are a property of the *multiset* of

@@ -7,7 +7,8 @@ of the update is stored **on average**: 1 is perfect, 0 is a stall, and stochast
 measures the change that was **not intended**: 0 is perfect, 1 is a stall, and stochastic bfloat16 gives 20. The shares of
 lost elements count what the norms may hide: a few large entries that move, while all others stand still.
 
-A single value for a small tensor is noisy: add the sums of many steps first.
+A single value for a small tensor is noisy: add the sums of many steps first. All functions that take whole tensors read each
+once, with temporaries under 16 MiB.
 """
 
 from __future__ import annotations
@@ -53,8 +54,6 @@ def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
     """The eight sums of one tensor's update, float64 ``[8]``: the reference for the kernels that compute them on the way.
 
     Invariant: products are exact in float64 and summed there, chunk by chunk; counts are exact.
-
-    Cost: one read of each; temporaries under 16 MiB.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
@@ -197,8 +196,6 @@ def sqnr_db(x: Tensor, y: Tensor) -> Tensor:
     Invariant: +inf where ``y`` equals ``x`` (zeros too), 0 where ``y`` is all zero, 6.02 more for each bit of precision; NaN
     for no elements or where ``x − y`` is not a number.
 
-    Cost: one read of each; temporaries under 16 MiB.
-
     Example:
         >>> round(sqnr_db(torch.tensor([1.0, 1.0]), torch.tensor([1.1, 0.9])).item(), 3)
         20.0
@@ -223,8 +220,6 @@ def underflow_fraction(x: Tensor, smallest: float) -> Tensor:
         x: values, already divided by any scale.
         smallest: the smallest positive number of the format, its smallest subnormal where it has subnormals.
 
-    Cost: one read; temporaries under 16 MiB.
-
     Example:
         >>> underflow_fraction(torch.tensor([0.0, 1.0, 2.0**-10, 2.0**-9]), smallest=2.0**-9).item()
         0.3333333333333333
@@ -243,8 +238,6 @@ def overflow_fraction(x: Tensor, largest: float) -> Tensor:
 
     Invariant: counts abs(x) > ``largest``, infinities included, after any scale was divided out. NaN is an element, but not one
     beyond. NaN for no elements.
-
-    Cost: one read; temporaries under 16 MiB.
 
     Example:
         >>> overflow_fraction(torch.tensor([1.0, -500.0, 448.0, 449.0]), largest=448.0).item()
