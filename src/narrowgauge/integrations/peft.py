@@ -164,7 +164,7 @@ def quantize_base(
 
 
 def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Give the layers of :func:`quantize_base` weights again, the values of their codes, so that adapters can be merged.
+    """Turn the codes of :func:`quantize_base` into weights of a dtype again, in place, so that adapters can be merged.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
