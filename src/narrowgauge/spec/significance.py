@@ -19,6 +19,7 @@ def student_t(degrees: int, confidence: float = 0.95) -> float:
     Example:
         >>> round(student_t(2), 3), round(student_t(19, 1 - 2e-4), 3)
         (4.303, 4.59)
+
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions (1964), 26.7.3 and 26.7.4.
     """
     low, high = 0.0, math.pi / 2

@@ -47,6 +47,7 @@ class Scaled(Tensor):
         (Scaled([1.0, -1.5] * 2^-18), Scaled([1.25, 0.625] * 2^-8))
         >>> (x + y).value()
         tensor([0.0049, 0.0024])
+
     Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify, whose default of rounding
     scales down is used.
     """

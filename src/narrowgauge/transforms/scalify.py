@@ -326,6 +326,7 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         >>> scalify(model)
         >>> torch.equal(model(x), plain)
         True
+
     Source: Balança et al., Scalify: scale propagation for efficient low-precision LLM training, arXiv 2407.17353;
     graphcore-research/jax-scalify.
     """
