@@ -6,11 +6,15 @@ import dataclasses
 import json
 import re
 
+import pytest
+
+from narrowgauge.planner.inputs.efficiency import Share, shares_of
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.plan_report import Plan
 from narrowgauge.planner.question import Option
 from narrowgauge.report.page import digest_of
 from narrowgauge.report.plan_page import figures_of, memory_bars, render_plan, scaling_curve, time_bars
+from narrowgauge.spec.chips import get_chip
 from planner.made_plans import made_option, made_plan
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(1)>'
@@ -75,3 +79,16 @@ def test_a_scaling_curve_is_compared_with_proportional_growth() -> None:
 def test_a_state_alone_has_no_figures_of_time() -> None:
     assert [figure.name for figure in figures_of(plan_of_state())] == ["memory"]
     assert "Only the state is counted" in render_plan(plan_of_state())
+
+
+def test_a_roofline_has_the_shares_that_the_times_have() -> None:
+    plan = made_plan(*options())
+    own = shares_of(get_chip("H100-SXM")).replaced(
+        {name: Share(0.25, 0.25, 0.25, "made up") for name in ("matmul.bfloat16", "bandwidth")}
+    )
+    plan = dataclasses.replace(plan, question=dataclasses.replace(plan.question, shares=own))
+    [figure] = [figure for figure in figures_of(plan) if figure.name == "roofline"]
+    line = next(trace for trace in figure.data if trace["mode"] == "lines")
+    assert line["y"][1] == pytest.approx(0.25 * get_chip("H100-SXM").peak_tflops["bfloat16"], rel=1e-3)
+    assert line["y"][0] / line["x"][0] == pytest.approx(0.25 * get_chip("H100-SXM").bandwidth_bytes_per_second / 1e12)
+    assert all(max(trace["y"]) <= line["y"][1] for trace in figure.data)

@@ -146,7 +146,7 @@ def _best_job(plan: Plan) -> Job:
     question, best = plan.question, plan.best
     named = {cluster.name: cluster for cluster in question.clusters}
     cluster = named.get(best.cluster, question.clusters[0])
-    return Job(question.architecture, best.recipe, best.layout, cluster, best.sequence_length)
+    return Job(question.architecture, best.recipe, best.layout, cluster, best.sequence_length, question.shares)
 
 
 def memory_bars(options: Sequence[Option]) -> Figure:

@@ -331,7 +331,6 @@ _ASSUMED = (
     ("Blackwell", Software("assumed", (2025, 2026), "torchtitan or Megatron-Core", {
         "": _library(0.60, 0.88, 1.0, f"software of 2025 to 2026, any; {_VIEW}")})),
     ("v5", SOFTWARE["xla-2024"]),
-    ("CPU", Software("assumed", (2024, 2026), "PyTorch", {})),
     ("", Software("assumed", (2023, 2026), "PyTorch", {})),
 )  # fmt: skip
 

@@ -234,26 +234,29 @@ class Roof:
 
 
 def roof_of(job: Job) -> Roof:
-    """The roofline of a job's micro-batch on the slowest chip of its cluster, at the published shares."""
+    """The roofline of a job's micro-batch on the slowest chip of its cluster."""
     chip = min((group.chip for group in job.cluster.groups), key=lambda each: max(each.peak_tflops.values()))
+    shares = job.shares or shares_of(chip)
     compute = job.recipe.compute
     product = compute.products["output"]
     is_narrow = is_native(product, compute, chip)
     wide = COMPUTES[job.recipe.dtype].products["output"].left.format
     narrow = product.left.format if is_narrow else wide
-    points = [_point(row, job, narrow if row.part != "head" else wide, chip) for row in job.architecture.matmuls]
-    peaks = {name: 1.0 / (matmul_seconds(1e18, 0.0, name, chip) / 1e6) for name in dict.fromkeys([wide, narrow])}
-    return Roof(chip.name, 1.0 / bytes_seconds(1.0, chip), peaks, tuple(points))
+    rows = job.architecture.matmuls
+    points = [_point(row, job, narrow if row.part != "head" else wide, chip, shares) for row in rows]
+    formats = dict.fromkeys([wide, narrow])
+    peaks = {name: 1.0 / (matmul_seconds(1e18, 0.0, name, chip, shares) / 1e6) for name in formats}
+    return Roof(chip.name, 1.0 / bytes_seconds(1.0, chip, shares), peaks, tuple(points))
 
 
-def _point(row: Matmul, job: Job, format: str, chip: Chip) -> RooflinePoint:
+def _point(row: Matmul, job: Job, format: str, chip: Chip, shares: Shares) -> RooflinePoint:
     layout = job.layout
     rows = max(1.0, layout.micro_batch * job.sequence_length * row.tokens_share / layout.context)
     inner = row.in_features / (layout.tensor if row.split == "row" else 1)
     columns = row.out_features / (layout.tensor if row.split == "column" else 1)
     moved = (rows * inner + inner * columns) * bytes_per_number(format) + rows * columns * 2
     flops = 2 * rows * inner * columns
-    seconds = matmul_seconds(flops, moved, format, chip)
+    seconds = matmul_seconds(flops, moved, format, chip, shares)
     return RooflinePoint(
         row.name, f"{rows:,.0f} × {inner:,.0f} × {columns:,.0f}", flops / moved, flops / seconds / 1e12
     )
