@@ -91,9 +91,7 @@ def test_a_run_of_ranks_is_stopped_and_resumed_with_the_same_bits(
 def test_more_ranks_than_micro_batches_are_refused_before_anything_is_written(place: Path, tmp_path: Path) -> None:
     changes = {**BASE, "gradient_accumulation_steps": 1}
     said = run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "run": changes})
-    assert (
-        "2 ranks were given a step of 1 micro-batches" in said[0][0] and "--gradient-accumulation-steps" in said[0][0]
-    )
+    assert "2 ranks were requested, and a step has 1 micro-batches" in said[0][0]
     assert not (tmp_path / "run").exists()
 
 

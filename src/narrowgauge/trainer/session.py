@@ -50,6 +50,7 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.micro_batches import MicroBatch, SkippedBatches, batch_index, micro_batches_of_rank
+from narrowgauge.trainer.resume_checks import require_ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -322,11 +323,6 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
 
 def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:
     """The mesh of the ranks that train together; ``None`` for one process."""
-    if here.size > config.gradient_accumulation_steps:
-        raise RankError(
-            f"{here.size} ranks were given a step of {config.gradient_accumulation_steps} micro-batches, and each needs one.",
-            "Raise --gradient-accumulation-steps, or start fewer ranks.",
-        )
     if here.size == 1:
         if config.offload or config.narrow_gather or config.replicas > 1:
             what, without = ("offload", "--no-offload") if config.offload else ("replicas", "--replicas 1")
@@ -336,6 +332,7 @@ def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:
                 f"Start several, --nproc 2, or ask for none: {without}.",
             )
         return None
+    require_ranks(config, here.size)
     return make_mesh(here.size, device.type, sharding=config.shard, replicas=config.replicas)
 
 
