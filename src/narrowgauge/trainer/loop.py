@@ -39,7 +39,7 @@ from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.memory import require_batch
 from narrowgauge.trainer.recovery import Recovery
-from narrowgauge.trainer.resume_checks import accept, moved, unfinished_run, with_present_ranks
+from narrowgauge.trainer.resume_checks import accept, describe_changes, moved, unfinished_run, with_present_ranks
 from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import evaluate, summarize, train_step
 
@@ -185,9 +185,7 @@ def _go_on(run: Run, config: TrainConfig, began_with: str, accept_changes: bool,
     accepted = all_ranks().of_first(lambda: accept(run, session.config, session.step, standing, accept_changes))
     present = describe(session)
     changed = moved(run.run, present)
-    since = [
-        f"{name} was {before} up to step {session.step} and is {now} from there on" for name, before, now in changed
-    ]
+    since = describe_changes(changed, session.step)
     with first_writer(folder, lambda: _rewound(folder, session.step, accept_changes)) as writer:
         if changed:
             all_ranks().of_first(lambda: writer.amend(with_present_ranks(run.run, present)))

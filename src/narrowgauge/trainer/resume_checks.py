@@ -10,7 +10,7 @@ None of these checks needs PyTorch, so the command line makes them first, and a 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,7 @@ def accept(run: Run, present: TrainConfig, step: int, standing: Mapping[str, Any
     """
     changed = changed_settings(standing.get("settings") or run.began_with or {}, present.to_dict())
     if is_accepted:
-        sentences = [
-            f"{name} was {before} up to step {step} and is {now} from there on" for name, before, now in changed
-        ]
-        return [*sentences, *rows_lost(run.path, step, standing.get("rows"))]
+        return [*describe_changes(changed, step), *rows_lost(run.path, step, standing.get("rows"))]
     if changed:
         changes = "; ".join(f"{name} is {now}, and the run started with {before}" for name, before, now in changed)
         raise RecordError(
@@ -52,6 +49,11 @@ def accept(run: Run, present: TrainConfig, step: int, standing: Mapping[str, Any
         )
     require_rows(run.path, step, standing.get("rows"))
     return []
+
+
+def describe_changes(changed: Iterable[tuple[str, str, str]], step: int) -> list[str]:
+    """What has changed at a step, from name, value before and value now: sentences without a full stop."""
+    return [f"{name} was {before} up to step {step} and is {now} from there on" for name, before, now in changed]
 
 
 def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[tuple[str, str, str]]:
