@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from narrowgauge.cli.flags import SETTINGS
+from narrowgauge.distributed.launch.placement import Placement, read_placement, variables
 from narrowgauge.errors import RankError, ReportedError
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import is_run, read_run, read_settings
@@ -27,7 +28,6 @@ from narrowgauge.runs.writer import append_event
 
 if TYPE_CHECKING:
     from narrowgauge.analysis.comparison.comparison import Comparison
-    from narrowgauge.distributed.launch.placement import Placement
     from narrowgauge.trainer.config import TrainConfig
     from narrowgauge.trainer.experiment.definition import ExperimentConfig
     from narrowgauge.trainer.exporting import Dtype
@@ -83,8 +83,6 @@ def options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def starts_ranks(launch: Launch) -> bool:
     """Whether this process is to start ranks, rather than to be one; a rank that is given ``--nproc`` is refused."""
-    from narrowgauge.distributed.launch.placement import read_placement
-
     here = read_placement()
     if launch.nproc is None or (launch.nproc == 1 and not launch.max_restarts):
         return False
@@ -98,8 +96,6 @@ def starts_ranks(launch: Launch) -> bool:
 
 def require_one_process(command: str) -> None:
     """Refuse ranks of torchrun or Slurm in a command that reads or writes the files of a run as a whole."""
-    from narrowgauge.distributed.launch.placement import read_placement
-
     here = read_placement()
     if here.size > 1:
         raise RankError(
@@ -121,7 +117,6 @@ def start(launch: Launch, settings: Mapping[str, Any], goes_on: Callable[[], str
     """
     assert launch.nproc is not None
     from narrowgauge.distributed.launch.agent import run_on_ranks
-    from narrowgauge.distributed.launch.placement import variables
 
     with tempfile.TemporaryDirectory(prefix="narrowgauge-") as name, variables({SETTINGS: f"{name}/settings.json"}):
         file = Path(name) / "settings.json"
@@ -191,8 +186,6 @@ def joined_run(launch: Launch, config: TrainConfig, folder: Path | None) -> Abst
 
 def refuse_once() -> None:
     """End silently if an earlier attempt of this job was refused: a restart does not fix wrong settings."""
-    from narrowgauge.distributed.launch.placement import read_placement
-
     folder = os.environ.get("NARROWGAUGE_AGENT_FOLDER")
     if folder and read_placement().attempt:
         for note in Path(folder).glob("reported-*"):
@@ -206,8 +199,6 @@ def is_own_run(folder: Path | None) -> bool:
     Raises:
         RankError: a restart cannot tell which run is its own.
     """
-    from narrowgauge.distributed.launch.placement import read_placement
-
     here = read_placement()
     if here.max_attempts and (folder is None or here.job is None):
         raise _not_found_again("run" if folder is None else None)
@@ -227,15 +218,11 @@ def _not_found_again(folder_of: str | None) -> RankError:
 
 def is_restart() -> bool:
     """Whether this process was started anew after ranks were lost."""
-    from narrowgauge.distributed.launch.placement import read_placement
-
     return read_placement().attempt > 0
 
 
 def is_new_and_alone(out: str | None) -> bool:
     """Whether this process is the only rank of a run that does not exist yet, whose settings can be checked at once."""
-    from narrowgauge.distributed.launch.placement import read_placement
-
     return read_placement().size == 1 and not is_own_run(None if out is None else Path(out))
 
 
@@ -246,7 +233,6 @@ def is_finished(folder: Path) -> bool:
 
 def train(config: TrainConfig, launch: Launch) -> Path | None:
     """Train on this rank, or alone; a job that was started anew continues its own run. Ranks but the first get None."""
-    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer.console import Console
 
     folder, is_first = None if config.out is None else Path(config.out), read_placement().is_first
@@ -269,23 +255,27 @@ def train(config: TrainConfig, launch: Launch) -> Path | None:
 
 
 def _note_restart(is_first: bool) -> None:
-    from narrowgauge.distributed.launch.placement import read_placement
-
     here = read_placement()
     if is_first:
         count = f" (restart {here.attempt} of at most {here.max_attempts})" if here.attempt else ""
         click.echo(f"note: the ranks were started anew{count}; {here.size} go on.", err=True)
 
 
-def resume(folder: Path, config: TrainConfig, launch: Launch, *arguments: Any, **options: Any) -> Path | None:
-    """Resume a run on this rank, or alone; ranks but the first get None. ``loop.resume`` takes the further arguments."""
+def resume(
+    folder: Path,
+    config: TrainConfig,
+    launch: Launch,
+    stop_after: int | None,
+    accept_changes: bool,
+    chosen: Mapping[str, Any],
+) -> Path | None:
+    """``loop.resume`` on this rank, or alone; ranks but the first get None."""
     from narrowgauge.distributed.launch.agreement import describe_rank, require_same
-    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer import loop
 
     with joined_run(launch, config, folder):
         require_same({**config.to_dict(), **describe_rank()})
-        resumed = loop.resume(folder, *arguments, **options)
+        resumed = loop.resume(folder, stop_after, accept_changes, chosen=chosen)
     return resumed if read_placement().is_first else None
 
 
@@ -293,7 +283,6 @@ def compare(
     config: ExperimentConfig, folder: Path | None, launch: Launch, stream: TextIO
 ) -> tuple[Comparison, Path] | None:
     """Compare on this rank, or alone; ``folder`` None takes a free one. Ranks but the first get None."""
-    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer.experiment import training
 
     if read_placement().launcher == "none":
@@ -320,7 +309,6 @@ def compare(
 
 def export(launch: Launch, folder: Path, out: Path, dtype: Dtype, max_file_bytes: int) -> Path | None:
     """Export on this rank, which shares the files with the others, or alone; ranks but the first get None."""
-    from narrowgauge.distributed.launch.placement import read_placement
     from narrowgauge.trainer import exporting
 
     if read_placement().launcher == "none":

@@ -198,8 +198,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     if launching.starts_ranks(launch):
         resume_checks.require_ranks(config, launch.nproc or 1)
         return launching.start(launch, {}, lambda: launching.how_to_resume(folder), folder)
-    options = {"chosen": given} if given else {}
-    _echo_folder(launching.resume(folder, config, launch, stop_after, *([True] if accept_changes else []), **options))
+    _echo_folder(launching.resume(folder, config, launch, stop_after, accept_changes, chosen=given))
 
 
 @main.command("compare", short_help="What several recipes cost, trained alike.", params=flags.of_comparisons())
