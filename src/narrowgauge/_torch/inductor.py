@@ -61,7 +61,7 @@ from narrowgauge.machine.processor import instruction_sets
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
-# One loop whatever its length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
+# One loop of any length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
 # large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).
 _ONE_LOOP: dict[str, Any] = {
     "realize_reads_threshold": 1000,

@@ -92,7 +92,7 @@ def group_of(ranks: Sequence[int]) -> Any:
     key, everyone = tuple(sorted(ranks)), dist.group.WORLD
     if len(key) == dist.get_world_size():
         return everyone
-    if key not in _groups or _groups[key][0] is not everyone:  # a program may end its groups and begin anew
+    if key not in _groups or _groups[key][0] is not everyone:  # a program may destroy its groups and make new ones
         _groups[key] = everyone, dist.new_group(list(key), use_local_synchronization=True)
     return _groups[key][1]
 

@@ -60,7 +60,7 @@ class Lockstep:
         """
         if self._is_forward():
             self._agree(2 * number + 1, num_bytes, [self._row])
-        elif _torch.runs_backward():  # replicas that have evaluated alone gather in another order
+        elif _torch.runs_backward():  # replicas that have evaluated alone gather in a different order
             self._exchange(2 * number + 1, num_bytes, [self._row])
 
     def before_sum(self, number: int, numel: int) -> None:

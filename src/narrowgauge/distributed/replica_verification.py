@@ -1,9 +1,9 @@
 """Silent corruption: bits that flip in memory or in arithmetic, found because several ranks hold or compute the same.
 
-    replicas     what several ranks hold alike (all of a replicated model; the replicas of a shard; vectors that stay whole) has
+    replicas     what several ranks hold (all of a replicated model; the replicas of a shard; vectors that stay whole) has
                  equal checksums every so many steps. A difference stays until it is found.
-    rest         what one rank alone holds is summed after an update and again before the next; nothing may change in between.
-    gradients    all ranks compute one and the same micro-batch, whose gradients have equal bits.
+    rest         what only one rank holds is summed after an update and again before the next; nothing may change in between.
+    gradients    all ranks compute the same micro-batch, whose gradients have equal bits.
 
 The majority is right. Between two ranks that disagree, the one whose gradient changes when it is computed again is wrong; of two
 differing values in memory, the one unlike its neighbours is probably damaged. Every check ends with the same error on all ranks,
@@ -81,7 +81,7 @@ class Verifier:
         self._held, self.every, self.size = held, every, all_ranks().size
         self._resting: dict[str, tuple[int, int, Tensor]] = {}
         self._rests_since = 0
-        self._alone: bool | None = None  # whether any of it is held by this rank alone
+        self._alone: bool | None = None  # whether any of it is held only by this rank
 
     def is_due(self, step: int) -> bool:
         """Whether the step of this number, from 1, is verified."""
@@ -116,7 +116,7 @@ class Verifier:
             self._agree(found)
 
     def forget(self) -> None:
-        """Expect nothing of what is held: it is about to change, or was set from elsewhere."""
+        """Forget the sums of what is held: it is about to change, or was set from elsewhere."""
         self._resting = {}
 
     def _changed(self) -> list[Damage]:
@@ -343,7 +343,7 @@ def _gathered_rows(sums: dict[str, Tensor]) -> list[dict[str, int]]:
 
 
 def _gradient_damage(first: Sequence[dict[str, int]], second: Sequence[dict[str, int]], step: int) -> list[Damage]:
-    """Who computes what wrong, of two times that all ranks computed the same."""
+    """Which rank's gradients are wrong, of a micro-batch that all ranks computed twice."""
     after = f"from the same micro-batch after step {step}"
     unstable = [rank for rank, rows in enumerate(zip(first, second, strict=True)) if rows[0] != rows[1]]
     if unstable:

@@ -35,7 +35,7 @@ WINDOW = 10
 """Steps that are joined into one table of ranks; with more ranks as many steps as ranks, which bounds the record."""
 
 # What a rank sends, as a multiple of an argument's bytes, by the size of the group: what a ring sends, the least that is possible
-# for large messages, whatever algorithm the backend takes.
+# for large messages by any algorithm of the backend.
 _FACTORS: dict[str, Callable[[int], float]] = {
     "nothing": lambda size: 0.0,
     "once": lambda size: 1.0,

@@ -141,7 +141,7 @@ def _blocks(cast: Cast, dtype: torch.dtype) -> Callable[..., Any]:
 
 # ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
 #
-# A pure function of seed, step, layer, operand and logical position. Equal gradients must not round alike, so the bits cannot
+# A pure function of seed, step, layer, operand and logical position. Equal gradients must not round equally, so the bits cannot
 # come from the values, as the optimizer's do; they come from counters. The row counter counts tokens of the whole batch,
 # wherever they are computed: a layer's state holds the index of the first sequence of the micro-batch.
 
