@@ -96,10 +96,18 @@ def test_what_loses_its_updates_is_no_baseline() -> None:
 def test_a_baseline_may_be_named_and_must_be_there() -> None:
     runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1))]
     assert compare_runs(runs, "bf16/word").baseline == "bfloat16/word"
-    # The name of earlier versions.
-    assert compare_runs(runs, yardstick="bf16/word").yardstick == "bfloat16/word"
     with pytest.raises(RecipeError, match=r"bfloat16/wrd was requested.*Did you mean 'bfloat16/word'"):
         compare_runs(runs, "bfloat16/wrd")
+
+
+def test_the_former_name_of_the_baseline_warns_and_is_not_passed_over() -> None:
+    runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1))]
+    with pytest.warns(DeprecationWarning, match="baseline"):
+        found = compare_runs(runs, yardstick="bf16/word")
+    with pytest.warns(DeprecationWarning, match=r"Comparison\.baseline"):
+        assert found.yardstick == found.baseline == "bfloat16/word"
+    with pytest.raises(RecipeError, match="both given"):
+        compare_runs(runs, "bfloat16/master", yardstick="bf16/word")
 
 
 def test_no_torch_is_loaded() -> None:

@@ -95,6 +95,11 @@ def test_equal_records_are_the_same_run_whatever_was_written_about_the_machine(t
     )
 
 
+def test_one_step_in_common_is_not_steps(tmp_path: Path) -> None:
+    found = compare_two(write(tmp_path / "a", steps=1), write(tmp_path / "b"))
+    assert found.verdict == "The same in all that both recorded (1 step)."
+
+
 CASES: dict[str, tuple[dict[str, Any], str, str, int, str]] = {
     "another seed": (
         {"settings": {"seed": 1}, "changed": {(1, "tokens:batch"): 1.1}}, "random-numbers", "tokens", 1, "tokens:batch",

@@ -254,6 +254,11 @@ def test_a_replay_that_parts_without_a_reason_is_no_healthy_run() -> None:
     assert ng.diagnose(healthy_run(), replay=explained).is_healthy
 
 
+def test_a_replay_of_one_run_is_no_evidence_about_two() -> None:
+    with pytest.raises(ng.errors.NarrowgaugeError, match="two were named"):
+        ng.diagnose(healthy_run(), healthy_run(), replay=ReplayedStep("run", 9, 0, None, 5.1, 1.0))  # type: ignore[call-overload]
+
+
 def test_a_healthy_run_has_no_finding() -> None:
     for recipe in ("bfloat16/word", "float8-row/word", "bfloat16/naive", "float32/float32"):
         run = healthy_run(recipe)
@@ -284,6 +289,16 @@ def test_what_was_not_recorded_is_unknown_and_what_would_record_it_is_said() -> 
     found = ng.diagnose(run)
     assert any("gauges" in said for said in found.missing)
     assert found.next_measurement is not None and found.next_measurement.gain > 0
+
+
+def test_a_replay_is_advised_of_the_run_whatever_words_its_path_holds(tmp_path: Path) -> None:
+    run = struck("lost-updates")
+    moved = dataclasses.replace(run, path=tmp_path / "STEPS-RUN-1")
+    moved.__dict__["gauges"] = run.gauges
+    (moved.path / "data").mkdir(parents=True)
+    (moved.path / "data" / "data.json").touch()
+    measure = ng.diagnose(moved).next_measurement
+    assert measure is not None and measure.what.startswith(f"narrowgauge diagnose {moved.path} --replay 110: ")
 
 
 def test_nothing_is_claimed_below_the_confidence() -> None:

@@ -60,6 +60,12 @@ def test_a_rate_above_all_earlier_ones_is_a_jump() -> None:
     assert state(run, "rate-jumps") == "present"
 
 
+def test_a_rate_that_is_high_for_one_step_is_a_burst_of_one_step() -> None:
+    run = healthy_run()
+    run.steps[AT]["lr"] *= 5
+    assert f"for 1 step from step {AT + 1} on" in observe(gather(run))["rate-bursts"].sentence
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"), [(None, "unknown"), (4096, "absent"), (1 << 22, "present")], ids=["none", "few", "many"]
 )

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,8 @@ class Comparison:
 
     @property
     def yardstick(self) -> str | None:
-        """The name of :attr:`baseline` in earlier versions."""
+        """The former name of :attr:`baseline`."""
+        warnings.warn("Comparison.yardstick is now Comparison.baseline.", DeprecationWarning, stacklevel=2)
         return self.baseline
 
     @property
@@ -134,12 +136,12 @@ def compare_runs(runs: Sequence[Run], baseline: str | None = None, *, yardstick:
     Args:
         runs: finished or not, in any order.
         baseline: a recipe among them.
-        yardstick: the name of ``baseline`` in earlier versions.
+        yardstick: the former name of ``baseline``.
     Returns:
         The comparison.
     Raises:
         RecordError: there is no run, or a run's record is damaged.
-        RecipeError: no run has the baseline's recipe.
+        RecipeError: no run has the baseline's recipe, or it was given under both names.
     Example:
         >>> def run(recipe, seed, loss, size):
         ...     config = {"recipe": recipe, "seed": seed}
@@ -151,14 +153,18 @@ def compare_runs(runs: Sequence[Run], baseline: str | None = None, *, yardstick:
         >>> print(found.verdict[0])
         bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter instead of the 16.00 of bfloat16/master. ...
     """
+    if yardstick is not None:
+        if baseline is not None:
+            raise RecipeError("baseline and its former name yardstick were both given.", "Pass baseline alone.")
+        warnings.warn("compare_runs(yardstick=) is now baseline=.", DeprecationWarning, stacklevel=2)
+        baseline = yardstick
     if not runs:
         raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
     groups: dict[str, list[RunStats]] = {}
     for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(RunStats.of(run, label))
     rows = {label: _row(label, group) for label, group in groups.items()}
-    requested = baseline if baseline is not None else yardstick
-    chosen = _requested_baseline(requested, groups) if requested is not None else _widest(rows, groups)
+    chosen = _requested_baseline(baseline, groups) if baseline is not None else _widest(rows, groups)
     equal_time = losses_at_equal_time(groups, chosen)
     classes = classify(groups, rows, chosen, equal_time)
     folders = tuple(run.path for run in runs)

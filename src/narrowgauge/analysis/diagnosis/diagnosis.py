@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -27,6 +27,7 @@ from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep
 from narrowgauge.analysis.diagnosis.signs.sign import Observation
 from narrowgauge.analysis.diagnosis.signs.sign_table import observe
 from narrowgauge.analysis.monitor.detectors import advice_values
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.finding import Finding, at_step
 from narrowgauge.runs.record import Run, read_run
 
@@ -175,6 +176,7 @@ def diagnose(
 
     Raises:
         RecordError: there is no run, or its record is damaged.
+        NarrowgaugeError: both ``other`` and ``replay`` were given.
 
     Cost: below a second for 10,000 steps; longer where detectors have yet to run over samples of many tensors.
 
@@ -190,6 +192,8 @@ def diagnose(
     Source: see :mod:`narrowgauge.analysis.diagnosis.posterior`.
     """
     if other is not None:
+        if replay is not None:
+            raise NarrowgaugeError("A replay is evidence about one run, and two were named.", "Leave one of them out.")
         one, two = (each if isinstance(each, Run) else read_run(each) for each in (run, other))
         return compare_two(one, two)
     return _diagnosis(gather(run, replay))
@@ -263,7 +267,7 @@ def _sentence(finding: CauseFinding) -> str:
     return f"{finding.cause.title} ({finding.cause.name}, {finding.probability:.0%}){since}{where}"
 
 
-def _by_step(signs: Any) -> tuple[Observation, ...]:
+def _by_step(signs: Iterable[Observation]) -> tuple[Observation, ...]:
     return tuple(sorted(signs, key=lambda sign: -1 if sign.step is None else sign.step))
 
 

@@ -209,7 +209,8 @@ def _said(sign: Sign, evidence: Evidence, seen: Observations) -> str:
     if _cost(sign) == REPLAY:
         first = min((row.step for row in seen.values() if row.state == "present" and row.step), default=None)
         step = first or (evidence.steps[-1] if evidence.steps else 1)
-        needs = needs.replace("RUN", str(evidence.run.path)).replace("STEP", str(step))
+        # The path last: it may hold the word STEP.
+        needs = needs.replace("STEP", str(step)).replace("RUN", str(evidence.run.path))
     return f"{needs}: {sign.meaning}?"
 
 

@@ -116,7 +116,8 @@ def _sameness(alignment: Alignment) -> str:
     given = f", although they were given {_listed(alignment)}" if alignment.differences else ""
     if alignment.is_complete:
         return f"The same run, bit for bit to the last weight{given}."
-    return f"The same in all that both recorded ({alignment.num_common} steps){given}."
+    steps = f"{alignment.num_common} step{'' if alignment.num_common == 1 else 's'}"
+    return f"The same in all that both recorded ({steps}){given}."
 
 
 def _listed(alignment: Alignment) -> str:

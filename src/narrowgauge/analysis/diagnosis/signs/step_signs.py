@@ -445,7 +445,8 @@ def _rate_bursts(evidence: Evidence) -> Observation:
     for row, before, now, width in _jumps(evidence):
         if width < STAYS and row + width < len(evidence.steps):
             step = evidence.steps[row]
-            said = f"the learning rate was {now:.3g} instead of {before:.3g} for {width} steps from step {step} on"
+            steps = "step" if width == 1 else "steps"
+            said = f"the learning rate was {now:.3g} instead of {before:.3g} for {width} {steps} from step {step} on"
             return present(step, said, None, now, JUMP * before)
     return ABSENT
 
@@ -620,7 +621,7 @@ def _spikes_at_resume(evidence: Evidence) -> Observation:
         at = step_of(spike)
         since = next((step for step in evidence.resumes if 0 < at - step <= BEFORE), None)
         if since is not None:
-            return present(at, f"the loss jumped at step {at}, {at - since} steps after the run resumed")
+            return present(at, f"the loss jumped at step {at}, soon after the run resumed from step {since}")
     return ABSENT
 
 
