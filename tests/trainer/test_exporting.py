@@ -21,6 +21,7 @@ from narrowgauge.trainer.data.corpus import Document, Texts
 from narrowgauge.trainer.data.tokens import END_OF_TEXT, train_tokenizer
 from narrowgauge.trainer.exporting import continue_text, write_folder
 from narrowgauge.trainer.language_model import build
+from narrowgauge.trainer.session import Session
 
 TEXT = "def add(one, two):\n    return one + two\n\n" * 20
 
@@ -52,13 +53,13 @@ def tokenizer_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_run(tokenizer_path: Path | None, *, narrow: bool = True, model: str = "llama-1m") -> FakeRun:
+def make_run(tokenizer_path: Path | None, *, narrow: bool = True, model: str = "llama-1m") -> Session:
     made = build(model, vocab_size=300, seed=1)
     exact = {parameter: parameter.detach().clone() for parameter in made.parameters()}
     if narrow:
         for parameter in made.parameters():
             parameter.data = parameter.data.to(torch.bfloat16)
-    return FakeRun(made, Optimizer(exact), tokenizer_path)
+    return cast(Session, FakeRun(made, Optimizer(exact), tokenizer_path))
 
 
 def test_the_visible_export_is_the_model_bit_for_bit(tmp_path: Path, tokenizer_path: Path) -> None:

@@ -79,7 +79,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 def test_the_bytes_are_those_of_an_export_of_the_whole_model(
     dtype: Any, run: Path, sharded: Path, tmp_path: Path
 ) -> None:
-    whole = exporting.write_folder(session.load(run), tmp_path / "whole", dtype)  # type: ignore[arg-type]
+    whole = exporting.write_folder(session.load(run), tmp_path / "whole", dtype)
     run_ranks(export_together, 2, tmp_path / "ranks", sharded, tmp_path / "together", dtype)
     found = {
         "one file": exporting.export(run, tmp_path / "one", dtype),

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -33,11 +33,10 @@ from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import load_tokenizer
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.resume_checks import refuse_occupied
-from narrowgauge.trainer.session import SavedRun, load, open_run
+from narrowgauge.trainer.session import SavedRun, Session, load, open_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -183,33 +182,6 @@ def _require_saved(source: WeightSource, numbers: Mapping[str, int]) -> None:
 Dtype = Literal["visible", "float32"]
 
 
-class Stored(Protocol):
-    """An optimizer that stores the exact weights."""
-
-    def stored(self, parameter: nn.Parameter) -> Tensor:
-        """The stored value of one parameter in float32."""
-
-
-class Run(Protocol):
-    """A loaded run, e.g. ``trainer.session.Session``."""
-
-    @property
-    def model(self) -> PreTrainedModel:
-        """The model with its visible weights."""
-
-    @property
-    def config(self) -> TrainConfig:
-        """The settings."""
-
-    @property
-    def optimizer(self) -> Stored:
-        """The optimizer, with its state."""
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        """The run's ``tokenizer.json``, if the data came with one."""
-
-
 def export(
     folder: Path,
     out: Path,
@@ -246,7 +218,7 @@ def export(
                 f"{folder} was to be exported by {ranks.size} ranks, and this model's export needs all of it in one process.",
                 "Give the command to one process.",
             )
-        return write_folder(cast(Run, load(folder)), Path(out), dtype, max_file_bytes)
+        return write_folder(load(folder), Path(out), dtype, max_file_bytes)
     names = tuple(name for name, _ in run.model.named_parameters())
     source = WeightSource(run.checkpoint, saved, names, run.config.recipe, dtype == "float32")
     return _stream(run, source, Path(out), max_file_bytes, ranks)
@@ -285,10 +257,10 @@ def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8,
 
     Cost: a forward pass for the text and one for each token.
     """
-    return continue_text(cast(Run, load(folder)), text, tokens, temperature, seed)
+    return continue_text(load(folder), text, tokens, temperature, seed)
 
 
-def write_folder(run: Run, out: Path, dtype: Dtype = "visible", max_file_bytes: int = MAX_FILE_BYTES) -> Path:
+def write_folder(run: Session, out: Path, dtype: Dtype = "visible", max_file_bytes: int = MAX_FILE_BYTES) -> Path:
     """:func:`export` for a run in memory."""
     _require_dtype(dtype)
     refuse_occupied(out)
@@ -302,7 +274,7 @@ def _require_dtype(dtype: str) -> None:
         raise RecordError(f"Cannot export as {dtype!r}.", "Use 'visible' or 'float32'.")
 
 
-def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: int) -> str:
+def continue_text(run: Session, text: str, tokens: int, temperature: float, seed: int) -> str:
     """:func:`sample` for a run in memory."""
     if tokens < 0 or not 0 <= temperature < float("inf"):
         raise DataError(
@@ -323,7 +295,7 @@ def continue_text(run: Run, text: str, tokens: int, temperature: float, seed: in
     return text + tokenizer.decode(added, skip_special_tokens=True)
 
 
-def _write(run: Run, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
+def _write(run: Session, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
     weights = _weights(run, dtype)
     is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in weights.values() if tensor.is_floating_point())
     with without_progress_bars():
@@ -331,7 +303,7 @@ def _write(run: Run, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
     _write_all_but_weights(run, folder, is_narrow)
 
 
-def _write_all_but_weights(run: Run | SavedRun, folder: Path, is_narrow: bool) -> None:
+def _write_all_but_weights(run: Session | SavedRun, folder: Path, is_narrow: bool) -> None:
     config = copy.deepcopy(run.model.config)
     # A model with some float32 weights (kept modules) is declared float32: loading then changes no value.
     config.dtype = torch.bfloat16 if is_narrow else torch.float32
@@ -343,7 +315,7 @@ def _write_all_but_weights(run: Run | SavedRun, folder: Path, is_narrow: bool) -
     _write_generation(run.model, folder, config.eos_token_id)
 
 
-def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
+def _weights(run: Session, dtype: Dtype) -> dict[str, Tensor]:
     """The entries of the model's state_dict; a tied parameter appears once, under its first name."""
     if run.config.recipe.compute.transform == "unit":
         return _plain_weights(run, dtype)
@@ -354,7 +326,7 @@ def _weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
     return {name: tensor.detach().contiguous() for name, tensor in weights.items()}
 
 
-def _plain_weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
+def _plain_weights(run: Session, dtype: Dtype) -> dict[str, Tensor]:
     """Float32 weights with which the plain class computes the same as the unit-scaled model."""
     # Imported here: it loads the model classes, which takes seconds.
     from narrowgauge.transforms.unit_scaling import plain_state_dict
@@ -372,7 +344,7 @@ def _plain_weights(run: Run, dtype: Dtype) -> dict[str, Tensor]:
     return {name: tensor.contiguous() for name, tensor in plain.items() if name in names}
 
 
-def _write_tokenizer(run: Run | SavedRun, folder: Path, positions: int | None) -> int:
+def _write_tokenizer(run: Session | SavedRun, folder: Path, positions: int | None) -> int:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer, end = _tokenizer(run)
@@ -393,7 +365,7 @@ def _write_generation(model: PreTrainedModel, folder: Path, end: int | None) -> 
         generation.save_pretrained(folder)
 
 
-def _tokenizer(run: Run | SavedRun) -> tuple[Tokenizer, int]:
+def _tokenizer(run: Session | SavedRun) -> tuple[Tokenizer, int]:
     if run.tokenizer_path is None:
         raise RecordError("This run has no tokenizer: its data was a token map without one.", "Export the model alone.")
     return load_tokenizer(run.tokenizer_path)

@@ -83,7 +83,7 @@ class Session:
     config: TrainConfig
     folder: Path
     data: Dataset
-    model: nn.Module
+    model: PreTrainedModel
     optimizer: AdamW
     loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None

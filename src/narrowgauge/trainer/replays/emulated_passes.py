@@ -288,7 +288,7 @@ class EmulatedPasses:
                 x, weight = self.rounded(x, "inputs", self.dtype), self.rounded(weight, "weights", self.dtype)
             with torch._C.DisableTorchFunction():
                 y = F.linear(x, weight, module.bias)
-        is_head = module is self.plain.model.get_output_embeddings()  # type: ignore[operator]
+        is_head = module is self.plain.model.get_output_embeddings()
         return self.rounded(y, "logits" if is_head else "linear-outputs", self.dtype)
 
 
