@@ -21,7 +21,7 @@ with, so that a resume can detect changes of ``run.toml``. NaN and infinities, w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,12 @@ class Run:
     def fingerprints(self) -> list[Row]:
         """The rows of ``fingerprints.jsonl``, read on first use and refused like those of :attr:`gauges`."""
         return read_rows(self.path / "fingerprints.jsonl")
+
+    def with_fingerprints(self, rows: list[Row]) -> Run:
+        """This run as if these rows of fingerprints had been recorded."""
+        run = replace(self)
+        run.__dict__["fingerprints"] = rows
+        return run
 
     @property
     def is_foreign(self) -> bool:

@@ -170,9 +170,7 @@ def _with_prints(run: Run, rows: list[Row]) -> Run:
     """The run as if these rows of fingerprints had been recorded, where none were."""
     known = by_step(run)
     joined = [*known.values(), *(row for row in rows if row["step"] not in known)]
-    found = dataclasses.replace(run)
-    found.__dict__["fingerprints"] = sorted(joined, key=lambda row: int(row["step"]))
-    return found
+    return run.with_fingerprints(sorted(joined, key=lambda row: int(row["step"])))
 
 
 def measure_envelope(
