@@ -77,6 +77,8 @@ def test_tags_of_tensorboard_are_distinct_and_the_console_formats_what_it_labels
     tags = [column.tag for _, column in COLUMNS if column.tag]
     assert len(set(tags)) == len(tags)
     assert STEP["edq"].text({"edq": 0.75}) == "update lost 25.0%" and STEP["lr"].text({"lr": 1e-3}) == "lr 1.00e-03"
+    row = {"edq": 0.75, "noise": 3.0, "lost_fraction": 0.9, "unseen_fraction": 0.5}
+    assert [SUMMARY[name].cell(row) for name in row] == ["25.0%", "3.000", "90.0%", "50.0%"]
     assert [column.label for column in SUMMARY.values() if column.label] == [
         "recipe", "val. loss", "bytes/param", "update lost", "tokens/s", "seconds",
     ]  # fmt: skip

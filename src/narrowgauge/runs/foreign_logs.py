@@ -284,13 +284,14 @@ def is_log(path: Path) -> bool:
     return _found(path) is not None
 
 
-def read_log(path: Path) -> LogRun:
-    """The run that a log describes, of a file or folder for which :func:`is_log` holds.
+def read_log(path: Path) -> LogRun | None:
+    """The run that a log describes, of a file or folder; ``None`` where neither is a log.
 
     Its summary has the last losses; there is none if the log says that the run has not ended.
     """
     found = _found(path)
-    assert found is not None
+    if found is None:
+        return None
     form, files = found
     with disk_errors(path):
         try:

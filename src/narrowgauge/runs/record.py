@@ -29,7 +29,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.archive import read_bytes
 from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.runs.foreign_logs import SOURCE, is_log, log_names, read_log
+from narrowgauge.runs.foreign_logs import SOURCE, log_names, read_log
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
@@ -142,8 +142,8 @@ def read_run(path: str | Path) -> Run:
         [{'step': 1, 'loss': nan}]
     """
     path = Path(path)
-    if not is_run(path) and is_log(path):
-        return Run(*read_log(path))
+    if not is_run(path) and (log := read_log(path)) is not None:
+        return Run(*log)
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
     events = [with_detector(event) for event in events]

@@ -158,15 +158,16 @@ _CHECKSUM = Column("crc32", "text", "checksum of the text of the row before it; 
 
 
 def _audit(scope: str, label: str, tag: str) -> tuple[Column, ...]:
+    share: Callable[[Any], str] = "{:.1%}".format
     of = [
-        ("edq", "share of the intended update that was stored", tag, label),
-        ("noise", "rounding noise relative to the intended update", tag, ""),
-        ("lost_fraction", "share of the intended changes that left the stored value as it was", tag, ""),
-        ("unseen_fraction", "share of the intended changes that left the visible weight as it was", "", ""),
+        ("edq", "share of the intended update that was stored", tag, label, lost_share),
+        ("noise", "rounding noise relative to the intended update", tag, "", "{:.3f}".format),
+        ("lost_fraction", "share of the intended changes that left the stored value as it was", tag, "", share),
+        ("unseen_fraction", "share of the intended changes that left the visible weight as it was", "", "", share),
     ]
     return tuple(
-        Column(name, "number", f"{what}, {scope}", tag=under and f"{under}/{name}", label=label, show=lost_share)
-        for name, what, under, label in of
+        Column(name, "number", f"{what}, {scope}", tag=under and f"{under}/{name}", label=label, show=show)
+        for name, what, under, label, show in of
     )
 
 

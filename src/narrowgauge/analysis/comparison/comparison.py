@@ -91,8 +91,8 @@ class Comparison:
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
             Column("peak MiB", _shown("peak_memory_bytes", "{:,.0f}", 2.0**-20), right=True),
             Column("EDQ", _shown("edq", "{:.3f}"), right=True),
-            Column("noise", _shown("noise", "{:.3f}"), right=True),
-            Column("lost", _shown("lost_fraction", "{:.1%}"), right=True),
+            Column("noise", SUMMARY["noise"].cell, right=True),
+            Column("lost", SUMMARY["lost_fraction"].cell, right=True),
             Column("seeds", "num_seeds", right=True),
         )
         return Table(tuple(c for c in columns if self.differences or not c.title.startswith("minus")), list(self.rows))
