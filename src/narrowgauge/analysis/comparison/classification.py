@@ -164,10 +164,18 @@ _NO_WORSE = (Rank.BASELINE, Rank.BETTER, Rank.WITHIN_NOISE, Rank.NEGLIGIBLE)
 
 @dataclass(frozen=True)
 class Classes(Mapping[str, Classification]):
-    """The classification of every recipe of a comparison, by label; ``baseline`` is ``None`` where no run counts."""
+    """The classification of every recipe of a comparison, by label.
+
+    Args:
+        baseline: ``None`` where no run counts.
+        loss: the baseline's; 0 where it has none.
+        has_equal_steps: whether every recipe was to take the same number of steps.
+    """
 
     by_label: Mapping[str, Classification]
     baseline: str | None
+    loss: float
+    has_equal_steps: bool
 
     def __getitem__(self, label: str) -> Classification:
         return self.by_label[label]
@@ -195,8 +203,10 @@ class Classes(Mapping[str, Classification]):
         return {one.label: one.runs for one in self.values()}
 
     @property
-    def loss(self) -> float:
-        return _loss(self[self.baseline].row) if self.baseline is not None else 0.0
+    def reference(self) -> Classification:
+        """The baseline's, where there is one."""
+        assert self.baseline is not None
+        return self[self.baseline]
 
     @property
     def has_intervals(self) -> bool:
@@ -204,16 +214,10 @@ class Classes(Mapping[str, Classification]):
         return any(one.difference is not None and one.difference.num_pairs > 1 for one in self.values())
 
     @property
-    def has_equal_steps(self) -> bool:
-        """Whether every recipe was to take the same number of steps."""
-        return len(set(requested_steps(self.groups).values())) == 1
-
-    @property
     def at_equal_time(self) -> list[Classification]:
         """Those with a loss at equal time, the lowest loss first."""
-        return sorted(
-            (one for one in self.values() if one.equal_time), key=lambda one: float((one.equal_time or {})["val_loss"])
-        )
+        losses = {label: float(one.equal_time["val_loss"]) for label, one in self.items() if one.equal_time}
+        return [self[label] for label in sorted(losses, key=losses.__getitem__)]
 
 
 def classify(
@@ -229,7 +233,7 @@ def classify(
         baseline: ``None`` where no run counts.
         equal_time: losses at equal time, a row per recipe.
     """
-    loss = _loss(rows[baseline]) if baseline is not None else 0.0
+    loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     has_equal_steps = len(set(requested_steps(groups).values())) == 1
     differences = {label: _difference(label, groups, baseline) for label in groups}
     rank_at_equal_time = _ranks_at_equal_time(equal_time, baseline)
@@ -253,13 +257,8 @@ def classify(
             label, tuple(group), row, ranked, difference, at_time.get(label),
             rank_at_equal_time.get(label, Rank.NO_LOSS), tuple(why), late,
         )  # fmt: skip
-    return Classes(
-        {label: replace(one, best=_best_columns(one, found.values())) for label, one in found.items()}, baseline
-    )
-
-
-def _loss(row: Row) -> float:
-    return float(row["val_loss"] or 0.0)
+    found = {label: replace(one, best=_best_columns(one, found.values())) for label, one in found.items()}
+    return Classes(found, baseline, loss, has_equal_steps)
 
 
 def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> PairedDifference | None:

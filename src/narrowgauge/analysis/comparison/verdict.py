@@ -109,7 +109,7 @@ def _size(one: Classification) -> str:
 
 
 def _too_few_seeds(classes: Classes, rivals: Sequence[Classification]) -> str:
-    base = classes[str(classes.baseline)].bytes_per_param
+    base = classes.reference.bytes_per_param
     names = listed(
         f"{one.label} ({'' if one.bytes_per_param is None else f'{_size(one)}, '}{difference.text})"
         for one in rivals
@@ -128,7 +128,7 @@ def _seeds(found: Sequence[Classification]) -> str:
 
 
 def _won(classes: Classes, best: Classification, has_rivals: bool) -> str:
-    baseline = classes[str(classes.baseline)]
+    baseline = classes.reference
     mine, base = best.cost[0], baseline.bytes_per_param
     if best is baseline or best.difference is None:
         others = [size for one in classes.values() if one is not best and math.isfinite(size := one.cost[0])]
@@ -312,7 +312,7 @@ def _order(classes: Classes, ranked: Sequence[Classification]) -> list[str]:
         Rank.NO_INTERVAL: f"has the lowest loss, but no interval relative to {classes.baseline}",
     }
     named = "" if first.rank_at_equal_time is Rank.BASELINE else f" {classes.baseline}"
-    return [f"{first.label} {head[first.rank_at_equal_time]}.", *_others(others, named, str(classes.baseline))]
+    return [f"{first.label} {head[first.rank_at_equal_time]}.", *_others(others, named, classes.reference.label)]
 
 
 def _others(others: Sequence[Classification], named: str, baseline: str) -> list[str]:
@@ -359,7 +359,7 @@ def _is_noisy(classes: Classes, one: Classification) -> bool:
     """Whether the ratio of a recipe's time to the baseline's varies from seed to seed."""
     mine, theirs = (
         {run.seed: run.curve.end for run in group if run.counts and run.curve.points}
-        for group in (one.runs, classes[str(classes.baseline)].runs)
+        for group in (one.runs, classes.reference.runs)
     )
     ratios = [mine[seed] / theirs[seed] for seed in mine if theirs.get(seed)]
     return len(ratios) > 1 and max(ratios) > TIMING_NOISE * min(ratios)
