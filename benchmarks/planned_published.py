@@ -30,8 +30,8 @@ from narrowgauge.planner.inputs.efficiency import Shares, shares_of
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import architecture_of
+from narrowgauge.planner.memory.activations import Attention
 from narrowgauge.planner.terms import Term, Terms
-from narrowgauge.planner.time.layer_times import Attention
 from narrowgauge.planner.time.step_time import UNSTEADY_GROUPS, step_terms
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse

@@ -9,10 +9,12 @@ import sys
 import pytest
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.planner.inputs.clusters import Cluster, Nodes
 from narrowgauge.planner.inputs.efficiency import RESTARTS
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan, fits_text, train_settings
+from narrowgauge.spec.chips import get_chip
 from narrowgauge.trainer.config import TrainConfig
 from planner.made_plans import STEP, made_option, made_plan
 
@@ -69,6 +71,13 @@ def test_an_option_is_unsure_where_the_chip_lies_within_its_interval(gigabytes: 
     assert option.fits is fits and fits_text(option) == text
     assert option.is_certain is (text in ("yes", "no"))
     assert bool(option.reason) is not fits
+
+
+def test_a_plan_says_which_chips_the_others_wait_for() -> None:
+    slow, late = Nodes(get_chip("A100-SXM4-80GB")), Nodes(get_chip("H100-SXM"), speed=0.5)
+    for nodes, text in ((slow, "A100-SXM4-80GB sets the pace"), (late, "all chips wait for 8 of them")):
+        mixed = Cluster("mixed", (Nodes(get_chip("H100-SXM")), nodes))
+        assert text in said(plan("llama-8b", recipes=["bfloat16/word"], cluster=mixed))
 
 
 def test_a_plan_says_whose_software_its_times_are_of() -> None:

@@ -168,8 +168,8 @@ def test_what_is_not_looked_at_would_not_have_been_taken(
     model, cluster, bound = read_architecture(name), cluster_of(chip, chips), _Request.least_bytes
     looked_at: list[tuple[float, float]] = []
 
-    def without(question: _Request, layout: Layout) -> float:
-        looked_at.append((bound(question, layout), question.memory(layout).total))
+    def without(request: _Request, layout: Layout) -> float:
+        looked_at.append((bound(request, layout), request.memory(layout).total))
         return 0.0
 
     for recipe in ("bfloat16/master", "int8-row/word"):

@@ -16,7 +16,14 @@ from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.planner.inputs.model_configs import read_architecture
 from narrowgauge.planner.question import STEP_GROUPS
 from narrowgauge.planner.terms import Term, Terms
-from narrowgauge.planner.time.step_time import UNSTEADY_GROUPS, stage_layers, step_terms, why_not
+from narrowgauge.planner.time.step_time import (
+    LATE_NODES,
+    SLOWEST_KIND,
+    UNSTEADY_GROUPS,
+    stage_layers,
+    step_terms,
+    why_not,
+)
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 
@@ -178,7 +185,7 @@ def test_the_slowest_generation_sets_the_pace() -> None:
     terms = step_terms(Job(LLAMA, WORD, layout, mixed, 8192))
     slow = step_terms(Job(LLAMA, WORD, layout, cluster_of("A100-SXM4-80GB", 16), 8192))
     assert terms.total == pytest.approx(slow.total)
-    assert "A100-SXM4-80GB sets the pace; alone: H100-SXM5-80GB" in by_name(terms)["for A100-SXM4-80GB"].formula
+    assert "A100-SXM4-80GB sets the pace; alone: H100-SXM5-80GB" in by_name(terms)[SLOWEST_KIND].formula
 
 
 LAYOUTS = (
@@ -250,7 +257,7 @@ def test_all_chips_wait_for_late_nodes() -> None:
         )
         for groups in ((equal,), late)
     ]
-    waiting = [term for term in found[1] if term.name == "for late nodes"]
+    waiting = [term for term in found[1] if term.name == LATE_NODES]
     assert len(waiting) == 1 and "all chips wait for 16 of them" in waiting[0].formula
     # Everything but what hides behind it takes a quarter longer.
     assert found[1].total == pytest.approx(1.25 * found[0].total, rel=0.01)

@@ -29,7 +29,7 @@ from narrowgauge.planner.memory.rank_memory import memory_terms
 from narrowgauge.planner.memory.state_bytes import is_stepped, with_optimizer
 from narrowgauge.planner.plan_report import MOST_SHARED, Plan
 from narrowgauge.planner.question import OURS, Option, Question
-from narrowgauge.planner.search import MOST_OPTIONS, SearchCache, search, smallest_changes
+from narrowgauge.planner.search import MOST_CHIPS, MOST_OPTIONS, SearchCache, search, smallest_changes
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.roofline import describe_support
 from narrowgauge.spec.chips import Chip
@@ -42,8 +42,6 @@ from narrowgauge.spec.storages import STORAGES
 LONGEST_DAYS = 120.0
 """The deadline where the fewest chips are asked for without one: BLOOM's run, one of the longest published, took 117 days (arXiv
 2211.05100)."""
-MOST_CHIPS = 1 << 14
-"""The largest number of chips that is tried where none is given: that of Llama 3 405B (arXiv 2407.21783)."""
 _COSTS_VARY = 1.25
 LARGEST = ("context", "batch")
 ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
@@ -155,21 +153,26 @@ def plan(
     largest = _largest(largest, days, budget, sequence_length, tokens_per_step, layout or {})
     if params is not None or not places:
         _refuse_without_machines(days, budget, largest, lora)
+    # Without a deadline, the fewest chips would take forever.
+    is_deadline_assumed = minimize == "chips" and days is None and tokens is not None
     question = Question(
         architecture,
         str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
         tuple(places),
         _sequence_length(architecture, sequence_length),
-        tokens,
-        minimize,
-        dict(layout or {}),
-        calibrated if shares is None else shares,
-        counted,
-        tokens_per_step,
-        *_limits(tokens, days, budget, minimize),
-        largest,
-        optimizer,
+        num_tokens=tokens,
+        minimize=minimize,
+        fixed=dict(layout or {}),
+        shares=calibrated if shares is None else shares,
+        counted=counted,
+        tokens_per_step=tokens_per_step,
+        deadline_days=LONGEST_DAYS if is_deadline_assumed else days,
+        budget=budget,
+        is_deadline_assumed=is_deadline_assumed,
+        largest=largest,
+        optimizer=optimizer,
     )
+    _check_limits(tokens, days, budget)
     if budget is not None and places and any(place.dollars_per_hour is None for place in places):
         raise NarrowgaugeError(
             f"a budget of {budget:,.0f} dollars was requested, and no price of a chip is known.",
@@ -194,8 +197,7 @@ def plan(
         ]
     found = _ranked(question, options, is_by_size=question.is_bounded and not known)
     found = replace(found, trainable=_trainable(found, tokens_per_step))
-    kinds = {tuple(group.chip.name for group in place.groups) for place in places}
-    is_shared = len(kinds) > 1 and len(places) <= MOST_SHARED
+    is_shared = len({place.chip_names for place in places}) > 1 and len(places) <= MOST_SHARED
     return replace(found, shared=_shared(found, tokens_per_step)) if is_shared else found
 
 
@@ -213,10 +215,7 @@ def _known_chips(chip: str | Chip | Sequence[str | Chip]) -> tuple[list[str | Ch
     return [found.chip], found.shares
 
 
-def _limits(
-    tokens: float | None, days: float | None, budget: float | None, minimize: str
-) -> tuple[float | None, float | None, bool]:
-    """The deadline, the budget, and whether the deadline is assumed: without any, the fewest chips would take forever."""
+def _check_limits(tokens: float | None, days: float | None, budget: float | None) -> None:
     for name, value in (("days", days), ("budget", budget)):
         if value is not None and not 0 < value < math.inf:
             raise NarrowgaugeError(f"{name} = {value:g} was requested.", "Use a number above 0.")
@@ -225,8 +224,6 @@ def _limits(
                 f"{name} = {value:g} was requested for a run whose tokens are not known.",
                 "Give tokens (--tokens 300e9).",
             )
-    is_assumed = minimize == "chips" and days is None and tokens is not None
-    return LONGEST_DAYS if is_assumed else days, budget, is_assumed
 
 
 def _refuse_without_machines(days: float | None, budget: float | None, largest: str, lora: int | None) -> None:

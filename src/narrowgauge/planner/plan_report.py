@@ -23,7 +23,6 @@ from narrowgauge.planner.formatting import (
     seconds_text,
     unit_of,
 )
-from narrowgauge.planner.inputs.clusters import Cluster
 from narrowgauge.planner.inputs.efficiency import software_of
 from narrowgauge.planner.measured.scaling_law import BOTTLENECKS
 from narrowgauge.planner.question import NODE_POWER, NODE_POWER_SOURCE, OURS, Option, Question
@@ -34,6 +33,7 @@ from narrowgauge.planner.search import (
     usual_tokens_per_step,
 )
 from narrowgauge.planner.terms import Term, Terms, changes
+from narrowgauge.planner.time.step_time import LATE_NODES, SLOWEST_KIND
 from narrowgauge.runs.finding import sentences
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
@@ -493,10 +493,10 @@ def _overheads(option: Option) -> str:
 def _about_pace(option: Option) -> Iterator[str]:
     """Which chips all others wait for, and what that costs a step."""
     for term in option.step or ():
-        if term.name == "for late nodes":
+        if term.name == LATE_NODES:
             remedy = REMEDIES["waiting"].capitalize()
             yield f"Synchronization: {seconds_text(term.value)} of each step: {term.formula}. {remedy}."
-        elif "sets the pace" in term.formula:
+        elif term.name == SLOWEST_KIND:
             yield f"Synchronization: {term.formula}. All chips do the same work: the faster ones wait at every step."
 
 
@@ -505,19 +505,14 @@ def _about_all(plan: Plan) -> Iterator[str]:
         yield _replicated(plan)
     yield from _about_networks(plan)
     yield from _about_software(plan)
-    for kind in dict.fromkeys(map(_kind, plan.question.clusters)):
-        names = {cluster.name for cluster in plan.question.clusters if _kind(cluster) == kind}
+    kinds = list(dict.fromkeys(cluster.chip_names for cluster in plan.question.clusters))
+    for kind in kinds:
+        names = {cluster.name for cluster in plan.question.clusters if cluster.chip_names == kind}
         fitting = [option for option in plan.options if option.fits and option.cluster in names]
         yield from _about_sizes(fitting, plan.trainable)
-    if plan.shared or (
-        1 < len(plan.question.clusters) <= MOST_SHARED and len(set(map(_kind, plan.question.clusters))) > 1
-    ):
+    if plan.shared or (len(kinds) > 1 and len(plan.question.clusters) <= MOST_SHARED):
         yield _about_shared(plan)
     yield from _about_stability(plan)
-
-
-def _kind(cluster: Cluster) -> tuple[str, ...]:
-    return tuple(group.chip.name for group in cluster.groups)
 
 
 def _about_networks(plan: Plan) -> Iterator[str]:

@@ -44,11 +44,6 @@ is left out."""
 NODE_POWER_SOURCE = "arXiv 2506.14551, 2412.08602: nodes of 8 H100 in training; without the building's cooling"
 
 
-def runs_here(layout: Layout) -> bool:
-    """Whether this project's trainer runs a layout."""
-    return layout.runs_here and layout.offload != "optimizer"
-
-
 @dataclass(frozen=True, slots=True)
 class Option:
     """One way to run a job.
@@ -200,7 +195,7 @@ class Option:
     @property
     def runs_with(self) -> str:
         """What runs it: this project's trainer, or libraries with more layouts, which lack its own storages and computes."""
-        if runs_here(self.layout):
+        if self.layout.runs_here:
             return OURS
         is_common = self.recipe.storage.name in _COMMON_STORAGES
         return (

@@ -24,7 +24,7 @@ from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout, Offload, Recompute
 from narrowgauge.planner.memory.activations import LayerCounter, figures_of, kernels_of
 from narrowgauge.planner.memory.rank_memory import FIXED, host_bytes, memory_terms
-from narrowgauge.planner.question import Option, runs_here
+from narrowgauge.planner.question import Option
 from narrowgauge.planner.terms import Terms
 from narrowgauge.planner.time.layer_times import computed_as
 from narrowgauge.planner.time.roofline import bytes_per_number
@@ -55,6 +55,8 @@ _TAKEN_AS_GIVEN = ("sequence_parallel", "expert_tensor", "accumulation_dtype", "
 _WEIGHTS, _GRADIENTS = 3, 2  # ZeRO's stages that share them
 _CONTEXT_BYTES = FIXED["context"][0]
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
+MOST_CHIPS = 1 << 14
+"""The largest number of chips that is tried where none is given: that of Llama 3 405B (arXiv 2407.21783)."""
 MOST_OPTIONS = 4
 """The most options of one recipe that are shown."""
 NOISE = 0.05
@@ -161,18 +163,18 @@ class _Request:
         return tuple(sorted(self.fixed.items())), self.num_sequences, self.is_batch_free, self.is_small_allowed
 
     def option(self, layout: Layout) -> Option:
-        cluster, length = self.cluster, self.sequence_length
+        cluster = self.cluster
         return Option(
             self.recipe,
             layout,
             self.memory(layout),
-            cluster.memory_bytes,
-            step_terms(self.job(layout), known=self._known),
-            length,
-            self.architecture.flops_per_token(length),
-            cluster.peak_flops_per_second,
-            cluster.dollars_per_hour,
-            cluster.name,
+            capacity_bytes=cluster.memory_bytes,
+            step=step_terms(self.job(layout), known=self._known),
+            sequence_length=self.sequence_length,
+            flops_per_token=self.architecture.flops_per_token(self.sequence_length),
+            peak_flops_per_second=cluster.peak_flops_per_second,
+            dollars_per_hour=cluster.dollars_per_hour,
+            cluster=cluster.name,
             watts=cluster.watts,
         )
 
@@ -238,43 +240,53 @@ def search(
     check_layout(Job(architecture, recipe, Layout(), cluster, sequence_length))
     wanted = max(1, round((tokens_per_step or usual_tokens_per_step(cluster.num_chips)) / sequence_length))
     pinned = dict(fixed or {})
-    free = tokens_per_step is None and "micro_batches" not in pinned
-    question = _Request(
-        architecture, recipe, cluster, sequence_length, wanted, architecture.num_parameters, free, pinned, shares, counted,
-        minimize == "memory", common or SearchCache(), computed_as(architecture, recipe),
-    )  # fmt: skip
-    layouts, is_fitting = _chosen(question, most, is_asked=tokens_per_step is not None)
-    options = [question.option(layout) for layout in layouts]
-    return options if is_fitting else [_nearest(options[0], question)]
+    request = _Request(
+        architecture=architecture,
+        recipe=recipe,
+        cluster=cluster,
+        sequence_length=sequence_length,
+        num_sequences=wanted,
+        num_parameters=architecture.num_parameters,
+        is_batch_free=tokens_per_step is None and "micro_batches" not in pinned,
+        fixed=pinned,
+        shares=shares,
+        counted=counted,
+        is_small_allowed=minimize == "memory",
+        common=common or SearchCache(),
+        kind=computed_as(architecture, recipe),
+    )
+    layouts, is_fitting = _chosen(request, most, is_asked=tokens_per_step is not None)
+    options = [request.option(layout) for layout in layouts]
+    return options if is_fitting else [_nearest(options[0], request)]
 
 
-def _chosen(question: _Request, most: int, *, is_asked: bool) -> tuple[list[Layout], bool]:
+def _chosen(request: _Request, most: int, *, is_asked: bool) -> tuple[list[Layout], bool]:
     """The layouts of an answer, and whether they fit; the one that comes closest if none does."""
-    shapes = [s for s in _shapes(question) if not why_not(question.architecture, s, question.sequence_length)]
+    shapes = [s for s in _shapes(request) if not why_not(request.architecture, s, request.sequence_length)]
     if not shapes:
-        raise _no_shape(question)
-    shapes = _small_enough(shapes, question, is_asked=is_asked)
-    if question.is_small_allowed:
-        found = _smallest(shapes, question, most)
-        return found or [_nearest_of(shapes, question)], bool(found)
-    found = _fastest(shapes, question, most)
-    if question.is_batch_free and not any(map(question.is_certain, found)):
+        raise _no_shape(request)
+    shapes = _small_enough(shapes, request, is_asked=is_asked)
+    if request.is_small_allowed:
+        found = _smallest(shapes, request, most)
+        return found or [_nearest_of(shapes, request)], bool(found)
+    found = _fastest(shapes, request, most)
+    if request.is_batch_free and not any(map(request.is_certain, found)):
         # A step of one micro-batch needs no sum of gradients, so it may fit for certain where others barely do.
-        question = replace(question, is_small_allowed=True)
-        small = [layout for layout in _fastest(shapes, question, most) if not found or question.is_certain(layout)]
-        found = sorted([*small, *found][:most], key=question.pace)
-    return found or [_nearest_of(shapes, question)], bool(found)
+        request = replace(request, is_small_allowed=True)
+        small = [layout for layout in _fastest(shapes, request, most) if not found or request.is_certain(layout)]
+        found = sorted([*small, *found][:most], key=request.pace)
+    return found or [_nearest_of(shapes, request)], bool(found)
 
 
-def _small_enough(shapes: list[Layout], question: _Request, *, is_asked: bool) -> list[Layout]:
+def _small_enough(shapes: list[Layout], request: _Request, *, is_asked: bool) -> list[Layout]:
     """Shapes whose replicas each have a sequence in a step; all shapes if none has, unless the tokens of a step were given."""
-    each, most = question.fixed.get("micro_batch", 1), question.num_sequences * (1 if is_asked else SIMPLER_STEP_FACTOR)
+    each, most = request.fixed.get("micro_batch", 1), request.num_sequences * (1 if is_asked else SIMPLER_STEP_FACTOR)
     found = [shape for shape in shapes if shape.num_replicas * each <= most]
     if is_asked and not found:
         least = each * min(shape.num_replicas for shape in shapes)
         raise RecipeError(
-            f"a step of {question.num_sequences * question.sequence_length:,} tokens was requested on "
-            f"{question.cluster.num_chips} chips, which compute {least * question.sequence_length:,} at once.",
+            f"a step of {request.num_sequences * request.sequence_length:,} tokens was requested on "
+            f"{request.cluster.num_chips} chips, which compute {least * request.sequence_length:,} at once.",
             "Ask for as many, or for fewer chips.",
         )
     return found or shapes
@@ -288,18 +300,18 @@ class _Pace(NamedTuple):
     layout: Layout
 
 
-def _fastest(shapes: list[Layout], question: _Request, most: int) -> list[Layout]:
+def _fastest(shapes: list[Layout], request: _Request, most: int) -> list[Layout]:
     """The layouts that fit and take the fewest seconds a token, one of each shape, with the best among them.
 
     The computing of a layout is a lower bound of its seconds: candidates come in its order, and the first that computes for
     longer than what was found takes ends the search.
     """
-    found = _Fitting(question, most)
-    for least, layout in _by_least_pace(shapes, question):
+    found = _Fitting(request, most)
+    for least, layout in _by_least_pace(shapes, request):
         if least > found.limit * (1 + NOISE):
             break
         # Beyond the limit only this project's own layouts are still of interest.
-        if least <= found.limit or runs_here(layout):
+        if least <= found.limit or layout.runs_here:
             found.try_out(layout)
     return found.chosen()
 
@@ -307,8 +319,8 @@ def _fastest(shapes: list[Layout], question: _Request, most: int) -> list[Layout
 class _Fitting:
     """The layouts found to fit, and the seconds above which others need not be tried."""
 
-    def __init__(self, question: _Request, most: int) -> None:
-        self.question, self.most = question, most
+    def __init__(self, request: _Request, most: int) -> None:
+        self.request, self.most = request, most
         self.limit = math.inf
         self._paces: dict[Hashable, _Pace] = {}  # the fastest of each shape
         self._best: dict[
@@ -317,22 +329,22 @@ class _Fitting:
         self._too_large: dict[Hashable, int] = {}
 
     def try_out(self, layout: Layout) -> None:
-        question, limit = self.question, self.limit * (1 + NOISE * runs_here(layout))
+        request, limit = self.request, self.limit * (1 + NOISE * layout.runs_here)
         # Of layouts that differ in their micro-batch alone, the larger needs more memory.
         alike = _shape_of(layout), layout.recompute, layout.offload, layout.micro_batches == 1
         if layout.micro_batch >= self._too_large.get(alike, math.inf):
             return
         # Earlier recipes may have made the bound tighter.
-        if limit < math.inf and question.least_pace(layout) > limit:
+        if limit < math.inf and request.least_pace(layout) > limit:
             return
-        seconds = question.pace(layout) if limit < math.inf else 0.0
+        seconds = request.pace(layout) if limit < math.inf else 0.0
         if seconds > limit:
             return
-        if not question.fits(layout):
+        if not request.fits(layout):
             self._too_large[alike] = layout.micro_batch
             return
-        pace = _Pace(seconds or question.pace(layout), question.memory(layout).total, layout)
-        shape, kind = _shape_of(layout), (question.is_certain(layout), runs_here(layout))
+        pace = _Pace(seconds or request.pace(layout), request.memory(layout).total, layout)
+        shape, kind = _shape_of(layout), (request.is_certain(layout), layout.runs_here)
         self._paces[shape] = min(pace, self._paces.get(shape, pace), key=_order)
         self._best[kind] = min(pace, self._best.get(kind, pace), key=_order)
         certain = [self._best[kind].seconds for kind in ((True, True), (True, False)) if kind in self._best]
@@ -351,7 +363,7 @@ class _Fitting:
         others = [
             pace
             for pace in self._paces.values()
-            if pace.seconds > best.seconds or (is_certain and not self.question.is_certain(pace.layout))
+            if pace.seconds > best.seconds or (is_certain and not self.request.is_certain(pace.layout))
         ]
         others = sorted(others, key=_order)[: self.most - 1]
         return [pace.layout for pace in sorted([best, *others], key=_order)]
@@ -366,41 +378,41 @@ def _shape_of(layout: Layout) -> Hashable:
     return *axes, layout.zero, layout.interleave
 
 
-def _by_least_pace(shapes: list[Layout], question: _Request) -> list[tuple[float, Layout]]:
+def _by_least_pace(shapes: list[Layout], request: _Request) -> list[tuple[float, Layout]]:
     """All candidates with lower bounds of their seconds, the least first; the same for recipes that compute alike."""
-    orders, key = question.common.orders, (question.kind, question.batch)
+    orders, key = request.common.orders, (request.kind, request.batch)
     if key not in orders:
-        found = question.common.candidates
-        if question.batch not in found:
-            found[question.batch] = list(dict.fromkeys(_candidates(shapes, question)))
-        tried = ((question.least_pace(layout), layout) for layout in found[question.batch])
+        found = request.common.candidates
+        if request.batch not in found:
+            found[request.batch] = list(dict.fromkeys(_candidates(shapes, request)))
+        tried = ((request.least_pace(layout), layout) for layout in found[request.batch])
         orders[key] = sorted(tried, key=lambda each: each[0])
     return orders[key]
 
 
-def _candidates(shapes: list[Layout], question: _Request) -> Iterator[Layout]:
+def _candidates(shapes: list[Layout], request: _Request) -> Iterator[Layout]:
     """Every shape with every batch.
 
     Where the tokens of a step are free, one micro-batch a step is tried too: sums of gradients then need no memory.
     """
     for shape in shapes:
-        for offload in _places(question):
-            for recompute in _tried(question.fixed, "recompute", _RECOMPUTES):
+        for offload in _places(request):
+            for recompute in _tried(request.fixed, "recompute", _RECOMPUTES):
                 tried = replace(shape, offload=offload, recompute=recompute)
-                for sums in (True, False) if question.is_batch_free and shape.pipeline == 1 else (True,):
-                    yield from _with_batches(tried, question, sums=sums)
+                for sums in (True, False) if request.is_batch_free and shape.pipeline == 1 else (True,):
+                    yield from _with_batches(tried, request, sums=sums)
 
 
-def _places(question: _Request) -> tuple[Offload, ...]:
-    places = ("none",) if question.cluster.host_bytes is None else ("none", "optimizer", "all")
-    return _tried(question.fixed, "offload", places)
+def _places(request: _Request) -> tuple[Offload, ...]:
+    places = ("none",) if request.cluster.host_bytes is None else ("none", "optimizer", "all")
+    return _tried(request.fixed, "offload", places)
 
 
-def _shapes(question: _Request) -> Iterator[Layout]:
+def _shapes(request: _Request) -> Iterator[Layout]:
     """Divisions of all chips among the axes, with one sequence at a time."""
-    shape, cluster, fixed = question.architecture, question.cluster, question.fixed
+    shape, cluster, fixed = request.architecture, request.cluster, request.fixed
     chips, node = cluster.num_chips, cluster.chips_per_node
-    contexts = (1, 2, 4, 8, 16) if question.sequence_length >= LONG_SEQUENCE else (1,)
+    contexts = (1, 2, 4, 8, 16) if request.sequence_length >= LONG_SEQUENCE else (1,)
     stages = _PIPELINE if chips > node else (1,)
     given = {name: fixed[name] for name in _TAKEN_AS_GIVEN if name in fixed}
     for tensor in _tried(fixed, "tensor", (t for t in _TENSOR if t <= node)):
@@ -409,8 +421,8 @@ def _shapes(question: _Request) -> Iterator[Layout]:
                 ranks = tensor * pipeline * context
                 if chips % ranks:
                     continue
-                for sharing in _sharings(chips // ranks, max(1, node // (tensor * context)), pipeline, question):
-                    for rest in _expert_and_interleave(pipeline, chips // (tensor * pipeline), question):
+                for sharing in _sharings(chips // ranks, max(1, node // (tensor * context)), pipeline, request):
+                    for rest in _expert_and_interleave(pipeline, chips // (tensor * pipeline), request):
                         yield Layout(tensor=tensor, pipeline=pipeline, context=context, **sharing, **rest, **given)
 
 
@@ -419,12 +431,12 @@ def _tried(fixed: Fixed, name: str, values: Iterable[Any]) -> tuple[Any, ...]:
     return (fixed[name],) if name in fixed else tuple(values)
 
 
-def _sharings(ranks: int, in_node: int, pipeline: int, question: _Request) -> Iterator[dict[str, Any]]:
+def _sharings(ranks: int, in_node: int, pipeline: int, request: _Request) -> Iterator[dict[str, Any]]:
     """How data ranks share the state: all of them, those of a node, or none."""
-    fixed = question.fixed
+    fixed = request.fixed
     # Stages hold a part of the model, and sharing their optimizer states costs no more than summing gradients.
     groups = {ranks} if pipeline > 1 else {ranks, in_node if ranks % in_node == 0 else ranks, 1}
-    if question.fixed.get("zero") == 0:
+    if request.fixed.get("zero") == 0:
         groups = {1}
     if "data" in fixed:
         groups = {ranks // fixed["data"]} if ranks % fixed["data"] == 0 else set()
@@ -436,12 +448,12 @@ def _sharings(ranks: int, in_node: int, pipeline: int, question: _Request) -> It
                 yield {"shard": shard, "data": ranks // shard, "zero": zero}
 
 
-def _expert_and_interleave(pipeline: int, data_ranks: int, question: _Request) -> Iterator[dict[str, Any]]:
-    shape, fixed = question.architecture, question.fixed
+def _expert_and_interleave(pipeline: int, data_ranks: int, request: _Request) -> Iterator[dict[str, Any]]:
+    shape, fixed = request.architecture, request.fixed
     experts: tuple[int, ...] = (1,)
     if shape.mixture:
         most = math.gcd(shape.mixture.num_experts, data_ranks)
-        experts = tuple(dict.fromkeys((math.gcd(most, question.cluster.chips_per_node), most)))
+        experts = tuple(dict.fromkeys((math.gcd(most, request.cluster.chips_per_node), most)))
     most = shape.num_layers // pipeline
     depths = (1, math.gcd(most, 4)) if pipeline > 1 else (1,)
     for expert in _tried(fixed, "expert", experts):
@@ -449,85 +461,84 @@ def _expert_and_interleave(pipeline: int, data_ranks: int, question: _Request) -
             yield {"expert": expert, "interleave": interleave}
 
 
-def _with_batches(shape: Layout, question: _Request, *, sums: bool) -> Iterator[Layout]:
+def _with_batches(shape: Layout, request: _Request, *, sums: bool) -> Iterator[Layout]:
     """The shape with each micro-batch that its replicas' sequences can be divided into; without ``sums`` one a step."""
-    fixed = question.fixed
-    per_replica = max(1, round(question.num_sequences / shape.num_replicas))
+    fixed = request.fixed
+    per_replica = max(1, round(request.num_sequences / shape.num_replicas))
     for micro_batch in _tried(fixed, "micro_batch", _MICRO_BATCHES):
         if micro_batch > per_replica and "micro_batch" not in fixed and micro_batch > 1:
             return
         count = fixed.get("micro_batches", max(1, round(per_replica / micro_batch)) if sums else 1)
         layout = replace(shape, micro_batch=micro_batch, micro_batches=count)
-        tokens = layout.num_sequences * question.sequence_length
-        if sums or question.is_small_allowed or tokens >= LEAST_TOKENS_PER_STEP:
+        tokens = layout.num_sequences * request.sequence_length
+        if sums or request.is_small_allowed or tokens >= LEAST_TOKENS_PER_STEP:
             yield layout
 
 
-def _smallest(shapes: list[Layout], question: _Request, most: int) -> list[Layout]:
+def _smallest(shapes: list[Layout], request: _Request, most: int) -> list[Layout]:
     """The layouts that fit in the fewest bytes, one of each shape, the smallest first."""
     paces: dict[Hashable, _Pace] = {}
-    for layout in _least_batches(shapes, question, _RECOMPUTES, _places(question)):
-        if question.fits(layout):
-            pace = _Pace(question.pace(layout), question.memory(layout).total, layout)
+    for layout in _least_batches(shapes, request, _RECOMPUTES, _places(request)):
+        if request.fits(layout):
+            pace = _Pace(request.pace(layout), request.memory(layout).total, layout)
             shape = _shape_of(layout)
             paces[shape] = min(pace, paces.get(shape, pace), key=lambda each: each.num_bytes)
     return [pace.layout for pace in sorted(paces.values(), key=lambda each: (each.num_bytes, each.seconds))[:most]]
 
 
-def _nearest_of(shapes: list[Layout], question: _Request) -> Layout:
+def _nearest_of(shapes: list[Layout], request: _Request) -> Layout:
     """The layout that needs the fewest bytes: with all layers computed again, and the smallest batch."""
-    tried = sorted(_least_batches(shapes, question, ("full",), ("none",)), key=question.least_bytes)
+    tried = sorted(_least_batches(shapes, request, ("full",), ("none",)), key=request.least_bytes)
     best = tried[0]
     for layout in tried[1:]:
-        if question.least_bytes(layout) >= question.memory(best).total:
+        if request.least_bytes(layout) >= request.memory(best).total:
             break
-        best = min(best, layout, key=lambda each: question.memory(each).total)
+        best = min(best, layout, key=lambda each: request.memory(each).total)
     return best
 
 
 def _least_batches(
-    shapes: list[Layout], question: _Request, recomputes: tuple[Recompute, ...], places: tuple[Offload, ...]
+    shapes: list[Layout], request: _Request, recomputes: tuple[Recompute, ...], places: tuple[Offload, ...]
 ) -> Iterator[Layout]:
     for shape in shapes:
-        sums = not (question.is_batch_free and question.is_small_allowed) or shape.pipeline > 1
-        for offload in _tried(question.fixed, "offload", places):
-            for recompute in _tried(question.fixed, "recompute", recomputes):
-                yield next(_with_batches(replace(shape, offload=offload, recompute=recompute), question, sums=sums))
+        sums = not (request.is_batch_free and request.is_small_allowed) or shape.pipeline > 1
+        for offload in _tried(request.fixed, "offload", places):
+            for recompute in _tried(request.fixed, "recompute", recomputes):
+                yield next(_with_batches(replace(shape, offload=offload, recompute=recompute), request, sums=sums))
 
 
-def _nearest(option: Option, question: _Request) -> Option:
+def _nearest(option: Option, request: _Request) -> Option:
     """An option that does not fit, with the smallest changes that would make it fit."""
     layout = option.layout
-    option = replace(option, why_not=_full_host(layout, question))
-    advice = smallest_changes(question.job(layout), fixed=question.fixed, counted=question.counted)
+    option = replace(option, why_not=_full_host(layout, request))
+    advice = smallest_changes(request.job(layout), fixed=request.fixed, counted=request.counted)
     return replace(option, advice=advice)
 
 
-def _full_host(layout: Layout, question: _Request) -> str:
+def _full_host(layout: Layout, request: _Request) -> str:
     """Why the hosts cannot hold what is offloaded; empty if they can, or if it is the chips that cannot."""
-    cluster = question.cluster
-    held = cluster.chips_per_node * host_bytes(question.architecture, question.recipe, layout, question.sequence_length)
+    cluster = request.cluster
+    held = cluster.chips_per_node * host_bytes(request.architecture, request.recipe, layout, request.sequence_length)
     if layout.offload == "none" or cluster.host_bytes is None or held <= cluster.host_bytes:
         return ""
     return f"needs {held / 1e9:,.0f} GB of host memory a node of {cluster.host_bytes / 1e9:,.0f}"
 
 
-def _no_shape(question: _Request) -> RecipeError:
+def _no_shape(request: _Request) -> RecipeError:
     """Why no layout has the fixed values, as far as is known."""
     names = {field.name for field in dataclasses.fields(Layout)}
-    fixed = {name: value for name, value in question.fixed.items() if name in names}
+    fixed = {name: value for name, value in request.fixed.items() if name in names}
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
     axes = ("data", "shard", "tensor", "pipeline", "context")
     ranks = math.prod(fixed.get(name, 1) for name in axes)
-    why = why_not(question.architecture, Layout(**fixed), question.sequence_length)
+    why = why_not(request.architecture, Layout(**fixed), request.sequence_length)
     if not why:
-        why = f"{ranks} ranks do not divide {question.cluster.num_chips} chips"
-    return RecipeError(f"no layout with {asked} suits {question.architecture.name}: {why}.", "Leave a field open.")
+        why = f"{ranks} ranks do not divide {request.cluster.num_chips} chips"
+    return RecipeError(f"no layout with {asked} suits {request.architecture.name}: {why}.", "Leave a field open.")
 
 
 # ── the smallest changes that would make an impossible plan possible, each found by trying it ─────────────────────────────
 
-_MOST_CHIPS = 1 << 14
 _Value = TypeVar("_Value")
 Fits = Callable[[_Value], bool]
 
@@ -601,7 +612,7 @@ def _more_chips(layout: Layout, cluster: Cluster, fixed: Mapping[str, Any], fits
         return replace(layout, data=1, shard=max(1, count // layout.model_ranks), zero=zero)
 
     steps = list(range(chips + node, 4 * chips + 1, node))
-    steps += [chips << power for power in range(3, 12) if chips << power <= _MOST_CHIPS]
+    steps += [chips << power for power in range(3, 12) if chips << power <= MOST_CHIPS]
     for count in steps:
         if count % layout.model_ranks == 0 and fits(shared(count)):
             yield f"on {count} chips"

@@ -62,11 +62,11 @@ class Nodes:
 
     def __post_init__(self) -> None:
         software_of(self.chip, self.software)
-        for field in dataclasses.fields(self)[1:-1]:
-            value = getattr(self, field.name)
-            least = 1 if field.name in ("chips", "count") else 0
+        for name in _NODE_NUMBERS:
+            value = getattr(self, name)
+            least = 1 if name in ("chips", "count") else 0
             if value is not None and not (least <= value < math.inf):
-                raise ChipError(f"nodes of {self.chip.name} have {field.name} = {value}.", f"Use {least} or more.")
+                raise ChipError(f"nodes of {self.chip.name} have {name} = {value}.", f"Use {least} or more.")
         if not 0 < self.speed <= 1:
             raise ChipError(
                 f"nodes of {self.chip.name} have speed = {self.speed:g}.", "Use a share of their chip's: 0.8."
@@ -128,6 +128,10 @@ class Nodes:
         return f"{self.num_chips} × {self.chip.name}{late}"
 
 
+_NODE_FIELDS = tuple(field.name for field in dataclasses.fields(Nodes))
+_NODE_NUMBERS = tuple(name for name in _NODE_FIELDS if name not in ("chip", "software"))
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """Groups of nodes that run one job.
@@ -153,6 +157,11 @@ class Cluster:
             raise ChipError(
                 f"cluster {self.name!r} has chip_mtbf_hours = {self.chip_mtbf_hours:g}.", "Use more than 0, or omit it."
             )
+
+    @property
+    def chip_names(self) -> tuple[str, ...]:
+        """Of each group of nodes."""
+        return tuple(group.chip.name for group in self.groups)
 
     @property
     def num_chips(self) -> int:
@@ -268,24 +277,32 @@ def read_cluster(path: str | Path) -> Cluster:
     return Cluster(**{"name": path.stem, **own, "groups": found})
 
 
-_NODE_FIELDS = tuple(field.name for field in dataclasses.fields(Nodes))
+def cluster_in(path: Path, table: Mapping[str, Any]) -> Cluster:
+    """The cluster of one kind of chip that a table of a file describes by the arguments of :func:`cluster_of`."""
+    own = ("name", "chips_per_node", "latency_seconds", "chip_mtbf_hours")
+    _check_fields(path, table, (*own, *(name for name in _NODE_FIELDS if name != "count")))
+    rest = {name: value for name, value in table.items() if name not in ("chip", "chips")}
+    return cluster_of(table["chip"], table["chips"], **rest)
 
 
 def _nodes_of(path: Path, table: Mapping[str, Any]) -> Nodes:
-    _refuse_unknown(path, table, _NODE_FIELDS)
+    _check_fields(path, table, _NODE_FIELDS)
+    return Nodes(**{**table, "chip": get_chip(table["chip"])})
+
+
+def _check_fields(path: Path, table: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    _refuse_unknown(path, table, known)
     if not isinstance(table.get("chip"), str):
         raise DataError(f"{path}: a group of nodes names no chip.", 'Add chip = "H100-SXM" (narrowgauge show chips).')
     software = table.get("software", "")
     if not isinstance(software, str):
         raise DataError(f"{path}: software = {software!r} is no name.", f"There is {', '.join(SOFTWARE)}.")
-    numbers = {name: value for name, value in table.items() if name not in ("chip", "software")}
-    _check_numbers(path, numbers)
-    return Nodes(get_chip(table["chip"]), **numbers, software=software)
+    _check_numbers(path, {name: value for name, value in table.items() if name not in ("name", "chip", "software")})
 
 
 def _check_numbers(path: Path, table: Mapping[str, Any]) -> None:
     for name, value in table.items():
-        whole = name in ("chips", "count")
+        whole = name in ("chips", "count", "chips_per_node")
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
             raise DataError(f"{path}: {name} = {value!r} is not a {'whole ' * whole}number.", f"Write {name} = 8.")
 

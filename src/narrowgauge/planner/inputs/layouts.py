@@ -162,9 +162,14 @@ class Layout:
         return self.tensor == self.pipeline == self.context == self.expert == 1
 
     @property
-    def runs_here(self) -> bool:
-        """Whether this project's trainer runs it: FSDP2 or HSDP without other axes."""
+    def is_fsdp(self) -> bool:
+        """Whether it is FSDP2 or HSDP without other axes, or replicas alone."""
         return self.is_whole and (self.zero in (0, 3) or self.shard == 1)
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether this project's trainer runs it; it offloads all or nothing."""
+        return self.is_fsdp and self.offload != "optimizer"
 
 
 # ── layouts as they are asked for: names, and fields with values ──────────────────────────────────────────────────────────

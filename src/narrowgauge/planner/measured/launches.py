@@ -40,7 +40,7 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, RecordError
 from narrowgauge.planner.formatting import duration_text
-from narrowgauge.planner.inputs.clusters import Cluster, cluster_of, read_cluster, read_table
+from narrowgauge.planner.inputs.clusters import Cluster, cluster_in, cluster_of, read_cluster, read_table
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
@@ -180,13 +180,7 @@ def _cluster(table: Settings, path: Path, chip: Chip | None) -> Cluster:
         return cluster_of(chip, _layout(layout, path).num_ranks if layout is not None else 1)
     if not isinstance(given, dict) or not {"chip", "chips"} <= given.keys():
         raise ChipError(f"{path} does not say where it runs.", 'Add [cluster] with chip = "H100-SXM" and chips = 8.')
-    rest = {key: value for key, value in given.items() if key not in ("chip", "chips")}
-    try:
-        return cluster_of(given["chip"], _whole(given, "chips", f"{path}, [cluster]"), **rest)
-    except (TypeError, AttributeError):
-        raise DataError(
-            f"{path}: [cluster] has a key or a value that is not known.", "See the page Planning."
-        ) from None
+    return cluster_in(path, {**given, "chips": _whole(given, "chips", f"{path}, [cluster]")})
 
 
 def _measured(table: Settings, path: Path) -> Terms | float | None:

@@ -352,7 +352,7 @@ def _per_parameter(architecture: Architecture, recipe: Recipe) -> Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class RankRequest:
     """What is planned, with the arguments of :func:`memory_terms`."""
 
     architecture: Architecture

@@ -22,7 +22,7 @@ from narrowgauge.planner.memory.activations import (
     Attention,
     Kernels,
     LayerCounter,
-    Request,
+    RankRequest,
     figures_of,
     kernels_of,
 )
@@ -71,13 +71,13 @@ def memory_terms(
     # PEFT's models do not have the trainer's chunked loss.
     is_loss_chunked = is_loss_chunked and architecture.adapters is None
     options = (attention, kinds, is_loss_chunked, fixed or {})
-    request = Request(architecture, recipe, layout, sequence_length, *options, figures)
+    request = RankRequest(architecture, recipe, layout, sequence_length, *options, figures)
     stages = stages_of(architecture, layout)
     found = [_worst_moment(request, stage) for stage in stages]
     return max(found, key=lambda terms: terms.total)
 
 
-def _worst_moment(request: Request, stage: Stage) -> Terms:
+def _worst_moment(request: RankRequest, stage: Stage) -> Terms:
     """The terms of one stage's worst moment, with its overhead."""
     state = _state_terms(request, stage)
     if not request.architecture.has_shape:
@@ -87,7 +87,7 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
     planes = _sum_planes(request, gradients)
     none = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
     early = gradients if _sums_into_gradients(request) else none
-    if planes and not (request.layout.runs_here or request.layout.keeps_gradients):
+    if planes and not (request.layout.is_fsdp or request.layout.keeps_gradients):
         gradients = early = replace(gradients, value=0.0, formula="each is added to the sum as soon as it is made")
     kept, layer, passing = _activations(request, stage), _one_layer(request), _passing(request)
     forward, backward = loss_terms(request, stage)
@@ -107,7 +107,7 @@ def _worst_moment(request: Request, stage: Stage) -> Terms:
     return Terms((*map(_widened, worst), *overhead_terms(dynamic, request.layout.num_ranks, request.fixed)))
 
 
-def _widened_matrix(request: Request) -> list[Term]:
+def _widened_matrix(request: RankRequest) -> list[Term]:
     """A matrix of a narrow frozen base in 16 bits, for as long as its product takes."""
     architecture, layout = request.architecture, request.layout
     if architecture.adapters is None or not architecture.adapters.is_widened:
@@ -132,7 +132,7 @@ def _widened(term: Term) -> Term:
 # ── between steps ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _state(request: Request, stage: Stage) -> Bytes:
+def _state(request: RankRequest, stage: Stage) -> Bytes:
     layout = request.layout
     experts, rest = on_stage(request.architecture, request.figures.state, layout, stage.layers, stage.number)
     return shared(experts, layout, layout.sharing_experts(layout.num_sharing)) + shared(
@@ -140,7 +140,7 @@ def _state(request: Request, stage: Stage) -> Bytes:
     )
 
 
-def _state_terms(request: Request, stage: Stage) -> tuple[Term, Term, Term]:
+def _state_terms(request: RankRequest, stage: Stage) -> tuple[Term, Term, Term]:
     layout, state, per = request.layout, _state(request, stage), request.figures.per
     count = request.figures.num_parameters
     ranks = [
@@ -174,22 +174,22 @@ def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout, seque
         4.0
     """
     figures = figures_of(architecture, recipe, sequence_length, "flash", "eager")
-    request = Request(architecture, recipe, layout, sequence_length, "flash", "eager", True, {}, figures)
+    request = RankRequest(architecture, recipe, layout, sequence_length, "flash", "eager", True, {}, figures)
     states = [_state(request, stage) for stage in stages_of(architecture, layout)]
     which = {"none": lambda s: 0.0, "optimizer": lambda s: s.optimizer, "all": lambda s: s.total}[layout.offload]
     return float(max(map(which, states)))
 
 
-def _sums_into_gradients(request: Request) -> bool:
+def _sums_into_gradients(request: RankRequest) -> bool:
     """Whether gradients exist during forward: autograd adds to earlier ones, and Megatron-LM has buffers for them."""
-    if not request.layout.runs_here or request.layout.keeps_gradients:
+    if not request.layout.is_fsdp or request.layout.keeps_gradients:
         return True
     visible = request.recipe.storage.visible
     narrow = visible != "float32" and ACCUMULATIONS[request.layout.accumulation_dtype].planes
     return request.layout.micro_batches > 1 and not narrow
 
 
-def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
+def _sum_planes(request: RankRequest, gradients: Term) -> tuple[Term, ...]:
     """The planes in which micro-batches' gradients are summed.
 
     Megatron-LM adds each parameter's gradient to its buffer within backward, so the buffer is all there is; this project's
@@ -203,13 +203,13 @@ def _sum_planes(request: Request, gradients: Term) -> tuple[Term, ...]:
         return ()
     width = bytes_per_parameter(request.recipe.storage).gradients
     value = gradients.value / width * row.bytes_per_param
-    is_beside = request.layout.runs_here or request.layout.keeps_gradients
+    is_beside = request.layout.is_fsdp or request.layout.keeps_gradients
     where = "beside the last gradients" if is_beside else "to which each gradient is added"
     formula = f"{gradients.value / width:.4g} parameters × {row.bytes_per_param:g} B, {where}"
     return (Term("gradients", f"sum in {row.name}", value, formula, row.source),)
 
 
-def _made_gradients(request: Request, gradients: Term) -> list[Term]:
+def _made_gradients(request: RankRequest, gradients: Term) -> list[Term]:
     """The gradients of the layer in backward, where they do not stay."""
     if gradients.value or request.layout.zero == 3 or request.architecture.adapters:
         return []
@@ -222,7 +222,7 @@ def _made_gradients(request: Request, gradients: Term) -> list[Term]:
 # ── activations ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _activations(request: Request, stage: Stage) -> list[Term]:
+def _activations(request: RankRequest, stage: Stage) -> list[Term]:
     """What all layers in flight keep, at the end of forward."""
     a, layout, tokens = request.architecture, request.layout, request.tokens
     widths, per_layer, casts = request.figures.widths, request.per_layer, request.casts
@@ -246,7 +246,7 @@ def _activations(request: Request, stage: Stage) -> list[Term]:
     return terms
 
 
-def _one_layer(request: Request) -> Term:
+def _one_layer(request: RankRequest) -> Term:
     """What one layer keeps: at the end of backward, or where layers are computed again, it is all that exists."""
     tokens, per_layer = request.tokens, request.per_layer
     formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
@@ -255,7 +255,7 @@ def _one_layer(request: Request) -> Term:
     )
 
 
-def _passing(request: Request) -> Term:
+def _passing(request: RankRequest) -> Term:
     """Gradients of activations on their way through a layer: of the stream, and of the MLP's inner tensors."""
     a, widths, layout = request.architecture, request.figures.widths, request.layout
     size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
@@ -265,7 +265,7 @@ def _passing(request: Request) -> Term:
     return Term("activations", "gradients on their way", request.tokens * each, formula)
 
 
-def _head_gradient(request: Request, stage: Stage, early: Term) -> list[Term]:
+def _head_gradient(request: RankRequest, stage: Stage, early: Term) -> list[Term]:
     """The head's gradient, the first that backward makes, where gradients do not exist already."""
     if early.value or stage.number != request.layout.pipeline - 1 or request.architecture.adapters:
         return []
@@ -286,7 +286,7 @@ _SEQUENCE = (
 )
 
 
-def buffer_terms(request: Request, stage: Stage) -> list[Term]:
+def buffer_terms(request: RankRequest, stage: Stage) -> list[Term]:
     """Unsharded layers of ZeRO-3 or offloading, buckets of gradients on their way, and inputs of tensor ranks."""
     layout, per = request.layout, request.figures.per
     inputs = _inputs(request)
@@ -313,7 +313,7 @@ def buffer_terms(request: Request, stage: Stage) -> list[Term]:
     return [*terms, *inputs]
 
 
-def _inputs(request: Request) -> list[Term]:
+def _inputs(request: RankRequest) -> list[Term]:
     """A layer's input and its gradient, whole on each tensor rank; between layers each has a part of the tokens."""
     layout, width = request.layout, request.architecture.hidden_size * request.figures.widths.matmul
     if layout.stream_ranks == 1:
@@ -324,7 +324,7 @@ def _inputs(request: Request) -> list[Term]:
     ]
 
 
-def _whole_stage(request: Request, stage: Stage) -> list[Term]:
+def _whole_stage(request: RankRequest, stage: Stage) -> list[Term]:
     """Weights and gradients of a stage: gathering them for every micro-batch would cost more than the bubble saves."""
     layout, figures = request.layout, request.figures
     experts, rest = on_stage(request.architecture, figures.state, layout, stage.layers, stage.number)
@@ -340,7 +340,7 @@ def _whole_stage(request: Request, stage: Stage) -> list[Term]:
     ]
 
 
-def _outer_weights(request: Request, stage: Stage) -> float:
+def _outer_weights(request: RankRequest, stage: Stage) -> float:
     state, layout = request.figures.state, request.layout
     parts = [state.embedding] * (stage.number == 0) + [state.head] * (stage.number == layout.pipeline - 1)
     return sum(part.on_rank(layout.tensor).weights for part in parts)
@@ -355,7 +355,7 @@ LARGE_VOCABULARY = 16_384
 _LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
 
 
-def loss_terms(request: Request, stage: Stage) -> tuple[list[Term], list[Term]]:
+def loss_terms(request: RankRequest, stage: Stage) -> tuple[list[Term], list[Term]]:
     """What the head and the loss keep at the end of forward, and at the start of backward."""
     a, layout, tokens = request.architecture, request.layout, request.tokens
     if stage.number != layout.pipeline - 1:
@@ -389,7 +389,7 @@ def bytes_per_logit(width: float) -> tuple[float, float]:
     return (width if width < 4 else 0.0) + 8.0, 12.0
 
 
-def _chunked(request: Request, width: float) -> list[Term]:
+def _chunked(request: RankRequest, width: float) -> list[Term]:
     """A chunk of logits, and for narrow weights the head in float32 with its gradient."""
     a = request.architecture
     count = min(CHUNK_LOGITS, request.tokens * a.vocab_size)

@@ -362,9 +362,8 @@ class Exchanges:
                 parts = self.layers if layout.zero >= 2 else _buckets(number, ranks, self.layers)
                 seconds += parts * gathers * all_gather_seconds(number / parts * weight, path)
                 seconds += parts * sums * reduce_scatter_seconds(number / parts * gradient, path)
-        rounds = layout.micro_batches if layout.zero >= 2 else 1
         what = f"{found.total:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B reduced"
-        under = rounds * self.compute
+        under = sums * self.compute
         return self._exchange("weights and gradients between shards", seconds, "shard", under, dense, what)
 
     def replicas(self) -> Exchange:

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 from narrowgauge.planner.inputs.architectures import Architecture, Matmul
 from narrowgauge.planner.inputs.clusters import Nodes
 from narrowgauge.planner.inputs.efficiency import Shares
 from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.memory.activations import Attention
+from narrowgauge.planner.terms import Term
 from narrowgauge.planner.time.roofline import (
     Setting,
     Shape,
@@ -27,8 +29,6 @@ from narrowgauge.planner.time.roofline import (
 )
 from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
-
-Attention = Literal["flash", "eager"]
 
 ATTENTION_PASSES = 3.5
 """Operations of a fused attention over its forward: forward 1, backward 2.5, since it computes the scores again."""
@@ -50,6 +50,40 @@ _PLACES = {
 }
 
 
+class Seconds(NamedTuple):
+    """Of one micro-batch on one rank: forward, backward, and what is done once per step as long as weights stay."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    once: float = 0.0
+
+    def plus(self, other: Seconds) -> Seconds:
+        return Seconds(self.forward + other.forward, self.backward + other.backward, self.once + other.once)
+
+
+class Steady(NamedTuple):
+    """The terms of a step that do not depend on how states are stored, their sum, and the layers of the slowest stage."""
+
+    terms: tuple[Term, ...]
+    total: float
+    layers: int
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What was computed already, by what it depends on.
+
+    Args:
+        passes: of a micro-batch, in all layers and in the head, by group.
+        micro_batches: the same in seconds, with what backward computes again.
+        steady: of a step.
+    """
+
+    passes: dict[Hashable, tuple[dict[str, Seconds], dict[str, Seconds]]] = field(default_factory=dict)
+    micro_batches: dict[Hashable, tuple[dict[str, float], dict[str, float]]] = field(default_factory=dict)
+    steady: dict[tuple[Shares, Layout], Steady] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """What a rank computes.
@@ -57,8 +91,8 @@ class Work:
     Args:
         shares: of the chip's printed rates.
         attention: ``"flash"`` for fused kernels that skip what the mask hides, ``"eager"`` for matmuls around a softmax.
-        known: seconds that were computed already, by what they depend on; shared by the works of one architecture, sequence
-            length, attention and group of nodes, and of recipes that are :func:`computed_as` one another.
+        known: what was computed already; shared by the works of one architecture, sequence length, attention and group of nodes,
+            and of recipes that are :func:`computed_as` one another.
     """
 
     architecture: Architecture
@@ -68,7 +102,7 @@ class Work:
     nodes: Nodes
     shares: Shares
     attention: Attention = "flash"
-    known: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    known: Known = field(default_factory=Known, compare=False, repr=False)
 
     @property
     def tokens(self) -> float:
@@ -87,17 +121,6 @@ class Work:
 
     def moved(self, num_bytes: float) -> float:
         return bytes_seconds(num_bytes, self.nodes.chip, self.shares)
-
-
-class Seconds(NamedTuple):
-    """Of one micro-batch on one rank: forward, backward, and what is done once per step as long as weights stay."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-    once: float = 0.0
-
-    def plus(self, other: Seconds) -> Seconds:
-        return Seconds(self.forward + other.forward, self.backward + other.backward, self.once + other.once)
 
 
 def computed_as(architecture: Architecture, recipe: Recipe) -> Hashable:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
 
 from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.planner.inputs.architectures import Architecture
@@ -22,11 +21,13 @@ from narrowgauge.planner.inputs.clusters import Cluster, Nodes
 from narrowgauge.planner.inputs.efficiency import rate_name, shares_of
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.memory.activations import Attention
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.planner.time.collectives import Exchange, Exchanges, parameters_of
 from narrowgauge.planner.time.layer_times import (
-    Attention,
+    Known,
     Seconds,
+    Steady,
     Work,
     attention_seconds,
     elementwise_seconds,
@@ -41,10 +42,12 @@ CHECKPOINT_SECONDS = 3600.0
 """Between checkpoints where no failures are expected: an assumption."""
 UNSTEADY_GROUPS = ("data", "checkpoints", "faults")
 """Groups that published throughputs of short runs leave out."""
+LATE_NODES, SLOWEST_KIND = "for late nodes", "for the slowest kind of chip"
+"""Terms of what all chips wait for, in groups of nodes that are slower than others."""
 
 
-SecondsCache = dict[int, dict[Any, Any]]
-"""Seconds that were computed already, by group of nodes: see :class:`~narrowgauge.planner.time.layer_times.Work`."""
+SecondsCache = dict[int, Known]
+"""What was computed already, by group of nodes."""
 
 
 def step_terms(
@@ -89,7 +92,7 @@ def least_seconds(job: Job, *, known: SecondsCache | None = None) -> float:
     """
     layout, found = job.layout, 0.0
     for work in _works(job, "flash", known):
-        steady: _Steady | None = work.known.get((work.shares, layout))
+        steady = work.known.steady.get((work.shares, layout))
         if steady is not None:
             computing = steady.total
         else:
@@ -109,7 +112,7 @@ def _works(job: Job, attention: Attention, known: SecondsCache | None) -> list[W
             nodes,
             job.shares or shares_of(nodes.chip, nodes.software),
             attention,
-            {} if known is None else known.setdefault(number, {}),
+            Known() if known is None else known.setdefault(number, Known()),
         )
         for number, nodes in enumerate(job.cluster.groups)
     ]
@@ -192,22 +195,22 @@ def _body_and_tail(work: Work) -> tuple[dict[str, float], dict[str, float]]:
     layout = work.layout
     tensor = layout.tensor, layout.stream_ranks, layout.expert_tensor_ranks
     divided = work.shares, tensor, layout.expert, work.tokens
-    if divided not in work.known:  # every layout that divides a micro-batch alike takes the same
-        work.known[divided] = _passes(work, head=False), _passes(work, head=True)
-    body, tail = work.known[divided]
+    passes, micro_batches = work.known.passes, work.known.micro_batches
+    if divided not in passes:  # every layout that divides a micro-batch alike takes the same
+        passes[divided] = _passes(work, head=False), _passes(work, head=True)
+    body, tail = passes[divided]
     is_once = any(seconds.once for seconds in (*body.values(), *tail.values()))
     key = divided, layout.recompute, layout.micro_batches if is_once and _stay_gathered(layout) else 0
-    if key not in work.known:
+    if key not in micro_batches:
         is_full = layout.recompute == "full"
         # Fused attention always computes its scores again; unfused only if asked to.
         scores_again = is_full or (layout.recompute == "selective" and work.attention == "eager")
         again = {group: scores_again if group == "attention" else is_full for group in body}
-        work.known[key] = (
+        micro_batches[key] = (
             {group: _both(seconds, work, again[group]) for group, seconds in body.items()},
             {group: _both(seconds, work, False) for group, seconds in tail.items()},
         )
-    found: tuple[dict[str, float], dict[str, float]] = work.known[key]
-    return found
+    return micro_batches[key]
 
 
 def _passes(work: Work, *, head: bool) -> dict[str, Seconds]:
@@ -229,21 +232,13 @@ def _stay_gathered(layout: Layout) -> bool:
     return layout.zero < 3 or layout.shard == 1
 
 
-class _Steady(NamedTuple):
-    """The terms of a step that do not depend on how states are stored, their sum, and the layers of the slowest stage."""
-
-    terms: tuple[Term, ...]
-    total: float
-    layers: int
-
-
 def _terms(work: Work, cluster: Cluster) -> Iterator[Term]:
-    key = work.shares, work.layout
-    if key not in work.known:
+    known, key = work.known.steady, (work.shares, work.layout)
+    if key not in known:
         stage = _Stage(work)
         terms = tuple(_steady_terms(work, cluster, stage))
-        work.known[key] = _Steady(terms, sum(term.value for term in terms), stage.layers)
-    steady: _Steady = work.known[key]
+        known[key] = Steady(terms, sum(term.value for term in terms), stage.layers)
+    steady = known[key]
     yield from steady.terms
     total = steady.total
     for term in _optimizer_terms(work, steady.layers):
@@ -328,7 +323,7 @@ def _waiting_terms(work: Work, cluster: Cluster, layers: int, seconds: float) ->
     if (speed := work.nodes.speed) < 1:
         lost = seconds * (1 / speed - 1)
         formula = f"{seconds:.3g} s × (1 / {speed:g} − 1): all chips wait for {work.nodes.num_chips} of them"
-        yield Term("waiting", "for late nodes", lost, formula, "every step ends with the slowest")
+        yield Term("waiting", LATE_NODES, lost, formula, "every step ends with the slowest")
         seconds += lost
     if chips > 1:
         late = _lateness(work)
@@ -366,4 +361,4 @@ def _pace(slowest: Nodes, paces: list[tuple[Nodes, tuple[Term, ...]]]) -> Term:
     alone = {nodes.chip.name: sum(term.value for term in terms) for nodes, terms in paces}
     others = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in alone.items() if name != slowest.chip.name)
     formula = f"{slowest.chip.name} sets the pace; alone: {others}"
-    return Term("waiting", f"for {slowest.chip.name}", 0.0, formula, "every step ends with the slowest")
+    return Term("waiting", SLOWEST_KIND, 0.0, formula, "every step ends with the slowest")
