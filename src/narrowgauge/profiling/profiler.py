@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError
-from narrowgauge.planner.time.roofline import Setting, describe_support, weight_bytes
+from narrowgauge.planner.time import roofline
+from narrowgauge.planner.time.roofline import Setting
 from narrowgauge.profiling import prediction
 from narrowgauge.profiling.costs import RecipeCost, Round, cost_of
 from narrowgauge.profiling.layer_plan import ELSEWHERE, Kind, read_model, settings_of
@@ -78,8 +79,8 @@ def _predicted(model: Model, kinds: Sequence[Kind], recipes: list[Recipe], confi
         is_predicted=True,
         num_sequences=config.batch_size,
         sequence_length=config.sequence_length,
-        costs=_costs(kinds, recipes, rounds, config, lambda setting: weight_bytes(setting, chip)),
-        multiplied=tuple(describe_support(recipe.compute, chip) for recipe in recipes),
+        costs=_costs(kinds, recipes, rounds, config, lambda setting: roofline.weight_bytes(setting, chip)),
+        multiplied=tuple(roofline.describe_support(recipe.compute, chip) for recipe in recipes),
         notes=(
             f"a prediction from the data sheet of {chip.name}; nothing was run. It assumes:",
             *prediction.assumptions(recipes, chip),
