@@ -111,7 +111,7 @@ def plain_recipe(recipe: Recipe) -> Recipe:
     """The recipe with the plain compute of its own dtype: the same storage, no narrow layers."""
     overrides = tuple(replace(o, compute=None) for o in recipe.overrides if o.storage is not None)
     # A storage that belongs to one compute is plain, and is used with no other.
-    compute = recipe.compute if "/" in recipe.storage.name else COMPUTES[recipe.dtype]
+    compute = recipe.compute if recipe.storage.owner else COMPUTES[recipe.dtype]
     return replace(recipe, compute=compute, overrides=overrides, phases=(), evaluation=None)
 
 
@@ -123,7 +123,7 @@ def baseline_of(recipe: Recipe) -> Recipe:
         >>> baseline_of(parse("float32/float32")).name, baseline_of(parse("float16/split")).name
         ('bfloat16/float32', 'bfloat16/word')
     """
-    if "/" in recipe.storage.name:
+    if recipe.storage.owner:
         return Recipe(COMPUTES["bfloat16"], STORAGES["word"])
     return replace(plain_recipe(recipe), compute=COMPUTES["bfloat16"])
 

@@ -267,10 +267,9 @@ def is_pair(compute: Compute, storage: Storage) -> bool:
         >>> [is_pair(COMPUTES[name], STORAGES["word"]) for name in ("float8-row", "float8")]
         [True, False]
     """
-    owner, slash, name = storage.name.rpartition("/")
-    if slash:
-        return owner == compute.name
-    return not compute.owns_storages and f"{compute.name}/{name}" not in STORAGES
+    if storage.owner:
+        return storage.owner == compute.name
+    return not compute.owns_storages and f"{compute.name}/{storage.name}" not in STORAGES
 
 
 def _check_pair(compute: Compute, storage: Storage) -> None:
@@ -278,13 +277,15 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     if is_pair(compute, storage):
         return
     fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
-    owner, _, name = storage.name.rpartition("/")
+    name = own_name(storage)
     if name in fitting:
         advice = f"Take '{compute.name}/{name}'."
     else:
         # "float8" usually means float8 matmuls, which take any storage.
         matmuls = f", or compute '{compute.name}-row'" if f"{compute.name}-row" in COMPUTES else ""
-        advice = f"Take storage {', '.join(map(repr, fitting))}{matmuls}." if fitting else f"Take compute '{owner}'."
+        advice = (
+            f"Take storage {', '.join(map(repr, fitting))}{matmuls}." if fitting else f"Take compute '{storage.owner}'."
+        )
     raise RecipeError(
         f"compute '{compute.name}' was requested with storage '{storage.name}', which it does not support.", advice
     )

@@ -210,6 +210,11 @@ class Storage:
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 
     @property
+    def owner(self) -> str:
+        """The name of the compute that it belongs to; empty for none."""
+        return self.name.rpartition("/")[0]
+
+    @property
     def tail_bits(self) -> int:
         """Bits of the tail: those of the stored weight that no visible weight, master copy or low part holds."""
         own = self.master or self.visible == "float32" or self.weight.parts > 1
