@@ -72,6 +72,17 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
         )
 
 
+def load_settings(path: str | Path) -> dict[str, Any]:
+    """The table of a settings file, unchecked; ``DataError`` where the file is missing or not TOML."""
+    try:
+        return load_toml(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
+    except (ValueError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
+
+
 # ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
 
 
@@ -92,7 +103,7 @@ def known_model(name: str) -> str:
 
 def free_folder(model: str, recipe: str) -> str:
     """``runs/MODEL-RECIPE-N`` with the first free N."""
-    stem = Path(model).name.removesuffix(".json") if model not in MODELS else model
+    stem = Path(model).name.removesuffix(".json")
     return str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}"))
 
 
@@ -424,14 +435,7 @@ class TrainConfig:
             DataError: the file is missing or not TOML.
             NarrowgaugeError: an unknown key or an invalid value.
         """
-        try:
-            table = load_toml(Path(path).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
-        except (ValueError, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
-        return cls.from_dict(table, str(path))
+        return cls.from_dict(load_settings(path), str(path))
 
     def require_agreement(self) -> None:
         """Refuse settings that contradict each other."""

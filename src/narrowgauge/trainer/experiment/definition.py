@@ -20,7 +20,14 @@ from narrowgauge.runs.record import DEFINITION_FILE
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, KEPT_CHECKPOINTS, NUM_EVALS, OF_A_RUN, TrainConfig
+from narrowgauge.trainer.config import (
+    CHANGEABLE_ON_RESUME,
+    KEPT_CHECKPOINTS,
+    NUM_EVALS,
+    OF_A_RUN,
+    TrainConfig,
+    load_settings,
+)
 from narrowgauge.trainer.experiment.planned_runs import PlannedRun, plan_runs, require_distinct, seed_numbers
 from narrowgauge.trainer.memory import require_batch
 
@@ -180,8 +187,9 @@ def read_settings(
     )
     settings: dict[str, Any] = {}
     if file is not None:
-        from_file = TrainConfig.from_toml(file)
-        settings = {name: getattr(from_file, name) for name in load_toml(file.read_text(encoding="utf-8"))}
+        table = load_settings(file)
+        from_file = TrainConfig.from_dict(table, str(file))
+        settings = {name: getattr(from_file, name) for name in table}
         for name in OF_A_RUN:
             if name in settings:
                 raise NarrowgaugeError(
