@@ -32,7 +32,7 @@ from narrowgauge.trainer.replays.past_steps import Moment, PastStep, in_other_re
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 
-_TOLD = 5
+_MOST_TENSORS = 5
 
 
 def replay_step(
@@ -154,7 +154,7 @@ def _lost(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, A
         lost, moved = lost + gone, moved + float(wanted.sum())
         along += float((intended.double() * own[name].double()).sum())
         whole += float(intended.double().square().sum())
-    most = sorted(shares, key=lambda name: -shares[name])[:_TOLD]
+    most = sorted(shares, key=lambda name: -shares[name])[:_MOST_TENSORS]
     return {
         "losses": {name: shares[name] for name in most if shares[name] > 0},
         "lost_share": lost / moved if moved else 0.0,
@@ -264,7 +264,6 @@ def stored_tensors(session: Session) -> dict[str, Tensor]:
 # ── the variants of a step ──────────────────────────────────────────────────────────────────────────────────────────
 
 Tensors = dict[str, Tensor]
-_VARIANTS_TOLD = 5
 _PASSES_NOT = ("storage",)
 """Widenings that leave the gradients as they are."""
 
@@ -278,7 +277,7 @@ class Passes:
 
     @property
     def is_finite(self) -> bool:
-        return self.loss - self.loss == 0 and all(bool(g.isfinite().all()) for g in self.gradients.values())
+        return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in self.gradients.values())
 
 
 @dataclass(eq=False)
@@ -412,7 +411,7 @@ def _result(name: str, found: Passes, wide: Passes, update: Tensors | None, exac
     if not (found.is_finite and wide.is_finite):
         return VariantResult(name, is_finite=found.is_finite)
     each = {key: difference({key: g}, {key: wide.gradients[key]}) for key, g in found.gradients.items()}
-    most = sorted(each, key=lambda key: -each[key])[:_VARIANTS_TOLD]
+    most = sorted(each, key=lambda key: -each[key])[:_MOST_TENSORS]
     return VariantResult(
         name,
         abs(found.loss - wide.loss) / max(abs(wide.loss), 1e-30),
