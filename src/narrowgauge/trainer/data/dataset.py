@@ -315,8 +315,8 @@ def _split(folder: Path, tokens: Tokens, request: dict[str, Any]) -> list[str]:
     held_out = request["held_out"]
     num_documents = 0
     with (folder / "train.bin").open("w+b") as train, (folder / "valid.bin").open("w+b") as valid:
-        for name, ids in tokens.read():
-            _append(valid if _is_held_out(name, held_out, request["seed"]) else train, ids, tokens)
+        for name_hash, ids in tokens.read():
+            _append(valid if _is_held_out(name_hash, held_out, request["seed"]) else train, ids, tokens)
             num_documents += 1
         if train.tell() + valid.tell() == 0:
             raise DataError(f"The data {request['source']} is empty.")
@@ -350,8 +350,8 @@ def _append(stream: BinaryIO, ids: np.ndarray, tokens: Tokens) -> None:
         stream.write(part.astype(tokens.dtype, copy=False).tobytes())
 
 
-def _is_held_out(name: int, held_out: float, seed: int) -> bool:
-    bits = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+def _is_held_out(name_hash: int, held_out: float, seed: int) -> bool:
+    bits = hashlib.blake2b(f"{seed} {name_hash}".encode(), digest_size=8).digest()
     return int.from_bytes(bits, "little") < held_out * 2**64
 
 

@@ -136,9 +136,9 @@ def write_tokens(folder: Path, tokens: Tokens) -> None:
     """Write a token map into an existing folder; ``tokens.json`` is written last, so a map without it is incomplete."""
     ends = []
     with disk_errors(folder / "tokens.bin", AGAIN), (folder / "tokens.bin").open("wb") as stream:
-        for name, ids in tokens.read():
+        for name_hash, ids in tokens.read():
             ids.astype(tokens.dtype, copy=False).tofile(stream)
-            ends.append((name, stream.tell() // tokens.dtype.itemsize))
+            ends.append((name_hash, stream.tell() // tokens.dtype.itemsize))
     with disk_errors(folder, AGAIN):
         np.array(ends, dtype="<u8").tofile(folder / "documents.bin")
         if tokens.tokenizer_json is not None:
@@ -185,8 +185,8 @@ def read_tokens(path: Path) -> Tokens:
 
     def read() -> Iterator[tuple[int, np.ndarray]]:
         start = 0
-        for name, end in ends.tolist():
-            yield name, ids[start:end]
+        for name_hash, end in ends.tolist():
+            yield name_hash, ids[start:end]
             start = end
 
     return Tokens(vocab_size, end_of_text, tokenizer, read)
