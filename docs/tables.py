@@ -112,7 +112,7 @@ def _by_kind() -> list[Detector]:
 
 def conditions() -> str:
     """The conditions of detectors, in words."""
-    return _pairs(("condition", "holds where"), {name: words for name, (words, _) in CONDITIONS.items()})
+    return _pairs(("condition", "holds where"), {name: row.text for name, row in CONDITIONS.items()})
 
 
 def serious() -> str:

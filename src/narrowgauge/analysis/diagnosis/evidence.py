@@ -42,8 +42,8 @@ class Evidence:
     recipe: Recipe | None = None
     missing: tuple[str, ...] = ()
     replay: ReplayedStep | None = None
-    _held: dict[str, bool] = field(default_factory=dict, repr=False)
-    _columns: dict[str, list[float | None]] = field(default_factory=dict, repr=False)
+    _held: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _columns: dict[str, list[float | None]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # ── settings ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -272,8 +272,8 @@ class ReplayedStep:
         lines += [f"  {self.bad_value}"] if self.bad_value else []
         lines += self._difference_lines()
         if self.lost_share is not None and self.edq is not None:
-            first = next(iter(self.losses or {}), "")
-            where = f", most in {first} ({(self.losses or {})[first]:.0%})" if first and self.lost_share > 0.01 else ""
+            first, share = next(iter((self.losses or {}).items()), ("", 0.0))
+            where = f", most in {first} ({share:.0%})" if first and self.lost_share > 0.01 else ""
             lines.append(f"  storage: {self.lost_share:.1%} of the updates rounded away{where}; EDQ {self.edq:.4f}")
         lines += [f"  watched: {said}" for said in [self._worst()] if said]
         return lines + [f"  note: {said}" for said in self.notes]

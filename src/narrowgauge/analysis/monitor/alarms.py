@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS, Detector, Facts, Metrics, advice_values
+from narrowgauge.analysis.monitor.detectors import DETECTORS, Detector, Facts, Metrics, advice_values
 from narrowgauge.analysis.monitor.spikes import DriftJudge, Spike, SpikeJudge, StepJudgement
 from narrowgauge.analysis.monitor.stragglers import Stragglers
 from narrowgauge.runs.events import Event
@@ -206,7 +206,7 @@ class Alarms:
             state.remember(detector, value)
         if limit is None:
             return []
-        applies = not detector.condition or CONDITIONS[detector.condition][1](metrics, self.facts)
+        applies = detector.applies(metrics, self.facts)
         trips, recovers = applies and detector.trips(value, limit), not applies or detector.recovers(value, limit)
         begins = state.update(detector, trips, recovers)
         return [_Trip(detector, name, value, limit)] if begins and not self._is_known(detector, name) else []

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from narrowgauge.spec.computes import fallback_of
 from narrowgauge.spec.significance import MIN_EDQ
@@ -101,6 +101,10 @@ class Detector:
     def field(self) -> str:
         return self.metric.partition(".")[2]
 
+    def applies(self, metrics: Metrics, facts: Facts) -> bool:
+        """Whether its condition holds, or it has none."""
+        return not self.condition or CONDITIONS[self.condition].holds(metrics, facts)
+
     def limit(self, baseline: float | None) -> float | None:
         """The value that trips it; ``None`` for a relative threshold whose baseline is unknown or zero.
 
@@ -145,34 +149,40 @@ def _is_off(bias: float | None) -> bool:
     return bias is not None and not 1 / MAX_BIAS < bias < MAX_BIAS
 
 
-CONDITIONS: dict[str, tuple[str, Callable[[Metrics, Facts], bool]]] = {
-    "rounded": (
+class Condition(NamedTuple):
+    """A condition on the other metrics of a tensor, or on the run."""
+
+    text: str
+    holds: Callable[[Metrics, Facts], bool]
+
+
+CONDITIONS: dict[str, Condition] = {
+    "rounded": Condition(
         "updates are rounded to nearest, so that the noise is at most 1, and the optimizer's audit does not raise the event: "
         "with stochastic rounding the EDQ of a small tensor is uncertain, and the audit knows its error",
         lambda metrics, facts: (
             (metrics.get("noise") or 0.0) <= 1.05 and not facts.dithers_weights and not facts.is_audited
         ),
     ),
-    "frozen": (
+    "frozen": Condition(
         f"second moments are rounded to nearest, or differ from their exact shadow by a factor of {MAX_BIAS}: stochastically "
         "rounded moments move seldom, but are right on average",
         lambda metrics, facts: facts.rounds_second_moments or _is_off(metrics.get("bias")),
     ),
-    "drowned": (
+    "drowned": Condition(
         f"the cast's signal-to-noise ratio is below {MIN_SQNR_DB:g} dB",
         lambda metrics, facts: (sqnr := metrics.get("sqnr_db")) is not None and sqnr < MIN_SQNR_DB,
     ),
-    "cast": (
+    "cast": Condition(
         "the tensor enters its matmul through a narrow cast",
         lambda metrics, facts: metrics.get("sqnr_db") is not None,
     ),
-    "unscaled": (
+    "unscaled": Condition(
         "the loss is not scaled: where it is, gradients overflow now and then while the scale is adjusted",
         lambda metrics, facts: not facts.scales_loss,
     ),
-    "scaled": ("the loss is scaled", lambda metrics, facts: facts.scales_loss),
+    "scaled": Condition("the loss is scaled", lambda metrics, facts: facts.scales_loss),
 }
-"""Conditions on the other metrics of a tensor, each as text and as a function."""
 
 
 # ── the table ────────────────────────────────────────────────────────────────────────────────────────────────────────────

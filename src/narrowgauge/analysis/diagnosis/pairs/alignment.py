@@ -251,7 +251,7 @@ def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignme
     """Align two runs by step, finished or not; ``replayed`` is what replays of both found."""
     rows = [{int(row["step"]): row for row in run.steps} for run in (one, other)]
     common = sorted(rows[0].keys() & rows[1].keys())
-    fingerprints = [by_step(run) for run in (one, other)]
+    fingerprints = by_step(one), by_step(other)
     u = roundoff(one, other)
     first = min(
         [*_columns(rows, common), *islice(differing_steps(fingerprints), 1), *_stopped(one, other)],

@@ -147,7 +147,7 @@ def is_beyond(relative: float, numel: int, u: float, before: float) -> bool:
 
 # ── fingerprints of two runs ─────────────────────────────────────────────────────────────────────────────────────────────
 
-Fingerprints = list[dict[int, Row]]
+Fingerprints = tuple[dict[int, Row], dict[int, Row]]
 """Of two runs: by step, the row of ``fingerprints.jsonl``."""
 
 _AFTER, _STANDS_OUT = 3, 3.0

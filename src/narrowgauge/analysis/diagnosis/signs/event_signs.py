@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.analysis.monitor.alarms import Alarms
-from narrowgauge.analysis.monitor.detectors import CONDITIONS, DETECTORS
+from narrowgauge.analysis.monitor.detectors import DETECTORS
 from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.schema import Row, number, step_of
 
@@ -45,7 +44,7 @@ def is_named(event: Row, patterns: tuple[str, ...]) -> bool:
 
 
 def _raised(
-    detectors: tuple[str, ...], on: tuple[str, ...], off: tuple[str, ...], least: int, evidence: Evidence
+    evidence: Evidence, *detectors: str, on: tuple[str, ...] = (), off: tuple[str, ...] = (), least: int = 1
 ) -> Observation:
     events = [event for event in evidence.raised_by(*detectors) if is_named(event, on)]
     events = [event for event in events if not (off and is_named(event, off))]
@@ -65,12 +64,16 @@ def _detected(
     kind = DETECTORS[detectors[0]].kind
     tables = {DETECTORS[each].table for each in detectors}
     needs = "" if tables == {"steps"} else AUDIT if kind == "lost_updates" else GAUGES
-    return Sign(name, meaning, (f"events.{kind}",), base_rate, partial(_raised, detectors, on, off, least), needs)
+
+    def find(evidence: Evidence) -> Observation:
+        return _raised(evidence, *detectors, on=on, off=off, least=least)
+
+    return Sign(name, meaning, (f"events.{kind}",), base_rate, find, needs)
 
 
-def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evidence: Evidence) -> Observation:
-    """What a detector raised, else the step where the audit of all parameters exceeds that detector's threshold."""
-    raised, row = event_sign(evidence), DETECTORS[detector]
+def _audited(evidence: Evidence, detector: str, *checks: str) -> Observation:
+    """What a detector or a check raised, else the step where the audit of all parameters exceeds that detector's threshold."""
+    raised, row = _raised(evidence, detector, *checks), DETECTORS[detector]
     if raised.state == "present":
         return raised
     facts, length = Alarms(evidence.recipe).facts, 0
@@ -78,7 +81,7 @@ def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evide
         value = number(step.get(row.field))
         if value is None:
             continue
-        applies = not row.condition or CONDITIONS[row.condition][1]({"noise": number(step.get("noise"))}, facts)
+        applies = row.applies({"noise": number(step.get("noise"))}, facts)
         length = length + 1 if applies and row.trips(value, row.threshold) else 0
         if length == row.consecutive:
             at = int(step["step"])
@@ -90,27 +93,26 @@ def _audited(detector: str, event_sign: Callable[[Evidence], Observation], evide
 def _of_updates(name: str, meaning: str, base_rate: float, detector: str, *checks: str) -> Sign:
     """The sign of a detector whose metric the audit measures too, where no gauge does; ``checks`` raise the same event."""
     told = _detected(name, meaning, base_rate, detector)
-    raised = partial(_raised, (detector, *checks), (), (), 1)
-    return replace(told, find=partial(_audited, detector, raised), needs=AUDIT)
+    return replace(told, find=lambda evidence: _audited(evidence, detector, *checks), needs=AUDIT)
 
 
 def _saturates(evidence: Evidence) -> Observation:
     """With delayed scales a sample's cast saturates in healthy runs too: there only the count of every step is a sign."""
     if evidence.recipe is not None and evidence.is_delayed():
         return UNKNOWN
-    return _raised(("overflow",), (), (), 1, evidence)
+    return _raised(evidence, "overflow")
 
 
 def _noted(name: str, meaning: str, check: str, base_rate: float = 0.002, reads: str = "run.ours") -> Sign:
     """The sign that a check of the run has raised an event."""
-    return Sign(name, meaning, (reads,), base_rate, partial(_raised, (check,), (), (), 1))
+    return Sign(name, meaning, (reads,), base_rate, lambda evidence: _raised(evidence, check))
 
 
 def _verified(name: str, meaning: str, *checks: str, is_state: bool) -> Sign:
     """The sign that ranks were compared and differed; unknown where the run ended before they were."""
 
     def find(evidence: Evidence) -> Observation:
-        found = _raised(checks, (), (), 1, evidence)
+        found = _raised(evidence, *checks)
         every, saves = (evidence.number_of(name) or math.inf for name in ("verify_every", "checkpoint_every"))
         last = evidence.steps[-1] if evidence.steps else 0
         # States are compared before each checkpoint too, of which the last is written at the end.

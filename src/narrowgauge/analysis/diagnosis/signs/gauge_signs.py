@@ -38,7 +38,6 @@ SMALL_UPDATES = 0.15
 WIDE_BLOCKS = 18.0
 """Binary exponents between a tensor's lowest and highest block scale."""
 ZERO_BLOCK = -100.0
-_FORMAT_OF = "block_scales"
 
 
 def _block_of(tensor: str) -> str:
@@ -188,7 +187,7 @@ def _below_eps(evidence: Evidence) -> Observation:
 
 def _wide_blocks(evidence: Evidence) -> Observation:
     for row in evidence.gauges:
-        for name, scales in (row.get(_FORMAT_OF) or {}).items():
+        for name, scales in (row.get("block_scales") or {}).items():
             # A block of zeros has the lowest scale that there is, which says nothing.
             if not scales or len(scales) != 3 or None in scales or scales[0] <= ZERO_BLOCK:
                 continue
@@ -213,20 +212,20 @@ def _grads_finite(evidence: Evidence) -> Observation:
     return earliest(bad, "{tensor} is not finite while every input is")
 
 
-_GRAD, _UPDATE = ("tensors.rms",), ("updates.update_to_weight",)
+_RMS, _UPDATE = ("tensors.rms",), ("updates.update_to_weight",)
 
 SIGNS_OF_GAUGES: tuple[Sign, ...] = (
     Sign(
-        "layer-is-dead", "all gradients of an attention or an MLP are zero", _GRAD, 0.1, _layer_dead, GAUGES,
+        "layer-is-dead", "all gradients of an attention or an MLP are zero", _RMS, 0.1, _layer_dead, GAUGES,
         "gradient-is-zero",
     ),
     Sign(
-        "one-parameter-is-dead", "one parameter's gradient is zero, and those beside it are not", _GRAD, 0.3, _one_dead,
+        "one-parameter-is-dead", "one parameter's gradient is zero, and those beside it are not", _RMS, 0.3, _one_dead,
         GAUGES, "gradient-is-zero",
     ),
-    Sign("all-gradients-are-zero", "nearly every gradient is zero", _GRAD, 0.1, _all_dead, GAUGES, "gradient-is-zero"),
+    Sign("all-gradients-are-zero", "nearly every gradient is zero", _RMS, 0.1, _all_dead, GAUGES, "gradient-is-zero"),
     Sign(
-        "embedding-gradient-jumps", "the embedding's gradient grows far beyond all others", _GRAD, 0.003, _embedding_shock,
+        "embedding-gradient-jumps", "the embedding's gradient grows far beyond all others", _RMS, 0.003, _embedding_shock,
         GAUGES,
     ),
     Sign("near-float16-maximum", "inputs of layers use most of float16's range", ("tensors.amax",), 0.005, _near_maximum, GAUGES),
@@ -241,7 +240,7 @@ SIGNS_OF_GAUGES: tuple[Sign, ...] = (
     Sign("updates-are-large", "half of all weights change by a tenth in a step", _UPDATE, 0.01, _large_updates, GAUGES),
     Sign("weights-hardly-move", "all steps together hardly change the weights", _UPDATE, 0.01, _hardly_move, GAUGES),
     Sign(
-        "gradients-below-eps", "most gradients are smaller than AdamW's epsilon", (*_GRAD, "config.eps"), 0.003, _below_eps,
+        "gradients-below-eps", "most gradients are smaller than AdamW's epsilon", (*_RMS, "config.eps"), 0.003, _below_eps,
         GAUGES,
     ),
     Sign(
@@ -515,8 +514,6 @@ def _first_in_forward(evidence: Evidence) -> Observation:
     return first_of(event for event in evidence.events.get("first_bad_value", []) if event.get("phase") == "forward")
 
 
-_WEIGHT, _DEAD_GRAD = ("tensors.rms",), ("tensors.rms", "events.dead_layer")
-
 SIGNS_OF_LAYERS: tuple[Sign, ...] = (
     Sign(
         "channels-dominate", "one channel is nearly all of some tokens, in what norms give to layers", ("tensors.amax",), 0.01,
@@ -527,7 +524,7 @@ SIGNS_OF_LAYERS: tuple[Sign, ...] = (
         _massive_in_narrow, GAUGES, given="channels-dominate",
     ),
     Sign(
-        "queries-and-keys-grow", "weights of queries and keys grow, and other matrices do not", _WEIGHT, 0.01, _queries_grow,
+        "queries-and-keys-grow", "weights of queries and keys grow, and other matrices do not", _RMS, 0.01, _queries_grow,
         GAUGES,
     ),
     Sign(
@@ -562,7 +559,7 @@ SIGNS_OF_LAYERS: tuple[Sign, ...] = (
         _feature_drowns, GAUGES,
     ),
     Sign(
-        "gradient-flows-past", "a weight's gradient is zero, and its output's is not", _DEAD_GRAD, 0.05,
+        "gradient-flows-past", "a weight's gradient is zero, and its output's is not", (*_RMS, "events.dead_layer"), 0.05,
         _gradient_flows_past, GAUGES, given="gradient-is-zero",
     ),
     Sign(

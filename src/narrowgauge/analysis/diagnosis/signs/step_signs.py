@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from statistics import median, quantiles
@@ -264,13 +264,13 @@ def _loss_not_finite(evidence: Evidence) -> Observation:
 
 def _norm_not_finite(evidence: Evidence) -> Observation:
     """Left out are steps that the loss scaler skipped, which raise no event, and those whose loss is not finite either."""
-    finite = {
+    sound = {
         step
         for step, loss in zip(evidence.steps, evidence.column("loss"), strict=True)
         if loss is None or math.isfinite(loss)
     }
     for event in evidence.raised_by("nonfinite-step"):
-        if step_of(event) in finite:
+        if step_of(event) in sound:
             return present(step_of(event), f"the gradient norm of step {step_of(event)} is not finite")
     return ABSENT
 
@@ -281,10 +281,10 @@ def _bursts(evidence: Evidence) -> Observation:
         return ABSENT
     found, last, length = [], -2, 0
     norms = evidence.column("grad_norm")
-    finite = [norm if norm is not None and math.isfinite(norm) else math.inf for norm in norms]
+    known = [norm if norm is not None and math.isfinite(norm) else math.inf for norm in norms]
     for row in range(BEFORE // 3, len(norms)):
         norm, start = norms[row], max(0, row - BEFORE)
-        if norm is None or not norm < math.inf or norm <= BURST * min(finite[start:row]):
+        if norm is None or not norm < math.inf or norm <= BURST * min(known[start:row]):
             continue  # no median is below the minimum: most steps need none
         level = level_of(norms[start:row])
         if level is None or norm <= BURST * level:
@@ -570,34 +570,32 @@ def _slows_down(evidence: Evidence) -> Observation:
         if (seconds := number(row.get("seconds"))) is not None:
             others = (number(row.get(name)) or 0.0 for name in ("data_seconds", "wait_seconds"))
             own.append((int(row["step"]), seconds - sum(others)))
-    if len(own) < 4 * FEWEST:
-        return UNKNOWN
-    third = len(own) // 3
-    early, late = [t for _, t in own[:third]], [t for _, t in own[-third:]]
     # The slow quarter of early steps and the fast tenth of late ones: other programs slow many steps, heat slows all.
-    if quantiles(late, n=10)[0] < SLOWER * quantiles(early, n=4)[2]:
-        return ABSENT
-    limit = SLOWER * quantiles(early, n=4)[2]
-    begins = next((step for step, seconds in own[third:] if seconds > limit), own[-third][0])
-    said = f"a step took {median(early):.3g} s at first and takes {median(late):.3g} s at the end"
-    return present(begins, said, None, median(late), limit)
+    return _is_slower(own, lambda early: quantiles(early, n=4)[2], SLOWER)
 
 
 def _computes_slower(evidence: Evidence) -> Observation:
     """The same step takes more processor time, so its clock is slower. Other programs would make it wait instead."""
     spent = [(int(row["step"]), number(row.get("cpu_seconds"))) for row in evidence.run.steps[3:]]
     known = [(step, seconds) for step, seconds in spent if seconds]
-    if len(known) < 4 * FEWEST:
-        return UNKNOWN
-    third = len(known) // 3
-    early, late = [t for _, t in known[:third]], [t for _, t in known[-third:]]
     # A core that is shared with another program makes many steps longer, and not the fastest ones.
-    was, now = median(early), quantiles(late, n=10)[0]
-    if now < SLOWER_CLOCK * was:
+    return _is_slower(known, median, SLOWER_CLOCK, " of processor time")
+
+
+def _is_slower(
+    times: list[tuple[int, float]], level: Callable[[list[float]], float], factor: float, kind: str = ""
+) -> Observation:
+    """Whether the fast tenth of the last third of steps takes a factor longer than the level of the first third."""
+    if len(times) < 4 * FEWEST:
+        return UNKNOWN
+    third = len(times) // 3
+    early, late = [seconds for _, seconds in times[:third]], [seconds for _, seconds in times[-third:]]
+    limit = factor * level(early)
+    if quantiles(late, n=10)[0] < limit:
         return ABSENT
-    begins = next((step for step, seconds in known[third:] if seconds > SLOWER_CLOCK * was), known[-third][0])
-    said = f"a step took {was:.3g} s of processor time at first and takes {median(late):.3g} s at the end"
-    return present(begins, said, None, median(late), SLOWER_CLOCK * was)
+    begins = next((step for step, seconds in times[third:] if seconds > limit), times[-third][0])
+    said = f"a step took {median(early):.3g} s{kind} at first and takes {median(late):.3g} s at the end"
+    return present(begins, said, None, median(late), limit)
 
 
 def _moves_at_resume(evidence: Evidence) -> Observation:
