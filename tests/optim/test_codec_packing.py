@@ -204,6 +204,13 @@ def test_plain_states_have_their_own_dtypes() -> None:
     assert dtypes["float8/collage-plus"] == {"packed": torch.int16, "packed2": torch.int32}
 
 
+def test_a_rule_may_name_its_states_as_it_likes() -> None:
+    """A name that looks like the low part of another is a state all the same."""
+    for storage in STORAGES.values():
+        plain, odd = (storage.keeping(((name, "exp_avg"),)) for name in ("exp_avg", "ema_lowpass"))
+        assert [p.dtype for p in codec.planes(odd)] == [p.dtype for p in codec.planes(plain)], storage.name
+
+
 def test_scales_and_eight_bit_planes_lie_in_rows_and_nothing_else_does() -> None:
     in_rows = {row.name for row in STORAGES.values() if codec.by_rows(row)}
     assert in_rows == {name for name, row in expectations.STORAGES.items() if row.row_bytes}

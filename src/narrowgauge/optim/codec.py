@@ -492,8 +492,9 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """A lone field has the dtype of PyTorch with the same bits, where there is one."""
     if width == 32:
         return torch.float32
-    state = name.split("_low")[0]
-    code = None if name in ("tail", "master") else storage.code(state)
+    codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
+    parts = {part: code for state, code in codes.items() for part in (state, *low_parts(state, code))}
+    code = parts.get(name)  # a tail and a master copy have none
     plain = width == 16 and code is not None and not code.is_window and code.signed
     return torch.bfloat16 if plain else INTEGER[width]
 
