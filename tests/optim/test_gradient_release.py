@@ -96,6 +96,77 @@ def test_two_bytes_less_are_counted(storage: str, size: float, scales: float) ->
     assert optimizer.bytes_per_param() == size + scales + 2
 
 
+LINEAR = {"in_features": 80, "out_features": 80, "bias": False, "dtype": torch.bfloat16}
+
+
+def backward(layer: nn.Module, scaler: torch.amp.GradScaler | None = None) -> None:
+    loss = layer(torch.ones(2, 80, dtype=torch.bfloat16)).float().mean()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+
+
+@pytest.mark.parametrize("unscaled_by_hand", [False, True], ids=["", "unscaled"])
+def test_a_grad_scaler_is_refused_before_a_weight_moves(unscaled_by_hand: bool) -> None:
+    """It scales the loss and tells the optimizer of it only when it steps; Accelerate unscales by hand to clip."""
+    layer = nn.Linear(**LINEAR)
+    before = layer.weight.detach().clone()
+    optimizer, scaler = ng.SGD(layer.parameters(), lr=1.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    handle = ng.optim.release_gradients(optimizer)
+    backward(layer, scaler)
+    if unscaled_by_hand:
+        scaler.unscale_(optimizer)
+    with pytest.raises(ng.errors.RecipeError, match=r"GradScaler.* needs all of them first") as refused:
+        scaler.step(optimizer)
+    assert "remove()" in str(refused.value) and torch.equal(layer.weight, before)
+    handle.remove()
+    scaler.step(optimizer)
+    assert not torch.equal(layer.weight, before)
+
+
+def test_a_grad_scaler_that_is_switched_off_is_not_refused() -> None:
+    layer = nn.Linear(**LINEAR)
+    optimizer, scaler = ng.SGD(layer.parameters(), lr=1.0), torch.amp.GradScaler("cpu", enabled=False)
+    ng.optim.release_gradients(optimizer)
+    for _ in range(2):
+        backward(layer, scaler)
+        scaler.step(optimizer)
+        scaler.update()
+    assert optimizer.num_steps(layer.weight) == 2
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("option", "value"), [("max_grad_norm", 1.0), ("loss_scaler", ng.LossScaler()), ("skip_above", 2.0)]
+)
+def test_an_option_that_is_set_later_is_refused_too(option: str, value: object, steps: int) -> None:
+    layer = nn.Linear(**LINEAR)
+    optimizer = ng.SGD(layer.parameters(), lr=1.0)
+    ng.optim.release_gradients(optimizer)
+    for _ in range(steps):
+        backward(layer)
+        optimizer.step()
+    before = layer.weight.detach().clone()
+    setattr(optimizer, option, value)
+    with pytest.raises(ng.errors.RecipeError, match=f"{option} = .* needs all of them first"):
+        backward(layer)
+    assert torch.equal(layer.weight, before)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_micro_batches_are_refused(steps: int) -> None:
+    """In the first step, and so in every script that sums them, before a weight moves."""
+    layer = nn.Linear(**LINEAR)
+    optimizer = ng.SGD([("weight", layer.weight)], lr=1.0)
+    ng.optim.release_gradients(optimizer)
+    for _ in range(steps):
+        backward(layer)
+        optimizer.step()
+    before = layer.weight.detach().clone()
+    backward(layer)
+    with pytest.raises(ng.errors.RecipeError, match=r"a second one of 'weight' arrived before optimizer.step\(\)"):
+        backward(layer)
+    assert steps or torch.equal(layer.weight, before)
+
+
 def test_removed_it_is_over() -> None:
     model, plain = Layers("word"), Layers("word")
     optimizer, twin = build(model, "word"), build(plain, "word")

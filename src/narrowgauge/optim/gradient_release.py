@@ -1,44 +1,93 @@
 """Gradient release: each parameter is stepped as soon as its gradient is there, and the gradient is freed.
 
 Then no two large gradients need be in memory at once, and 2 bytes a parameter are saved: ``word`` takes 6, ``compact`` 5.
-The price is what needs all gradients before the first step. Clipping by their norm and skipping a step that overflowed are
-refused; every backward pass steps, so micro-batches cannot be summed.
+The price is what needs all gradients before the first step. Clipping by their norm, scaling the loss, skipping a step and
+summing micro-batches are refused.
 """
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
+
+OFF = {"max_grad_norm": None, "loss_scaler": None, "skip_above": math.inf, "grad_scale": None, "found_inf": None}
+"""Options of an optimizer that need all gradients first, and their values where they need nothing."""
 
 
 class Release:
     """A handle on gradient release: the hooks on the parameters of an optimizer."""
 
-    def __init__(self, handles: list[RemovableHandle], optimizer: Optimizer) -> None:
-        self._handles, self._optimizer = handles, optimizer
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._arrived: dict[Tensor, None] = {}  # since the last step
+        # Whether a step has gone by. A torch.amp.GradScaler scales the loss before backward() and asks the optimizer only
+        # before step(), so the first gradients wait for that.
+        self._begun = False
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._handles = [p.register_post_accumulate_grad_hook(self._arrive) for p in parameters]
 
     def remove(self) -> None:
         """End the release: gradients are stepped by ``optimizer.step()`` again."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.released.clear()
+        self._optimizer.release = None
+
+    def before_step(self) -> None:
+        """Step the parameters whose gradients have waited."""
+        _check(self._optimizer)
+        if not self._begun:
+            for parameter in self._arrived:
+                self._step(parameter)
+            self._begun = bool(self._arrived)
+        self._arrived.clear()
+
+    def _arrive(self, parameter: Tensor) -> None:
+        _check(self._optimizer)
+        if parameter in self._arrived:
+            name = self._optimizer.parameter_names().get(parameter)
+            raise RecipeError(
+                f"gradients are released as they arrive, and a second one of '{name}' arrived before optimizer.step().",
+                "Call optimizer.step() after each backward(), or keep the gradients to sum micro-batches.",
+            )
+        self._arrived[parameter] = None
+        if self._begun:
+            self._step(parameter)
+
+    def _step(self, parameter: Tensor) -> None:
+        group = self._optimizer._registry.group_of(parameter)
+        if group is not None and parameter.grad is not None:  # one that was removed is not stepped
+            self._optimizer.step_alone(group, parameter)
+
+
+def _check(optimizer: Optimizer) -> None:
+    for option, off in OFF.items():
+        if (value := getattr(optimizer, option, off)) != off:
+            raise RecipeError(
+                f"gradients were to be released as they arrive, and {option} = {value} needs all of them first.",
+                f"Build the optimizer with {option}={off}, or keep the gradients.",
+            )
 
 
 def release_gradients(optimizer: Optimizer) -> Release:
     """Step each large parameter during ``backward()``, as its gradient arrives, and free the gradient.
 
-    Invariant: the same bits as without it. ``optimizer.step()`` is called as ever, after ``backward()``: it steps the small
-    parameters, which share a kernel, and counts. Learning rates are therefore set before ``backward()``.
+    Invariant: the same bits as without it. ``optimizer.step()`` is called as ever, after each ``backward()``: it steps the
+    small parameters, which share a kernel, and counts. Learning rates are therefore set before ``backward()``. The gradients
+    of the first ``backward()`` wait for ``step()``, which learns whether a ``torch.amp.GradScaler`` has scaled the loss.
 
     Args:
         optimizer: one of ours, with neither ``max_grad_norm`` nor ``loss_scaler``.
     Returns:
         A handle whose ``remove()`` ends it.
     Raises:
-        RecipeError: the optimizer clips by the norm of all gradients, or may skip a step because of one.
+        RecipeError: the optimizer clips by the norm of all gradients, or may skip a step because of one. ``backward()`` and
+            ``step()`` raise it too, where that is asked for later, a GradScaler is at work, or a second gradient of a
+            parameter arrives before ``step()``.
 
     Cost: as many calls of kernels as there are large parameters.
 
@@ -47,26 +96,16 @@ def release_gradients(optimizer: Optimizer) -> Release:
         >>> layer = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
         >>> optimizer = ng.AdamW(layer.parameters(), storage="word")
         >>> handle = ng.optim.release_gradients(optimizer)
-        >>> layer(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
-        >>> layer.weight.grad is None
+        >>> for _ in range(2):
+        ...     layer(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
+        ...     print(layer.weight.grad is None)
+        ...     optimizer.step()
+        False
         True
-        >>> optimizer.step()
         >>> optimizer.bytes_per_param()
         6.0
     """
-    for option in ("max_grad_norm", "loss_scaler"):
-        if (value := getattr(optimizer, option)) is not None:
-            raise RecipeError(
-                f"gradients were to be released as they arrive, and {option} = {value} needs all of them first.",
-                f"Build the optimizer with {option}=None, or keep the gradients.",
-            )
+    _check(optimizer)
     optimizer._registry.follow()  # states of parameters that were replaced pass on before these are stepped
-
-    def arrived(parameter: Tensor) -> None:
-        group = optimizer._registry.group_of(parameter)
-        if group is not None:  # one that was removed is not stepped
-            optimizer.step_alone(group, parameter)
-
-    everyone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    wanted = [parameter for parameter in everyone if parameter.requires_grad]
-    return Release([p.register_post_accumulate_grad_hook(arrived) for p in wanted], optimizer)
+    optimizer.release = handle = Release(optimizer)
+    return handle

@@ -178,6 +178,8 @@ class Optimizer(torch.optim.Optimizer):
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
         # What sums the gradients over ranks before a step, if anything does; `narrowgauge.prepare` sets it.
         self.reduction: Any = None
+        # The handle of gradient release, while there is one, and the parameters it has stepped.
+        self.release: Any = None
         self.released: set[Tensor] = set()
         self._names_storage = True
         # Parameters in groups for which no storage was named: a recipe decides.
@@ -209,7 +211,16 @@ class Optimizer(torch.optim.Optimizer):
 
         Only where a loss is scaled for this optimizer, or must be: frameworks do not clip the gradients of an optimizer that
         has this property. Float16 gradients are such a case, since GradScaler refuses to unscale those itself.
+
+        Raises:
+            RecipeError: gradients are released as they arrive.
         """
+        if self.release is not None:
+            raise RecipeError(
+                "gradients are released as they arrive, and a torch.amp.GradScaler, or a framework that clips, needs all of "
+                "them first.",
+                "Train in bfloat16 without one, or keep the gradients: call remove() on the handle of release_gradients.",
+            )
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._registry.parameters())
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -272,6 +283,8 @@ class Optimizer(torch.optim.Optimizer):
         self._discard_orphans()
         for group in self.param_groups:
             check_step(group, self.rule)
+        if self.release is not None:
+            self.release.before_step()
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
         if not (states and self._stepped):
