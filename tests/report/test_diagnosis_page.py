@@ -77,7 +77,7 @@ def test_the_cause_is_named_as_soon_as_a_shorter_record_names_it(spiked: Run) ->
     # Without events nobody said so at the time.
     silent = changed(spiked, events=[])
     when = hindsight(finding, silent)
-    assert when is not None and when.word is None
+    assert when is not None and when.alarm is None
     assert "no detector ran with the training" in Document(render_diagnosis(ng.diagnose(silent), silent)).text
 
 

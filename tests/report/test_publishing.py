@@ -89,6 +89,11 @@ def test_a_report_takes_a_pages_place(text: str, folder: Path) -> None:
     assert report([folder], folder / "page.html").stat().st_size > 1000
 
 
+def test_a_report_on_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="no run was named"):
+        report([], tmp_path / "page.html")
+
+
 def test_a_run_that_may_not_be_looked_into_is_not_left_out_without_a_word(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 
-import markupsafe
 import numpy as np
 
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, Diagnosis
@@ -19,9 +18,9 @@ from narrowgauge.analysis.diagnosis.signs.replay_signs import SIGNS_OF_REPLAYS
 from narrowgauge.analysis.diagnosis.signs.sign import Observation
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.series import Series, column, decimate, gaps, is_wide, json_list
-from narrowgauge.report.figures.traces import Figure, layout_of
+from narrowgauge.report.figures.traces import Figure, layout_of, mark
 from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after
-from narrowgauge.report.page import asset, capitalized, digest_of, embedded, packed, plotly_script, spec_of, template
+from narrowgauge.report.page import capitalized, document
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row, step_of
 from narrowgauge.spec.tables import Table, number_columns, text_columns
@@ -127,10 +126,10 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
 def _document(
     *, heading: str, subtitle: str, lead: str, sentences: Sequence[str], parts: Sequence[Section], made_from: str
 ) -> str:
-    script, plotly = asset("page.js"), plotly_script()
     shown = [part for part in parts if not part.is_empty]
-    figures: Row = {figure.name: spec_of(figure) for part in shown for figure in part.figures}
-    page = template("diagnosis.html.j2").render(
+    return document(
+        "diagnosis.html.j2",
+        [figure for part in shown for figure in part.figures],
         title=f"Diagnosis of {heading}",
         heading=heading,
         subtitle=subtitle,
@@ -138,14 +137,7 @@ def _document(
         sentences=sentences,
         parts=shown,
         made_from=made_from,
-        policy=f"'{digest_of(script)}' '{plotly.digest}'",
-        style=markupsafe.Markup(asset("page.css")),
-        script=markupsafe.Markup(script),
-        data=markupsafe.Markup(embedded({"figures": figures, "strip": None, "formats": []})),
-        gauges=packed([]),
-        plotly=plotly.packed,
     )
-    return page.lstrip()
 
 
 # ── one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -335,15 +327,15 @@ def _words(name: str) -> str:
 
 
 def _moments(finding: CauseFinding, when: Hindsight, place: int) -> list[Row]:
-    word = when.word
-    if word is None:
-        return [mark(when.sign, f"{finding.cause.name}: first sign, step {when.sign}", place, "dot")]
-    at, kind = step_of(word), word.get("kind")
+    alarm = when.alarm
+    if alarm is None:
+        return [_mark(when.sign, f"{finding.cause.name}: first sign, step {when.sign}", place, "dot")]
+    at, kind = step_of(alarm), alarm.get("kind")
     if at == when.sign:
-        return [mark(at, f"{finding.cause.name}: first sign and first alarm ({kind}), step {at}", place, "dot")]
+        return [_mark(at, f"{finding.cause.name}: first sign and first alarm ({kind}), step {at}", place, "dot")]
     return [
-        mark(when.sign, f"{finding.cause.name}: first sign, step {when.sign}", place, "dot"),
-        mark(at, f"{kind}: first alarm, step {at}", place, "dash"),
+        _mark(when.sign, f"{finding.cause.name}: first sign, step {when.sign}", place, "dot"),
+        _mark(at, f"{kind}: first alarm, step {at}", place, "dash"),
     ]
 
 
@@ -367,14 +359,10 @@ def _crosses(steps: Sequence[float]) -> list[Row]:
     ]  # fmt: skip
 
 
-def mark(step: int, name: str, place: int, dash: str) -> Row:
+def _mark(step: int, name: str, place: int, dash: str) -> Row:
     """An upright line at a step; ``name`` shows in the legend and on hovering over its top, ``place`` chooses its colour."""
-    return {
-        "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2", "name": plain(name),
-        "meta": {"group": -1}, "line": {"color": colour(place), "width": 2, "dash": dash},
-        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(place), "opacity": 1},
-        "hovertemplate": "%{fullData.name}<extra></extra>",
-    }  # fmt: skip
+    line = {"color": colour(place), "width": 2, "dash": dash}
+    return mark(step, -1, colour(place), line, "%{fullData.name}<extra></extra>") | {"name": plain(name)}
 
 
 def chain_figure(findings: Sequence[CauseFinding]) -> list[Figure]:
@@ -425,7 +413,7 @@ def _marks(found: TwoRuns) -> list[Row]:
 
 
 def _parting(difference: FirstDifference, words: str, place: int, dash: str) -> Row:
-    return mark(difference.step, f"{words}: step {difference.step}", place, dash)
+    return _mark(difference.step, f"{words}: step {difference.step}", place, dash)
 
 
 def _pair(found: TwoRuns, one: Run, other: Run, name: str) -> Figure | None:

@@ -29,12 +29,12 @@ class Hindsight:
 
     Args:
         sign: the step of the first sign.
-        word: the first event that was raised for it while training; ``None`` where none was.
+        alarm: the first event that was raised for it while training; ``None`` where none was.
         named: the step from which ``narrowgauge diagnose`` names the cause, of those tried.
     """
 
     sign: int
-    word: Row | None
+    alarm: Row | None
     named: int | None
 
 
@@ -52,8 +52,8 @@ def _first_alarm(finding: CauseFinding, run: Run) -> Row | None:
     """The first recorded event, from the first sign on, of a kind that the finding's signs read."""
     reads = [read for sign in finding.chain for read in SIGNS[sign.sign].reads]
     kinds = {kind for table, _, kind in (read.partition(".") for read in reads) if table == "events"}
-    words = [event for event in run.events if event.get("kind") in kinds and step_of(event) >= (finding.step or 0)]
-    return min(words, key=step_of, default=None)
+    alarms = [event for event in run.events if event.get("kind") in kinds and step_of(event) >= (finding.step or 0)]
+    return min(alarms, key=step_of, default=None)
 
 
 def _named_from(finding: CauseFinding, run: Run) -> int | None:
@@ -121,9 +121,9 @@ def hindsight_table(finding: CauseFinding, run: Run, found: Hindsight) -> Table:
     sign = finding.chain[0] if finding.chain else None
     first = next((each for each in finding.chain if each.step is not None), sign)
     rows = [_row(f"first sign, step {found.sign}", first.sentence if first else "", trained_after(run, found.sign))]
-    if found.word is not None:
-        at = step_of(found.word)
-        said = f"{found.word.get('kind')}: {found.word.get('message', '')}"
+    if found.alarm is not None:
+        at = step_of(found.alarm)
+        said = f"{found.alarm.get('kind')}: {found.alarm.get('message', '')}"
         rows.append(_row(f"first alarm while training, step {at}", said, trained_after(run, at)))
     else:
         rows.append(_row("first alarm while training", f"none: {_why_silent(finding, run)}", "–"))
@@ -149,10 +149,10 @@ def _why_silent(finding: CauseFinding, run: Run) -> str:
 def earlier(finding: CauseFinding, found: Hindsight, run: Run) -> list[str]:
     """Sentences on what would have shown the fault earlier, or acted on it, and at which cost."""
     said = [_watching(run, found.sign), *_sampling(finding, run)]
-    kinds = [str(found.word.get("kind"))] if found.word is not None else []
+    kinds = [str(found.alarm.get("kind"))] if found.alarm is not None else []
     if set(kinds) & set(_SPIKES):
         said.append(
-            f"--on-spike stop would have ended the run at step {step_of(found.word or {})}; --on-spike skip leaves such "
+            f"--on-spike stop would have ended the run at step {step_of(found.alarm or {})}; --on-spike skip leaves such "
             "steps out, --on-spike rollback goes back to the last checkpoint."
         )
     elif set(kinds) & set(SERIOUS):

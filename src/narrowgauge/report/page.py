@@ -20,6 +20,7 @@ import hashlib
 import json
 import re
 import zlib
+from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,7 +112,41 @@ def _encoded(content: bytes) -> str:
     return base64.b64encode(content).decode()
 
 
-# ── templates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── pages from templates ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def document(
+    template_name: str,
+    drawn: Iterable[Figure],
+    /,
+    *,
+    strip: Row | None = None,
+    ranges: Sequence[Row] = (),
+    gauges: Sequence[Row] = (),
+    **words: Any,
+) -> str:
+    """A page as one HTML document, which fetches nothing.
+
+    Args:
+        drawn: its figures.
+        strip: the figure of events.
+        ranges: of the formats of histograms.
+        gauges: the samples of each run's gauges.
+        words: what the template shows.
+    """
+    script, plotly = asset("page.js"), plotly_script()
+    data = {"figures": {figure.name: spec_of(figure) for figure in drawn}, "strip": strip, "formats": ranges}
+    page = template(template_name).render(
+        **words,
+        strip=strip,
+        policy=f"'{digest_of(script)}' '{plotly.digest}'",
+        style=markupsafe.Markup(asset("page.css")),
+        script=markupsafe.Markup(script),
+        data=markupsafe.Markup(embedded(data)),
+        gauges=packed(gauges),
+        plotly=plotly.packed,
+    )
+    return page.lstrip()
 
 
 def spec_of(figure: Figure) -> Row:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import markupsafe
-
 from narrowgauge.planner.formatting import axes_text, duration_text
 from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.measured.launches import Attribution, attribution_lines
@@ -15,9 +13,9 @@ from narrowgauge.planner.plan import sizes_of
 from narrowgauge.planner.plan_report import Plan, terms_table
 from narrowgauge.planner.question import MEMORY_GROUPS, STEP_GROUPS, Option
 from narrowgauge.planner.time.roofline import Roof, roof_of
-from narrowgauge.report.figures.palette import colour, plain, symbol_of
+from narrowgauge.report.figures.palette import NUM_COLOURS, colour, plain, symbol_of
 from narrowgauge.report.figures.traces import Figure
-from narrowgauge.report.page import asset, digest_of, embedded, packed, plotly_script, spec_of, template
+from narrowgauge.report.page import document
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Table
 
@@ -91,15 +89,15 @@ def rendered(
         terms: tables to unfold, under the heading ``parts``.
         made_from: what the page was made from, for its footer.
     """
-    script, plotly = asset("page.js"), plotly_script()
-    data: Row = {"figures": {figure.name: spec_of(figure) for figure in figures}, "strip": None, "formats": []}
     links = {
         "verdict": "Answer",
         "options": "Options" if options else "",
         "figures": "Figures",
         "terms": terms and parts,
     }
-    page = template("plan.html.j2").render(
+    return document(
+        "plan.html.j2",
+        figures,
         title=title,
         heading=heading,
         subtitle=subtitle,
@@ -110,14 +108,7 @@ def rendered(
         parts=parts,
         made_from=made_from,
         links={name: label for name, label in links.items() if label},
-        policy=f"'{digest_of(script)}' '{plotly.digest}'",
-        style=markupsafe.Markup(asset("page.css")),
-        script=markupsafe.Markup(script),
-        data=markupsafe.Markup(embedded(data)),
-        gauges=packed([]),
-        plotly=plotly.packed,
     )
-    return page.lstrip()
 
 
 # ── figures of a plan: memory and time of its options, the roofline of its best, and its scaling curve ────────────────────
@@ -152,7 +143,7 @@ def _best_job(plan: Plan) -> Job:
 def memory_bars(options: Sequence[Option]) -> Figure:
     """Bytes of the worst rank by group, and what the chips have."""
     values = {name: [option.memory.groups.get(name, 0.0) / 1e9 for option in options] for name in MEMORY_GROUPS}
-    data = _bars(options, values, "GB")
+    data = _bars(values, "GB")
     capacities = [option.capacity_bytes for option in options]
     if any(capacities):
         data.append(
@@ -164,7 +155,8 @@ def memory_bars(options: Sequence[Option]) -> Figure:
             }
         )  # fmt: skip
     how = "Memory of the rank that needs most. A bar that passes its mark does not fit. 1 GB is 10⁹ bytes."
-    return Figure("memory", "Memory of each option", how, data, _bar_layout(options, "GB"), height=_height(options))
+    layout = _layout(_labels(options), "GB", "stack")
+    return Figure("memory", "Memory of each option", how, data, layout, height=_height(options))
 
 
 def time_bars(options: Sequence[Option]) -> Figure:
@@ -176,42 +168,23 @@ def time_bars(options: Sequence[Option]) -> Figure:
         for name in STEP_GROUPS
     }
     how = "Seconds for a million tokens of all chips together, since the steps of the options differ in size."
-    data = _bars(options, values, "s")
-    return Figure(
-        "time", "Time of each option", how, data, _bar_layout(options, "s per million tokens"), height=_height(options)
-    )
+    data = _bars(values, "s")
+    layout = _layout(_labels(options), "s per million tokens", "stack")
+    return Figure("time", "Time of each option", how, data, layout, height=_height(options))
 
 
-def _bars(options: Sequence[Option], values: dict[str, list[float]], unit: str) -> list[Row]:
+def _bars(values: dict[str, list[float]], unit: str) -> list[Row]:
     shown = [(name, found) for name, found in values.items() if any(found)]
-    return [
-        {
-            "type": "bar", "orientation": "h", "name": name, "x": [float(f"{value:.5g}") for value in found],
-            "y": list(range(len(options))), "meta": {"group": -1},
-            "marker": {"color": colour(place, None if place < 8 else 0.5)},
-            "hovertemplate": f"{name} %{{x:.4~g}} {unit}<extra></extra>",
-        }
-        for place, (name, found) in enumerate(shown)
-    ]  # fmt: skip
+    return [_bar(name, found, place, unit) for place, (name, found) in enumerate(shown)]
 
 
-def _bar_layout(options: Sequence[Option], title: str) -> Row:
+def _labels(options: Sequence[Option]) -> list[str]:
     clusters = len({option.cluster for option in options}) > 1
     recipes = len({option.recipe for option in options}) > 1
-    labels = [
-        plain(
-            " · ".join(
-                filter(None, [option.recipe.title if recipes else axes_text(option.layout), option.cluster * clusters])
-            )
-        )
-        for option in options
+    parts = [
+        (option.recipe.title if recipes else axes_text(option.layout), option.cluster * clusters) for option in options
     ]
-    places = list(range(len(options)))
-    return {
-        "barmode": "stack", "showlegend": True, "bargap": 0.3,
-        "xaxis": {"title": {"text": title}, "rangemode": "tozero"},
-        "yaxis": {"tickvals": places, "ticktext": labels, "range": [len(options) - 0.5, -0.5], "type": "linear"},
-    }  # fmt: skip
+    return [" · ".join(filter(None, each)) for each in parts]
 
 
 def _height(options: Sequence[Option]) -> int:
@@ -303,7 +276,7 @@ def scaling_curve(sizes: Sequence[Option]) -> Figure:
 _MARKS = 49
 _MOST_TERMS = 20
 _PART_LINE = 34
-_UNITS = (("days", 86_400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0), ("milliseconds", 1e-3))
+_UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"), (1e-3, "milliseconds"))
 
 
 def time_curve(scaling: Scaling, at: Sequence[int] = ()) -> Figure:
@@ -311,7 +284,7 @@ def time_curve(scaling: Scaling, at: Sequence[int] = ()) -> Figure:
     sizes = [*(point.chips for point in scaling.points), *at]
     low, high = max(1, min(sizes) / 2), 2 * max(sizes)
     chips = [low * (high / low) ** (place / (_MARKS - 1)) for place in range(_MARKS)]
-    unit, scale = unit_of([point.seconds for point in scaling.points])
+    scale, unit = time_unit_of([point.seconds for point in scaling.points])
     first = scaling.points[0]
     data: list[Row] = [] if not scaling.fits else _law_traces(scaling, chips, scale, unit)
     data.append(_line("in proportion", chips, [first.seconds * first.chips / each / scale for each in chips], "dash"))
@@ -369,7 +342,7 @@ def _points(name: str, points: Sequence[tuple[float, float]], place: int, unit: 
 
 def step_bars(found: Attribution) -> Figure:
     """Seconds of a step of each run, by what was measured."""
-    unit, scale = unit_of([step.terms.total for step in found.steps])
+    scale, unit = time_unit_of([step.terms.total for step in found.steps])
     names = dict.fromkeys(term.name for step in found.steps for term in step.terms)
     rows = [{term.name: term.value / scale for term in step.terms} for step in found.steps]
     data = [_bar(name, [row.get(name, 0.0) for row in rows], place, unit) for place, name in enumerate(names)]
@@ -383,7 +356,7 @@ def step_bars(found: Attribution) -> Figure:
 def term_bars(found: Regression) -> Figure:
     """Seconds of each term of the step that changed, in both launches, the largest change first."""
     shown = found.changes[:_MOST_TERMS]
-    unit, scale = unit_of([max(change.before, change.after) for change in shown] or [1.0])
+    scale, unit = time_unit_of([max(change.before, change.after) for change in shown] or [1.0])
     data = [
         _bar(found.before.name, [change.before / scale for change in shown], 0, unit),
         _bar(found.after.name, [change.after / scale for change in shown], 1, unit),
@@ -394,28 +367,29 @@ def term_bars(found: Regression) -> Figure:
     return Figure("terms-changed", "Terms before and after", how, data, _layout(labels, unit, "group"), height=height)
 
 
-def unit_of(seconds: Sequence[float]) -> tuple[str, float]:
-    """The unit in which the largest of some times is at least two, and its seconds.
+def time_unit_of(seconds: Sequence[float]) -> tuple[float, str]:
+    """The seconds and the name of the unit in which the largest of some times is at least two.
 
     Example:
-        >>> unit_of([864000.0]), unit_of([30.0]), unit_of([0.2])
-        (('days', 86400.0), ('seconds', 1.0), ('milliseconds', 0.001))
+        >>> time_unit_of([864000.0]), time_unit_of([30.0]), time_unit_of([0.2])
+        ((86400.0, 'days'), (1.0, 'seconds'), (0.001, 'milliseconds'))
     """
-    return next(((name, size) for name, size in _UNITS if max(seconds) >= 2 * size), _UNITS[-1])
+    return next((unit for unit in _UNITS if max(seconds) >= 2 * unit[0]), _UNITS[-1])
 
 
 def _bar(name: str, values: Sequence[float], place: int, unit: str) -> Row:
     return {
         "type": "bar", "orientation": "h", "name": plain(name), "x": [float(f"{value:.5g}") for value in values],
-        "y": list(range(len(values))), "meta": {"group": -1}, "marker": {"color": colour(place)},
+        "y": list(range(len(values))), "meta": {"group": -1},
+        "marker": {"color": colour(place, None if place < NUM_COLOURS else 0.5)},
         "hovertemplate": f"{plain(name)} %{{x:.4~g}} {unit}<extra></extra>",
     }  # fmt: skip
 
 
-def _layout(labels: Sequence[str], unit: str, mode: str) -> Row:
+def _layout(labels: Sequence[str], title: str, mode: str) -> Row:
     return {
         "barmode": mode, "showlegend": True, "bargap": 0.3,
-        "xaxis": {"title": {"text": unit}, "rangemode": "tozero"},
+        "xaxis": {"title": {"text": title}, "rangemode": "tozero"},
         "yaxis": {
             "tickvals": list(range(len(labels))), "ticktext": list(map(plain, labels)),
             "range": [len(labels) - 0.5, -0.5], "type": "linear",

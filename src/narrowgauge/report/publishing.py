@@ -75,14 +75,17 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     if out is None and len(paths) != 1:
         raise NarrowgaugeError(f"{len(paths)} folders were named and no page to write.", "Give --out page.html.")
     runs = read_runs(paths)
-    zip_file = zip_file_of(Path(paths[0]))
-    page = zip_file.with_suffix(".html") if zip_file is not None else Path(paths[0]) / "report.html"
-    page = Path(out) if out is not None else page
+    page = Path(out) if out is not None else _page_of(Path(paths[0]))
     if page.is_dir():
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
     if page.is_file() and not _is_page(page):
         raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
     return write_report(compare_runs(runs), page)
+
+
+def _page_of(path: Path) -> Path:
+    zip_file = zip_file_of(path)
+    return path / "report.html" if zip_file is None else zip_file.with_suffix(".html")
 
 
 def _is_page(file: Path) -> bool:
@@ -93,10 +96,10 @@ def _is_page(file: Path) -> bool:
 
 def write_report(found: Comparison, page: Path) -> Path:
     # Imported late: the page takes most of the time to load.
+    from narrowgauge.report.page import write_page
     from narrowgauge.report.runs_page import render
 
-    write_whole(page, render(found, title_of(found)).encode(), AGAIN)
-    return page
+    return write_page(render(found, title_of(found)), page)
 
 
 def publish(found: Comparison, out: Path) -> Path:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
-import markupsafe
-
 from narrowgauge.analysis.comparison.classification import Classification
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import MINUS, shown_difference, shown_loss
@@ -28,8 +26,8 @@ from narrowgauge.report.figures.history_figures import ROUTINE, absent, event_st
 from narrowgauge.report.figures.loss_figures import comparison_figures
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
-from narrowgauge.report.figures.traces import Figure
-from narrowgauge.report.page import asset, capitalized, digest_of, embedded, packed, plotly_script, spec_of, template
+from narrowgauge.report.figures.traces import Figure, mark
+from narrowgauge.report.page import capitalized, document
 from narrowgauge.report.recipe_groups import Group, Samples, final_loss, groups_of, run_names
 from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.record import Run
@@ -50,19 +48,17 @@ def render(found: Comparison, title: str = "") -> str:
     diagnosis = run_findings(groups)
     drawn = comparison_figures(groups, found.baseline)
     figures = {name: [marked(figure, diagnosis.rows) for figure in section] for name, section in drawn.items()}
-    plotly = plotly_script()
     strip = event_strip(named)
     if strip is not None:
         strip["data"] += sign_marks(diagnosis.rows)
     events, num_more = event_rows(named)
     ranks, num_more_ranks = rank_rows(named)
-    data = {
-        "figures": {figure.name: spec_of(figure) for section in figures.values() for figure in section},
-        "strip": strip,
-        "formats": format_ranges(),
-    }
-    script = asset("page.js")
-    page = template("page.html.j2").render(
+    return document(
+        "page.html.j2",
+        [figure for section in figures.values() for figure in section],
+        strip=strip,
+        ranges=format_ranges(),
+        gauges=_gauge_data(groups, samples),
         title=title or (groups[0].label if len(groups) == 1 else f"{len(groups)} recipes compared"),
         subtitle=_subtitle([run for run, _ in named]),
         groups=groups,
@@ -78,7 +74,6 @@ def render(found: Comparison, title: str = "") -> str:
         # The run whose worst tensor lost most at the end; of healthy runs the first.
         shown=min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
         metrics=HEAT_MAPS,
-        strip=strip,
         ranks=ranks,
         rank_columns=RANK_COLUMNS,
         num_more_ranks=num_more_ranks,
@@ -86,15 +81,8 @@ def render(found: Comparison, title: str = "") -> str:
         num_more_events=num_more,
         max_repetitions=MAX_REPETITIONS,
         environment=environment(named),
-        policy=f"'{digest_of(script)}' '{plotly.digest}'",
-        style=markupsafe.Markup(asset("page.css")),
-        script=markupsafe.Markup(script),
-        data=markupsafe.Markup(embedded(data)),
-        gauges=packed(_gauge_data(groups, samples)),
-        plotly=plotly.packed,
         formats=SHOWN_FORMATS,
     )
-    return page.lstrip()
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
@@ -529,12 +517,8 @@ def _mark(group: int, step: int, rows: Sequence[FindingRow]) -> Row:
     """An upright line in the recipe's colour, whose top can be hovered over: what the rows found there."""
     causes = ", ".join(dict.fromkeys(plain(row.finding.name) for row in rows))
     runs = ", ".join(dict.fromkeys(plain(row.run) for row in rows))
-    return {
-        "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2",
-        "meta": {"group": group}, "line": {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"},
-        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour(group), "opacity": 1},
-        "hovertemplate": f"{causes}: first sign at step {step}<extra>{runs}</extra>",
-    }  # fmt: skip
+    line = {"color": colour(group, 0.8), "width": 1.5, "dash": "dot"}
+    return mark(step, group, colour(group), line, f"{causes}: first sign at step {step}<extra>{runs}</extra>")
 
 
 def sign_marks(rows: Sequence[FindingRow]) -> list[Row]:

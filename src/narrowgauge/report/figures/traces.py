@@ -165,6 +165,15 @@ def _scatter(line: Series, group: Group, view: str) -> Row:
     return {"type": "scatter", "x": json_list(line.x, 9), "y": json_list(line.y), "meta": meta}
 
 
+def mark(step: int, group: int, colour: str, line: Row, hover: str) -> Row:
+    """An upright line at a step, with a triangle at its top that shows ``hover``."""
+    return {
+        "type": "scatter", "mode": "lines+markers", "x": [step, step], "y": [0, 0.98], "yaxis": "y2",
+        "meta": {"group": group}, "line": line,
+        "marker": {"symbol": "triangle-down", "size": [0, 10], "color": colour, "opacity": 1}, "hovertemplate": hover,
+    }  # fmt: skip
+
+
 def layout_of(x: str, y: str, *, log_y: bool = False) -> Row:
     return {
         "xaxis": {"title": {"text": x}},
