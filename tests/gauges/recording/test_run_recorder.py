@@ -16,6 +16,7 @@ from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
 from narrowgauge.gauges.recording import run_recorder
 from narrowgauge.runs.loggers.logger import LOGGERS, Available
+from ranks import run_ranks
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
@@ -253,3 +254,14 @@ def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
     with pytest.raises(ng.NarrowgaugeError, match=said):
         ng.RunRecorder(tmp_path / "run", model, optimizer, loggers=name)
     assert not (tmp_path / "run").exists()
+
+
+def folder_on_a_rank(rank: int, folder: Path) -> Path:
+    if rank == 1:  # late: the first rank has made its folder already
+        run_recorder.is_run = lambda path: path == folder  # type: ignore[attr-defined]
+    return run_recorder.folder_for(folder, goes_on=False)
+
+
+def test_all_ranks_take_the_folder_that_the_first_one_found_free(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert run_ranks(folder_on_a_rank, 2, tmp_path, folder) == [folder, folder]

@@ -123,7 +123,7 @@ class RunRecorder:
             undo.callback(writer.close)
             self.reporter = Reporter(writer, screen, policy, sent_to, content["config"], is_audited=is_audited)
             self._record = LoopRecord(self.reporter, here)
-            undo.callback(self._record.close, None, is_known=False)
+            undo.callback(self._record.close, None, knows_step=False)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
             self._must_go_back = found is not None and bool(found.steps)
             self._is_open = True
@@ -225,7 +225,7 @@ class RunRecorder:
         """
         if self._is_open:
             self._is_open = False
-            self._record.close(self._summary if finished else None, is_known=not self._must_go_back)
+            self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
 
     def __enter__(self) -> RunRecorder:
         return self
@@ -439,15 +439,15 @@ class LoopRecord:
             **known,
         )
 
-    def close(self, summary: Callable[[], Row] | None, *, is_known: bool = True) -> None:
+    def close(self, summary: Callable[[], Row] | None, *, knows_step: bool = True) -> None:
         """End the record, and leave the models and optimizers as they were.
 
-        Without a ``summary`` the loop ended before its last step. Unless ``is_known``, the step is unknown: nothing is written.
+        Without a ``summary`` the loop ended before its last step. Nothing is written unless it ``knows_step``.
         """
         try:
-            if is_known and summary is not None:
+            if knows_step and summary is not None:
                 self.reporter.finish(summary())
-            elif is_known:
+            elif knows_step:
                 self.reporter.event(Event("stop", self.num_steps, "the loop ended before its last step"))
         finally:
             self.reporter.close()
@@ -462,7 +462,14 @@ class LoopRecord:
 
 
 def folder_for(folder: Path, *, goes_on: bool) -> Path:
-    """The first free folder of ``folder``, ``folder-2`` …; the last taken one for a training that goes on from a checkpoint."""
+    """The first free folder of ``folder``, ``folder-2`` …; the last taken one for a training that goes on from a checkpoint.
+
+    All ranks call it, and get what the first one finds: it may make the folder before another looks.
+    """
+    return all_ranks().of_first(lambda: _folder_for(folder, goes_on))
+
+
+def _folder_for(folder: Path, goes_on: bool) -> Path:
     numbered = (folder if number == 1 else folder.with_name(f"{folder.name}-{number}") for number in itertools.count(1))
     taken = list(itertools.takewhile(is_run, numbered))
     if goes_on and taken:

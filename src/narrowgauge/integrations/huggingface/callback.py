@@ -90,11 +90,15 @@ class NarrowgaugeCallback(TrainerCallback):
                 "a run folder was requested of a plain Trainer, whose callbacks get losses with log entries alone.",
                 "Set logging_steps=1, or mix in NarrowgaugeTrainer.",
             )
-        folder = folder_for(self.folder, goes_on=state.global_step > 0)
-        settings, options = _settings(args, state), self._options
         resume = state.global_step > 0
         self.recorder = RunRecorder(
-            folder, named["model"], optimizer, recipe=self.recipe, settings=settings, resume=resume, **options
+            folder_for(self.folder, goes_on=resume),
+            named["model"],
+            optimizer,
+            recipe=self.recipe,
+            settings=_settings(args, state),
+            resume=resume,
+            **self._options,
         )
         if resume:
             self.recorder.go_back(state.global_step)

@@ -77,9 +77,8 @@ class RunMonitor(_Base):
         model = plugin.trained_part(pl_module) if isinstance(plugin, RecipePrecision) else pl_module
         self._step, self._loss, self._tokens = trainer.global_step, None, 0
         goes_on = trainer.global_step > 0
-        folder = folder_for(self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=goes_on)
         self.recorder = RunRecorder(
-            trainer.strategy.broadcast(folder),
+            folder_for(self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=goes_on),
             model,
             trainer.optimizers[0],
             recipe=recipe,

@@ -19,7 +19,6 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config.override import derive, override
 from torchtitan.trainer import Trainer
 
-from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 
@@ -128,7 +127,7 @@ class NarrowgaugeMetrics(MetricsProcessor):
         settings = self._described(optimizers[0])
         self._tokens = settings["batch_size"] * settings["sequence_length"]
         self.recorder = RunRecorder(
-            all_ranks().of_first(lambda: folder_for(self._folder, goes_on=done > 0)),
+            folder_for(self._folder, goes_on=done > 0),
             parts[0],
             optimizers[0],
             recipe=getattr(self.optimizers, "recipe", None),
