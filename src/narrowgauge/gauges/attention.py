@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge import _torch
-from narrowgauge.gauges.hooks import as_multiplied, entry_of
+from narrowgauge.gauges.hooks import ATTENTION, as_multiplied, entry_of
 from narrowgauge.gauges.sampling import SAMPLING, is_sampled, record_attention, recorder_of
 from narrowgauge.numerics.widening import linear
 from narrowgauge.transforms.scaled_tensor import Scaled
@@ -135,7 +135,11 @@ def _restore(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
 
 
 def _together(*undos: Undo) -> Undo:
-    return lambda: [undo() for undo in undos]
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
+
+    return undo_all
 
 
 # ── named ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +164,7 @@ def _recorded(
     kernel: Callable[..., Any], name: str, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **options: Any
 ) -> Any:
     """What transformers calls instead of a kernel: record, then call the kernel."""
-    entry = entry_of(module, 2)
+    entry = entry_of(module, ATTENTION)
     if entry is not None and is_sampled(module) and not (name == "eager" and torch.compiler.is_compiling()):
         is_causal, scale = options.get("is_causal"), options.get("scaling")
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -211,13 +215,13 @@ for _operator in (enter, leave, record_running):
 
 
 def _enter(module: nn.Module, args: Any) -> None:
-    entry = entry_of(module, 2)
+    entry = entry_of(module, ATTENTION)
     if entry is not None and is_sampled(module):
         enter(entry)
 
 
 def _leave(module: nn.Module, args: Any, output: Any) -> None:
-    entry = entry_of(module, 2)
+    entry = entry_of(module, ATTENTION)
     if entry is not None and is_sampled(module):
         leave(entry)
 
@@ -329,7 +333,7 @@ def _record_projected(
     if weight is None:
         weight, key_weight = module.q_proj_weight, module.k_proj_weight.detach()
     weight, bias = weight.detach(), None if module.in_proj_bias is None else module.in_proj_bias.detach()
-    entry = entry_of(module, 2)
+    entry = entry_of(module, ATTENTION)
     if type(weight) is not Tensor or entry is None:
         return
     record_projected(

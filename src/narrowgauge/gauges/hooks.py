@@ -1,7 +1,7 @@
 """The forward hooks of gauges: one function per kind of tensor, so that layers share compiled code.
 
-What differs between layers is an attribute of the module, ``gauge_entries``: the entries of its input, the gradient of its
-output, its attention and its output; ``None`` for those that are not watched.
+What differs between layers is an attribute of the module, ``gauge_entries``: the entries at :data:`INPUT`,
+:data:`OUTPUT_GRAD`, :data:`ATTENTION` and :data:`OUTPUT`; ``None`` for those that are not watched.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tens
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.spec.computes import first_of_input
 
+INPUT, OUTPUT_GRAD, ATTENTION, OUTPUT = range(4)
+"""The places in ``gauge_entries``: of a module's input, its output's gradient, its attention, its output."""
+
 
 def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """The forward hook of every watched linear layer."""
     if not is_sampled(module):
         return None
-    entry = entry_of(module, 0)
+    entry = entry_of(module, INPUT)
     if entry is not None:
         record_tensor(as_multiplied(args[0]), entry)
-    return record_gradient(output, entry_of(module, 1))
+    return record_gradient(output, entry_of(module, OUTPUT_GRAD))
 
 
 def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """The forward hook of a language model's body: its output is the head's input, and a chunked loss does not call the head."""
     if is_sampled(model):
-        record_tensor(as_multiplied(output[0]), entry_of(model, 0))
+        record_tensor(as_multiplied(output[0]), entry_of(model, INPUT))
 
 
-def entry_of(module: nn.Module, kind: int) -> Tensor | None:
-    """An entry of a module by its index in ``gauge_entries``; ``None`` for modules that are not watched."""
+def entry_of(module: nn.Module, place: int) -> Tensor | None:
+    """An entry of a module by its place in ``gauge_entries``; ``None`` for modules that are not watched."""
     entries: Any = getattr(module, "gauge_entries", None)
-    found: Tensor | None = None if entries is None else entries[kind]
+    found: Tensor | None = None if entries is None else entries[place]
     return found
 
 
@@ -61,7 +64,7 @@ def record_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
     if is_sampled(module):
         first = output[0] if isinstance(output, (tuple, list)) and output else output
         if isinstance(first, Tensor) and first.is_floating_point():
-            record_tensor(first, entry_of(module, 3))
+            record_tensor(first, entry_of(module, OUTPUT))
 
 
 def multiplies(module: nn.Module) -> bool:

@@ -70,19 +70,15 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     """
     config = getattr(model, "config", None)
     found = {name: getattr(config, field, None) for name, field in _SHAPE.items()}
-    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    mlp = (
-        "gated"
-        if names & {"gate_proj", "gate_up_proj", "w3"}
-        else "plain"
-        if isinstance(found["num_layers"], int)
-        else None
-    )
+    shape: dict[str, Any] = {name: value for name, value in found.items() if isinstance(value, int)}
+    if {"gate_proj", "gate_up_proj", "w3"} & {name.rpartition(".")[2] for name, _ in model.named_modules()}:
+        shape["mlp"] = "gated"
+    elif "num_layers" in shape:
+        shape["mlp"] = "plain"
     return {
         "class": type(model).__name__,
         "num_parameters": sum(p.numel() for p in model.parameters()),
-        **{name: value for name, value in found.items() if isinstance(value, int)},
-        **({"mlp": mlp} if mlp else {}),
+        **shape,
     }
 
 
