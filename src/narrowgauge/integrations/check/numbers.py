@@ -159,9 +159,7 @@ def eps_underflow(set_up: SetUp) -> Iterator[Values]:
 
 def swallowed_decay(set_up: SetUp) -> Iterator[Values]:
     """Weight decay whose every step is below half a spacing."""
-    found = [
-        each for each in set_up.trained if _keeps_nothing(each) and each.parameter.requires_grad and _is_swallowed(each)
-    ]
+    found = [each for each in set_up.trained if _keeps_nothing(each) and _is_swallowed(each)]
     if found:
         group = found[0].group
         yield {

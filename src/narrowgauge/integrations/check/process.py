@@ -8,13 +8,14 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge._torch import default_store, fsdp_policies
 from narrowgauge.assembly.trainable import depends_on_order
 from narrowgauge.distributed.ranks import Ranks, all_ranks
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, Values, told
+from narrowgauge.integrations.check.watch import smallest
 from narrowgauge.matmul.swapping import Layer
 from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.numerics.shards import is_sharded
@@ -33,7 +34,8 @@ def fast_float32(set_up: SetUp) -> Iterator[Values]:
     precision = torch.get_float32_matmul_precision()
     plain = [m for m in set_up.model.modules() if isinstance(m, nn.Linear) and not isinstance(m, Layer)]
     is_wide = bool(plain) and all(module.weight.dtype is torch.float32 for module in plain)
-    is_cast = bool(set_up.seen.autocasts - {None}) or "forward" in set_up.model.__dict__
+    is_replaced = "forward" in set_up.model.__dict__  # as Accelerate does, with one under autocast
+    is_cast = bool(set_up.seen.autocasts - {None}) or is_replaced
     if precision != "highest" and is_wide and not is_cast:
         yield {"where": "torch.get_float32_matmul_precision()", "precision": precision}
 
@@ -69,8 +71,6 @@ def tuned_kernels(set_up: SetUp) -> Iterator[Values]:
 
 # ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_COMPARED, _LARGEST = 3, 1 << 20
-"""So many of the smallest matrices are compared across ranks, none with more elements than this."""
 _PATIENCE = timedelta(seconds=10)
 """How long a rank waits for the others, which may not call the check at all."""
 _calls = count()
@@ -89,24 +89,17 @@ def replicas_apart(set_up: SetUp) -> Iterator[Values]:
 
 def _prints(set_up: SetUp) -> dict[str, int]:
     """Fingerprints of the stored weights of the smallest matrices, by name and step."""
-    found = [
-        each
+    found = {
+        each.parameter: (each.name, each.optimizer)
         for each in set_up.trained
         if isinstance(each.optimizer, Optimizer) and each.storage.beside and each.parameter.ndim > 1
-        and 0 < each.parameter.numel() <= _LARGEST and not is_sharded(each.parameter)
-    ]  # fmt: skip
-    found.sort(key=lambda each: each.parameter.numel())
-    return {f"{each.name}@{_step_of(each)}": fingerprint(_stored(each)) for each in found[:_COMPARED]}
-
-
-def _stored(each: SteppedParameter) -> Tensor:
-    assert isinstance(each.optimizer, Optimizer)
-    return each.optimizer.stored(each.parameter)
-
-
-def _step_of(each: SteppedParameter) -> int:
-    store = each.optimizer._registry.states.get(each.parameter) if isinstance(each.optimizer, Optimizer) else None
-    return 0 if store is None else store.step
+        and not is_sharded(each.parameter)
+    }  # fmt: skip
+    prints = {}
+    for parameter in smallest(found):
+        name, optimizer = found[parameter]
+        prints[f"{name}@{optimizer.num_steps(parameter)}"] = fingerprint(optimizer.stored(parameter))
+    return prints
 
 
 def _posted(key: str, value: str, ranks: Ranks) -> dict[int, str]:

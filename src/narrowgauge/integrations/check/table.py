@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from narrowgauge.integrations.check import numbers as numbers
-from narrowgauge.integrations.check import parameters as parameters
-from narrowgauge.integrations.check import process as process
+from narrowgauge.integrations.check import numbers, parameters, process
 from narrowgauge.integrations.check import training_loop as loop
 from narrowgauge.integrations.check.set_up import SetUp
 from narrowgauge.runs.finding import Finding
@@ -257,5 +255,5 @@ CHECKS: dict[str, Check] = {
 
 def found_in(set_up: SetUp) -> list[Finding]:
     """All findings of all checks."""
-    now = replace(set_up)  # states that the first steps make are looked at again
+    now = replace(set_up)  # one whose `stepped` is looked up anew: the first steps have made states
     return [finding for row in CHECKS.values() for finding in row.run(now)]

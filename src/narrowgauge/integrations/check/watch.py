@@ -8,7 +8,7 @@ draws a random number, writes to a tensor or returns a value, so watched steps h
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,8 +21,8 @@ from narrowgauge.numerics.checksums import fingerprint
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 
-# So many of the smallest vectors and matrices are followed, none with more elements than this.
-FOLLOWED, LARGEST = 3, 1 << 20
+# So many of the smallest vectors and matrices are looked at, none with more elements than this.
+_FOLLOWED, _LARGEST = 3, 1 << 20
 
 
 @dataclass
@@ -99,7 +99,8 @@ class Watch:
         self._is_stepping = False
         parameters = [p for each in self._optimizers for group in each.param_groups for p in group["params"]]
         seen.dtypes = {id(p): p.dtype for p in parameters}
-        self._followed = _smallest(parameters)
+        trained = {id(p): p for p in parameters if p.requires_grad}.values()
+        self._followed = [*smallest(p for p in trained if p.ndim > 1), *smallest(p for p in trained if p.ndim < 2)]
         self._trackers = [GradientTracker(p) for p in self._followed if not is_sharded(p)]
         self._handles = self._hook_forward(model)
         if self._trackers:
@@ -125,8 +126,12 @@ class Watch:
                 later.append(handle)
         self._after = []
         if later:
-            sweep = self._model.register_forward_pre_hook(lambda *_: [each.remove() for each in later] and None)
-            later.append(sweep)
+
+            def sweep(*_: Any) -> None:
+                for handle in later:
+                    handle.remove()
+
+            later.append(self._model.register_forward_pre_hook(sweep))
 
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -134,7 +139,7 @@ class Watch:
         """Hook the first linear layer, inside the wrappers of frameworks; of a compiled model, the whole."""
         is_compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
         inner = None if is_compiled else next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
-        return [module.register_forward_pre_hook(self._in_forward) for module in {inner or model}]
+        return [(inner or model).register_forward_pre_hook(self._in_forward)]
 
     def _in_forward(self, module: nn.Module, _: Any) -> None:
         if torch.compiler.is_compiling():
@@ -265,12 +270,9 @@ def _rates(optimizer: torch.optim.Optimizer) -> list[float]:
     return [float(group.get("lr") or 0.0) for group in optimizer.param_groups]
 
 
-def _smallest(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The smallest vectors and matrices that are trained."""
-    unique = list({id(p): p for p in parameters if p.requires_grad and 0 < p.numel() <= LARGEST}.values())
-    unique.sort(key=lambda p: p.numel())
-    vectors, matrices = ([p for p in unique if (p.ndim < 2) is flat][:FOLLOWED] for flat in (True, False))
-    return [*matrices, *vectors]
+def smallest(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """A few of the smallest of some parameters, the smallest first."""
+    return sorted((p for p in parameters if 0 < p.numel() <= _LARGEST), key=Tensor.numel)[:_FOLLOWED]
 
 
 def _plain(function: Callable[..., None]) -> Callable[..., None]:
