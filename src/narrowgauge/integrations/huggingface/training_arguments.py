@@ -7,7 +7,7 @@ of the recipe. Any other name requests another library's formats, which contradi
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,32 +65,49 @@ def refuse_contradictions(args: TrainingArguments, recipe: Recipe) -> None:
             raise RecipeError(f"{asked} was requested with recipe '{recipe.name}', {reason}.", advice)
 
 
-def _contradictions(args: TrainingArguments, recipe: Recipe) -> Iterator[tuple[bool, str, str, str]]:
+def _contradictions(args: TrainingArguments, recipe: Recipe) -> list[tuple[bool, str, str, str]]:
     """``(whether it was asked, what, why not, what to do)``."""
-    computes = f"which computes in {recipe.dtype}"
-    row = f"Leave {{0}} out, or take a recipe that computes in {{1}}, such as '{{1}}/{recipe.storage.name}'."
-    yield args.fp16 and recipe.dtype != "float16", "fp16=True", computes, row.format("fp16", "float16")
-    bf16 = args.bf16 and recipe.dtype != "bfloat16"
-    yield bf16, "bf16=True", computes, row.format("bf16 out with bf16=False: leave it", "bfloat16")
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        reason = "which says how evaluation computes"
-        yield getattr(args, name), f"{name}=True", reason, f"Leave {name} out."
-    reason = "whose unit scaling redraws the weights: a folder of save_pretrained would mean another function"
-    yield (
-        recipe.compute.transform == "unit",
-        "a Trainer",
-        reason,
-        "Train it with 'narrowgauge train', which exports it.",
-    )
-    reason = "which shards nothing by DeepSpeed"
-    yield bool(args.deepspeed), "deepspeed", reason, "Start ranks with torchrun, without DeepSpeed."
+    storage = recipe.storage.name
     is_xla = bool(args.fsdp) and isinstance(args.fsdp_config, dict) and bool(args.fsdp_config.get("xla"))
-    yield is_xla, "FSDP of XLA", "which it would shard first", "Leave xla out of fsdp_config, which means FSDP2."
-    reason = "and DataParallel copies a model at every step"
-    yield args.n_gpu > 1, f"one process for {args.n_gpu} GPUs", reason, "Start it with torchrun, or show it one GPU."
-    reason = "whose reduction needs a loop that hands it each micro-batch"
-    native = recipe.reduction.name == "native"
-    yield not native, f"reduction '{recipe.reduction.name}'", reason, "Leave the reduction out: DDP averages gradients."
+    return [
+        (
+            args.fp16 and recipe.dtype != "float16", "fp16=True", f"which computes in {recipe.dtype}",
+            f"Leave fp16 out, or take a recipe that computes in float16, such as 'float16/{storage}'.",
+        ),
+        (
+            args.bf16 and recipe.dtype != "bfloat16", "bf16=True", f"which computes in {recipe.dtype}",
+            f"Set bf16=False, or take a recipe that computes in bfloat16, such as 'bfloat16/{storage}'.",
+        ),
+        (
+            args.fp16_full_eval, "fp16_full_eval=True", "which says how evaluation computes",
+            "Leave fp16_full_eval out.",
+        ),
+        (
+            args.bf16_full_eval, "bf16_full_eval=True", "which says how evaluation computes",
+            "Leave bf16_full_eval out.",
+        ),
+        (
+            recipe.compute.transform == "unit", "a Trainer",
+            "whose unit scaling redraws the weights: a folder of save_pretrained would mean another function",
+            "Train it with 'narrowgauge train', which exports it.",
+        ),
+        (
+            bool(args.deepspeed), "deepspeed", "which shards nothing by DeepSpeed",
+            "Start ranks with torchrun, without DeepSpeed.",
+        ),
+        (
+            is_xla, "FSDP of XLA", "which it would shard first", "Leave xla out of fsdp_config, which means FSDP2.",
+        ),
+        (
+            args.n_gpu > 1, f"one process for {args.n_gpu} GPUs", "and DataParallel copies a model at every step",
+            "Start it with torchrun, or show it one GPU.",
+        ),
+        (
+            recipe.reduction.name != "native", f"reduction '{recipe.reduction.name}'",
+            "whose reduction needs a loop that hands it each micro-batch",
+            "Leave the reduction out: DDP averages gradients.",
+        ),
+    ]  # fmt: skip
 
 
 def require_whole_weights(plugin: Any, recipe: Recipe) -> None:
@@ -135,7 +152,7 @@ def chosen_optimizer(args: TrainingArguments, given: Chosen | None = None) -> tu
                 "Leave it out.",
             )
         return made, {**_from_arguments(made, args), **options}
-    name = str(getattr(args.optim, "value", args.optim))
+    name = _optim_name(args)
     if name not in OPTIMS:
         raise RecipeError(
             f"optim='{name}' was requested; it keeps weights and states as another library does, and not as the recipe says.",
@@ -149,6 +166,10 @@ def chosen_optimizer(args: TrainingArguments, given: Chosen | None = None) -> tu
         )
     words = _read_words(args.optim_args or "", name, optim)
     return optim.optimizer, {**_from_arguments(optim.optimizer, args), **optim.fixed, **words}
+
+
+def _optim_name(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _from_arguments(made: type[Optimizer], args: TrainingArguments) -> dict[str, Any]:
@@ -194,7 +215,7 @@ def make_optimizer(
     """
     refuse_contradictions(args, recipe)
     made, settings = chosen_optimizer(args, given)
-    is_partial = given is None and OPTIMS[str(getattr(args.optim, "value", args.optim))].in_targets
+    is_partial = given is None and OPTIMS[_optim_name(args)].in_targets
     targets = _targets(model, args.optim_target_modules) if is_partial else None
     begin_alike(model)
     optimizer: Optimizer

@@ -48,6 +48,13 @@ from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
+NAME = "NarrowgaugeAdamW"
+"""The ``optimizer_name`` of the groups that :func:`narrowgauge_adamw` makes."""
+SETTINGS = ("lr", "betas", "eps", "weight_decay")
+_IGNORED = {"fused", "foreach"}  # what torchtitan chooses between implementations of torch.optim by
+SETTING_DEFAULTS = {name: inspect.signature(AdamW).parameters[name].default for name in SETTINGS}
+"""What a group takes where it leaves a setting out: as in ``torch.optim.AdamW``."""
+_NAMES = ("AdamW", NAME)  # the optimizers that a group can name
 _STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
 
 
@@ -268,17 +275,6 @@ def _state_of_layers(model_parts: list[nn.Module]) -> dict[str, Any]:
 # ── parameter groups ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-NAME = "NarrowgaugeAdamW"
-"""The ``optimizer_name`` of the groups that :func:`narrowgauge_adamw` makes."""
-SETTINGS = ("lr", "betas", "eps", "weight_decay")
-_IGNORED = {"fused", "foreach"}  # what torchtitan chooses between implementations of torch.optim by
-
-
-SETTING_DEFAULTS = {name: inspect.signature(AdamW).parameters[name].default for name in SETTINGS}
-"""What a group takes where it leaves a setting out: as in ``torch.optim.AdamW``."""
-_NAMES = ("AdamW", NAME)  # the optimizers that a group can name
-
-
 class ParamGroups:
     """The options of each parameter, as a config's groups give them: those of the first group whose pattern matches its name.
 
@@ -289,7 +285,7 @@ class ParamGroups:
     """
 
     def __init__(self, groups: Sequence[ParamGroupConfig]) -> None:
-        self.groups = [(re.compile(group.pattern), group.optimizer_name, _options(group)) for group in groups]
+        self.groups = [(re.compile(group.pattern), _options(group)) for group in groups]
 
     def pattern_of(self, name: str) -> str:
         """The pattern that gives a parameter its options; ``""`` if none does."""
@@ -300,7 +296,7 @@ class ParamGroups:
         """``lr``, ``betas``, ``eps`` and ``weight_decay`` of a parameter."""
         place = self._place(name)
         assert place is not None, name
-        return self.groups[place][2]
+        return self.groups[place][1]
 
     def require_cover(self, parts: Iterable[nn.Module]) -> None:
         """Require that each trainable parameter has a group, and each group a parameter."""
@@ -312,7 +308,7 @@ class ParamGroups:
                     f"parameter '{plain_name(name)}' is trained, and no parameter group's pattern matches it.",
                     "Add a last group of pattern '.*'.",
                 )
-        for place, (pattern, _, _) in enumerate(self.groups):
+        for place, (pattern, _) in enumerate(self.groups):
             if place not in places.values():
                 raise RecipeError(
                     f"the pattern {pattern.pattern!r} of a parameter group matched no parameters that another had not taken.",
@@ -321,7 +317,7 @@ class ParamGroups:
 
     def _place(self, name: str) -> int | None:
         plain = plain_name(name)
-        return next((i for i, (pattern, _, _) in enumerate(self.groups) if pattern.search(plain)), None)
+        return next((i for i, (pattern, _) in enumerate(self.groups) if pattern.search(plain)), None)
 
 
 def _options(group: ParamGroupConfig) -> dict[str, Any]:
