@@ -71,7 +71,7 @@ def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_in_a_conversion(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.checkpoints.conversion.folders.save_file", hidden)
+    monkeypatch.setattr("narrowgauge.checkpoints.conversion.folders.write_tensors", full)
     told = said("convert", str(finished), "--recipe", "bfloat16/exact", "--out", str(tmp_path / "out"))
     assert "give the same command again" in told and "resume" not in told
     assert list(tmp_path.iterdir()) == []

@@ -147,6 +147,10 @@ DTYPES = {
     torch.int16: "I16",
     torch.int8: "I8",
     torch.uint8: "U8",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+    torch.complex64: "C64",
     torch.bool: "BOOL",
 }
 """What safetensors calls each dtype that a checkpoint may hold."""

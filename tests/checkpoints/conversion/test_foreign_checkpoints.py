@@ -29,6 +29,7 @@ from checkpoints.conversion.unpickling import Trap
 from narrowgauge.checkpoints.conversion.encodings import ENCODINGS
 from narrowgauge.checkpoints.conversion.files import load_pickle
 from narrowgauge.checkpoints.conversion.foreign import SHARDED, read_foreign
+from narrowgauge.checkpoints.conversion.sharded import Fragment, gather, safetensors
 from narrowgauge.checkpoints.conversion.source import Source
 from narrowgauge.checkpoints.conversion.states import Checkpoint
 from narrowgauge.cli.main import main
@@ -251,6 +252,22 @@ def test_a_sharded_checkpoint_is_read_whole_and_exactly(layout: str, tmp_path: P
     assert source.weights.keys() == source.states.keys() == shapes.keys()
     for name, found in values_of(source).items():
         assert all(torch.equal(found[kind], values[kind][name]) for kind in KINDS), name
+
+
+def test_a_fragment_that_is_there_twice_does_not_stand_for_one_that_is_missing() -> None:
+    first = Fragment("w", "weight", torch.ones(3), (2, 3))
+    with pytest.raises(DataError, match=r"contains 3 of the 6 values of 'w' \(weight\)"):
+        gather([first, first], "theirs")
+    second = Fragment("w", "weight", torch.zeros(3), (2, 3), start=3)
+    joined = gather([first, second, first], "theirs")["weight"]["w"]
+    assert joined.tolist() == [[1.0, 1.0, 1.0], [0.0, 0.0, 0.0]]
+
+
+def test_a_safetensors_file_of_any_dtype_is_mapped(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2, 3).to(torch.float8_e4m3fn)}, tmp_path / "w.safetensors")
+    found, _ = safetensors(tmp_path / "w.safetensors", writable=False)
+    content, dtype, shape = found["w"]
+    assert (content.numel(), dtype, shape) == (6, torch.float8_e4m3fn, (2, 3))
 
 
 def trained_by_us(values: dict[str, Tensor], steps: int, place: Path) -> dict[str, dict[str, Tensor]]:

@@ -153,7 +153,7 @@ def order_of_model(folder: Path) -> list[str]:
             return []
         with torch.device("meta"):
             return [name for name, _ in kind(config).named_parameters()]
-    except (*UNREADABLE, TypeError, AttributeError, ImportError):
+    except (*UNREADABLE, ImportError):
         return []
 
 

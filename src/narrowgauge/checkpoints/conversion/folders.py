@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from narrowgauge.checkpoints.checkpoint_files import (
@@ -33,6 +32,7 @@ from narrowgauge.checkpoints.checkpoint_files import (
     load_whole,
     record_of,
     write_manifest,
+    write_tensors,
 )
 from narrowgauge.checkpoints.conversion.conversion_report import Report
 from narrowgauge.checkpoints.conversion.source import Source, matched, numbers_of
@@ -185,9 +185,9 @@ def _sync(folder: Path) -> None:
 def write_checkpoint(folder: Path, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
     place = folder / _PLACE / f"step-{step:08d}"
     place.mkdir(parents=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, place / TENSORS)
+    written = write_tensors(place / TENSORS, tensors)
     (place / STATE).write_text(json.dumps(record, indent=1), encoding="utf-8")
-    write_manifest(place, step, {name: record_of(place / name) for name in (TENSORS, STATE)})
+    write_manifest(place, step, {TENSORS: written, STATE: record_of(place / STATE)})
 
 
 def write_report(folder: Path, report: Report, policy: Recipe) -> None:

@@ -70,7 +70,7 @@ def open_sharded(framework: str, path: Path, *, writable: bool = False) -> Shard
         return SHARDED[framework][1](path, writable=writable)
     except NarrowgaugeError:
         raise
-    except (*UNREADABLE, TypeError, AttributeError, IndexError) as error:
+    except UNREADABLE as error:
         raise DataError(
             f"{path} is not laid out as {framework} does it ({type(error).__name__}: {error}).",
             "narrowgauge show frameworks lists the versions that are known.",

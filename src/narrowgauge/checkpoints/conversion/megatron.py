@@ -251,7 +251,7 @@ def read_index(folder: Path, *, writable: bool) -> tuple[dict[str, Global], dict
                 record = _record(spans[(key, tuple(chunk.offsets))], math.prod(chunk.sizes) * dtype.itemsize)
                 shards.append(Shard(tuple(chunk.offsets), tuple(chunk.sizes), record))
             tensors[key] = Global(tuple(entry.size), dtype, shards)
-    except (*UNREADABLE, AttributeError, TypeError, zipfile.BadZipFile) as error:
+    except (*UNREADABLE, zipfile.BadZipFile) as error:
         raise unreadable(folder / ".metadata", error) from error
     return tensors, objects
 

@@ -10,7 +10,6 @@ to the random states, stays as the framework wrote it, and we write no pickle.
 from __future__ import annotations
 
 import json
-import math
 import mmap
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,15 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.checkpoints.checkpoint_files import NAMED
 from narrowgauge.checkpoints.conversion.files import UNREADABLE, load_pickle, unreadable
 from narrowgauge.checkpoints.conversion.source import Source
 from narrowgauge.errors import DataError
 from narrowgauge.spec.storages import STATE_NAMES
-
-_SAFETENSORS = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,12 +109,12 @@ def safetensors(
         found = {
             name: (
                 whole[8 + length + row["data_offsets"][0] : 8 + length + row["data_offsets"][1]],
-                _SAFETENSORS[row["dtype"]],
+                NAMED[row["dtype"]],
                 tuple(row["shape"]),
             )
             for name, row in header.items()
         }
-    except (*UNREADABLE, struct.error, TypeError) as error:
+    except UNREADABLE as error:
         raise unreadable(file, error) from error
     return found, metadata
 
@@ -167,27 +162,35 @@ class Fragment:
 def gather(fragments: Iterable[Fragment], where: object) -> dict[str, dict[str, Tensor]]:
     """Join fragments into whole tensors, by kind, by parameter name: float32, and ``seen`` in its own dtype."""
     whole: dict[str, dict[str, Tensor]] = {kind: {} for kind in (*KINDS, SEEN)}
-    counts: dict[tuple[str, str], int] = {}
+    by_tensor: dict[tuple[str, str], list[Fragment]] = {}
     for fragment in fragments:
-        part = fragment.read()
-        known = whole[fragment.kind]
-        if fragment.name not in known:
-            known[fragment.name] = torch.zeros(
-                fragment.shape, dtype=part.dtype if fragment.kind == SEEN else torch.float32
-            )
-        block = known[fragment.name][fragment.block]
-        flat = block.reshape(-1)
-        flat[fragment.start : fragment.start + part.numel()] = part
-        block.copy_(flat.view(block.shape))  # a block of columns was flattened into a copy
-        key = (fragment.kind, fragment.name)
-        counts[key] = counts.get(key, 0) + part.numel()
-    for (kind, name), count in counts.items():
-        if count < math.prod(whole[kind][name].shape):
+        by_tensor.setdefault((fragment.kind, fragment.name), []).append(fragment)
+    for (kind, name), parts in by_tensor.items():
+        values, is_known = _joined(parts)
+        if not is_known.all():
             raise DataError(
-                f"{where} contains {count} of the {whole[kind][name].numel()} values of '{name}' ({kind}).",
+                f"{where} contains {int(is_known.sum())} of the {values.numel()} values of '{name}' ({kind}).",
                 "Give a checkpoint with the files of all ranks.",
             )
+        whole[kind][name] = values
     return whole
+
+
+def _joined(fragments: Sequence[Fragment]) -> tuple[Tensor, Tensor]:
+    """The values of one tensor, zero where no fragment holds them, and whether one does."""
+    first = fragments[0]
+    values = torch.zeros(
+        first.shape, dtype=(first.words or first.stored.dtype) if first.kind == SEEN else torch.float32
+    )
+    is_known = torch.zeros(first.shape, dtype=torch.bool)
+    for fragment in fragments:
+        part = fragment.read()
+        for whole, own in ((values, part), (is_known, True)):
+            block = whole[fragment.block]
+            flat = block.reshape(-1)
+            flat[fragment.start : fragment.start + part.numel()] = own
+            block.copy_(flat.view(block.shape))  # a block of columns was flattened into a copy
+    return values, is_known
 
 
 def scatter(fragments: Iterable[Fragment], whole: Mapping[str, Mapping[str, Tensor]], where: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -93,7 +93,7 @@ def convert(
     template = None if like is None else Path(like)
     policy = require_convertible(path, recipe, None if out is None else Path(out), state, template)
     if policy is None:
-        return write_like(path, _read(path, state, names), _float32, cast("Path", template), out)
+        return _write_like(path, _read(path, state, names), cast("Path", template), out)
     place = Path(out) if out is not None else _default_folder(path, policy)
     require_free(place)
     found = _read(path, state, names)
@@ -208,7 +208,7 @@ def _default_folder(path: Path, recipe: Recipe) -> Path:
 
 
 class Checkpoint(nn.Module):
-    """A module tree that holds named parameters and has no ``forward``."""
+    """A module tree that holds named parameters and has no ``forward``; messages about the model call it by this name."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -305,17 +305,12 @@ def _checkpoint(source: Source, optimizer: Optimizer, recipe: Recipe) -> tuple[d
 
 # ── checkpoints of other frameworks, written ──────────────────────────────────────────────────────────────────────────
 
-Values = tuple[dict[str, Tensor], dict[str, dict[str, Any]]]
 
-
-def write_like(
-    path: Path, source: Source, float32: Callable[[Source], Values], like: Path, out: str | Path | None
-) -> Report:
+def _write_like(path: Path, source: Source, like: Path, out: str | Path | None) -> Report:
     """Write a state into a copy of a checkpoint of another framework, and return the losses, found by reading what was written.
 
     Args:
         path: of the source.
-        float32: gives its weights and moments as float32.
         like: the checkpoint to copy; it is not changed.
         out: the folder to create; ``None``: next to the source, named after the framework.
     """
@@ -326,7 +321,7 @@ def write_like(
         )
     place = Path(out) if out is not None else path.with_name(f"{path.stem}-{framework.split()[0].lower()}")
     require_free(place)
-    weights, moments = float32(source)
+    weights, moments = _float32(source)
     values = {WEIGHT: weights, **{kind: {name: entry[kind] for name, entry in moments.items()} for kind in STATE_NAMES}}
     step = max((int(entry["step"]) for entry in moments.values()), default=source.step)
     template = open_sharded(framework, like)
