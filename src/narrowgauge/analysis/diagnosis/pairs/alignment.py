@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
@@ -237,7 +237,7 @@ class Alignment:
     has_fingerprints: bool = False
     at_tokens: EqualTokens | None = None
     replayed: ReplayedPair | None = None
-    notes: tuple[str, ...] = field(default_factory=tuple)
+    notes: tuple[str, ...] = ()
 
     def is_rounding(self, difference: FirstDifference) -> bool | None:
         """Whether rounding explains a difference, by the measured envelope where there is one; ``None`` without a size."""
