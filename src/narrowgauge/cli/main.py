@@ -20,6 +20,10 @@ from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
 
 _run_folder = click.argument("folder", metavar="DIR", type=click.Path(path_type=Path))
+_settings_file = click.option(
+    "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
+    help="A TOML file of the same settings (batch_size = 8); flags override it.",
+)  # fmt: skip
 
 
 @click.group(cls=CommandGroup, invoke_without_command=True)
@@ -143,10 +147,7 @@ def fingerprint(context: click.Context, /, **asked: Any) -> None:
 
 
 @main.command("train", params=flags.of_settings())
-@click.option(
-    "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
-    help="A TOML file of the same settings (batch_size = 8); flags override it.",
-)  # fmt: skip
+@_settings_file
 @launching.options
 def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
     """Train a language model on text, and record it in a run folder."""
@@ -218,10 +219,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     "--out", metavar="DIR", type=click.Path(path_type=Path),
     help="Folder of the comparison: new, empty, or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
-@click.option(
-    "--config", "file", metavar="FILE", type=click.Path(path_type=Path),
-    help="A TOML file of the same settings (batch_size = 8); flags override it.",
-)  # fmt: skip
+@_settings_file
 @flags.json_list
 @launching.options
 def compare(
@@ -389,7 +387,7 @@ def convert(
 )
 @flags.batch_shape
 @flags.json_list
-def profile(as_json: bool, **options: Any) -> None:
+def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
     """Measure what recipes cost a model here: casts, matmuls, step time, memory, and the fastest combination.
 
     narrowgauge plan layers predicts the same for another chip.
@@ -398,9 +396,7 @@ def profile(as_json: bool, **options: Any) -> None:
         say_former("narrowgauge profile --chip", "narrowgauge plan layers")
     from narrowgauge.profiling.profiler import profile as profiled
 
-    found = profiled(
-        options.pop("model"), options.pop("recipes"), **options, say=lambda line: click.echo(f"{line} …", err=True)
-    )
+    found = profiled(model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True))
     planning.show_profile(found, as_json)
 
 

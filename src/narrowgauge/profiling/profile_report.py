@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from narrowgauge.profiling.costs import KindCost, RecipeCost
@@ -109,7 +109,7 @@ class Profile:
             "fastest_ratio": cost.fastest_ratio,
             "fastest": cost.fastest,
             "layers": [_layer_row(layer) for layer in cost.kinds],
-            "losses": [{name: getattr(loss, name) for name in Loss.__dataclass_fields__} for loss in losses],
+            "losses": [asdict(loss) for loss in losses],
             "notes": list(self.notes),
         }
 
@@ -189,7 +189,7 @@ def _layers_table(cost: RecipeCost) -> Table:
 
 
 def _losses_table(cost: RecipeCost, losses: Sequence[Loss]) -> Table:
-    rows = [{name: getattr(loss, name) for name in Loss.__dataclass_fields__} for loss in losses[:_SHOWN]]
+    rows = [asdict(loss) for loss in losses[:_SHOWN]]
     title = f"{cost.recipe.name}: the {len(rows)} worst of {len(losses)} casts (all with --json)"
     return Table(_LOSSES, rows, title)
 
