@@ -225,8 +225,8 @@ FAULTS = [
         ("dd-de", "append((dd, de))", "append((de, dd))", "stalls are overlooked: EDQ is read upside down"),
         (
             "lr-factor",
-            'group["lr"] = rate * group.get("lr_factor", 1.0)\n    if session.accumulator',
-            'group["lr"] = rate / group.get("lr_factor", 1.0)\n    if session.accumulator',
+            'group["lr"] = rate * group.get("lr_factor", 1.0)',
+            'group["lr"] = rate / group.get("lr_factor", 1.0)',
             "matrices and vectors of unit scaling learn at each other's rates",
         ),
         (

@@ -171,6 +171,13 @@ class Session:
         recipe = recipe.in_evaluation if evaluating else recipe
         self.linears.set_compute(lambda name: recipe.compute_of(name, progress))
 
+    def set_learning_rate(self) -> float:
+        """Give the optimizer the learning rate of the next step, and return it."""
+        rate = self.config.learning_rate(self.step + 1)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate * group.get("lr_factor", 1.0)
+        return rate
+
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Attach gauges as configured; must enclose the first step, whose compiled code calls them."""

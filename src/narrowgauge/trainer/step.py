@@ -32,11 +32,9 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
 
     ``judgement`` judges the step before the update, which is left out where the step is a spike.
     """
-    config, optimizer = session.config, session.optimizer
+    optimizer = session.optimizer
     session.reader.begin()
-    rate = config.learning_rate(session.step + 1)
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get("lr_factor", 1.0)
+    rate = session.set_learning_rate()
     if session.accumulator is not None:
         session.accumulator.step = session.step
     if session.verifier.is_due(session.step + 1):

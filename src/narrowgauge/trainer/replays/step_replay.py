@@ -371,9 +371,8 @@ class VariantsOfStep:
         session, before = (self.session, self._before) if in_storage else (self._plain, self._plain_before)
         scale = self.scale if in_storage else 1.0
         before.restore(session)
-        rate, optimizer = session.config.learning_rate(session.step + 1), session.optimizer
-        for group in optimizer.param_groups:
-            group["lr"] = rate * group.get("lr_factor", 1.0)
+        session.set_learning_rate()
+        optimizer = session.optimizer
         named: Tensors = dict(session.named_parameters())
         held = {name: optimizer.stored(named[name]) for name, _ in self._trained()}
         for name, gradient in passes.gradients.items():
