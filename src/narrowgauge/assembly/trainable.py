@@ -38,7 +38,7 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
         if parameter.dtype not in known:
             raise RecipeError(
                 f"recipe '{recipe.name}' takes a float32 model, and '{name}' of {type(model).__name__} is "
-                f"{str(parameter.dtype).removeprefix('torch.')}.",
+                f"{dtype_name(parameter.dtype)}.",
                 "Call model.float() first.",
             )
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -63,8 +63,8 @@ def _check_patterns(model: nn.Module, recipe: Recipe, names: list[str]) -> None:
         single = Recipe(recipe.compute, recipe.storage, keep=(pattern,))
         if not any(single.keeps(name) for name in [*names, *modules]):
             raise RecipeError(f"keep pattern '{pattern}' matches no module of {type(model).__name__}.", _first(modules))
+    linears = linear_names(model)
     for override in recipe.overrides:
-        linears = linear_names(model)
         if override.compute is not None and not any(override.matches(name) for name in linears):
             raise RecipeError(
                 f"override pattern '{override.pattern}' matches no linear layer of {type(model).__name__}.",
@@ -142,7 +142,7 @@ def require_contiguous(model: nn.Module, recipe: Recipe) -> None:
     Rounding makes the others contiguous, sharded or not.
     """
     for name, parameter in model.named_parameters():
-        stays = str(parameter.dtype) == f"torch.{recipe.storage_of(name, parameter.ndim).visible}"
+        stays = dtype_name(parameter.dtype) == recipe.storage_of(name, parameter.ndim).visible
         if stays and not parameter.is_contiguous():
             raise RecipeError(
                 f"parameter '{name}' of {type(model).__name__} has shape {tuple(parameter.shape)} and strides "
@@ -178,7 +178,7 @@ def require_summable(model: nn.Module, recipe: Recipe, mesh: Any) -> None:
     name, inner = recipe.name, inner_of(model)
     if inner is not model:
         wanted = {n: recipe.storage_of(n, p.ndim).visible for n, p in inner.named_parameters()}
-        if mesh is not None or any(str(p.dtype) != f"torch.{wanted[n]}" for n, p in inner.named_parameters()):
+        if mesh is not None or any(dtype_name(p.dtype) != wanted[n] for n, p in inner.named_parameters()):
             raise RecipeError(
                 f"recipe '{name}' was given a model inside DistributedDataParallel, whose buckets were made for the "
                 "parameters as they were.",
