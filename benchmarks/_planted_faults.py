@@ -361,8 +361,8 @@ FAULTS = [
         ),
         (
             "decibel",
-            "return 10 * torch.log10(ratio) if x.numel() else",
-            "return 20 * torch.log10(ratio) if x.numel() else",
+            "return 10 * torch.log10(torch.where(",
+            "return 20 * torch.log10(torch.where(",
             "sqnr_db doubles",
         ),
         (

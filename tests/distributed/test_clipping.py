@@ -16,7 +16,7 @@ from torch.nn import utils
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.checksums import fingerprint_all
-from narrowgauge.numerics.summation import global_norm
+from oracles.norms import global_norm
 from ranks import run_ranks
 
 LEAVES = 6

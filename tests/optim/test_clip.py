@@ -13,6 +13,7 @@ import narrowgauge as ng
 from narrowgauge.numerics import summation
 from narrowgauge.optim.clip import GradientNorm, control_scalars
 from narrowgauge.optim.state import SMALL
+from oracles.norms import global_norm
 from tensors import scalar_bits
 
 CPU = torch.device("cpu")
@@ -39,7 +40,7 @@ def gradients(dtypes: tuple[torch.dtype, ...], seed: int = 0, scale: float = 1e-
 @pytest.mark.parametrize("scale", [1e-30, 1e-2, 1e3])
 def test_the_norm_is_the_exact_one(dtypes: tuple[torch.dtype, ...], scale: float) -> None:
     given = gradients(dtypes, scale=scale)
-    expected = scalar_bits(summation.global_norm(given))
+    expected = scalar_bits(global_norm(given))
     norm = GradientNorm(compile=False)
     assert norm(given).dtype is torch.float32
     assert scalar_bits(norm(given)) == expected
@@ -61,7 +62,7 @@ def test_places_and_layouts_do_not_enter() -> None:
         base[1:] = plain.reshape(-1)
         forms = [plain, plain.t(), base[1:].view(190, 180), torch.stack([plain, plain], -1)[..., 0], plain.flatten()]
         forms_norms = {scalar_bits(GradientNorm(compile=False)([form])) for form in forms}
-        assert forms_norms == {scalar_bits(summation.global_norm([plain]))}
+        assert forms_norms == {scalar_bits(global_norm([plain]))}
         pieces = list(plain.split([1, 7, 82, 100]))
         assert scalar_bits(GradientNorm(compile=False)(pieces)) in forms_norms
 
@@ -73,7 +74,7 @@ def test_large_gradients_in_odd_places_are_read_in_chunks(monkeypatch: pytest.Mo
         real = getattr(summation, name)
         monkeypatch.setattr(summation, name, lambda x, *rest, real=real: longest.append(x.numel()) or real(x, *rest))
     plain = torch.randn(301, 130, generator=torch.Generator().manual_seed(0))
-    expected = scalar_bits(summation.global_norm([plain]))
+    expected = scalar_bits(global_norm([plain]))
     longest.clear()
     assert scalar_bits(GradientNorm(compile=False)([plain.t(), *torch.zeros(40, 1000).unbind(0)])) == expected
     assert longest and max(longest) <= summation.CHUNK

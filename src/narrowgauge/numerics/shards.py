@@ -114,7 +114,7 @@ def squares_of_all(
 
 
 def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
-    """:func:`~narrowgauge.numerics.summation.global_norm` of whole tensors, at least one, some of them DTensors.
+    """The Euclidean norm of all tensors taken as one vector, at least one tensor, some of them DTensors: float32, 0-d.
 
     Every rank of their meshes calls it, with the same tensors in the same order, and gets the bits of one process that holds all.
 

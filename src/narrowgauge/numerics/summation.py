@@ -12,14 +12,14 @@ values: no order, chunk, shard, thread or rank enters, and ranks merge with one 
 
 What lies below the grids: with ``n`` addends and ``w = 63 - n.bit_length()`` (36 for a hundred million) each keeps ``w``
 bits, so an addend is off by at most ``2^(-2w)`` times the largest square. One grid alone would have read every square
-below ``2^-37`` of the largest as zero, though a hundred million of those may count. :func:`exact_sum` repeats the grid
-until nothing is left, and so drops nothing. The four pieces of the picture are pure functions for kernels to compile.
+below ``2^-37`` of the largest as zero, though a hundred million of those may count. The pieces of the picture are
+pure functions for kernels to compile.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,10 +28,6 @@ from narrowgauge.errors import FormatError
 
 # A quarter of a MiB as float64: the ten temporaries of a chunk fit the second-level cache.
 CHUNK = 1 << 15
-
-_SQUARABLE = (torch.bfloat16, torch.float16, torch.float32)
-# Every finite float64 is a whole number of 2^-1074.
-_UNIT_EXPONENT = 1074
 
 
 def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -62,56 +58,6 @@ def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def chunks_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """All elements of all tensors, as by :func:`flat_chunks` of each."""
     return (chunk for tensor in tensors for (chunk,) in flat_chunks(tensor))
-
-
-def exact_sum(x: Tensor) -> Tensor:
-    """The sum of all elements, rounded once: float64, 0-d, on the CPU, where Python's integers finish the sum.
-
-    Invariant: the float64 nearest to the exact sum (ties to even), so it depends on nothing but the multiset of values: not
-    on order, shape, chunking or device. Nothing is dropped: ``2^60 + 1 - 2^60 + 2^-8`` is ``1 + 2^-8``.
-
-    No elements, or zeros of any sign: +0. NaN or infinities of both signs: NaN. Infinities of one sign, or a sum beyond
-    float64: that infinity.
-
-    Cost: a round over each chunk per 47 binades of its range (two or three for most data), each waiting for the device;
-        4 ns an element on one CPU thread for a Gaussian.
-
-    Example:
-        >>> exact_sum(torch.tensor([2.0**60, 1.0, -(2.0**60), 2.0**-8])).item()
-        1.00390625
-    """
-    if not x.is_floating_point():
-        raise FormatError(f"exact_sum takes floating-point values, and got {x.dtype}.", "Sum integers with torch.sum.")
-    units, non_finite = 0, 0.0
-    for (chunk,) in flat_chunks(x.detach()):
-        values = chunk.double()
-        if bool(torch.isfinite(values).all()):
-            units += _units(values)
-        else:
-            # Infinities of both signs, or any NaN, give NaN in any order: this sum needs no care.
-            non_finite += float(values[~torch.isfinite(values)].sum())
-    try:
-        # Python rounds the quotient of two integers correctly, subnormal results included.
-        finite = units / (1 << _UNIT_EXPONENT)
-    except OverflowError:
-        finite = math.inf if units > 0 else -math.inf
-    # A finite sum that overflowed must not turn an infinity of the other sign into NaN.
-    return torch.tensor(non_finite if non_finite != 0.0 else finite, dtype=torch.float64)
-
-
-def _units(values: Tensor) -> int:
-    """The exact sum of one finite float64 chunk, as a whole number of 2^-1074."""
-    width = 63 - values.numel().bit_length()
-    units = 0
-    while (largest := values.abs().amax().item()) != 0.0:
-        exponent = min(width - math.frexp(largest)[1], _UNIT_EXPONENT)
-        # Two factors, since 2^exponent alone may lie outside float64. A value that underflows here rounds to zero steps
-        # and stays whole in the remainder, which is formed at the values' own scale, where it is exact.
-        first, second = 2.0 ** (exponent // 2), 2.0 ** (exponent - exponent // 2)
-        steps = (values * first * second).round()
-        units += int(steps.to(torch.int64).sum()) << (_UNIT_EXPONENT - exponent)
-        values = values - steps / first / second
-    return units
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
@@ -227,49 +173,3 @@ def root(squares: Tensor) -> Tensor:
         # torch.sqrt calls a vector library there that is one ulp off for 1 % of float64 values; CUDA's is right.
         return torch.tensor(math.sqrt(squares.item()), dtype=torch.float64).float()
     return squares.sqrt().float()
-
-
-def sum_of_squares(tensors: Sequence[Tensor]) -> Tensor:
-    """The sum of the squares of all elements of all tensors, in no order.
-
-    Invariant: a function of the multiset of all values: equal bits for any order, cut into tensors, shape, stride or chunk.
-    With ``n`` elements, off by at most ``n · 2^(-2w)`` times the largest square, ``w = 63 - n.bit_length()``, and two
-    float64 roundings; exact up to those where the squares' bits all lie within ``2w`` of the largest.
-
-    Args:
-        tensors: bfloat16, float16 or float32 (a float64's square is not a float64), all on one device.
-
-    Returns:
-        float64, 0-d, on their device. No elements: 0. Any NaN: NaN; else any infinity: infinity.
-
-    Cost: two reads; eager 2 ns an element on one CPU thread. Temporaries under 16 MiB. Nothing waits for the device.
-
-    Example:
-        >>> sum_of_squares([torch.tensor([3.0]), torch.tensor([[4.0]])]).item()
-        25.0
-    """
-    for place, tensor in enumerate(tensors):
-        if tensor.dtype not in _SQUARABLE:
-            found = f"tensor {place} is {tensor.dtype}"
-            raise FormatError(f"sum_of_squares takes bfloat16, float16 or float32, and {found}.", "Use .float() first.")
-    filled = [tensor.detach() for tensor in tensors if tensor.numel() > 0]
-    if not filled:
-        return torch.zeros((), dtype=torch.float64, device=tensors[0].device if tensors else None)
-    largest = torch.stack([largest_magnitude(chunk) for chunk in chunks_of(filled)]).amax()
-    scales = grid_scales(largest, sum(x.numel() for x in filled))
-    steps = torch.zeros(2, dtype=torch.int64, device=largest.device)
-    for chunk in chunks_of(filled):
-        steps += grid_sum_of_squares(chunk, scales)
-    return from_grid(steps, scales, largest)
-
-
-def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The Euclidean norm of all tensors taken as one vector, in no order: float32, 0-d; otherwise as :func:`sum_of_squares`.
-
-    A norm beyond float32 is infinite, so ``isfinite`` of it is the skip flag of a training step.
-
-    Example:
-        >>> global_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
-        tensor(5.)
-    """
-    return root(sum_of_squares(tensors))

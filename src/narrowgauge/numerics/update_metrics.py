@@ -1,4 +1,4 @@
-"""Metrics of what a narrow format loses: of an update, and of a tensor.
+"""Metrics of what a narrow format loses of an update.
 
 An optimizer intends a change ``D``; the stored weight changes by ``E``, since ``w + D`` is cut; the visible weight changes
 by ``V``. All metrics follow from eight sums over a tensor (:data:`UPDATE_SUMS`), which add up over steps, tensors and
@@ -104,7 +104,10 @@ def noise(sums: Tensor) -> Tensor:
         >>> noise(update_sums(torch.ones(4), torch.zeros(4), torch.zeros(4))).item()
         1.0
     """
-    return _noise(sums, "de", "ee")
+    intended = _sum(sums, "dd")
+    # Rounding may leave the square of a small difference a little below zero.
+    unintended = (_sum(sums, "ee") - 2 * _sum(sums, "de") + intended).clamp(min=0)
+    return _ratio(unintended, intended).sqrt()
 
 
 def lost_fraction(sums: Tensor) -> Tensor:
@@ -159,17 +162,6 @@ def visible_edq(sums: Tensor) -> Tensor:
     return _ratio(_sum(sums, "dv"), _sum(sums, "dd"))
 
 
-def visible_noise(sums: Tensor) -> Tensor:
-    """‖V−D‖/‖D‖: :func:`noise` of the weight that the model sees.
-
-    Example:
-        >>> d = torch.tensor([1.0, 1.0])
-        >>> visible_noise(update_sums(d, d, torch.tensor([2.0, 0.0]))).item()
-        1.0
-    """
-    return _noise(sums, "dv", "vv")
-
-
 def _sum(sums: Tensor, name: str) -> Tensor:
     if sums.ndim == 0 or sums.shape[-1] != len(UPDATE_SUMS):
         raise FormatError(
@@ -179,77 +171,5 @@ def _sum(sums: Tensor, name: str) -> Tensor:
     return sums[..., _PLACE[name]].double()
 
 
-def _noise(sums: Tensor, cross: str, square: str) -> Tensor:
-    intended = _sum(sums, "dd")
-    # Rounding may leave the square of a small difference a little below zero.
-    unintended = (_sum(sums, square) - 2 * _sum(sums, cross) + intended).clamp(min=0)
-    return _ratio(unintended, intended).sqrt()
-
-
 def _ratio(part: Tensor, whole: Tensor) -> Tensor:
     return torch.where(whole == 0, torch.nan, part / whole)
-
-
-def sqnr_db(x: Tensor, y: Tensor) -> Tensor:
-    """Signal to quantization noise ratio, 10·log10(Σx² / Σ(x−y)²), in decibels: float64, 0-d.
-
-    Invariant: +inf where ``y`` equals ``x`` (zeros too), 0 where ``y`` is all zero, 6.02 more for each bit of precision; NaN
-    for no elements or where ``x − y`` is not a number.
-
-    Example:
-        >>> round(sqnr_db(torch.tensor([1.0, 1.0]), torch.tensor([1.1, 0.9])).item(), 3)
-        20.0
-    """
-    if x.shape != y.shape:
-        raise FormatError(f"sqnr_db takes two tensors of one shape, and got {tuple(x.shape)} and {tuple(y.shape)}.")
-    signal = error = torch.zeros((), dtype=torch.float64, device=x.device)
-    for meant, kept in flat_chunks(x, y):
-        signal = signal + meant.double().square().sum()
-        error = error + (meant.double() - kept.double()).square().sum()
-    ratio = torch.where(error == 0, torch.inf, signal / error)
-    return 10 * torch.log10(ratio) if x.numel() else torch.full_like(signal, torch.nan)
-
-
-def underflow_fraction(x: Tensor, smallest: float) -> Tensor:
-    """The share of the nonzero elements that become zero when rounded to the nearest number of a format: float64, 0-d.
-
-    Invariant: counts 0 < abs(x) ≤ ``smallest``/2 (half of it is a tie, which goes to the even neighbour: zero). NaN and
-    infinity count as nonzero elements that stay. NaN where no element is nonzero.
-
-    Args:
-        x: values, already divided by any scale.
-        smallest: the smallest positive number of the format, its smallest subnormal where it has subnormals.
-
-    Example:
-        >>> underflow_fraction(torch.tensor([0.0, 1.0, 2.0**-10, 2.0**-9]), smallest=2.0**-9).item()
-        0.3333333333333333
-    """
-    _require_positive("smallest", smallest)
-    zeroed = nonzero = torch.zeros((), dtype=torch.float64, device=x.device)
-    for (chunk,) in flat_chunks(x):
-        magnitude = chunk.double().abs()
-        zeroed = zeroed + ((magnitude > 0) & (2 * magnitude <= smallest)).sum()
-        nonzero = nonzero + (magnitude != 0).sum()
-    return _ratio(zeroed, nonzero)
-
-
-def overflow_fraction(x: Tensor, largest: float) -> Tensor:
-    """The share of all elements beyond the largest finite number of a format, which saturate or become infinite: float64, 0-d.
-
-    Invariant: counts abs(x) > ``largest``, infinities included, after any scale was divided out. NaN is an element, but not one
-    beyond. NaN for no elements.
-
-    Example:
-        >>> overflow_fraction(torch.tensor([1.0, -500.0, 448.0, 449.0]), largest=448.0).item()
-        0.5
-    """
-    _require_positive("largest", largest)
-    beyond = torch.zeros((), dtype=torch.float64, device=x.device)
-    for (chunk,) in flat_chunks(x):
-        beyond = beyond + (chunk.double().abs() > largest).sum()
-    return _ratio(beyond, torch.full_like(beyond, x.numel()))
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise FormatError(f"{name} is to be a positive number of the format, and is {value}.")
