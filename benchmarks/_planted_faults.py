@@ -167,8 +167,8 @@ FAULTS = [
         ),
         (
             "learning-rate-step",
-            "rate = config.learning_rate(session.step + 1)\n    for group in optimizer.param_groups:",
-            "rate = config.learning_rate(session.step)\n    for group in optimizer.param_groups:",
+            "rate = self.config.learning_rate(self.step + 1)",
+            "rate = self.config.learning_rate(self.step)",
             "the schedule is a step behind",
         ),
         (
