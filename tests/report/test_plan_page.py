@@ -8,13 +8,20 @@ import re
 
 import pytest
 
+from narrowgauge.machine.processor import pretending
+from narrowgauge.planner.inputs.clusters import cluster_of
 from narrowgauge.planner.inputs.efficiency import Share, shares_of
+from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import read_architecture
+from narrowgauge.planner.measured.calibration import processor
 from narrowgauge.planner.plan_report import Plan
 from narrowgauge.planner.question import Option
+from narrowgauge.planner.time.roofline import roof_of
 from narrowgauge.report.page import digest_of
 from narrowgauge.report.plan_page import figures_of, memory_bars, render_plan, scaling_curve, time_bars
 from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.notation import parse
 from planner.made_plans import made_option, made_plan
 
 EVIL = '</script><script>alert("1")</script><img src=x onerror=alert(1)>'
@@ -92,3 +99,13 @@ def test_a_roofline_has_the_shares_that_the_times_have() -> None:
     assert line["y"][1] == pytest.approx(0.25 * get_chip("H100-SXM").peak_tflops["bfloat16"], rel=1e-3)
     assert line["y"][0] / line["x"][0] == pytest.approx(0.25 * get_chip("H100-SXM").bandwidth_bytes_per_second / 1e12)
     assert all(max(trace["y"]) <= line["y"][1] for trace in figure.data)
+
+
+def test_a_processor_without_bfloat16_has_the_roof_of_float32() -> None:
+    """It converts both operands, and times are those of float32's share."""
+    chip = processor("AVX2", 2)
+    job = Job(read_architecture("llama-1m"), parse("bfloat16/word"), Layout(), cluster_of(chip, 1), 64)
+    own = shares_of(chip).replaced({"matmul.float32": Share(0.5, 0.5, 0.5, "made up")})
+    with pretending("avx2"):
+        roof = roof_of(dataclasses.replace(job, shares=own))
+    assert list(roof.peaks) == ["float32"] and roof.peaks["float32"] == pytest.approx(0.08, rel=1e-3)

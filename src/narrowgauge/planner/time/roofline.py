@@ -242,6 +242,7 @@ def roof_of(job: Job) -> Roof:
     is_narrow = is_native(product, compute, chip)
     wide = COMPUTES[job.recipe.dtype].products["output"].left.format
     narrow = product.left.format if is_narrow else wide
+    wide, narrow = ("float32" if is_widened(format, chip) else format for format in (wide, narrow))
     rows = job.architecture.matmuls
     points = [_point(row, job, narrow if row.part != "head" else wide, chip, shares) for row in rows]
     formats = dict.fromkeys([wide, narrow])

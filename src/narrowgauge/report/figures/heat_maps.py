@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from narrowgauge.report.figures.palette import plain
+from narrowgauge.report.figures.palette import SEQUENTIAL, plain
 from narrowgauge.report.figures.series import Array, equal_parts, json_list
 from narrowgauge.runs.schema import Row
 
@@ -22,7 +22,6 @@ MAX_CELLS = 150_000
 MOST_TENSORS = 64
 """The most rows of a heat map."""
 
-_SEQUENTIAL = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
 _DIVERGING = [[0, "@below"], [0.5, "@even"], [1, "@above"]]
 _SMALLEST = 1e-7
 
@@ -182,7 +181,7 @@ def _heat_map(metric: Metric, sampled: Array, found: MetricValues, num_cells: in
         "z": [json_list(row, 3) for row in metric.scaled(worst)],
         "zmin": low_end,
         "zmax": high_end,
-        "colorscale": _DIVERGING if metric.good else _SEQUENTIAL,
+        "colorscale": _DIVERGING if metric.good else SEQUENTIAL,
         "hoverongaps": False,
         "meta": {"names": [plain(name) for name in shown.names], "log": metric.is_log},
     }

@@ -12,6 +12,8 @@ NUM_COLOURS = 8
 DASHES = ("solid", "dash", "dot", "dashdot")
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "x", "pentagon", "star")
 FILLS = ("", "-open", "-dot", "-open-dot")
+SEQUENTIAL = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
+"""The colours of a heat map from its least to its largest value."""
 
 
 def colour(index: int, opacity: float | None = None) -> str:

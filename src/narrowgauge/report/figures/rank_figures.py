@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from narrowgauge.report.figures.palette import SEQUENTIAL
 from narrowgauge.report.figures.series import Array, Series, column, equal_parts, json_list, series_of
 from narrowgauge.report.figures.traces import Figure, curve_of, layout_of, traces_of
 from narrowgauge.report.recipe_groups import Group
@@ -18,7 +19,6 @@ MOST_RANKS = 64
 """The most ranks of a heat map or a table: those for which the others waited longest."""
 MOST_RUNS = 4
 """The most runs that get a heat map."""
-_COLOURS = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
 _LEAST_SHARE = 0.05
 """Of a step, the least end of the colour scale, so that noise looks dark."""
 
@@ -172,7 +172,7 @@ def _heat_map(run: Run, name: str, title: str, more: str) -> Figure:
         "z": [json_list(row, 3) for row in values],
         "zmin": 0.0,
         "zmax": max(_LEAST_SHARE, float(np.nanmax(values, initial=0.0))),
-        "colorscale": _COLOURS,
+        "colorscale": SEQUENTIAL,
         "colorbar": {"thickness": 10, "outlinewidth": 0, "x": 1.01, "tickformat": ".0%"},
         "hoverongaps": False,
         "customdata": [[f"rank {rank}"] * len(joined) for rank in kept],
