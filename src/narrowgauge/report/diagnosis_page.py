@@ -10,6 +10,7 @@ from itertools import count
 
 import numpy as np
 
+from narrowgauge.analysis.comparison.labels import counted
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, Diagnosis
 from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
@@ -115,7 +116,7 @@ def render_two(found: TwoRuns, one: Run, other: Run) -> str:
     ]
     return _document(
         heading=" and ".join(found.names),
-        subtitle=f"{found.alignment.num_common:,} steps in common",
+        subtitle=f"{counted(found.alignment.num_common, 'step')} in common",
         lead=found.verdict,
         sentences=[],
         parts=parts,
