@@ -27,10 +27,8 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 
 from narrowgauge.checkpoints.checkpoint_files import (
-    INDEX,
     MANIFEST,
     STATE,
     TENSORS,
@@ -42,7 +40,7 @@ from narrowgauge.checkpoints.checkpoint_files import (
 )
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.numerics.shards import local_of
+from narrowgauge.numerics.shards import copied_to_cpu
 from narrowgauge.runs.atomic_io import (
     TEMPORARY,
     disk_error,
@@ -276,7 +274,7 @@ def _listed(place: Path) -> list[Checkpoint]:
 
 def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     with disk_errors(path), _safetensors_errors():
-        tensors = load_whole(path) if (path / INDEX).is_file() else load_file(path / TENSORS)
+        tensors = load_whole(path)
     return tensors, _read_state(path)
 
 
@@ -327,7 +325,7 @@ class Saver:
 
     def _whole(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
         """A function that writes a copy of all tensors."""
-        copies = {name: _copied(local_of(tensor)) for name, tensor in tensors.items()}
+        copies = {name: copied_to_cpu(tensor) for name, tensor in tensors.items()}
         return partial(save_checkpoint, self._folder, step, copies, deepcopy(dict(state)), keep)
 
     def _shards(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
@@ -370,10 +368,6 @@ class Saver:
         """Wait for the checkpoint in flight, as :meth:`wait`, and destroy the process group of the ranks; all call this."""
         self.wait()
         self.ranks.close()
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.detach())
 
 
 def save_error(path: Path, error: BaseException) -> NarrowgaugeError:

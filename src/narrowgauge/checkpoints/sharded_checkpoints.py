@@ -52,7 +52,7 @@ from narrowgauge.checkpoints.checkpoint_files import (
     write_tensors,
 )
 from narrowgauge.errors import RecordError
-from narrowgauge.numerics.shards import local_of
+from narrowgauge.numerics.shards import copied_to_cpu
 from narrowgauge.runs.atomic_io import sync_file, sync_folder
 
 
@@ -238,7 +238,7 @@ class TakenCopy(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         # Now: the DTensors themselves need not outlive this call, and their memory may be a device's.
         self._own_plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
-        self._copies = {name: _copied(tensor) for name, tensor in tensors.items()}
+        self._copies = {name: copied_to_cpu(tensor) for name, tensor in tensors.items()}
         for item in self._own_plan.items:
             planned = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
             if planned != (own := self._copies[item.index.fqn].shape):
@@ -257,11 +257,6 @@ class TakenCopy(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         return self._copies[write_item.index.fqn]
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    own = local_of(tensor.detach())
-    return torch.empty(own.shape, dtype=own.dtype).copy_(own)
 
 
 def save_shards(copy: TakenCopy, writer: ShardWriter, group: Any) -> None:

@@ -35,6 +35,12 @@ def local_of(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """A copy of the part of a tensor that this rank holds."""
+    own = local_of(tensor.detach())
+    return torch.empty(own.shape, dtype=own.dtype).copy_(own)
+
+
 def placed_like(owner: Any, part: Tensor) -> Tensor:
     """This rank's part of a state as a DTensor placed like ``owner``, its parameter; untouched where that is no DTensor.
 
