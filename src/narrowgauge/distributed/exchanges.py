@@ -58,13 +58,13 @@ class RankGrid:
         return self.shards * self.replicas
 
 
-ALONE = RankGrid()
+ONE_RANK = RankGrid()
 
 
 def replicated(group: Any = None) -> RankGrid:
     """The ranks of a process group, each of which keeps the whole; without a group, all ranks."""
     if not has_group() or dist.get_world_size(group) == 1:
-        return ALONE
+        return ONE_RANK
     group = group if group is not None else dist.group.WORLD
     size = dist.get_world_size(group)
     return RankGrid(1, size, group, None, group, tuple((replica, 0) for replica in range(size)))
@@ -169,6 +169,19 @@ def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
     gather(output, part, group=group)
 
 
+def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
+    """The piece of each rank of the group, in its order: its replica's share of its shard.
+
+    Zeros behind each shard make the pieces equally long, a ``multiple``.
+    """
+    shards = gradient.view(grid.shards, -1)
+    if missing := -shards.shape[1] % (grid.replicas * multiple):
+        shards = F.pad(shards, (0, missing))
+    pieces = shards.reshape(grid.size, -1)
+    places = [shard * grid.replicas + replica for replica, shard in grid.places]
+    return pieces if places == list(range(grid.size)) else pieces[places]
+
+
 # ── the exact sum ──────────────────────────────────────────────────────────────────────────────────────────────────────
 #
 # A ring adds while it passes on, in an order of its own and in the gradient's format. Here each rank sends every other the piece
@@ -226,23 +239,10 @@ class ExactExchange(Exchange):
         grid = self.grid
         if grid.size == 1:
             return gradient.view(1, -1)
-        sent = self._pieces(gradient)
+        sent = _pieces(gradient, grid)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=grid.group)
-        return received.view(grid.size, -1)
-
-    def _pieces(self, gradient: Tensor) -> Tensor:
-        """The gradient as a piece for each rank of the group, in its order."""
-        grid = self.grid
-        shards = gradient.view(grid.shards, -1)
-        size = -(-shards.shape[1] // grid.replicas)
-        if shards.shape[1] != size * grid.replicas:
-            shards = torch.nn.functional.pad(shards, (0, size * grid.replicas - shards.shape[1]))
-        places = [shard * grid.replicas + replica for replica, shard in grid.places]
-        pieces = shards.reshape(grid.size, size)
-        if places != list(range(grid.size)):
-            pieces = pieces[places]
-        return pieces.reshape(-1)
+        return received
 
     def _sums_of(self, rows: Tensor) -> ExactSums:
         if self._sums is not None and self._sums.numel == rows.shape[1]:
@@ -316,7 +316,7 @@ class CompressedSum(Exchange):
     def _sum_owned(self, gradient: Tensor) -> Tensor:
         """The float32 sum of the piece that this rank owns: a replica's share of its shard, in whole records."""
         grid, rank = self.grid, dist.get_rank(self.grid.group)
-        pieces = _pieces(gradient, grid)
+        pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
         num_records = self.code.num_records(len(pieces[rank]))
         sent = gradient.new_empty(grid.size, num_records, self.code.record_bytes, dtype=torch.uint8)
         for owner, piece in enumerate(pieces):
@@ -344,14 +344,6 @@ class CompressedSum(Exchange):
         for number in (self.step, self.place, self._micro_batch, stage, *others):
             key = step_seed(key, number)
         return key
-
-
-def _pieces(gradient: Tensor, grid: RankGrid) -> list[Tensor]:
-    """The pieces that the ranks own: for each rank its replica's share of its shard, of equal lengths in whole records."""
-    parts = gradient.view(grid.shards, -1)
-    length = -(-parts.shape[1] // (grid.replicas * RECORD_VALUES)) * RECORD_VALUES
-    shares = [parts[shard, replica * length : (replica + 1) * length] for replica, shard in grid.places]
-    return [F.pad(share, (0, length - len(share))) for share in shares]
 
 
 EXCHANGES: dict[str, type[Exchange]] = {

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.distributed.exchanges import (
-    ALONE,
     EXCHANGES,
+    ONE_RANK,
     Exchange,
     RankGrid,
     group_of,
@@ -199,7 +199,7 @@ class GradientReduction:
             grid = _grid_of(model, mesh)
         self.size, self._group = grid.size, grid.group
         _require_whole(model, others, grid)
-        whole = replicated(grid.group) if grid.size > 1 else ALONE
+        whole = replicated(grid.group) if grid.size > 1 else ONE_RANK
         self._replicated = Replicated(others, whole, register, self._dtypes_of_sums() if self._sums_leaves else {})
         self._lone = SumAfterBackward(self._replicated, self._is_inside, self._check_pass)
         self._is_lone = False

@@ -40,10 +40,12 @@ def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", repli
     from torch.distributed.device_mesh import init_device_mesh
 
     if num_ranks % replicas or (replicas > 1 and sharding == "none"):
-        what = f"{replicas} replicas of a sharded model were requested on {num_ranks} ranks"
         if sharding == "none":
             raise RecipeError(f"{replicas} replicas were requested with shard 'none'.", "Omit one of the two.")
-        raise RecipeError(f"{what}, which it does not divide.", "Choose a divisor of the number of ranks.")
+        raise RecipeError(
+            f"{replicas} replicas of a sharded model were requested on {num_ranks} ranks, which it does not divide.",
+            "Choose a divisor of the number of ranks.",
+        )
     if replicas > 1:
         return init_device_mesh(device_type, (replicas, num_ranks // replicas), mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("replicate" if sharding == "none" else "shard",))

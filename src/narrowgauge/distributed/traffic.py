@@ -179,9 +179,8 @@ class Traffic:
         result = function(*arguments, **named)
         future = None
         if isinstance(result, dist.Work):
-            with contextlib.suppress(
-                RuntimeError
-            ):  # what gloo sends from one rank to another has none: only its start counts
+            # What gloo sends from one rank to another has none: only its start counts.
+            with contextlib.suppress(RuntimeError):
                 future = result.get_future()
         if future is None:
             self._seconds.append(time.perf_counter() - start)
