@@ -12,7 +12,7 @@ import torch
 
 from expectations import ELSEWHERE, FLOATS, INTEGERS
 from narrowgauge.errors import FormatError
-from narrowgauge.spec.formats import ALIASES, FORMATS, describe_value, get_format
+from narrowgauge.spec.formats import FORMAT_ALIASES, FORMATS, describe_value, get_format
 from oracles.minifloat import Grid
 
 ML_DTYPES = [name for name in FORMATS if hasattr(ml_dtypes, name) and FORMATS[name].kind != "int"]
@@ -181,7 +181,7 @@ def test_names() -> None:
     for alias, name in {"fp8": "float8_e4m3fn", "half": "float16", "BF16": "bfloat16", "torch.int8": "int8"}.items():
         assert get_format(alias) is FORMATS[name]
     assert get_format(FORMATS["int4"]) is FORMATS["int4"]
-    assert not ALIASES.keys() & FORMATS.keys() and set(ALIASES.values()) <= FORMATS.keys()
+    assert not FORMAT_ALIASES.keys() & FORMATS.keys() and set(FORMAT_ALIASES.values()) <= FORMATS.keys()
     with pytest.raises(FormatError, match="Did you mean 'bfloat16'"):
         get_format("bfloat15")
 

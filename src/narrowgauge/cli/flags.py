@@ -121,7 +121,7 @@ def _items(names: Mapping[str, str], incomplete: str, otherwise: str) -> list[Co
 
 models = of({name: f"{model.num_parameters:,} parameters" for name, model in MODELS.items()}, "dir")
 chips = of({name: f"{chip.memory_gb:g} GB" for name, chip in CHIPS.items()})
-number_formats = of([*formats.FORMATS, *formats.ALIASES])
+number_formats = of([*formats.FORMATS, *formats.FORMAT_ALIASES])
 
 model_and_recipes = combined(
     click.option(

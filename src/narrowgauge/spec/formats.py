@@ -285,7 +285,7 @@ _FORMATS = (
 
 FORMATS: dict[str, Format] = {format.name: format for format in _FORMATS}
 
-ALIASES: dict[str, str] = {
+FORMAT_ALIASES: dict[str, str] = {
     "fp64": "float64", "double": "float64", "fp32": "float32", "float": "float32", "single": "float32",
     "tf32": "tfloat32", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "bfloat": "bfloat16",
     "fp8": "float8_e4m3fn", "float8": "float8_e4m3fn", "e4m3": "float8_e4m3fn", "e4m3fn": "float8_e4m3fn",
@@ -313,9 +313,9 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     key = name.strip().lower().removeprefix("torch.")
-    found = FORMATS.get(ALIASES.get(key, key))
+    found = FORMATS.get(FORMAT_ALIASES.get(key, key))
     if found is None:
-        near = suggestion(key, [*FORMATS, *ALIASES])
+        near = suggestion(key, [*FORMATS, *FORMAT_ALIASES])
         advice = f"{near} (narrowgauge show formats lists all.)".strip()
         raise FormatError(f"no number format is named {name!r}.", advice)
     return found

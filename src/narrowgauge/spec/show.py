@@ -65,7 +65,7 @@ def native_text(row: Row) -> str:
 
 
 def format_row(row: formats.Format) -> Row:
-    aliases = [alias for alias, name in formats.ALIASES.items() if name == row.name]
+    aliases = [alias for alias, name in formats.FORMAT_ALIASES.items() if name == row.name]
     return {**row.describe(), "aliases": aliases}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from narrowgauge.spec.formats import ALIASES, FORMATS
+from narrowgauge.spec.formats import FORMAT_ALIASES, FORMATS
 
 Phase = Literal["input", "forward", "backward", "backward-recompute"]
 
@@ -145,5 +145,5 @@ def _inside(module: str) -> str:
 
 
 def _largest(dtype: str) -> float | None:
-    number_format = FORMATS.get(ALIASES.get(dtype, dtype))
+    number_format = FORMATS.get(FORMAT_ALIASES.get(dtype, dtype))
     return None if number_format is None else number_format.max
