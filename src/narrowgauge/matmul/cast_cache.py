@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -58,7 +59,9 @@ class _Cache:
 
 
 _CACHE = _Cache()
-_FOLLOWING: list[Any] = []
+
+after_every_step = cache(register_optimizer_step_post_hook)
+"""Have a function called after the steps of every optimizer; once, however often this is asked."""
 
 
 @contextmanager
@@ -76,8 +79,7 @@ def cached_weights() -> Iterator[None]:
         >>> with cached_weights():
         ...     pass  # forward and backward of every micro-batch
     """
-    if not _FOLLOWING:
-        _FOLLOWING.append(register_optimizer_step_post_hook(_CACHE.clear))
+    after_every_step(_CACHE.clear)
     _CACHE.depth += 1
     try:
         yield

@@ -17,10 +17,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from narrowgauge.matmul.experts import NARROW
 from narrowgauge.matmul.swapping import Layer
+from narrowgauge.numerics.structures import map_tensors
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -141,15 +142,7 @@ _CAST_OUTPUTS = {"bfloat16": _to_bfloat16, "float16": _to_float16}
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """The same structure with every floating-point tensor in ``dtype``."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, (list, tuple)):
-        items = [_cast(item, dtype) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        changed = {key: _cast(item, dtype) for key, item in value.items()}
-        return changed if type(value) is dict else type(value)(**changed)
-    return value
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 # Not __func__ and __wrapped__, by which a caller would pass the wrapper by.

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from narrowgauge._torch import leave_out_of_ddp, plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine.processor import care_for
 from narrowgauge.matmul import experts, operand
+from narrowgauge.matmul.cast_cache import after_every_step
 from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
@@ -74,6 +74,7 @@ class NarrowLayers:
 
     def follow_any(self) -> None:
         """Count the steps of every optimizer, until :meth:`follow` gets one."""
+        after_every_step(_advance)
         _FOLLOW_ANY.update(self.layers.values())
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
@@ -126,9 +127,6 @@ _FOLLOW_ANY: weakref.WeakSet[Layer] = weakref.WeakSet()
 def _advance(*_: Any) -> None:
     for layer in list(_FOLLOW_ANY):
         layer.set_step(layer.step + 1, layer.seed)
-
-
-register_optimizer_step_post_hook(_advance)
 
 
 Linears = NarrowLayers

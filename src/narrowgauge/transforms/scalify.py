@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from narrowgauge.numerics.structures import map_tensors
 from narrowgauge.spec.propagation import RULES, Measured
 from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, measured, rescaled, root_below, times, unknown
 
@@ -296,9 +297,6 @@ FUNCTIONS[F.scaled_dot_product_attention] = attention
 # ── modules that compute by a rule ─────────────────────────────────────────────────────────────────────────────────────
 
 
-__all__ = ["Measurements", "Scaled", "measurements", "scalify"]
-
-
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Let a model compute with scaled tensors from its inputs to its outputs.
 
@@ -386,15 +384,7 @@ def _is_plain_head(module: nn.Module, head: Any) -> bool:
 
 
 def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
-    if isinstance(result, Scaled):
-        return value_of(result)
-    if isinstance(result, (list, tuple)):
-        items = [_leave_values(_, __, item) for item in result]
-        return type(result)(*items) if hasattr(result, "_fields") else type(result)(items)
-    if isinstance(result, dict):
-        changed = {key: _leave_values(_, __, item) for key, item in result.items()}
-        return changed if type(result) is dict else type(result)(**changed)
-    return result
+    return map_tensors(lambda tensor: value_of(tensor) if isinstance(tensor, Scaled) else tensor, result)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def unit_scale(model: nn.Module, seed: int = 0) -> None:
     kind = _kind_of(model)
     _check(model, kind)
     classes = _CLASSES[kind]
-    batch, layers = Batch(), layers_of(model)
+    batch, layers = Batch(), decoder_layers(model)
     for module in list(model.modules()):
         swapped = classes.get(type(module))
         if swapped is not None:
@@ -139,7 +139,7 @@ def learning_rate_factors(model: nn.Module) -> dict[str, float]:
     Source: Blake et al., u-muP, arXiv 2407.17465; the tied embedding's rule is ours.
     """
     batch_of(model)
-    layers = layers_of(model)
+    layers = decoder_layers(model)
     inside = {p: len(layers) ** -0.5 for layer in layers for p in layer.parameters()}
     own = dict(_own_factors(model))
     return {name: inside.get(p, 1.0) * own.get(p, 1.0) for name, p in model.named_parameters()}
@@ -156,7 +156,7 @@ def _own_factors(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
             yield weight, fans(module)[0] ** -0.5
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     kinds = (LlamaDecoderLayer, GPT2Block)
     return [module for module in model.modules() if isinstance(module, kinds)]
 
@@ -255,7 +255,7 @@ def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> di
     plain = {value: value.detach().float().clone() for value in named.values()}
     for parameter, factor in _factors(model, length):
         plain[parameter] *= factor
-    for layer in layers_of(model):
+    for layer in decoder_layers(model):
         attention = _parts(layer)[0]
         width = attention.config.num_attention_heads * attention.head_dim
         # The whole query matrix of a Llama, the first third of GPT-2's fused one.
@@ -270,11 +270,11 @@ def _parts(layer: Any) -> tuple[Any, Any]:
 
 
 def _factors(model: Any, length: int) -> Iterator[tuple[nn.Parameter, float]]:
-    gpt2 = isinstance(layers_of(model)[0], UnitGPT2Block)
+    gpt2 = isinstance(decoder_layers(model)[0], UnitGPT2Block)
     inner = rules.GELU if gpt2 else rules.SILU_GLU
     # Unit scaling divides GPT-2's sum of two embeddings by √2, the plain model does not.
     stream = 2**0.5 if gpt2 else 1.0
-    for layer in layers_of(model):
+    for layer in decoder_layers(model):
         attention, mlp = _parts(layer)
         weights: Any = layer.unit_residual
         skip, share, skip_mlp, share_mlp = weights.tolist()
