@@ -306,13 +306,13 @@ def test_large_results_are_scaled_by_the_compiler_with_the_same_bits(monkeypatch
     gemm._scaling.cache_clear()
     monkeypatch.setattr(fusion, "COMPILE_ELEMENTS", 1)
     called: list[str] = []
-    real = fusion.compiled
+    real = fusion.compiled_for_pattern
 
     def counted(definition: FunctionType, *arguments: Tensor | None) -> object:
         called.append(definition.__name__)
         return real(definition, *arguments)
 
-    monkeypatch.setattr(fusion, "compiled", counted)
+    monkeypatch.setattr(fusion, "compiled_for_pattern", counted)
     assert torch.equal(bits_with_one_nan(run(shapes[0])), bits_with_one_nan(expected[0]))
     assert called == ["_to_bfloat16", "_to_bfloat16", "scale_result"]
     with torch.compiler.set_stance("fail_on_recompile"):

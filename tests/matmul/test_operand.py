@@ -226,14 +226,14 @@ def test_compiled_casts_give_the_same_bits_for_any_shape(
 
     expected = [run(*case) for case in cases]
     calls: list[str] = []
-    real = fusion.compiled
+    real = fusion.compiled_for_pattern
 
     def counted(definition: FunctionType, *arguments: Tensor | None) -> object:
         calls.append(definition.__name__)
         return real(definition, *arguments)
 
     monkeypatch.setattr(fusion, "COMPILE_ELEMENTS", 1)
-    monkeypatch.setattr(fusion, "compiled", counted)
+    monkeypatch.setattr(fusion, "compiled_for_pattern", counted)
     found = [run(*cases[0])]
     with torch.compiler.set_stance("fail_on_recompile"):
         found += [run(*case) for case in cases[1:]]
@@ -249,7 +249,7 @@ def test_small_matrices_and_machines_without_a_compiler_cast_uncompiled(monkeypa
     def forbidden(*_: object) -> object:
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(fusion, "compiled", forbidden)
+    monkeypatch.setattr(fusion, "compiled_for_pattern", forbidden)
     cast, limit = COMPUTES["float8-row"].output.left, fusion.COMPILE_ELEMENTS
     side = math.isqrt(limit)
     made(torch.zeros(side, side - 1), cast, 1, torch.bfloat16)

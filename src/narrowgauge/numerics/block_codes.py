@@ -154,7 +154,7 @@ def _encoding(code: BlockCode) -> Any:
 
     def encode_blocks(blocks: Tensor, by_record: Tensor, by_place: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         largest = blocks.abs().amax((1, 3)).amax(1).float().clamp_min(TINY)
-        power = float_of(bits_of(largest) & 0x7F800000)
+        power = power_below(largest)
         codes, scales, inverse, _ = quantize_blocks(blocks, cast, (by_record, by_place), power * room)
         return codes.to(torch.int8), scales, power, inverse
 

@@ -26,11 +26,11 @@ def fused(size: int, definition: Callable[..., Any], *arguments: Tensor | None) 
     Each definition is compiled once, so the same lines and constants must be the same function object.
     """
     if size >= COMPILE_ELEMENTS and can_compile():
-        return compiled(definition, *arguments)
+        return compiled_for_pattern(definition, *arguments)
     return definition(*arguments)
 
 
-def compiled(definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
+def compiled_for_pattern(definition: Callable[..., Any], *arguments: Tensor | None) -> Any:
     """The definition applied to these arguments, compiled for their pattern and any size.
 
     PyTorch recompiles a function for each pattern (dtypes, absent arguments, sides of 1, equal sides, memory order) and gives up

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics.rounding import bits_of, float_of, power_below, random_bits
+from narrowgauge.numerics.rounding import EXPONENT, bits_of, float_of, power_below, random_bits
 from narrowgauge.spec.computes import ROTATION_SIZE, Cast
 from narrowgauge.spec.formats import Format, get_format
 
@@ -314,7 +314,7 @@ def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
     """
     mantissa = int(math.frexp(row.max)[0] * (1 << 24)) - (1 << 23)
     bits = bits_of(amax.clamp_min(TINY)) + (0x7FFFFF - mantissa if up else 0)
-    return _or_nan(float_of((bits & 0x7F800000) - (row.max_exponent << 23)), amax)
+    return _or_nan(float_of((bits & EXPONENT) - (row.max_exponent << 23)), amax)
 
 
 def _e4m3_scale(ratio: Tensor, *, up: bool) -> Tensor:

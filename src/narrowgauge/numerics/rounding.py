@@ -32,7 +32,7 @@ from narrowgauge.spec.formats import Format, get_format
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
 # The exponent bits of a float32: what is left of a number when its mantissa is cleared.
-_EXPONENT = 0x7F800000
+EXPONENT = 0x7F800000
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def power_below(x: Tensor) -> Tensor:
         >>> power_below(torch.tensor([1.0, 5.0, 0.3]))
         tensor([1.0000, 4.0000, 0.2500])
     """
-    return float_of(bits_of(x) & _EXPONENT)
+    return float_of(bits_of(x) & EXPONENT)
 
 
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:
@@ -291,7 +291,7 @@ def _random_addend(bits: Tensor, dropped: Tensor, seed: int | Tensor, offset: in
     index = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device).view(bits.shape) + offset
     place = random_bits(_low_word(index ^ ((index >> 32) * 0x9E3779B1)), seed)
     own = _low_word(bits ^ (bits >> 32)) if bits.dtype == torch.int64 else bits
-    word = (random_bits(place ^ own, seed) & 0x7FFFFFFF).to(bits.dtype)
+    word = (random_bits(place ^ own, seed) & MAGNITUDE).to(bits.dtype)
     return (word << (dropped - 31).clamp(min=0)) >> (31 - dropped).clamp(min=0)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
-from narrowgauge.numerics.rounding import bits_of, power_below
+from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, power_below
 from narrowgauge.spec.computes import Cast
 from narrowgauge.spec.formats import Format
 
@@ -87,9 +87,9 @@ def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
         >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()
         [1, 2, 0, 1]
     """
-    bits = bits_of(x.detach().float().reshape(-1)) & 0x7FFFFFFF
+    bits = bits_of(x.detach().float().reshape(-1)) & MAGNITUDE
     place = ((bits >> 23) - 127 - first).clamp(0, bins - 1)
-    counted = torch.where((bits != 0) & (bits < 0x7F800000), place, bins).long()
+    counted = torch.where((bits != 0) & (bits < EXPONENT), place, bins).long()
     counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
     return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
 

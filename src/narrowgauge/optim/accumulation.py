@@ -43,7 +43,7 @@ from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
 
 CHUNK_ON_GPU = 1 << 18
 """Elements at a time elsewhere than on a CPU, so that eight int32 temporaries stay within 8 MiB."""
-MANTISSA, INFINITY, UPPER = 0x7FFFFF, 0x7F800000, -65536
+MANTISSA, INFINITY, UPPER = 0x7FFFFF, rounding.EXPONENT, -65536
 
 
 class AccumulationWarning(UserWarning):

@@ -205,16 +205,16 @@ class Auditor:
             if parameter not in names:
                 continue  # replaced since
             # A tensor whose EDQ is not below the threshold cannot stall; in a healthy run this test is the only cost.
-            suspicious = sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products)
-            reading = read(self.windows[parameter]) if suspicious else None
-            stalls = reading is not None and reading.stalls
-            if stalls and reading is not None and reading.lost_fraction == 1 and is_stochastic(storages[parameter]):
-                # Stochastic rounding stores rare updates on average, though none was stored in this window.
-                stalls = False
-            if reading is not None and stalls and not self.alarmed.get(parameter):
-                storage = storages[parameter]
+            known, self.alarmed[parameter] = self.alarmed.get(parameter), False
+            if not sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products):
+                continue
+            reading, storage = read(self.windows[parameter]), storages[parameter]
+            # Stochastic rounding stores rare updates on average, though none may be stored in this window.
+            if not reading.stalls or (reading.lost_fraction == 1 and is_stochastic(storage)):
+                continue
+            self.alarmed[parameter] = True
+            if not known:
                 result.append(Alarm(names[parameter], storage.name, storage.fallback, reading))
-            self.alarmed[parameter] = stalls
         return result
 
 

@@ -651,13 +651,13 @@ def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
     if visible == "float32":
         return list(lanes)
     if visible == "float16":
-        lanes = [((lane << 3) & 0x7FFF0000) | (lane & -(1 << 31)) for lane in lanes]
+        lanes = [((lane << 3) & 0x7FFF0000) | (lane & SIGN) for lane in lanes]
     return [_pair(even, odd) for even, odd in zip(lanes[::2], lanes[1::2], strict=True)]
 
 
 def _float16_bits(word: Tensor) -> Tensor:
     """From a float16 in the upper half of a word, a float32 with its sign, exponent and mantissa fields."""
-    return ((word & 0x7FFF0000) >> 3) | (word & -(1 << 31))
+    return ((word & 0x7FFF0000) >> 3) | (word & SIGN)
 
 
 def _pair(even: Tensor, odd: Tensor) -> Tensor:

@@ -276,8 +276,10 @@ class StepKernel:
         for start in range(0, length, size):
             part = work.piece(start, start + size) if length > size else work
             arguments = part.arguments(self.parts, values, seed)
-            alone = run is None or part.words[0].shape[0] < 2  # one row is no dynamic length
-            sums = step(*arguments) if alone or run is None else run(arguments)[0]
+            if run is not None and part.words[0].shape[0] > 1:  # one row is no dynamic length
+                sums = run(arguments)[0]
+            else:
+                sums = step(*arguments)
             total = sums if total is None else total + sums
         return total if audited else None
 

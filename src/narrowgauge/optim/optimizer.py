@@ -158,12 +158,18 @@ class Optimizer(torch.optim.Optimizer):
         self._names_storage = storage is not None
         super().__init__(params, {**defaults, "storage": row.name, "seed": seed, "maximize": maximize})
 
-    def _start(self, **options: Any) -> None:
-        self.rule: Rule | MatrixRule = options["rule"]
-        self.rows: dict[str, Storage] = options["rows"]
-        self.max_grad_norm: float | None = options["max_grad_norm"]
-        self.audit_every: int = options["audit_every"]
-        self.compile: bool | None = options["compile"]
+    def _start(
+        self,
+        *,
+        rule: Rule | MatrixRule,
+        max_grad_norm: float | None,
+        audit_every: int,
+        compile: bool | None,
+        loss_scaler: LossScaler | None,
+        rows: dict[str, Storage],
+    ) -> None:
+        self.rule, self.rows, self.compile = rule, rows, compile
+        self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
         # A parameter whose own gradient norm a loop wants beside that of all, and the norm in the last step.
         self.watched: Tensor | None = None
@@ -191,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
         )
         self._states = StateView(self._registry, self.settle)
         self._control = StepControl(self._registry.worth_compiling)
-        self.loss_scaler = options["loss_scaler"]
+        self.loss_scaler = loss_scaler
         self._stepped = False
         # Of the last step: its control scalars, its states, and the largest gradient magnitude of each where it may be skipped.
         self._pending: tuple[Tensor, list[ParameterState], list[Tensor]] | None = None
