@@ -113,6 +113,26 @@ def test_every_kind_of_model_gets_the_sum(tmp_path: Path) -> None:
                 assert len({fingerprint_all(result) for result in found_of_row[first::3]}) == 1
 
 
+def averaged(rank: int) -> list[dict[str, Tensor]]:
+    """Four leaves on four ranks, of each row and kind."""
+    results = []
+    for name in WIDE:
+        for kind in KINDS:
+            model, called = placed(kind)
+            ng.reduce_gradients_with(called, name)
+            called(gradients_of(rank)).backward()
+            results.append(found(model))
+    return results
+
+
+def test_every_kind_of_model_gets_the_average(tmp_path: Path) -> None:
+    average = {name: total / 4 for name, total in expected(range(4)).items()}
+    for results in run_ranks(averaged, 4, tmp_path):
+        rows = [wanted for wanted in WIDE.values() for _ in KINDS]
+        for wanted, result in zip(rows, results, strict=True):
+            close(result, average, wanted.tolerance)
+
+
 def half_precision(rank: int) -> list[list[float]]:
     """Eight gradients of 3,000 on each of four ranks, in float16: the sum of 32, in every kind and row; and their average."""
     results = []

@@ -42,6 +42,15 @@ def wide(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return trained(place, tmp_path_factory.mktemp("wide") / "run", recipe="bfloat16/word", steps=4)
 
 
+def test_matrices_and_vectors_of_a_unit_scaled_run_learn_at_rates_of_their_own(place: Path, tmp_path: Path) -> None:
+    run = made(place, tmp_path / "run", "unit/word")
+    rate = run.set_learning_rate()
+    rates = [group["lr"] / group["lr_factor"] for group in run.optimizer.param_groups]
+    assert (
+        rates == pytest.approx([rate] * len(rates)) and len({group["lr"] for group in run.optimizer.param_groups}) > 1
+    )
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_every_row_trains_over_word(name: str, place: Path, tmp_path: Path, wide: Any) -> None:
     run = trained(place, tmp_path / "run", recipe=f"{name}/word", steps=4)
