@@ -546,8 +546,8 @@ FAULTS = [
         ),
         (
             "stochastic-share",
-            "if stalls and reading is not None and reading.lost_fraction == 1 and is_stochastic(storages[parameter]):",
-            "if stalls and reading is not None and reading.lost_fraction == 1 and not is_stochastic(storages[parameter]):",
+            "if not reading.stalls or (reading.lost_fraction == 1 and is_stochastic(storage)):",
+            "if not reading.stalls or (reading.lost_fraction == 1 and not is_stochastic(storage)):",
             "stochastic storages raise alarms, dead ones do not",
         ),
         (
