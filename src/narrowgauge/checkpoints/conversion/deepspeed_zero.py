@@ -90,9 +90,8 @@ def _rank(file: Path) -> tuple[int, str]:
 
 
 def _stage(state: Mapping[str, Any]) -> int:
-    stage = state.get(
-        "zero_stage", 1
-    )  # the optimizer of bfloat16 without ZeRO does not say, and has the layout of stage 1
+    # The optimizer of bfloat16 without ZeRO does not say, and has the layout of stage 1.
+    stage = state.get("zero_stage", 1)
     return int(getattr(stage, "args", (stage,))[0])
 
 
