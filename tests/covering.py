@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 Kind = Callable[[Any], Hashable]
+whole = pytest.mark.whole
+"""The mark of a long test that a shorter one of its kind stands for on each push."""
 SHOWN = 10
 
 

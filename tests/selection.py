@@ -1,7 +1,7 @@
 """Which tests a change asks for: found in the imports of the syntax trees of ``src`` and ``tests``.
 
 ``changed_tests`` serves ``./dev test --changed``. ``owed`` serves ``./dev ci``: each unit of the whole product (the tests of
-``optim``, ``matmul`` and ``numerics``, each file of tests inside a framework) stands in ``last_whole_product.toml`` with a
+a room of :data:`ROOMS`, each file of tests inside a framework) stands in ``last_whole_product.toml`` with a
 checksum of the code that it proves: its modules, those of its tests that the covering part runs in part only, ``conftest``, and
 all that these import; for frameworks also the versions in ``constraints.txt``. A unit whose checksum is no longer that is owed.
 Checksums leave out docstrings and comments: rewording one owes nothing. The file is written by
@@ -25,8 +25,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS, SOURCE = ROOT / "tests", ROOT / "src"
 RECORD = TESTS / "last_whole_product.toml"
-ROOMS = ("optim", "matmul", "numerics")
-"""Rooms of ``src/narrowgauge`` whose tests are products of tables, of which ``./dev test`` runs a covering part."""
+ROOMS = ("optim", "matmul", "numerics", "gauges", "distributed")
+"""Rooms of ``src/narrowgauge`` of whose tests ``./dev test`` runs a part that covers the others."""
 INTEGRATIONS = "integrations"
 """All files of tests inside frameworks."""
 PLUGINS = ("conftest", "tiers", "selection", "covering")

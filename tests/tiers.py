@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="UNIT",
-        help="the whole products of optim, matmul or numerics, or tests inside frameworks (integrations, integrations/test_x.py)",
+        help="the whole products of a room (optim, matmul, …), or tests inside frameworks (integrations, integrations/test_x.py)",
     )
     group.addoption(
         "--changed",

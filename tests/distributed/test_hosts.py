@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import narrowgauge
+from covering import whole
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.config import TrainConfig
@@ -87,6 +88,7 @@ def ended(agents: list[subprocess.Popen[str]]) -> list[str]:
         return [agent.communicate(timeout=LIMIT_SECONDS)[0] for agent in agents]
 
 
+@whole
 def test_four_hosts_of_which_one_is_killed_go_on_as_three(place: Path, alone: Run, tmp_path: Path) -> None:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

@@ -19,6 +19,7 @@ from transformers import LlamaConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 from transformers.models.llama.modeling_llama import LlamaAttention
 
+from covering import whole
 from narrowgauge.gauges.attach import GaugeNotice, Gauges, attach_gauges
 
 WIDTH, HEADS, LENGTH = 32, 4, 16
@@ -202,6 +203,7 @@ def test_watched_and_not_watched_are_the_same_run(kind: Any, model: Any) -> None
     assert len(read_of_the_same_run(lambda: model(kind()))) == 1
 
 
+@whole
 def test_compiled_too() -> None:
     names = read_of_the_same_run(lambda: Model(Own(), Multihead(), Llama()), compiled=True)
     assert set(names) == {"layers.0", "layers.1.inner", "layers.2"}
@@ -214,6 +216,7 @@ def test_compiled_inside_a_checkpoint() -> None:
     assert set(names) == {"layers.0", "layers.1"} and names["layers.0"] != names["layers.1"]
 
 
+@whole
 def test_what_is_no_kernel_when_compiled_is_told() -> None:
     with pytest.warns(GaugeNotice, match="recorded no attention at step 2 in 2 modules like 'layers.0'"):
         assert read_of_the_same_run(lambda: Model(Llama("eager"), Own(0.1)), compiled=True) == {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import MixtralConfig, MixtralForCausalLM
 
 import narrowgauge as ng
+from covering import whole
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.experts import grouped_layers_of
 from narrowgauge.runs.schema import metric_of
@@ -42,7 +43,7 @@ def trained(recipe: str, every: int, compiled: bool = False) -> tuple[list[Any],
     return [*run, *(p.detach() for p in model.parameters())], gauges, seen
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=whole)])
 def test_operands_are_read_and_the_run_is_the_same(compiled: bool) -> None:
     plain, _, _ = trained("int8-row/word", 0, compiled)
     watched, gauges, seen = trained("int8-row/word", 2, compiled)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
+from covering import whole
 from narrowgauge.machine import processor
 from narrowgauge.machine.processor import pretending
 from narrowgauge.matmul import gemm
@@ -228,6 +229,7 @@ assert torch.equal(compile_any_shape(doubled, "doubled")(x), doubled(x))
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the variable's values are x86's")
+@whole
 def test_code_that_was_compiled_for_longer_vectors_is_not_taken_from_the_cache(tmp_path: Path) -> None:
     """Inductor's key does not know ``ATEN_CPU_CAPABILITY``: the second process found the first one's code, and gave NaN."""
     cache = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import whole
 from narrowgauge.numerics import block_codes, fusion
 from narrowgauge.numerics.block_codes import BLOCK_CODES, RECORD_VALUES, BlockCode
 from narrowgauge.numerics.quantization import uniform
@@ -113,7 +114,13 @@ def test_equal_gradients_do_not_round_alike(code: BlockCode) -> None:
     assert not torch.equal(first, second) and not torch.equal(first[0], first[1])
 
 
-@CODES
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param(code, id=name, marks=[whole] * (place > 0))
+        for place, (name, code) in enumerate(BLOCK_CODES.items())
+    ],
+)
 def test_compiled_code_gives_the_same_bytes(code: BlockCode, monkeypatch: pytest.MonkeyPatch) -> None:
     """And sums: one kernel for float32 and one for bfloat16."""
     x = drawn(8 * RECORD_VALUES)

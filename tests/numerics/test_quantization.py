@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covering import exhaustive
+from covering import exhaustive, whole
 from narrowgauge._torch.inductor import compile_any_shape
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.quantization import (
@@ -720,7 +720,7 @@ def test_compiled_casts_of_whole_groups_give_the_same_bits(dim: int) -> None:
     compiled_equals(casts, *[(awkward(*shape), amax, *random_words(*shape, KEY)) for shape in [(130, 70), (40, 333)]])
 
 
-@each_dim
+@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=whole)])
 def test_compiled_casts_in_blocks_give_the_same_bits(dim: int) -> None:
     """All in one function: a compilation of each took as long as of all."""
     kinds = [cast for cast, of in paths_of_blocks() if of == dim]

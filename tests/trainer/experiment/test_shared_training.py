@@ -132,7 +132,7 @@ def test_an_error_between_two_trainings_is_one_of_all_ranks(config: ExperimentCo
 def test_an_error_of_a_training_is_one_of_all_ranks(config: ExperimentConfig, tmp_path: Path) -> None:
     few = replace(config, base=replace(config.base, gradient_accumulation_steps=1))
     said = run_ranks(compare_here, 2, tmp_path / "ranks", few, tmp_path / "out")
-    assert all(line.rpartition("\n")[2].startswith(f"RankError: {NAMES[0]}: 2 ranks were given") for line in said)
+    assert all(line.rpartition("\n")[2].startswith(f"RankError: {NAMES[0]}: 2 ranks were requested") for line in said)
     assert not (tmp_path / "out").exists()
 
 
