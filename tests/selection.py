@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TESTS, SOURCE = ROOT / "tests", ROOT / "src"
 RECORD = TESTS / "last_whole_product.toml"
-ROOMS = ("optim", "matmul", "numerics", "gauges", "distributed")
+ROOMS = ("optim", "matmul", "numerics", "transforms", "gauges", "distributed")
 """Rooms of ``src/narrowgauge`` of whose tests ``./dev test`` runs a part that covers the others."""
 INTEGRATIONS = "integrations"
 """All files of tests inside frameworks."""

@@ -141,6 +141,7 @@ def hosts() -> Iterator[tuple[str, str]]:
         yield HOSTS
 
 
+@whole
 def test_two_hosts(place: Path, alone: Run, tmp_path: Path, hosts: tuple[str, str]) -> None:
     config = configured(place, tmp_path / "run")
     agents = [

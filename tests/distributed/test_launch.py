@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import narrowgauge
+from covering import whole
 from narrowgauge.distributed.launch import failure_reporting, process_group
 from narrowgauge.distributed.launch.agent import run_on_ranks
 from narrowgauge.distributed.launch.placement import Placement
@@ -67,6 +68,7 @@ def test_a_killed_rank_is_named_with_its_step(agent: Any, capfd: pytest.CaptureF
     assert capfd.readouterr() == ("", ""), "the agent's error is the only word"
 
 
+@whole
 def test_ranks_start_anew_after_one_was_killed(agent: Any, tmp_path: Path) -> None:
     handler = signal.getsignal(signal.SIGTERM)
     agent("killed once", max_restarts=1)
@@ -74,6 +76,7 @@ def test_ranks_start_anew_after_one_was_killed(agent: Any, tmp_path: Path) -> No
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
+@whole
 def test_a_rank_that_does_not_answer_is_named(agent: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECONDS_WITHOUT_PROGRESS", "2")
     with pytest.raises(
@@ -156,6 +159,7 @@ def test_slurm_steps_meet(tmp_path: Path) -> None:
     assert [(tmp_path / f"done-{rank}").read_text() for rank in (0, 1)] == ["0 2 0 0", "1 2 1 0"]
 
 
+@whole
 def test_without_an_agent_a_survivor_names_the_lost_rank(tmp_path: Path) -> None:
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = [started("killed", tmp_path, **meeting, RANK=str(k)) for k in (0, 1)]

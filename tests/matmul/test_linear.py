@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
+from covering import whole
 from matmul.scenarios import (
     CPU,
     DELAYED,
@@ -852,6 +853,7 @@ def test_an_input_that_lies_transposed_compiles_too(fresh_compiler: None) -> Non
         assert torch.equal(torch.compile(run, fullgraph=True, options=_TRUST_COMPILER)(x), wanted)
 
 
+@whole
 def test_with_compiled_casts_a_compiled_layer_gives_the_same_bits(
     fresh_compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from covering import exhaustive
+from covering import exhaustive, whole
 from matmul.scenarios import CPU, DIMS, KEY, ROWS, exact, gaussian, quantized, words_for
 from narrowgauge.matmul.gemm import operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix, outer_shape
@@ -205,6 +205,7 @@ def test_beyond_a_given_magnitude_values_saturate() -> None:
     assert found.data.float().tolist() == [[448.0, -448.0, 224.0, 448.0]]
 
 
+@whole
 @pytest.mark.parametrize(("cast", "dim", "dtype", "is_folded"), COMPILED, ids=lambda value: str(value))
 def test_compiled_casts_give_the_same_bits_for_any_shape(
     cast: Cast, dim: int, dtype: torch.dtype, is_folded: bool, monkeypatch: pytest.MonkeyPatch

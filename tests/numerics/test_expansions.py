@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import whole
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.expansions import (
@@ -455,6 +456,7 @@ def test_a_scalar_beside_a_pair_is_split() -> None:
 # ── compiled ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+@whole
 def test_compiled_is_eager_bit_for_bit() -> None:
     rn = nearest_even("bfloat16")
 

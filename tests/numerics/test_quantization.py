@@ -705,6 +705,7 @@ def test_compiled_rounding_gives_the_same_bits_for_every_format() -> None:
     compiled_equals(rounded, (x, u), (x[:1001], u[:1001]))
 
 
+@whole
 @each_dim
 def test_compiled_casts_of_whole_groups_give_the_same_bits(dim: int) -> None:
     kinds = list({path(cast): cast for cast in CASTS if cast.block is None}.values())
@@ -744,6 +745,7 @@ def test_compiled_casts_in_blocks_give_the_same_bits(dim: int) -> None:
     compiled_equals(cast_blocks, *cases)
 
 
+@whole
 def test_a_compiled_rotation_gives_the_same_bits() -> None:
     compiled_equals(lambda x: [rotate(x, 0), rotate(x, 1)], (awkward(48, 96),), (awkward(64, 32),))
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import whole
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.summation import (
@@ -214,6 +215,7 @@ def test_words_answer_as_their_values_do() -> None:
         assert largest_magnitude_words(x.view(torch.int32)).item() == math.inf
 
 
+@whole
 def test_compiled_pieces_equal_eager_at_every_length() -> None:
     def both(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
         return largest_magnitude(x), grid_sum_of_squares(x, scales)

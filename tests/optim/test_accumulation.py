@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import whole
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.numerics.rounding import step_seed
@@ -249,6 +250,7 @@ def test_gradients_scaled_by_a_power_of_two_give_the_scaled_sum(row: str, expone
     assert torch.equal(summed(row, [-part for part in parts], seed=1), -summed(row, parts, seed=1))
 
 
+@whole
 def test_compiled_sums_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both additions as one row of three planes, since each compilation takes seconds."""
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
+from covering import whole
 from narrowgauge._torch import inductor
 from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation
@@ -99,6 +100,7 @@ def test_steps_have_the_same_bits_under_any_default_dtype(rule: str, storage: st
     assert_same_bits(*found)
 
 
+@whole
 @needs_compiler
 def test_kernels_are_the_same_under_any_default_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is compiled under bfloat16 serves float32, and from the cache float64. (The smallest kernel there is.)"""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import whole
 from narrowgauge._torch import inductor
 from narrowgauge._torch.inductor import compile_ahead, load_ahead, trace
 from narrowgauge.machine.cpp_compiler import compiler_missing
@@ -29,6 +30,7 @@ def shifts(x: Tensor, out: Tensor) -> Tensor:
     return x.new_zeros(0)
 
 
+@whole
 @pytest.mark.skipif(bool(compiler_missing()), reason=f"{compiler_missing()}: nothing is compiled here")
 def test_shifts_masks_and_casts_keep_their_bits(tmp_path: Path) -> None:
     path = tmp_path / "shifts.pt2"

@@ -36,13 +36,10 @@ COVERING = {
     "float16/split": {"audit_every": 0},
     "collage-plus": {"audit_every": 0},
 }
-ON_EACH_PUSH = {"word", "collage-plus"}
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "storage", [name if name in ON_EACH_PUSH else pytest.param(name, marks=whole) for name in COVERING]
-)
+@pytest.mark.parametrize("storage", [name if name == "word" else pytest.param(name, marks=whole) for name in COVERING])
 def test_eager_and_compiled_have_the_same_bits(storage: str) -> None:
     # Large, odd, and one that is audited in turns; a vector, which joins a bucket.
     shapes = [(130, 66), (65, 67), (300, 300), *([(5,)] if storage == "word" else [])]

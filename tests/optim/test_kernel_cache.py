@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import whole
 from narrowgauge._torch import inductor
 from narrowgauge.machine.cpp_compiler import compiler_missing, compiler_version
 from narrowgauge.optim import compilation, kernel_cache
@@ -476,6 +477,7 @@ def test_where_nothing_can_be_written_the_alias_of_any_compiler_is_followed(
     assert compilation._find_key("b" * 24) is None
 
 
+@whole
 @needs_compiler
 def test_a_comment_in_the_source_leaves_every_key_as_it_was(tmp_path: Path) -> None:
     """In a copy of the package, and a constant does not."""

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
+from covering import whole
 from narrowgauge.optim import compilation
 from narrowgauge.spec.storages import STORAGES, TAIL16
 from optim.scenarios import kept, parameters
@@ -153,6 +154,7 @@ LAYOUTS = {
 }
 
 
+@whole
 def test_a_step_needs_little_memory() -> None:
     """Nothing like a copy of 2^23 bfloat16, which is 16 MiB; in a process of its own, whose freed memory goes back at once."""
     code = f"""

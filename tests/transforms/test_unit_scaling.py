@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
+from covering import whole
 from narrowgauge.errors import RecipeError
 from narrowgauge.trainer.language_model import compiled_loss, enable_activation_checkpointing, loss_sum
 from narrowgauge.transforms.unit_layers import attention_output, residual_weights
@@ -320,6 +321,7 @@ def test_checkpointing_narrow_weights_and_autocast(kind: str) -> None:
     assert {p.grad.dtype for p in light.parameters()} == {torch.bfloat16}
 
 
+@whole
 def test_compiled_is_eager() -> None:
     torch._dynamo.reset()
     model, ids = scaled_model("llama-tied"), random_tokens()
@@ -327,6 +329,7 @@ def test_compiled_is_eager() -> None:
     assert largest_relative_error(mean_gradients(model, ids, loss=compiled_loss(model, chunked=False)), wanted) < 1e-5
 
 
+@whole
 def test_all_layers_share_one_graph_for_each_length() -> None:
     """Nine layers with nine pairs of residual weights: more than the eight graphs that a function may have."""
     torch._dynamo.reset()
