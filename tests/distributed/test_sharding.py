@@ -27,6 +27,8 @@ import narrowgauge as ng
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.checksums import fingerprint_all
+from narrowgauge.numerics.update_metrics import UPDATE_SUMS
+from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.spec.notation import parse_table
 from ranks import run_ranks
 
@@ -104,6 +106,7 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     found["by the caller"] = {case: learn(*sharded_by_the_caller(case, line)) for case in ("word", "float32")}
     found["refusals"] = refusals(line)
     found["fingerprints"] = fingerprints(line, hybrid)
+    found["audited"] = audited(rank, line)
     return found
 
 
@@ -176,6 +179,19 @@ def fingerprints(line: Any, hybrid: Any) -> list[str]:
         fully_shard(net, mesh=mesh)
         found.append(sharding.fingerprint_whole(dict(net.named_parameters())))
     return found
+
+
+def audited(rank: int, line: Any) -> dict[str, tuple[list[float], int]]:
+    """What an audit adds up over ranks that each noted ``rank + 1`` in every sum, over ``rank + 1`` elements; the last one alone."""
+    net = nn.Module()
+    for name, value in cut_tensors().items():
+        net.register_parameter(name, nn.Parameter(value))
+    fully_shard(net, mesh=line)
+    names = {parameter: name for name, parameter in net.named_parameters()}
+    mine = torch.full((len(UPDATE_SUMS),), rank + 1.0, dtype=torch.float64)
+    noted = [(parameter, mine, rank + 1) for parameter, name in names.items() if rank == 0 or name != "lone"]
+    joined = joined_over_ranks(list(names))(noted)
+    return {names[parameter]: (sorted(set(sums.tolist())), count) for parameter, sums, count in joined}
 
 
 def cut_tensors() -> dict[str, Tensor]:
@@ -252,6 +268,12 @@ def test_what_cannot_be_is_refused_with_advice(found: list[Any]) -> None:
 def test_fingerprints_of_shards_are_those_of_the_whole(found: list[Any]) -> None:
     expected = fingerprint_all(cut_tensors())
     assert all(result["fingerprints"] == [expected, expected] for result in found)
+
+
+def test_an_audit_adds_up_what_the_ranks_saw_of_each_tensor(found: list[Any]) -> None:
+    both, first = ([3.0], 3), ([1.0], 1)
+    for result in found:
+        assert result["audited"] == {"even": both, "uneven": both, "lone": first, "vector": both}
 
 
 def test_layers_that_share_parameters_with_others_are_left_to_the_root() -> None:
