@@ -182,7 +182,7 @@ def fingerprints(line: Any, hybrid: Any) -> list[str]:
 
 
 def audited(rank: int, line: Any) -> dict[str, tuple[list[float], int]]:
-    """What an audit adds up over ranks that each noted ``rank + 1`` in every sum, over ``rank + 1`` elements; the last one alone."""
+    """What an audit adds up where each rank noted ``rank + 1`` in every sum and in the count, and of ``lone`` the first alone."""
     net = nn.Module()
     for name, value in cut_tensors().items():
         net.register_parameter(name, nn.Parameter(value))
