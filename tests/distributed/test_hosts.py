@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 import narrowgauge
 from covering import whole
@@ -90,15 +90,14 @@ def ended(agents: list[subprocess.Popen[str]]) -> list[str]:
 
 @whole
 def test_four_hosts_of_which_one_is_killed_go_on_as_three(place: Path, alone: Run, tmp_path: Path) -> None:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    # A store of the test's own: the agent that had it could be the one that is killed.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     config = configured(place, tmp_path / "run")
     agents = [
         torchrun(
             "--nnodes", "3:4", "--nproc-per-node", "1", "--max-restarts", "2", "--rdzv-backend", "c10d",
-            "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "elastic", "--local-addr", "127.0.0.1",
-            "--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+            "--rdzv-endpoint", f"127.0.0.1:{store.port}", "--rdzv-id", "elastic", "--local-addr", "127.0.0.1",
+            "--rdzv-conf", "is_host=false,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
             words=[KILLED_RUN, "3", "5", "agent-SIGKILL", *words_of(config)], GLOO_SOCKET_IFNAME="lo",
         )
         for _ in range(4)
