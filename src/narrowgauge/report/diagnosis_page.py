@@ -10,7 +10,6 @@ from itertools import count
 
 import numpy as np
 
-from narrowgauge.analysis.comparison.labels import counted
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, Diagnosis
 from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
@@ -22,6 +21,7 @@ from narrowgauge.report.figures.series import Series, column, decimate, gaps, is
 from narrowgauge.report.figures.traces import Figure, layout_of, mark
 from narrowgauge.report.hindsight import Hindsight, earlier, hindsight, hindsight_table, trained_after
 from narrowgauge.report.page import capitalized, document
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row, step_of
 from narrowgauge.spec.tables import Table, number_columns, text_columns

@@ -16,6 +16,7 @@ from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.errors import RecordError
 from narrowgauge.planner.formatting import duration_text
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, step_of
 from narrowgauge.spec.tables import Table, text_columns
@@ -99,7 +100,7 @@ def trained_after(run: Run, step: int) -> str:
     if not later:
         return "nothing: it was the last step"
     last = run.steps[-1]["step"]
-    said = [f"{last - step:,} step{'' if last - step == 1 else 's'}"]
+    said = [counted(last - step, "step")]
     before = max((number(row.get("tokens")) or 0.0 for row in run.steps if row["step"] <= step), default=0.0)
     if (tokens := (number(run.steps[-1].get("tokens")) or 0.0) - before) > 0:
         said.append(f"{tokens:,.0f} tokens")

@@ -18,7 +18,7 @@ from typing import Any
 from narrowgauge.analysis.comparison.classification import Classification
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import MINUS, shown_difference, shown_loss
-from narrowgauge.analysis.comparison.labels import counted, listed
+from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps
 from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histograms
@@ -29,7 +29,7 @@ from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.traces import Figure, mark
 from narrowgauge.report.page import capitalized, document
 from narrowgauge.report.recipe_groups import Group, Samples, final_loss, groups_of, run_names
-from narrowgauge.runs.finding import Finding
+from narrowgauge.runs.finding import Finding, counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row, finite_number
 
@@ -95,7 +95,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
         [run.run.get("machine", {}).get("device") for run in runs],
     ]
     words = [str(values[0]) for values in shared if values and values[0] and len(set(map(str, values))) == 1]
-    return " · ".join([*words, f"{len(runs)} run{'' if len(runs) == 1 else 's'}"])
+    return " · ".join([*words, counted(len(runs), "run")])
 
 
 def _gauge_data(groups: Sequence[Group], samples: Sequence[Samples]) -> list[Row]:

@@ -94,6 +94,16 @@ def sentences(message: str, advice: str = "") -> str:
     return " ".join(f"{part.rstrip('.')}." for part in (message, advice) if part)
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things.
+
+    Example:
+        >>> counted(1, "run"), counted(2, "run"), counted(1234, "step")
+        ('1 run', '2 runs', '1,234 steps')
+    """
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def at_step(step: int | None, message: str) -> str:
     """A message after its step, where it has one.
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from narrowgauge.analysis.comparison.intervals import PairedDifference, interval
-from narrowgauge.analysis.comparison.labels import counted
 from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE, RunStats, late_median, requested_steps
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.significance import MIN_EDQ
 

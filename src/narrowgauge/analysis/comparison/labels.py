@@ -119,13 +119,3 @@ def listed(parts: Iterable[str]) -> str:
     """
     *most, last = parts
     return f"{', '.join(most)} and {last}" if most else last
-
-
-def counted(number: int, thing: str) -> str:
-    """A number of things.
-
-    Example:
-        >>> counted(1, "run"), counted(2, "run")
-        ('1 run', '2 runs')
-    """
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

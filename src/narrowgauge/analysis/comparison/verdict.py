@@ -29,8 +29,9 @@ from narrowgauge.analysis.comparison.classification import (
     ratios_by_seed,
 )
 from narrowgauge.analysis.comparison.intervals import shown_loss
-from narrowgauge.analysis.comparison.labels import counted, listed
+from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE, RunStats, requested_steps
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
 
 

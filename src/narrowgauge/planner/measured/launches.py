@@ -49,6 +49,7 @@ from narrowgauge.planner.measured.least_squares import SIGMAS
 from narrowgauge.planner.measured.scaling_law import MeasuredTime, bottlenecks_of
 from narrowgauge.planner.terms import Change, Term, Terms, changes
 from narrowgauge.planner.time.step_time import step_terms
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.notation import parse_value
@@ -127,7 +128,7 @@ def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
     if batch % pieces or num_ranks % replicas or pieces < num_ranks:
         raise DataError(
             f"{where}: a batch of {batch} sequences in {pieces} micro-batches does not suit {num_ranks} ranks in "
-            f"{replicas} replica{'s' * (replicas > 1)}.",
+            f"{counted(replicas, 'replica')}.",
             "Each micro-batch has as many sequences, and each rank one micro-batch or more.",
         )
     is_sharded = num_ranks > 1 and table.get("shard", "full") == "full"
@@ -350,7 +351,7 @@ def attribution_lines(found: Attribution) -> list[str]:
 
 def _shares(step: MeasuredStep) -> str:
     parts = [f"{duration_text(term.value)} {term.name}" for term in step.terms if term.group != "outside"]
-    said = f"{step.name}, {_ranks(step.num_ranks)}: {duration_text(step.seconds)} a step: {', '.join(parts)}."
+    said = f"{step.name}, {counted(step.num_ranks, 'rank')}: {duration_text(step.seconds)} a step: {', '.join(parts)}."
     outside = [term.value for term in step.terms if term.group == "outside"]
     if outside and outside[0] > 0.02 * step.seconds:
         said += f" {duration_text(outside[0])} for each step are spent outside steps."
@@ -366,7 +367,7 @@ def _lost_lines(found: Attribution, step: MeasuredStep) -> list[str]:
     scale = first.num_ranks / step.num_ranks * step.tokens / first.tokens
     total, ideal = sum(change.difference for change in inside), first.seconds * scale
     said = (
-        f"{_ranks(step.num_ranks)} instead of {first.num_ranks}: {duration_text(step.seconds)} a step where "
+        f"{counted(step.num_ranks, 'rank')} instead of {first.num_ranks}: {duration_text(step.seconds)} a step where "
         f"{duration_text(ideal)} would be in proportion, an efficiency of {ideal / step.seconds:.0%}."
     )
     if step.tokens != first.tokens:
@@ -380,10 +381,6 @@ def _lost_line(change: Change, total: float) -> str:
     share = f" ({change.difference / total:.0%} of what is lost)" if total > 0 else ""
     remedies = "; ".join(f"{cause.name}: {cause.remedy}" for cause in bottlenecks_of(change.group))
     return f"  {change.name}: {duration_text(change.difference)} more than in proportion{share}. {remedies}."
-
-
-def _ranks(number: int) -> str:
-    return f"{number:,} rank{'' if number == 1 else 's'}"
 
 
 def attribution_dict(found: Attribution) -> dict[str, Any]:

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
-from narrowgauge.analysis.comparison.labels import counted, parsed_recipe, recipe_name
+from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
 from narrowgauge.gauges.recording.run_reporter import Reporter
 from narrowgauge.runs.events import Event
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row, columns_of
 from narrowgauge.runs.writer import RunWriter, require_free

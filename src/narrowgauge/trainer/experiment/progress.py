@@ -26,9 +26,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from narrowgauge.analysis.comparison.labels import counted
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer.console import MIN_WIDTH, PipedConsole, write_past_buffers

@@ -12,6 +12,7 @@ from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstD
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, weigh, without_rounding
 from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedPair
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.fingerprint_rows import APPLIED_NO_CLIP, in_words
 from narrowgauge.runs.record import Run
 
@@ -116,8 +117,7 @@ def _sameness(alignment: Alignment) -> str:
     given = f", although they were given {_listed(alignment)}" if alignment.differences else ""
     if alignment.is_complete:
         return f"The same run, bit for bit to the last weight{given}."
-    steps = f"{alignment.num_common} step{'' if alignment.num_common == 1 else 's'}"
-    return f"The same in all that both recorded ({steps}){given}."
+    return f"The same in all that both recorded ({counted(alignment.num_common, 'step')}){given}."
 
 
 def _listed(alignment: Alignment) -> str:

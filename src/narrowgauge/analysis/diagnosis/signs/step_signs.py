@@ -15,6 +15,7 @@ from statistics import median, quantiles
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import number, step_of
 
 BEFORE = 30
@@ -445,8 +446,7 @@ def _rate_bursts(evidence: Evidence) -> Observation:
     for row, before, now, width in _jumps(evidence):
         if width < STAYS and row + width < len(evidence.steps):
             step = evidence.steps[row]
-            steps = "step" if width == 1 else "steps"
-            said = f"the learning rate was {now:.3g} instead of {before:.3g} for {width} {steps} from step {step} on"
+            said = f"the learning rate was {now:.3g} instead of {before:.3g} for {counted(width, 'step')} from step {step} on"
             return present(step, said, None, now, JUMP * before)
     return ABSENT
 
