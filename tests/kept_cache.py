@@ -14,8 +14,8 @@ from pathlib import Path
 
 FOLDER = "NARROWGAUGE_TEST_CACHE"
 """The variable that names the folder; ``.cache/narrowgauge-tests`` in the checkout without it."""
-MAX_KERNEL_BYTES = 2 << 30
-MAX_INDUCTOR_BYTES = 2 << 30
+MAX_BYTES = {"kernels": 2 << 30, "inductor": 2 << 30, "cuda": 1 << 28}
+"""Of what is kept: kernels of the optimizer, what PyTorch's compiler keeps, machine code of GPUs (``cuda/lowering.py``)."""
 
 
 def kept_folder() -> Path:
@@ -34,9 +34,10 @@ def open_cache(*, cold: bool) -> Path:
     """
     session = Path(tempfile.mkdtemp(prefix="narrowgauge-tests-"))
     kept = session / "kept" if cold else kept_folder()
-    for name in ("kernels", "inductor"):
+    for name in MAX_BYTES:
         (kept / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-    (session / "kernels").symlink_to(kept / "kernels", target_is_directory=True)
+    for name in ("kernels", "cuda"):
+        (session / name).symlink_to(kept / name, target_is_directory=True)
     os.environ["NARROWGAUGE_CACHE"] = str(session)
     if cold:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept / "inductor")
@@ -50,8 +51,8 @@ def close_cache(session: Path) -> None:
     kernels = (session / "kernels").resolve()
     shutil.rmtree(session, ignore_errors=True)
     if kernels.is_dir():
-        keep_newest(kernels, MAX_KERNEL_BYTES)
-        keep_newest(kernels.parent / "inductor", MAX_INDUCTOR_BYTES)
+        for name, max_bytes in MAX_BYTES.items():
+            keep_newest(kernels.parent / name, max_bytes)
 
 
 def keep_newest(folder: Path, max_bytes: int) -> None:

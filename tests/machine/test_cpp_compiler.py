@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from narrowgauge._torch.inductor import remove_torn_files
+from narrowgauge.machine import cpp_compiler
 from narrowgauge.machine.cpp_compiler import (
     compiled_folder,
     compiler_missing,
     compiler_name,
+    gpu_compiler_missing,
     is_torn,
     model_compiler_missing,
     switched_off,
@@ -37,6 +39,27 @@ def test_a_compiler_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert compiler_missing() == f"no C++ compiler ('{compiler_name()}') is on PATH"
+
+
+def test_a_kernel_for_a_gpu_needs_triton_and_a_c_compiler_and_no_toolkit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    real = cpp_compiler.find_spec
+    monkeypatch.setattr(cpp_compiler, "find_spec", lambda name: None if name == "triton" else real(name))
+    assert gpu_compiler_missing().startswith("Triton is not installed")
+    monkeypatch.setattr(cpp_compiler, "find_spec", lambda name: "found")
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    assert gpu_compiler_missing().startswith(f"no C compiler ('{tmp_path / 'none'}') is on PATH")
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert gpu_compiler_missing().startswith("no C compiler ('gcc' or 'clang') is on PATH")
+    (tmp_path / "clang").write_text("#!/bin/sh\n")
+    (tmp_path / "clang").chmod(0o755)
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(cpp_compiler.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert gpu_compiler_missing() == ""
+    (tmp_path / "Python.h").unlink()
+    assert gpu_compiler_missing() == f"the headers of Python are not installed ({tmp_path / 'Python.h'})"
 
 
 def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

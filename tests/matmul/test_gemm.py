@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 import torch
@@ -192,7 +192,9 @@ def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
 
 def test_a_gpu_multiplies_float8_from_ada_on_and_blocks_not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, capability = torch.device("cuda"), [(8, 9)]
-    monkeypatch.setattr(gemm, "_capability", lambda device: capability[0])
+    monkeypatch.setattr(gemm, "_multiplies_float8", gemm._multiplies_float8.__wrapped__)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     for name in ("float8-tensor", "float8-delayed-e5m2", "float8-row", "scalify"):
         assert is_native(COMPUTES[name].output, cuda) and is_native(COMPUTES[name].grad_weight, cuda)
         assert operand_dtype(COMPUTES[name].output.left, COMPUTES[name].output, cuda) == torch.float8_e4m3fn
@@ -201,6 +203,11 @@ def test_a_gpu_multiplies_float8_from_ada_on_and_blocks_not_yet(monkeypatch: pyt
     capability[0] = (8, 0)
     assert not is_native(COMPUTES["float8-row"].output, cuda)
     assert is_native(COMPUTES["float16"].output, cuda) and not is_native(COMPUTES["float16"].output, CPU)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    for chip, takes in (("gfx942:sramecc+:xnack-", False), ("gfx950:sramecc+:xnack-", True)):  # fnuz, OCP
+        found = SimpleNamespace(gcnArchName=chip)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
+        assert is_native(COMPUTES["float8-row"].output, cuda) is takes
 
 
 @pytest.mark.parametrize("row", FLOAT8, **names)
@@ -251,6 +258,23 @@ def test_a_bias_is_added_in_every_row(row: Compute, dtype: torch.dtype) -> None:
     value = exactly.value + bias.double()
     bound = off(exactly, row, "output", 65, dtype) + 2 * oracle.ROUNDING[dtype] * (value.abs() + bias.double().abs())
     assert ((found - value).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("name", ["float8-row", "float8-tensor"])
+def test_the_float8_kernels_result_is_rounded_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1025 is a float16 and no bfloat16; 1024.5 - 1024 is 0.5, and would be 0 if the product were rounded first."""
+    monkeypatch.setattr(gemm, "is_native", lambda product, device: True)
+    one = torch.ones(1, 1).to(torch.float8_e4m3fn)
+    right = Operand(one, torch.ones(1, 1))
+    for scale, dtype, bias, wanted in (
+        (1025.0, torch.float16, None, 1025.0),
+        (1024.5, torch.bfloat16, -1024.0, 0.5),
+        (1025.0, torch.float32, 2.0**-13, 1025.0 + 2.0**-13),
+    ):
+        left = Operand(one, torch.full((1, 1), scale))
+        given = None if bias is None else torch.tensor([bias])
+        found = multiply(left, right, (1, 1), COMPUTES[name].output, dtype, given)
+        assert found.dtype == dtype and found.item() == wanted
 
 
 def test_a_bias_is_added_before_the_result_is_rounded() -> None:

@@ -100,7 +100,7 @@ def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.Mon
     assert len(in_float32) > 1  # the test can fail
     rng = random.Random(1)
     for chunk in (1, 7, 64, 1 << 15):
-        monkeypatch.setattr(exact_sums, "_CHUNK", chunk)
+        monkeypatch.setattr("narrowgauge.numerics.summation.CHUNK", chunk)
         order = rng.sample(range(24), 24)
         sums = ExactSums(301)
         for start in range(0, 24, 5):
@@ -115,7 +115,7 @@ def test_where_values_cannot_be_looked_at_the_bits_are_the_same(monkeypatch: pyt
     rows[3, 7], rows[4, 8] = math.inf, LARGEST * 2
     expected = sum_rows(rows, torch.empty(5000))
     monkeypatch.setattr(exact_sums, "_on_cpu", lambda _: False)
-    monkeypatch.setattr(exact_sums, "_CHUNK_ON_GPU", 1000)
+    monkeypatch.setattr(exact_sums, "chunk_size", lambda device: 1000)
     found = sum_rows(rows, torch.empty(5000))
     assert torch.equal(found.isnan(), expected.isnan()) and expected.isnan().sum() == 2
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())

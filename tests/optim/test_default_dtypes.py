@@ -18,7 +18,7 @@ from covering import whole
 from narrowgauge._torch import inductor
 from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation
-from narrowgauge.optim.clip import _definition, measure_words
+from narrowgauge.optim.clip import define_norm
 from narrowgauge.optim.kernel import StepKernel
 from narrowgauge.optim.rules.elementwise import ADAMW
 from narrowgauge.spec.storages import STORAGES
@@ -148,8 +148,26 @@ def doubled(words: Tensor, output: Tensor) -> Tensor:
 def test_a_function_agrees_with_its_definition_or_not(run: Any, is_right: bool) -> None:
     example = [compilation.normal_words(torch.bfloat16, (16,), torch.device("cpu")), torch.zeros(16, dtype=torch.int32)]
     before = [x.clone() for x in example]
-    assert compilation.agrees(run, doubled, example) is is_right
+    definition = compilation.Definition(doubled, example, [(0,), (0,)])
+    assert compilation.agrees(run, definition, example) is is_right
     assert all(map(torch.equal, before, example))
+
+
+def test_a_function_that_reads_anew_what_it_wrote_is_wrong_in_place_alone() -> None:
+    """As a step of several kernels might, of which the first writes and the second reads."""
+
+    def summed(words: Tensor, output: Tensor) -> Tensor:
+        total = words.float().sum()
+        output.copy_(words * 2)
+        return total
+
+    def late(arguments: list[Tensor]) -> list[Tensor]:
+        return [doubled(*arguments)]
+
+    example = [torch.arange(1, 9, dtype=torch.int32), torch.zeros(8, dtype=torch.int32)]
+    apart = compilation.Definition(summed, example, [(0,), (0,)])
+    in_place = compilation.Definition(summed, example, [(0,), (0,)], outputs=(0,))
+    assert compilation.agrees(late, apart, example) and not compilation.agrees(late, in_place, example)
 
 
 @pytest.fixture
@@ -227,7 +245,7 @@ def test_a_kernel_is_proved_on_edge_values_once(compilations: list[Path], monkey
 @needs_compiler
 def test_a_real_kernel_is_right_on_edge_values(tmp_path: Path) -> None:
     """A small one; wherever a test compiles steps, they are proved, or warn that they are not."""
-    definition, path = _definition(measure_words, torch.zeros(2, dtype=torch.int32)), tmp_path / "kernel.pt2"
+    definition, path = define_norm(torch.bfloat16, torch.device("cpu")), tmp_path / "kernel.pt2"
     inductor.compile_ahead(inductor.trace(definition.function, definition.example, definition.lengths), path)
     run = inductor.load_ahead(path)
     assert compilation.is_proved(run, definition)

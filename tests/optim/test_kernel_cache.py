@@ -363,7 +363,7 @@ def test_a_key_is_another_for_another_graph_or_another_compiler(monkeypatch: pyt
     keys += [inductor.trace(doubled, wide, DOUBLED.lengths).key("g++ 12")]
     keys += [inductor.trace(doubled, DOUBLED.example, [(), ()]).key("g++ 12")]  # no dynamic length
     with monkeypatch.context() as patch:
-        patch.setitem(inductor._ONE_LOOP, "realize_opcount_threshold", 7)
+        patch.setitem(inductor._ONE_LOOP["cpu"], "realize_opcount_threshold", 7)
         keys.append(key_of())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "9.9.9")
@@ -519,11 +519,11 @@ def test_the_key_names_the_instruction_sets(monkeypatch: pytest.MonkeyPatch) -> 
     keys = set()
     for capability in ("AVX2", "AVX512", "DEFAULT"):
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        keys.add(inductor.machine_key())
+        keys.add(inductor.machine_key(torch.device("cpu")))
     # Where a compiler may use all that the processor has, two processors share nothing.
     for sets in ({"avx", "gfni"}, {"avx"}):
         monkeypatch.setattr(inductor, "instruction_sets", lambda sets=sets: sets)
-        keys.add(inductor.machine_key())
+        keys.add(inductor.machine_key(torch.device("cpu")))
     assert len(keys) == 5
 
 

@@ -3,8 +3,7 @@
 ``torch._inductor.aoti_compile_and_package``
     One fused loop from the definition, 3 us a call where ``torch.compile`` takes 20. The way out: ``torch.compile``.
 ``torch._inductor.aoti_load_package(…).loader.boxed_run``
-    Calls the package without 10 us of tree flattening. The way out: calling the package itself. Its ``get_metadata`` names the
-    device; the way out: look at the arguments of each call.
+    Calls the package without 10 us of tree flattening. The way out: calling the package itself.
 Option names of ``torch._inductor.config``
     Keep every reduction in one loop; round as eager mode does on CUDA; separate the cache on disk by the length of vectors. The
     way out: eager kernels, and a ``TORCHINDUCTOR_CACHE_DIR`` for each value of ``ATEN_CPU_CAPABILITY``.
@@ -45,6 +44,7 @@ import re
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -55,6 +55,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch.triton_code import load_triton, triton_code
 from narrowgauge.machine.cpp_compiler import compiled_folder, is_torn
 from narrowgauge.machine.processor import instruction_sets
 
@@ -63,11 +64,14 @@ if TYPE_CHECKING:
 
 # One loop of any length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
 # large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).
-_ONE_LOOP: dict[str, Any] = {
+_NO_INTERMEDIATES: dict[str, Any] = {
     "realize_reads_threshold": 1000,
     "realize_acc_reads_threshold": 1000,
     "realize_opcount_threshold": 100_000,
-    "cpp.max_horizontal_fusion_size": 128,
+}
+_ONE_LOOP: dict[str, dict[str, Any]] = {
+    "cpu": {**_NO_INTERMEDIATES, "cpp.max_horizontal_fusion_size": 128},
+    "gpu": _NO_INTERMEDIATES,
 }
 # Inductor otherwise compiles three test programs to see whether the compiler knows the vector instructions that the
 # processor reports, 3.5 s once per process; a compiler that does not know them fails, and the kernel is compiled again.
@@ -79,6 +83,13 @@ _AS_EAGER: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
+}
+# A kernel of a GPU, besides: one choice of blocks, which nothing measures (a trial would step the weights that it is given),
+# and no constant computed on the device.
+_GPU_KERNEL: dict[str, Any] = {
+    **_AS_EAGER,
+    "triton.autotune_pointwise": False,
+    "joint_graph_constant_folding": False,
 }
 
 
@@ -122,12 +133,14 @@ def _built_for() -> str:
     return " ".join(sorted(instruction_sets())) or platform.processor()
 
 
-def machine_key() -> str:
-    """What compiled code depends on besides its source: torch, instruction sets, number of threads."""
-    cuda = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+def machine_key(device: torch.device) -> str:
+    """What compiled code depends on besides its source: torch, and instruction sets and number of threads, or the GPU."""
+    if device.type != "cpu":
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        return f"{torch.__version__} {device} {name}"
     capability = torch.backends.cpu.get_cpu_capability()
     instructions = f"{platform.machine()} {capability} {_built_for()}"
-    return f"{torch.__version__} {instructions} {torch.get_num_threads()} {cuda}"
+    return f"{torch.__version__} {instructions} {torch.get_num_threads()}"
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,7 @@ class Program:
 
     exported: ExportedProgram
     options: Mapping[str, Any]
+    device: torch.device
 
     def key(self, compiler: str) -> str:
         """A hash of what is compiled: the graph, the options, this machine, and what this module changes in Inductor.
@@ -145,7 +159,8 @@ class Program:
         Raises:
             ValueError: the graph holds what :func:`graph_text` cannot write.
         """
-        parts = [*graph_text(self.exported), repr(sorted(self.options.items())), machine_key(), own_code(), compiler]
+        place = machine_key(self.device)
+        parts = [*graph_text(self.exported), repr(sorted(self.options.items())), place, own_code(), compiler]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
@@ -168,22 +183,27 @@ def trace(
         RuntimeError: it cannot be traced here, or this release has renamed what traces it.
     Cost: 0.3 to 1.5 s, the first in a process 2 s more.
     """
-    device = example[0].device.type
+    device = example[0].device
     dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
     shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
     with quiet(), _names_kept():
-        options = known_options((_ONE_LOOP if one_loop else {}) if device == "cpu" else _AS_EAGER)
+        own, general = ("cpu", {}) if device.type == "cpu" else ("gpu", _GPU_KERNEL)
+        options = known_options({**general, **(_ONE_LOOP[own] if one_loop else {})})
         exported = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
-    return Program(exported, options)
+    return Program(exported, options, device)
 
 
 def compile_ahead(program: Program, path: Path) -> None:
-    """Compile a program to a package at ``path``.
+    """Compile a program to a package at ``path``: native code for a CPU, the text of Triton kernels for a GPU.
 
     Raises:
         RuntimeError: it cannot be compiled here, or this release has renamed what compiles it.
     """
     options = dict(program.options)
+    if program.device.type != "cpu":
+        with quiet(), _names_kept():
+            path.write_text(triton_code(program.exported, options), encoding="utf-8")
+        return
     with quiet(), _names_kept(), _for_level(), _few_instructions():
         torch._inductor.aoti_compile_and_package(program.exported, package_path=str(path), inductor_configs=options)
 
@@ -272,10 +292,12 @@ def load_ahead(path: Path) -> Loaded:
     Raises:
         RuntimeError: the package cannot be loaded here, or this release has renamed what loads it.
     """
+    if not zipfile.is_zipfile(path):
+        with quiet(), _names_kept():
+            return on_aligned(load_triton(path))
     with quiet(), _names_kept(), _for_level():
-        loader = torch._inductor.aoti_load_package(str(path)).loader
-    run: Loaded = loader.boxed_run
-    return run if loader.get_metadata().get("AOTI_DEVICE_KEY") == "cpu" else on_aligned(run)
+        run: Loaded = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
+    return run
 
 
 _ALIGNMENT = 16
@@ -292,9 +314,9 @@ def is_aligned(tensor: Tensor) -> bool:
 def on_aligned(run: Loaded) -> Loaded:
     """A compiled function that writes to tensors wherever they begin.
 
-    For a GPU, Inductor's code replaces each argument that is not aligned by a clone (``CppWrapperGpu.codegen_inputs`` of torch
-    2.13), so what it writes there is lost without an error. Here they are replaced by copies first, and those of tensors that
-    are passed twice are copied back.
+    Triton's kernels take 16 bytes at a time, and Inductor clones the arguments that such a kernel only reads, but not those that
+    it writes (``copy_if_misaligned`` in the code of torch 2.13). Here all that are not aligned are replaced by copies first, and
+    those of tensors that are passed twice are copied back.
 
     Cost: two copies, and their memory, of each tensor that is not aligned.
     """

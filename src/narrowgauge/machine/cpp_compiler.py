@@ -86,6 +86,21 @@ def model_compiler_missing() -> str:
         return f"PyTorch's compiler cannot write to {folder} ({error.strerror or error})"
 
 
+def gpu_compiler_missing() -> str:
+    """Why no kernel for a GPU can be compiled here, or an empty string; no CUDA toolkit is needed.
+
+    Source: triton.runtime.build (the C compiler that builds what launches a kernel).
+    """
+    if find_spec("triton") is None:
+        return "Triton is not installed, which PyTorch's wheels for CUDA bring (pip install triton)"
+    named = os.environ.get("CC")
+    names = [named] if named else ["gcc", "clang"]
+    if not any(map(shutil.which, names)):
+        return f"no C compiler ({' or '.join(map(repr, names))}) is on PATH, with which Triton builds what launches a kernel"
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    return "" if header.is_file() else f"the headers of Python are not installed ({header})"
+
+
 def compiled_folder() -> Path:
     """Where PyTorch keeps compiled code: ``TORCHINDUCTOR_CACHE_DIR``, or the user's folder beside temporary files."""
     if chosen := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):

@@ -26,6 +26,7 @@ from narrowgauge.spec.computes import Cast, Compute, Product
 # Sums of one panel: 4 MiB, so that sums, values and result fit a last-level cache.
 _PANEL_ELEMENTS = 1 << 20
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+OCP_ON_AMD = ("gfx950", "gfx1200", "gfx1201")
 _EXACT_TERMS = 1 << 17
 """The number of products of 127 × 127 whose sum fits int32."""
 
@@ -90,7 +91,7 @@ def is_native(product: Product, device: torch.device) -> bool:
         return device.type != "cpu" or all(multiplies(name) for name in formats)
     if device.type != "cuda" or not all(name.startswith("float8") for name in formats):
         return False
-    return product.left.block is None and _capability(device) >= (8, 9)
+    return product.left.block is None and _multiplies_float8(device)
 
 
 def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False) -> torch.dtype:
@@ -142,8 +143,14 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
 
 
 @lru_cache(None)
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+def _multiplies_float8(device: torch.device) -> bool:
+    """Whether a GPU multiplies the formats of OCP: NVIDIA's from Ada on, AMD's from gfx950 on (gfx942 takes fnuz alone).
+
+    Source: ``_scaled_mm`` of PyTorch 2.13, which refuses the others.
+    """
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0] in OCP_ON_AMD
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _along(outer: Tensor | None, *, rows: bool) -> Tensor | None:
@@ -254,17 +261,20 @@ def _multiply_float8(
     a = _filled(a, -rows % 16, -a.shape[1] % 16).contiguous()
     b = _filled(b.t(), -columns % 16, -b.shape[0] % 16).contiguous().t()
     one = torch.ones((), dtype=torch.float32, device=a.device)
+    fast = product.accumulation == "fast"
     whole = all(scale is None or scale.numel() == 1 for scale in scales)
+    if bias is not None or (dtype != torch.bfloat16 and not whole):
+        # With scales of rows the kernel writes bfloat16 alone, and a bias is to be added before the result is rounded.
+        sums = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)[:rows, :columns]
+        by_row, by_column = scales
+        return _scaled(sums, by_row, by_column, bias, dtype)
     left, right = (one if scale is None else scale for scale in scales)
     if whole:
         left, right = left.reshape(()), right.reshape(())
     else:
         left = F.pad(left.expand(rows, 1), (0, 0, 0, a.shape[0] - rows)).contiguous()
         right = F.pad(right.expand(1, columns), (0, b.shape[1] - columns)).contiguous()
-    wide = torch.bfloat16 if dtype == torch.float16 or not whole else dtype
-    fast = product.accumulation == "fast"
-    result = torch._scaled_mm(a, b, left, right, out_dtype=wide, use_fast_accum=fast)[:rows, :columns]
-    return result.to(dtype) if bias is None else result.to(dtype) + bias.to(dtype)
+    return torch._scaled_mm(a, b, left, right, out_dtype=dtype, use_fast_accum=fast)[:rows, :columns]
 
 
 def _filled(x: Tensor, rows: int, columns: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics.summation import CHUNK, flat_chunks
+from narrowgauge.numerics.summation import chunk_size, flat_chunks
 
 CHUNK_BYTES = 1 << 15
 """Bytes that are summed into one word."""
@@ -63,7 +63,7 @@ def fingerprint(x: Tensor, *, offset: int = 0) -> int:
     if size not in _INTEGER_OF_SIZE:
         raise FormatError(f"fingerprint takes elements of 1, 2, 4 or 8 bytes, and {x.dtype} has {size}.")
     x = x.detach().resolve_conj().resolve_neg()
-    strides = torch.arange(min(CHUNK, x.numel()), dtype=torch.int64, device=x.device) * _signed(_GOLDEN)
+    strides = torch.arange(min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device) * _signed(_GOLDEN)
     total, place = 0, offset
     for (chunk,) in flat_chunks(x):
         bits = chunk.view(_INTEGER_OF_SIZE[size]).to(torch.int64)

@@ -32,13 +32,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
+from narrowgauge.numerics.summation import chunk_size
 
 LARGEST = 2.0**18
 """The largest magnitude of an addend."""
 MOST_ADDENDS = 4096
 """How many addends a sum takes."""
-_CHUNK, _CHUNK_ON_GPU = 1 << 15, 1 << 22
-"""Elements at a time on a CPU, where words and four temporaries stay within 1.5 MiB, and elsewhere, within 192 MiB."""
 # 1.5 · 2^52 of the spacings 2^-23 and 2^-74.
 _UPPER, _LOWER = 1.5 * 2.0**29, 1.5 * 2.0**-22
 _BETWEEN_CARRIES = 6
@@ -143,7 +142,7 @@ def _check(rows: Tensor, numel: int, num_addends: int) -> None:
 
 
 def _size(rows: Tensor) -> int:
-    return min(_CHUNK if _on_cpu(rows) else _CHUNK_ON_GPU, rows.shape[1])
+    return min(chunk_size(rows.device), rows.shape[1])
 
 
 def _on_cpu(tensor: Tensor) -> bool:

@@ -99,7 +99,8 @@ def quiet(x: Tensor) -> Tensor:
     The payload of a NaN may be all ones, and would then carry into the sign when it is cut. Values enter a storage
     through here; afterwards no CPU's arithmetic makes such a payload out of quiet NaNs and 16-bit gradients. CUDA's does.
     """
-    return torch.where(x.isnan(), float_of(torch.tensor(QUIET_NAN, dtype=torch.int32, device=x.device)), x)
+    # Filled on the device: a tensor made on the host would have to be waited for.
+    return torch.where(x.isnan(), float_of(torch.full((), QUIET_NAN, dtype=torch.int32, device=x.device)), x)
 
 
 def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:

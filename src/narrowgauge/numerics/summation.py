@@ -27,12 +27,18 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.rounding import MAGNITUDE
 
-# A quarter of a MiB as float64: the ten temporaries of a chunk fit the second-level cache.
-CHUNK = 1 << 15
+CHUNK, CHUNK_ON_GPU = 1 << 15, 1 << 22
+"""Elements that uncompiled code takes at a time: on a CPU ten temporaries of float64 fit the second-level cache; on a GPU a
+launch costs as much as some hundred thousand elements, and the temporaries stay within 1 GiB."""
+
+
+def chunk_size(device: torch.device) -> int:
+    """How many elements uncompiled code takes at a time on a device."""
+    return CHUNK if device.type == "cpu" else CHUNK_ON_GPU
 
 
 def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Go through tensors of one shape together, in row-major order, as 1-D chunks of at most :data:`CHUNK` elements.
+    """Go through tensors of one shape together, in row-major order, as 1-D chunks of at most :func:`chunk_size` elements.
 
     Invariant: concatenated, each tensor's chunks are its ``reshape(-1)``; the elements of one tuple belong together. Chunks
     of contiguous tensors are views; of other layouts one chunk at a time is copied.
@@ -44,14 +50,15 @@ def flat_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     first = tensors[0]
     if first.numel() == 0:
         return
+    most = chunk_size(first.device)
     if all(tensor.is_contiguous() for tensor in tensors):
-        yield from zip(*(tensor.reshape(-1).split(CHUNK) for tensor in tensors), strict=True)
-    elif first.numel() <= CHUNK:
+        yield from zip(*(tensor.reshape(-1).split(most) for tensor in tensors), strict=True)
+    elif first.numel() <= most:
         yield tuple(tensor.reshape(-1) for tensor in tensors)
     elif first.shape[0] == 1:
         yield from flat_chunks(*(tensor[0] for tensor in tensors))
     else:
-        rows = max(1, CHUNK // (first.numel() // first.shape[0]))
+        rows = max(1, most // (first.numel() // first.shape[0]))
         for parts in zip(*(tensor.split(rows) for tensor in tensors), strict=True):
             yield from flat_chunks(*parts)
 

@@ -23,7 +23,7 @@ and gradients scaled by a power of two give the sum scaled by it, bit for bit.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -35,14 +35,12 @@ from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, 
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
-from narrowgauge.optim.compilation import Definition, compiled, edge_words, normal_words
+from narrowgauge.optim.compilation import Definition, compiled, edge_words, example_words, normal_words
 from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
 
-CHUNK_ON_GPU = 1 << 18
-"""Elements at a time elsewhere than on a CPU, so that eight int32 temporaries stay within 8 MiB."""
 MANTISSA, INFINITY, UPPER = 0x7FFFFF, rounding.EXPONENT, -65536
 
 
@@ -101,17 +99,20 @@ def in_words(addition: Addition) -> Callable[..., Tensor]:
     return add
 
 
-def _definition(addition: Addition, count: int, seed: Tensor) -> Definition:
+def define_addition(row: Accumulation, device: torch.device) -> Definition:
+    """What :func:`in_words` compiles for a row's addition."""
+    count, size = 1 + len(row.planes), example_words(device)
     lengths: list[tuple[int, ...]] = [*[(0,)] * count, (), *[(0,)] * (count - 1)]
+    seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
 
     # No tensor twice: the compiler would take it for one argument.
     def drawn(draw: Callable[..., Tensor]) -> list[Tensor]:
-        return [
-            draw(torch.bfloat16, (1 << 10,), seed.device, k) if own else torch.full_like(seed, 0x2545F491)
-            for k, own in enumerate(lengths)
-        ]
+        return [draw(torch.bfloat16, (size,), device, k) if own else seed.clone() for k, own in enumerate(lengths)]
 
-    return Definition(in_words(addition), drawn(normal_words), lengths, edges=lambda: drawn(edge_words))
+    outputs = tuple(range(1, count))
+    return Definition(
+        in_words(ADDITIONS[row.name]), drawn(normal_words), lengths, edges=lambda: drawn(edge_words), outputs=outputs
+    )
 
 
 def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
@@ -207,7 +208,7 @@ class GradientAccumulator:
             if self.row.name in ADDITIONS:
                 self._add(ADDITIONS[self.row.name], gradient, planes, seeds[gradient.device])
             else:
-                for plane, chunk in _chunks(*planes, gradient):
+                for plane, chunk in flat_chunks(*planes, gradient):
                     plane += chunk
             parameter.grad = None
 
@@ -223,7 +224,7 @@ class GradientAccumulator:
             if parameter in self._filled:
                 planes = self._planes[parameter]
                 gradient = torch.empty(planes[0].shape, dtype=parameter.dtype, device=planes[0].device)
-                for chunk, *parts in _chunks(gradient, *planes):
+                for chunk, *parts in flat_chunks(gradient, *planes):
                     chunk.copy_(nearest(parts, chunk.dtype))
                 parameter.grad = placed_like(parameter, gradient)
         self._filled.clear()
@@ -258,11 +259,11 @@ class GradientAccumulator:
         words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
         if self._compile and len(words) == 1 + len(planes) and words[0].numel() > 1:
             name = f"accumulate {self.row.name}"
-            run = compiled(name, seed.device, lambda: _definition(addition, len(words), seed))
+            run = compiled(name, seed.device, lambda: define_addition(self.row, seed.device))
             if run is not None:
                 run([*words, seed, *words[1:]])
                 return
-        for chunk, *parts in _chunks(gradient, *planes):
+        for chunk, *parts in flat_chunks(gradient, *planes):
             for part, bits in zip(parts, addition(chunk.float(), [p.float() for p in parts], seed), strict=True):
                 part.copy_(float_of(bits))
 
@@ -325,10 +326,3 @@ def _takes(row: Accumulation, parameter: Tensor) -> bool:
             "accumulation_dtype = 'float32' sums every format.",
         )
     return True
-
-
-def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """All elements of tensors of one shape together, as many at a time as suits the device."""
-    if tensors[0].device.type == "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
-        return flat_chunks(*tensors)
-    return zip(*(tensor.view(-1).split(CHUNK_ON_GPU) for tensor in tensors), strict=True)

@@ -17,7 +17,7 @@ from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import by_reduction, local_of, squares_of_all
-from narrowgauge.optim.compilation import Definition, compiled, normal_words
+from narrowgauge.optim.compilation import Definition, compiled, example_words, normal_words
 from narrowgauge.optim.state import SMALL, as_words
 
 
@@ -35,6 +35,9 @@ def measure_floats(values: Tensor, scales: Tensor) -> Tensor:
     """:func:`measure_words` for float32 values."""
     largest = summation.largest_magnitude(values).view(torch.int32).to(torch.int64)
     return torch.cat([largest.reshape(1), summation.grid_sum_of_squares(values, scales)])
+
+
+MEASURES = {torch.bfloat16: measure_words, torch.float32: measure_floats}
 
 
 class _Sorted:
@@ -101,31 +104,48 @@ class GradientNorm:
         return torch.stack([torch.zeros(2, dtype=torch.int64, device=device), *steps]).sum(0)
 
     def _measure(self, gradient: Tensor, scales: Tensor) -> Tensor:
-        narrow = gradient.dtype is torch.bfloat16
-        values = as_words(gradient) if narrow else gradient.view(-1)
+        values = as_words(gradient) if gradient.dtype is torch.bfloat16 else gradient.view(-1)
         assert values is not None
-        measure = measure_words if narrow else measure_floats
-        run = compiled(measure.__name__, values.device, lambda: _definition(measure, values)) if self.compile else None
+        measure = MEASURES[gradient.dtype]
+        run = (
+            compiled(measure.__name__, values.device, lambda: define_norm(gradient.dtype, values.device))
+            if self.compile
+            else None
+        )
         if run is not None:
             return run([values, scales])[0]
-        parts = torch.stack([measure(chunk, scales) for chunk in values.split(summation.CHUNK)])
+        parts = torch.stack([measure(chunk, scales) for chunk in values.split(summation.chunk_size(values.device))])
         return torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)])
 
 
-def _definition(measure: Callable[..., Tensor], values: Tensor) -> Definition:
-    kind = torch.bfloat16 if values.dtype is torch.int32 else torch.float32
-    words = normal_words(kind, (1 << 10,), values.device)
-    largest = torch.full((), 8.0, dtype=torch.float32, device=values.device)
+def define_norm(dtype: torch.dtype, device: torch.device) -> Definition:
+    """What both passes over gradients of this dtype compile."""
+    kind = torch.int32 if dtype is torch.bfloat16 else dtype
+    words = normal_words(dtype, (example_words(device),), device)
+    count = words.numel() * 4 // dtype.itemsize
+    largest = torch.full((), 8.0, dtype=torch.float32, device=device)
 
     def edges() -> list[Tensor]:
         # An infinity or NaN has no place on a grid: where there is one, the sums are not used.
-        drawn = edge_values(kind, (1 << 11,), finite=True).to(values.device)
-        scales = summation.grid_scales(drawn.abs().amax().float(), 1 << 11)
-        return [drawn.view(values.dtype), scales]
+        drawn = edge_values(dtype, (count,), finite=True).to(device)
+        scales = summation.grid_scales(drawn.abs().amax().float(), count)
+        return [drawn.view(kind), scales]
 
     return Definition(
-        measure, [words.view(values.dtype), summation.grid_scales(largest, 1 << 11)], [(0,), ()], edges=edges
+        MEASURES[dtype], [words.view(kind), summation.grid_scales(largest, count)], [(0,), ()], edges=edges
     )
+
+
+def largest_magnitudes(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """That of each gradient, 0-d in its dtype, by one call for all; 0 for a rank that holds none of a parameter's rows.
+
+    Example:
+        >>> largest_magnitudes([torch.tensor([1.0, -3.0]), torch.zeros(0, 4)])
+        [tensor(3.), tensor(0.)]
+    """
+    held = [gradient for gradient in gradients if gradient.numel()]
+    norms = iter(torch._foreach_norm(held, math.inf) if held else ())
+    return [next(norms) if gradient.numel() else gradient.new_zeros(()) for gradient in gradients]
 
 
 def control_scalars(

@@ -29,7 +29,7 @@ import narrowgauge
 from narrowgauge._torch.inductor import compile_ahead, load_ahead, machine_key, trace
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.machine.child_processes import start_tied
-from narrowgauge.machine.cpp_compiler import compiler_missing, compiler_version
+from narrowgauge.machine.cpp_compiler import compiler_missing, compiler_version, gpu_compiler_missing
 from narrowgauge.numerics.edge_values import edge_values, same_numbers
 from narrowgauge.optim.kernel_cache import (
     add_alias,
@@ -89,6 +89,8 @@ class Definition:
         lengths: which arguments share a dynamic length, see :func:`narrowgauge._torch.inductor.trace`.
         one_loop: whether it is to be one loop, see there.
         edges: makes more arguments to prove a new kernel on: zeros, subnormals, ties, the largest, infinities, NaN.
+        outputs: which arguments, by number, are given once more as the last ones, to be written in place. In an example these
+            have memory of their own; a kernel is proved with theirs, since it must not read anew what it has written.
     """
 
     function: Callable[..., Tensor]
@@ -96,10 +98,16 @@ class Definition:
     lengths: Sequence[tuple[int | None, ...]]
     one_loop: bool = True
     edges: Callable[[], Sequence[Tensor]] | None = None
+    outputs: Sequence[int] = ()
+
+    def in_place(self, arguments: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of arguments, with the outputs where they are in use."""
+        copies = [argument.clone() for argument in arguments]
+        return [*copies[: len(copies) - len(self.outputs)], *(copies[number] for number in self.outputs)]
 
 
 _KERNELS: dict[tuple[str, int, str], Compiled | None] = {}
-"""The kernels of this process, by name, number of threads and kind of device; ``None`` where one could not be compiled."""
+"""The kernels of this process, by name, number of threads and device; ``None`` where one could not be compiled."""
 
 
 def compiled(name: str, device: torch.device, define: Callable[[], Definition]) -> Compiled | None:
@@ -117,14 +125,20 @@ def compiled(name: str, device: torch.device, define: Callable[[], Definition]) 
 
 
 def _kernel_of(name: str, device: torch.device) -> tuple[str, int, str]:
-    return name, torch.get_num_threads(), device.type
+    return name, torch.get_num_threads(), str(device)
 
 
 def alias_of(name: str, example: Sequence[Tensor]) -> str:
     """What finds a kernel without tracing: a hash of source code, the dtypes of its arguments, and this machine."""
     kinds = " ".join(f"{argument.dtype}" for argument in example)
-    text = f"{name} {kinds} {source_key()} {machine_key()} {example[0].device.type}"
+    device = example[0].device
+    text = f"{name} {kinds} {source_key()} {machine_key(device)} {device}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def example_words(device: torch.device) -> int:
+    """The length of an example. Inductor chooses the blocks of a GPU, and how many share a reduction, by it."""
+    return 1 << 10 if device.type == "cpu" else 1 << 18
 
 
 def normal_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
@@ -142,15 +156,15 @@ def edge_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, s
     return edge_values(dtype, (*shape[:-1], shape[-1] * size), seed=seed, finite=finite).view(torch.int32).to(device)
 
 
-def agrees(run: Compiled, function: Callable[..., Tensor], arguments: Sequence[Tensor], *, sums: bool = True) -> bool:
+def agrees(run: Compiled, definition: Definition, arguments: Sequence[Tensor], *, sums: bool = True) -> bool:
     """Whether a compiled function does what its definition does: writes the same bits, and returns the same result.
 
     A package may be damaged, or made by a faulty compiler. Two differences are allowed: which NaN two NaNs make, since that
     depends on their order, and the last digits of a sum of floats. ``sums=False`` compares no sums of floats at all, for
     arguments whose terms overflow or cancel. The arguments are left as they were.
     """
-    mine, theirs = ([argument.clone() for argument in arguments] for _ in range(2))
-    wanted = function(*mine)
+    mine, theirs = (definition.in_place(arguments) for _ in range(2))
+    wanted = definition.function(*mine)
     (found,) = run(list(theirs))
     if not all(map(same_numbers, mine, theirs)):
         return False
@@ -164,9 +178,9 @@ def agrees(run: Compiled, function: Callable[..., Tensor], arguments: Sequence[T
 
 def is_proved(run: Compiled, definition: Definition) -> bool:
     """Whether a new kernel :func:`agrees` with its definition, on the example and on edge values: 1 to 20 ms."""
-    if not agrees(run, definition.function, definition.example):
+    if not agrees(run, definition, definition.example):
         return False
-    return definition.edges is None or agrees(run, definition.function, definition.edges(), sums=False)
+    return definition.edges is None or agrees(run, definition, definition.edges(), sums=False)
 
 
 @contextlib.contextmanager
@@ -191,7 +205,7 @@ def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Defi
 
     ``statement`` is the Python that compiles this kernel there; the rest is as for :func:`compiled`.
     """
-    if _kernel_of(name, device) in _KERNELS or compiler_missing():
+    if _kernel_of(name, device) in _KERNELS or _missing(device):
         return
     alias = alias_of(name, define().example)
     if alias in _ELSEWHERE:
@@ -207,6 +221,11 @@ def compile_elsewhere(name: str, device: torch.device, define: Callable[[], Defi
         return  # it will be compiled here, when it is needed
 
 
+def _missing(device: torch.device) -> str:
+    """Why no kernel for a device can be compiled here, or an empty string."""
+    return compiler_missing() if device.type == "cpu" else gpu_compiler_missing()
+
+
 def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
     alias = alias_of(name, definition.example)
     if alias in _ELSEWHERE:
@@ -216,7 +235,7 @@ def _load_or_compile(name: str, definition: Definition) -> Compiled | None:
         key = _find_key(alias)
         run = _load(key, definition) if key else None
         if run is None and not (key and is_refuted(key)):
-            if missing := compiler_missing():
+            if missing := _missing(definition.example[0].device):
                 _warn_once(missing)
                 return None
             run = _trace_and_compile(alias, definition)
@@ -279,7 +298,7 @@ def _load(key: str, definition: Definition) -> Compiled | None:
         with marked(path):
             run = load_ahead(path)
             # It was proved when it was made, and here the libraries may be others: the example shows whether it works.
-            if agrees(run, definition.function, definition.example):
+            if agrees(run, definition, definition.example):
                 return run
     except RuntimeError:  # from a machine with other libraries
         pass

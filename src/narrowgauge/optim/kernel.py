@@ -19,13 +19,21 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch.inductor import is_aligned
-from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
+from narrowgauge.numerics.summation import chunk_size
 from narrowgauge.numerics.update_metrics import update_terms
 from narrowgauge.optim import codec
 from narrowgauge.optim.codec import Lane, Written
-from narrowgauge.optim.compilation import Compiled, Definition, compile_elsewhere, compiled, edge_words, normal_words
+from narrowgauge.optim.compilation import (
+    Compiled,
+    Definition,
+    compile_elsewhere,
+    compiled,
+    edge_words,
+    example_words,
+    normal_words,
+)
 from narrowgauge.optim.rules.collage import expanded
 from narrowgauge.optim.rules.elementwise import RULES, Rule, Scalars, rule_source
 from narrowgauge.optim.rules.matrix import MatrixRule
@@ -170,26 +178,31 @@ def row_peaks(*words: Tensor) -> Tensor:
     return torch.stack([lane.amax(1) for lane in lanes]).amax(0)
 
 
+def define_row_peaks(device: torch.device) -> Definition:
+    shape = example_shape(device, by_rows=True)
+    example = [normal_words(torch.bfloat16, shape, device)]
+    return Definition(row_peaks, example, [(0, 1)], edges=lambda: [edge_words(torch.bfloat16, shape, device)])
+
+
 def peaks_of_parts(words: Sequence[Tensor], *, compile: bool) -> Tensor:
     """:func:`row_peaks` of the parts of a bfloat16 matrix, all rows in order."""
     run, device = None, words[0].device
     if compile and min(words[0].shape) > 1:
-        run = compiled(
-            "row peaks",
-            device,
-            lambda: Definition(
-                row_peaks,
-                [normal_words(torch.bfloat16, (4, 1 << 8), device)],
-                [(0, 1)],
-                edges=lambda: [edge_words(torch.bfloat16, (4, 1 << 8), device)],
-            ),
-        )
-    rows = max(1, summation.CHUNK // max(1, words[0].shape[1]))
+        run = compiled("row peaks", device, lambda: define_row_peaks(device))
+    rows = max(1, chunk_size(device) // max(1, words[0].shape[1]))
     return torch.cat([p for part in words for p in ([run([part])[0]] if run else map(row_peaks, part.split(rows)))])
 
 
-CHUNK = 1 << 15
-"""Words per eager call: its forty temporaries then fit the second-level cache."""
+WIDE = 16
+"""A GPU's kernel takes 16 bytes at a time where it knows that rows of words are multiples of so many."""
+INDEXABLE = 1 << 30
+"""Words that one launch may have: the indices of Triton's kernels are int32."""
+
+
+def example_shape(device: torch.device, *, by_rows: bool) -> tuple[int, ...]:
+    """The words of an example to compile with."""
+    size, columns = example_words(device), 1 << 8 if device.type == "cpu" else 1 << 10
+    return (size // columns, columns) if by_rows else (size,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,14 +228,29 @@ class Work:
         """Whether a compiled kernel takes its words in place; if not, it gets a piece at a time, so that copies are small."""
         return all(map(is_aligned, self.words))
 
+    def widened(self) -> Work:
+        """The same memory with ``WIDE`` words in each row, where its rows are multiples of so many; else itself.
+
+        A kernel's lengths are dynamic. Of one that is a multiple of 16 the compiler has to be told.
+        """
+        first = self.words[0]
+        if first.shape[-1] % WIDE or first.shape[-1] < 2 * WIDE:
+            return self
+
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor.view(*tensor.shape[:-1], -1, WIDE)
+
+        scales = [scale.unsqueeze(-1) for scale in self.scales]
+        return Work(list(map(wide, self.words)), scales, list(map(wide, self.decided)))
+
     def piece(self, start: int, stop: int) -> Work:
         """Some of its words (rows, where it has them)."""
         return Work(*([t[start:stop] for t in tensors] for tensors in (self.words, self.scales, self.decided)))
 
     def chunks(self) -> Iterator[Work]:
-        """All of it, in pieces of about ``CHUNK`` words."""
+        """All of it, in pieces of about :func:`narrowgauge.numerics.summation.chunk_size` words."""
         first = self.words[0]
-        size = max(1, CHUNK // max(1, first.numel() // max(1, len(first))))
+        size = max(1, chunk_size(first.device) // max(1, first.numel() // max(1, len(first))))
         return (self.piece(start, start + size) for start in range(0, len(first), size))
 
 
@@ -233,8 +261,9 @@ class StepKernel:
     sums are then added in another order, and differ in their last digits.
     """
 
-    AUDIT = 1 << 18
-    """Words per audited call: a compiled float32 sum over so many is within 1e-5, and a float64 one costs a third more."""
+    AUDIT, AUDIT_ON_GPU = 1 << 18, 1 << 24
+    """Words per audited call: a compiled float32 sum over so many is within 1e-5, and a float64 one costs a third more. Each
+    of a GPU's threads adds up some hundred of them."""
 
     def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
         self.rule, self.storage, self.compile = rule, storage, compile
@@ -263,34 +292,35 @@ class StepKernel:
 
         ``values`` are the float32 scalars of ``CONTROL`` and of the rule; ``seed`` is 0-d int32.
         """
-        first = work.words[0]
-        length, row = first.shape[0], first[0].numel() if len(first) else 1
-        if not first.numel():
+        return self._run(work, values, seed, audited, self._is_compiled(values))
+
+    def run_each(self, tensors: Sequence[Work], values: Tensor, seed: Tensor) -> None:
+        """:meth:`run` for many tensors, none audited."""
+        is_compiled = self._is_compiled(values)
+        for work in tensors:
+            self._run(work, values, seed, False, is_compiled)
+
+    def _run(self, work: Work, values: Tensor, seed: Tensor, audited: bool, is_compiled: bool) -> Tensor | None:
+        if not work.words[0].numel():
             return values.new_zeros(8, dtype=torch.float64) if audited else None
-        run = self._kernel(values, audited) if min(first.shape) > 1 else None
-        if run is not None and self.one_loop and not audited and work.is_aligned:
+        run = None
+        if is_compiled and min(work.words[0].shape) > 1:  # one row is no dynamic length
+            work, run = self._with_kernel(work, values.device, audited)
+        if run is not None and not audited and self._takes_whole(work):
             run(work.arguments(self.parts, values, seed))
             return None
-        step = self._audited if audited else self._plain
-        size, total = max(1, (self.AUDIT if run is not None and self.one_loop else CHUNK) // row), None
+        first, step = work.words[0], self._audited if audited else self._plain
+        length, row = first.shape[0], first[0].numel()
+        size, total = max(1, self._piece_size(first.device, run is not None) // row), None
         for start in range(0, length, size):
             part = work.piece(start, start + size) if length > size else work
             arguments = part.arguments(self.parts, values, seed)
-            if run is not None and part.words[0].shape[0] > 1:  # one row is no dynamic length
+            if run is not None and part.words[0].shape[0] > 1:
                 sums = run(arguments)[0]
             else:
                 sums = step(*arguments)
             total = sums if total is None else total + sums
         return total if audited else None
-
-    def run_each(self, tensors: Sequence[Work], values: Tensor, seed: Tensor) -> None:
-        """:meth:`run` for many tensors, none audited."""
-        run = self._kernel(values, False)
-        for work in tensors:
-            if run is None or not self.one_loop or min(work.words[0].shape) < 2 or not work.is_aligned:
-                self.run(work, values, seed)
-            else:
-                run(work.arguments(self.parts, values, seed))
 
     def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """An audited step of a bucket: float64 ``[segments, 8]``."""
@@ -300,54 +330,86 @@ class StepKernel:
         table = self._by_word(*work.arguments(self.parts, values, seed))
         return torch.stack([table[:, segment].sum(1) for segment in segments])
 
-    def _kernel(self, values: Tensor, audited: bool) -> Compiled | None:
-        """The compiled step; ``None`` where the definition is to run, as in steps that are skipped on a CPU."""
-        if not self.compile or (values.device.type == "cpu" and bool(values[CONTROL.index("skip")])):
-            return None
-        return self.variant(values.device, audited)
+    def _is_compiled(self, values: Tensor) -> bool:
+        """Whether compiled code is to run; on a CPU the definition skips a step."""
+        return self.compile and not (values.is_cpu and bool(values[CONTROL.index("skip")]))
 
-    def variant(self, device: torch.device, audited: bool) -> Compiled | None:
-        """The compiled plain or audited step for this device and number of threads, ``None`` without a compiler."""
-        return compiled(self._names[audited], device, lambda: self._variant(device, audited))
+    def _with_kernel(self, work: Work, device: torch.device, audited: bool) -> tuple[Work, Compiled | None]:
+        """The work as a kernel takes it, and the kernel, ``None`` without a compiler."""
+        wide = work if device.type == "cpu" else work.widened()
+        return wide, self.variant(device, audited, wide=wide is not work)
 
-    def _variant(self, device: torch.device, audited: bool) -> Definition:
-        storage, example = self.storage, self._example(device)
+    def _takes_whole(self, work: Work) -> bool:
+        """Whether the kernel gets all words in one call."""
+        first = work.words[0]
+        return (self.one_loop if first.is_cpu else first.numel() <= INDEXABLE) and work.is_aligned
+
+    def _piece_size(self, device: torch.device, is_compiled: bool) -> int:
+        """How many words a call gets where it does not get all."""
+        if device.type != "cpu":
+            return self.AUDIT_ON_GPU if is_compiled else chunk_size(device)
+        return self.AUDIT if is_compiled and self.one_loop else chunk_size(device)
+
+    def variant(self, device: torch.device, audited: bool, *, wide: bool = False) -> Compiled | None:
+        """The compiled plain or audited step for this device and number of threads, ``None`` without a compiler.
+
+        ``wide`` is for work that is :meth:`Work.widened`.
+        """
+        name = f"{self._names[audited]}{' wide' * wide}"
+        return compiled(name, device, lambda: self.define(device, audited, wide=wide))
+
+    def define(self, device: torch.device, audited: bool, *, wide: bool = False) -> Definition:
+        """What :meth:`variant` compiles."""
+        storage, scales = self.storage, num_scales(self.storage)
+        example = self._example(device, wide=wide)
         words: tuple[int | None, ...] = (0, 1) if codec.by_rows(storage) else (0,)
-        count = (len(example) - num_scales(storage) - 2 + self.parts) // 2
-        lengths = [words] * count + [(0, None)] * num_scales(storage) + [(), ()] + [words] * (count - self.parts)
+        rows: tuple[int | None, ...] = (0, None)
+        if wide:
+            words, rows = (*words, None), (*rows, None)
+        count = (len(example) - scales - 2 + self.parts) // 2
+        lengths = [words] * count + [rows] * scales + [(), ()] + [words] * (count - self.parts)
         # On a CPU the host knows whether a step is skipped: choosing in each word would be an eighth of the instructions.
         choose = always_new if device.type == "cpu" else torch.where
         step = self._definition(total_sums if audited else None, choose)
-        return Definition(step, example, lengths, self.one_loop, lambda: self._edges(device))
+        outputs = (*range(self.parts), *range(2 * self.parts, count))
+        return Definition(step, example, lengths, self.one_loop, lambda: self._edges(device, wide=wide), outputs)
 
-    def _edges(self, device: torch.device) -> list[Tensor]:
+    def _edges(self, device: torch.device, *, wide: bool) -> list[Tensor]:
         """Edge values of weights and gradients, and the states that a step of such gradients leaves."""
-        arguments, dtype = self._example(device, edge_words, 0.5, 0.5), getattr(torch, self.storage.visible)
+        arguments, dtype = self._example(device, edge_words, 0.5, 0.5, wide=wide), getattr(torch, self.storage.visible)
         if device.type == "cpu":
             for k in range(self.parts, 2 * self.parts):
                 arguments[k] = with_nan(arguments[k].view(dtype)).view(torch.int32)
         return arguments
 
     def _example(
-        self, device: torch.device, draw: Draw = normal_words, lowest: float = 0.1, highest: float = 0.9
+        self,
+        device: torch.device,
+        draw: Draw = normal_words,
+        lowest: float = 0.1,
+        highest: float = 0.9,
+        *,
+        wide: bool = False,
     ) -> list[Tensor]:
         """Arguments of a step as they occur: random weights and gradients, and the states that one step leaves.
 
         The rule's scalars lie between ``lowest`` and ``highest``; where all are a half, results are exact and tie.
         """
         storage, visible = self.storage, getattr(torch, self.storage.visible)
-        shape = (4, 1 << 8) if codec.by_rows(storage) else (1 << 10,)
+        shape = example_shape(device, by_rows=codec.by_rows(storage))
         count = sum(codec.num_tensors(storage, plane.bits) for plane in codec.planes(storage))
         drawn = [draw(visible, shape, device, seed) for seed in range(3 * self.parts)]
         weight, first, then = (drawn[k * self.parts : (k + 1) * self.parts] for k in range(3))
         states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)]
         scales = [torch.ones(shape[0], 1, dtype=torch.float32, device=device) for _ in range(num_scales(storage))]
         rates = torch.linspace(lowest, highest, len(self.rule.scalars), dtype=torch.float32, device=device)
-        values = torch.cat([torch.tensor([1.0, 0.0], dtype=torch.float32, device=device), rates])
+        ends = torch.linspace(1.0, 0.0, len(CONTROL), dtype=torch.float32, device=device)
+        values = torch.cat([ends, rates])
         seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
         self._plain(*Work([*weight, *first, *states], scales).arguments(self.parts, values, seed))
         # Each argument its own memory: a compiler that sees one tensor twice asks for the same again.
-        return [x.clone() for x in Work([*weight, *then, *states], scales).arguments(self.parts, values, seed)]
+        work = Work([*weight, *then, *states], scales)
+        return [x.clone() for x in (work.widened() if wide else work).arguments(self.parts, values, seed)]
 
     def compile_audit_elsewhere(self, device: torch.device) -> None:
         """Have the audited variant compiled by another process: it is needed only some steps from now."""
@@ -357,13 +419,15 @@ class StepKernel:
         statement = (
             f"from narrowgauge.optim.kernel import compile_audit as c; c({self.rule.name!r}, {blob!r}, '{device}')"
         )
-        compile_elsewhere(self._names[True], device, lambda: self._variant(device, True), statement)
+        wide = device.type != "cpu"
+        name = f"{self._names[True]}{' wide' * wide}"
+        compile_elsewhere(name, device, lambda: self.define(device, True, wide=wide), statement)
 
 
 def compile_audit(rule: str, storage: str, device: str) -> None:
     """Compile an audited kernel into the cache: what :meth:`StepKernel.compile_audit_elsewhere` starts."""
     kernel = StepKernel(RULES[rule], pickle.loads(base64.b64decode(storage)), compile=True)
-    kernel.variant(torch.device(device), True)
+    kernel.variant(torch.device(device), True, wide=not device.startswith("cpu"))
 
 
 class MatrixKernel:

@@ -21,7 +21,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
-from narrowgauge.optim.clip import StepControl, control_scalars
+from narrowgauge.optim.clip import StepControl, control_scalars, largest_magnitudes
 from narrowgauge.optim.kernel import StepKernel
 from narrowgauge.optim.reconcile import Registry, check_in_use, snapshot_adopted, snapshot_after_step
 from narrowgauge.optim.rules.elementwise import Rule
@@ -320,8 +320,8 @@ class Optimizer(torch.optim.Optimizer):
         # What the host reads later must not keep gradients alive: their largest magnitudes are enough.
         may_skip = self.max_grad_norm is not None or self.loss_scaler is not None or self.skip_above < math.inf
         flagged = may_skip and not on_cpu
-        finite = torch._foreach_norm([state.gradient for state in states], math.inf) if flagged else []
-        self._pending = (control, states, list(finite))
+        finite = largest_magnitudes([state.gradient for state in states]) if flagged else []
+        self._pending = (control, states, finite)
         if on_cpu:
             self.settle()  # nothing to wait for
         for state in states:

@@ -1,0 +1,32 @@
+"""The kernels of the optimizer by name, as they are compiled for a device.
+
+``step RULE STORAGE [audited] [wide]`` (a rule's spaces as ``_``), ``norm DTYPE``, ``accumulate ROW``, ``row peaks``.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from narrowgauge.optim import accumulation, clip, kernel
+from narrowgauge.optim.compilation import Definition
+from narrowgauge.optim.kernel import StepKernel
+from narrowgauge.optim.rules.elementwise import RULES
+from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.sums import ACCUMULATIONS
+
+
+def definition_of(name: str, device: torch.device) -> Definition:
+    kind, *words = name.split()
+    if kind == "step":
+        rule, storage, *options = words
+        return step_kernel(rule.replace("_", " "), storage).define(device, "audited" in options, wide="wide" in options)
+    if kind == "norm":
+        return clip.define_norm(getattr(torch, words[0]), device)
+    if kind == "accumulate":
+        return accumulation.define_addition(ACCUMULATIONS[words[0]], device)
+    assert name == "row peaks", name
+    return kernel.define_row_peaks(device)
+
+
+def step_kernel(rule: str, storage: str) -> StepKernel:
+    return StepKernel(RULES[rule], STORAGES[storage].keeping(RULES[rule].kept), compile=False)

@@ -1,0 +1,193 @@
+"""From a kernel's definition to the machine code of a GPU, on a machine without one.
+
+The project's own path as far as it goes without a device: the definition is traced on fake tensors, Inductor writes Triton,
+Triton writes PTX, ptxas writes machine code. What comes out is kept by what went in, in the folder of compiled code.
+
+It runs in a process of its own, which believes that it has a GPU: ``python -m cuda.lowering FOLDER CHIP``, which reads names.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+import kept_cache
+from narrowgauge._torch.triton_code import triton_code
+from narrowgauge.optim.compilation import source_key
+
+
+@dataclass(frozen=True)
+class TritonKernel:
+    """One kernel, compiled as it is launched.
+
+    Args:
+        config: the block sizes that Inductor chose.
+        num_warps: of 32 threads each.
+        shared: bytes of shared memory of a block.
+        registers: of a thread.
+        spills: bytes that a thread has no registers for.
+        instructions: of the machine code, without what it calls for subnormal quotients and roots.
+    """
+
+    name: str
+    ptx: str
+    signature: dict[str, str]
+    config: dict[str, int]
+    num_warps: int
+    shared: int
+    registers: int
+    spills: int
+    instructions: int
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a definition becomes: the module that Inductor writes, and its kernels by name."""
+
+    text: str
+    kernels: dict[str, TritonKernel]
+
+
+def lowered(chip: str, name: str) -> Lowered:
+    """A definition of ``definitions.py`` for a chip."""
+    path = _path(_folder(), chip, name)
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        server = _server(path.parent, chip)
+        assert server.stdin is not None and server.stdout is not None
+        server.stdin.write(f"{name}\n")
+        server.stdin.flush()
+        said = server.stdout.readline()
+        assert said.strip() == "done", f"{name} was not lowered: {said}{server.stdout.read()}"
+    os.utime(path)  # what was used least recently is removed first
+    found = json.loads(path.read_text("utf-8"))
+    return Lowered(found["text"], {name: TritonKernel(**kernel) for name, kernel in found["kernels"].items()})
+
+
+def _folder() -> Path:
+    """That of the session of tests, or what sessions keep."""
+    session = os.environ.get("NARROWGAUGE_CACHE")
+    return (Path(session) if session else kept_cache.kept_folder()) / "cuda"
+
+
+@lru_cache
+def _server(folder: Path, chip: str) -> subprocess.Popen[str]:
+    """The process that lowers for a chip, which takes seconds to start; it ends with the pipe that it reads names from."""
+    places = [str(Path(__file__).parents[1]), *filter(None, sys.path)]
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "cuda.lowering", str(folder), chip]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=given, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def _path(folder: Path, chip: str, name: str) -> Path:
+    own = b"".join(
+        (Path(__file__).parent / f"{part}.py").read_bytes() for part in ("lowering", "device", "definitions")
+    )
+    key = f"{source_key()} {torch.__version__} {version('triton')} {hashlib.sha256(own).hexdigest()} {chip} {name}"
+    return (
+        folder
+        / f"{name.replace(' ', '-').replace('/', '_')}-{chip}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    )
+
+
+# ── in the process that believes ─────────────────────────────────────────────────────────────────────────────────────
+
+KERNEL = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)''', device_str=", re.S)
+
+
+def _lower(name: str, folder: Path) -> Lowered:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from cuda.definitions import definition_of
+    from narrowgauge._torch.inductor import quiet, trace
+
+    with FakeTensorMode():
+        definition = definition_of(name, torch.device("cuda", 0))
+    program = trace(definition.function, definition.example, definition.lengths, definition.one_loop)
+    with quiet():
+        text = triton_code(program.exported, program.options)
+    return Lowered(text, {kernel: _compiled(kernel, source, folder) for kernel, source in KERNEL.findall(text)})
+
+
+def _compiled(name: str, source: str, folder: Path) -> TritonKernel:
+    """A kernel as Inductor would have Triton compile it before the first launch."""
+    import importlib.util
+
+    import triton
+    from triton.runtime.driver import driver
+
+    path = folder / f"{hashlib.sha256(source.encode()).hexdigest()[:16]}.py"
+    path.write_text(source, "utf-8")  # Triton reads the source of a function from its file
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    tuner = getattr(module, name)
+    (config,) = tuner.configs  # several would be measured against each other, on the weights themselves
+    meta = tuner._create_compile_meta(config)
+    options = tuner._create_compile_options(config, meta)
+    ast = triton.compiler.ASTSource(tuner.fn, meta["signature"], meta["constants"], meta["configs"][0])
+    made = triton.compile(ast, target=driver.active.get_current_target(), options=options)
+    resources = _resources(made.asm["ptx"], made.metadata.target.arch, options["enable_fp_fusion"], folder)
+    return TritonKernel(
+        name,
+        made.asm["ptx"],
+        {str(key): str(value) for key, value in meta["signature"].items()},
+        {key: int(value) for key, value in config.kwargs.items()},
+        int(made.metadata.num_warps),
+        int(made.metadata.shared),
+        *resources,
+    )
+
+
+def _resources(ptx: str, capability: int, fuses: bool, folder: Path) -> tuple[int, int, int]:
+    """Registers, spilled bytes and instructions of a kernel, as ptxas makes it with the options that Triton gives."""
+    from triton.backends.nvidia import compiler
+
+    tool = Path(compiler.get_ptxas(capability).path)
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx", dir=folder) as file:
+        file.write(ptx)
+        file.flush()
+        made = f"{file.name}.cubin"
+        command = [tool, "-v", *([] if fuses else ["--fmad=false"])]
+        command += [f"--gpu-name={compiler.sm_arch_from_capability(capability)}", file.name, "-o", made]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    code = subprocess.run([tool.with_name("nvdisasm"), "-c", made], capture_output=True, text=True, check=True).stdout
+    own = re.split(r"^\$.*__cuda_sm", code, maxsplit=1, flags=re.M)[0]
+    found = [re.search(pattern, said) for pattern in (r"Used (\d+) registers", r"(\d+) bytes spill stores")]
+    registers, spills = (int(match[1]) if match else 0 for match in found)
+    return registers, spills, len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", own, re.M))
+
+
+def main() -> None:
+    from cuda import device
+
+    folder, chip = Path(sys.argv[1]), sys.argv[2]
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        os.environ["TRITON_CACHE_DIR"] = scratch
+        device.load_guard(folder)
+        device.pretend(device.CHIPS[chip])
+        for name in map(str.strip, sys.stdin):
+            path = _path(folder, chip, name)
+            written = path.with_suffix(f".{os.getpid()}")
+            written.write_text(json.dumps(asdict(_lower(name, Path(scratch)))), "utf-8")
+            written.replace(path)
+            print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
