@@ -384,6 +384,13 @@ def _of_bits(result: Callable[[Array, Any], Array]) -> Callable[..., Array]:
     return operation
 
 
+def _with_sign(op: tuple[str, ...], signed: Array, value: Array) -> Array:
+    """``copysign`` takes the sign first; it is a bit of a NaN too."""
+    bits = 8 * value.dtype.itemsize
+    one, other, top = signed.view(UNSIGNED[bits]), value.view(UNSIGNED[bits]), UNSIGNED[bits](1 << (bits - 1))
+    return (other & ~top) | (one & top)
+
+
 def _extreme(op: tuple[str, ...], one: Array, other: Array) -> Array:
     """``min`` and ``max``: of a number and a NaN the number, unless ``.NaN`` says otherwise; -0 is below +0."""
     least = op[0] == "min"
@@ -427,6 +434,13 @@ def _field(op: tuple[str, ...], value: Array, start: Array, length: Array) -> Ar
     return (value >> start.astype(value.dtype)) & mask.astype(value.dtype)
 
 
+def _funnel(op: tuple[str, ...], low: Array, high: Array, count: Array) -> Array:
+    """``shf``: 32 of the 64 bits of two registers, shifted; the upper ones to the left, the lower ones to the right."""
+    count = (count & 31 if "wrap" in op else np.minimum(count, 32)).astype(np.uint64)
+    both = low.astype(np.uint64) | high.astype(np.uint64) << np.uint64(32)
+    return ((both << count) >> np.uint64(32) if "l" in op else both >> count).astype(np.uint32)
+
+
 def _remainder(op: tuple[str, ...], one: Array, other: Array) -> Array:
     assert (other != 0).all(), "division by zero"
     return np.fmod(one, other)
@@ -448,6 +462,7 @@ FLOATING: dict[str, Operation] = {
     "sqrt": _rounded(np.sqrt),
     "abs": _of_bits(lambda raw, sign: raw & ~sign),
     "neg": _of_bits(lambda raw, sign: raw ^ sign),
+    "copysign": _with_sign,
     "min": _extreme,
     "max": _extreme,
 }
@@ -468,6 +483,7 @@ INTEGER: dict[str, Operation] = {
     "shl": _shifted,
     "shr": _shifted,
     "bfe": _field,
+    "shf": _funnel,
     "rem": _remainder,
     "div": _quotient,
 }

@@ -131,6 +131,16 @@ def test_wide_products_and_fields() -> None:
         assert result == (wrapped(field, length, True) % (1 << 32) if length else 0), (a, start, length)
 
 
+def test_shifts_of_two_registers() -> None:
+    places = list(itertools.product(EDGES[-4:], EDGES[-4:], (0, 1, 4, 31, 32, 33)))
+    for way, how in itertools.product("lr", ("wrap", "clamp")):
+        found = run(f"shf.{way}.{how}.b32 %r4, %r11, %r12, %r13;\ncvt.u64.u32 %rd3, %r4;", places)
+        for (low, high, count), result in zip(places, found, strict=True):
+            by = count % 32 if how == "wrap" else min(count, 32)
+            both = low | high << 32
+            assert result == ((both << by) >> 32 if way == "l" else both >> by) % (1 << 32)
+
+
 # ── floats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -266,6 +276,11 @@ def test_signs_are_bits_of_a_nan_too() -> None:
     cases = [(bits,) for bits in FLOATS]
     assert run("abs.f32 %r4, %r11;\ncvt.u64.u32 %rd3, %r4;", cases) == [bits & CANONICAL for bits in FLOATS]
     assert run("neg.f32 %r4, %r11;\ncvt.u64.u32 %rd3, %r4;", cases) == [bits ^ 0x80000000 for bits in FLOATS]
+
+
+def test_the_sign_of_the_first_is_given_to_the_second() -> None:
+    found = run("copysign.f32 %r4, %r11, %r12;\ncvt.u64.u32 %rd3, %r4;", FLOAT_PAIRS)
+    assert found == [(b & CANONICAL) | (a & 0x80000000) for a, b in FLOAT_PAIRS]
 
 
 def test_conversions() -> None:

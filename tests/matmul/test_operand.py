@@ -210,7 +210,7 @@ def test_beyond_a_given_magnitude_values_saturate() -> None:
 def test_compiled_casts_give_the_same_bits_for_any_shape(
     cast: Cast, dim: int, dtype: torch.dtype, is_folded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert fusion.can_compile()
+    assert fusion.can_compile("cpu")
     # At least two blocks along each side: a side of one is another kernel.
     shapes = [(200, 260), (300, 129), (130, 513)]
     cases = [

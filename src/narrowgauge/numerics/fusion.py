@@ -8,13 +8,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from narrowgauge._torch.inductor import compile_any_shape
-from narrowgauge.machine.cpp_compiler import model_compiler_missing
+from narrowgauge.machine.cpp_compiler import gpu_compiler_missing, model_compiler_missing, switched_off
 
 COMPILE_ELEMENTS = 1 << 18
 """Definitions and kernels are compiled for at least this many elements; fewer do not win back the seconds of compiling."""
@@ -25,7 +25,7 @@ def fused(size: int, definition: Callable[..., Any], *arguments: Tensor | None) 
 
     Each definition is compiled once, so the same lines and constants must be the same function object.
     """
-    if size >= COMPILE_ELEMENTS and can_compile():
+    if size >= COMPILE_ELEMENTS and can_compile("cpu" if _on_cpu(arguments) else "gpu"):
         return compiled_for_pattern(definition, *arguments)
     return definition(*arguments)
 
@@ -57,10 +57,14 @@ def _pattern(arguments: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
     return tuple(described)
 
 
+def _on_cpu(arguments: tuple[Tensor | None, ...]) -> bool:
+    return next(argument.is_cpu for argument in arguments if argument is not None)
+
+
 @lru_cache(None)
-def can_compile() -> bool:
-    """Whether definitions can be compiled here; warns once where not."""
-    missing = model_compiler_missing()
+def can_compile(place: Literal["cpu", "gpu"]) -> bool:
+    """Whether definitions can be compiled for it here; warns once where not."""
+    missing = model_compiler_missing() if place == "cpu" else switched_off() or gpu_compiler_missing()
     if missing:
         warnings.warn(f"{missing}: casts run uncompiled, with the same bits but slower.", stacklevel=3)
     return not missing

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.machine.cpp_compiler import model_compiler_missing, switched_off
+from narrowgauge.machine.cpp_compiler import gpu_compiler_missing, model_compiler_missing, switched_off
 from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse, parse_value
@@ -491,4 +491,4 @@ def _compiler_missing() -> str:
     """Why a model cannot be compiled here, or an empty string; on a GPU kernels are not C++."""
     torch = sys.modules.get("torch")
     on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
-    return switched_off() if on_gpu else model_compiler_missing()
+    return switched_off() or gpu_compiler_missing() if on_gpu else model_compiler_missing()
