@@ -61,9 +61,10 @@ def plain(text: str) -> str:
 def test_your_own_training_loop_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert len(examples("compare.md")) == 2
     run_example("compare.md", 0)
-    assert capsys.readouterr().out.startswith(
-        "bfloat16/word is the cheapest within the noise: 8.08 bytes per parameter"
-    )
+    said = capsys.readouterr().out
+    # By which of the two is decided by losses, which differ between processors in their last digits.
+    margin = r"within (the noise|a thousandth of the baseline's loss)"
+    assert re.match(rf"bfloat16/word is the cheapest {margin}: 8\.08 bytes per parameter", said), said
     assert (tmp_path / "comparisons" / "mine" / "report.html").is_file()
 
 

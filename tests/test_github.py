@@ -101,7 +101,12 @@ def test_every_python_has_one_version_of_each_package() -> None:
     pythons = ("3.10", "3.11", "3.12", "3.13")
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.scripts]")[0]
     named = re.findall(r'"([A-Za-z][\w.-]*)(?:\[\w+\])?[<>=]=?\d', project.partition("dependencies = [")[2])
-    wanted = {name.lower().replace("_", "-") for name in named} - {"torchtitan", "aim", "tomli"}  # not for every Python
+    wanted = {name.lower().replace("_", "-") for name in named} - {
+        "torchtitan",
+        "aim",
+        "tomli",
+        "triton",
+    }  # not for every Python, or pinned already
     assert len(wanted) > 25
     for python in pythons:
         valid = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": python})]
@@ -189,7 +194,12 @@ def test_dev_ci_runs_what_is_owed_beyond_the_readme_s_command(owed: str, tmp_pat
 @pytest.mark.skipif(os.name == "nt", reason="./dev is a shell script")
 @pytest.mark.parametrize(
     ("words", "extras"),
-    [(["--all"], "integrations"), (["--whole", "integrations/test_peft.py"], "integrations"), ([], "")],
+    [
+        (["--all"], "integrations,cuda-proof"),
+        (["--whole", "integrations/test_peft.py"], "integrations"),
+        (["tests/cuda"], "cuda-proof"),
+        ([], ""),
+    ],
 )
 def test_dev_installs_frameworks_where_their_tests_run(words: list[str], extras: str, tmp_path: Path) -> None:
     fake_checkout(tmp_path)

@@ -23,6 +23,7 @@ AT_RANDOM = [name for name, row in expectations.STORAGES.items() if row.stall ==
 STALLED = [name for name, row in expectations.STORAGES.items() if row.stall == "lost"]
 
 
+@pytest.mark.usefixtures("native_formats")  # or the first optimizer of a process warns of slow matmuls
 @pytest.mark.parametrize("storage", LIMITS)
 def test_stall_case_is_survived(storage: str) -> None:
     with warnings.catch_warnings():
@@ -32,6 +33,7 @@ def test_stall_case_is_survived(storage: str) -> None:
     assert abs(result.reading.edq - 1) < 0.05
 
 
+@pytest.mark.usefixtures("native_formats")
 @pytest.mark.parametrize("storage", AT_RANDOM)
 def test_stall_case_is_survived_on_average_where_weights_are_cut_at_random(storage: str) -> None:
     """Updates are 2^-9 of a spacing: hardly one in 200 is seen, and those that are arrive whole."""

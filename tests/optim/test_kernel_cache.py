@@ -492,7 +492,7 @@ def test_a_comment_in_the_source_leaves_every_key_as_it_was(tmp_path: Path) -> N
         "from narrowgauge.optim.kernel import StepKernel\n"
         "from narrowgauge.optim.rules.elementwise import ADAMW\n"
         "from narrowgauge.spec.storages import STORAGES\n"
-        "made = StepKernel(ADAMW, STORAGES['split8'], compile=True)._variant(torch.device('cpu'), False)\n"
+        "made = StepKernel(ADAMW, STORAGES['split8'], compile=True).define(torch.device('cpu'), False)\n"
         "print(alias_of('', made.example), trace(made.function, made.example, made.lengths).key(''))\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(source)}
