@@ -1,5 +1,7 @@
 """Whether PyTorch's compiler can work here: it writes C++, so it needs a C++ compiler, headers and a writable folder.
 
+For a GPU it writes Triton, which needs a C compiler, and headers of Python.
+
 PyTorch itself finds out in the first training step, in 150 lines of error, though everything that is compiled here can also
 run uncompiled. So this module checks first: it compiles three lines in a quarter of a second, without loading PyTorch.
 
