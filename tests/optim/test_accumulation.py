@@ -21,13 +21,16 @@ from narrowgauge.numerics.summation import CHUNK
 from narrowgauge.optim import accumulation
 from narrowgauge.optim.accumulation import (
     ACCUMULATIONS,
+    ADDITIONS,
     AccumulationWarning,
     GradientAccumulator,
     add_kahan,
     add_stochastic,
     backward_in_parts,
+    in_words,
     naive_limit,
 )
+from narrowgauge.optim.compilation import normal_words
 from oracles import accumulation as oracle
 from tensors import bits
 
@@ -520,3 +523,16 @@ def test_the_table_says_what_it_costs() -> None:
     }  # fmt: skip
     assert all(row.bound(1) == 0 and row.loses and row.source for row in ACCUMULATIONS.values())
     assert replace(ACCUMULATIONS["bfloat16"], addition=0.5).bound(3) == 1.25
+
+
+@pytest.mark.parametrize("name", list(ADDITIONS))
+def test_words_are_summed_half_by_half(name: str) -> None:
+    """What is compiled gives each value of a word what the addition gives it alone."""
+    count = 1 + len(ACCUMULATIONS[name].planes)
+    drawn = [normal_words(torch.bfloat16, (64,), torch.device("cpu"), seed) for seed in range(count)]
+    seed = torch.tensor(7, dtype=torch.int32)
+    outputs = [word.clone() for word in drawn[1:]]
+    in_words(ADDITIONS[name])(*drawn, seed, *outputs)
+    gradient, *planes = (word.view(torch.bfloat16).float() for word in drawn)
+    for output, wanted in zip(outputs, ADDITIONS[name](gradient, planes, seed), strict=True):
+        assert torch.equal(output.view(torch.bfloat16).float().view(torch.int32), wanted)
