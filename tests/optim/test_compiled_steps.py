@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,15 +11,8 @@ from torch._dynamo.utils import counters
 
 import narrowgauge as ng
 from optim.pairs import build, everything
+from ranks import run_ranks
 from tensors import assert_same_bits
-
-
-@pytest.fixture(autouse=True)
-def nothing_compiled() -> Iterator[None]:
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
 
 
 def training(rule: str, storage: str) -> tuple[Callable[[], torch.Tensor], ng.Optimizer]:
@@ -36,14 +30,23 @@ def training(rule: str, storage: str) -> tuple[Callable[[], torch.Tensor], ng.Op
     return train, optimizer
 
 
-@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("sgd", "compact"), ("muon", "split")])
-def test_a_compiled_loop_breaks_at_the_step_and_goes_on(rule: str, storage: str) -> None:
-    """Traced into, a step broke 40 times over 28 graphs; torch's own ``zero_grad`` is one such break."""
+def count_graphs(rank: int, rule: str, storage: str) -> tuple[int, int]:
+    """Graphs and breaks of a compiled loop, which leaves the bits of the plain one."""
     train, optimizer = training(rule, storage)
     compiled, (plain, twin) = torch.compile(train, backend="eager"), training(rule, storage)
     for _ in range(4):
         compiled()
         plain()
-    assert counters["stats"]["unique_graphs"] <= 6  # 3 by themselves; 5 were seen in a process that had run other tests
-    assert sum(counters["graph_break"].values()) <= 8
     assert_same_bits(everything(optimizer), everything(twin))
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize(("rule", "storage"), [("adamw", "word"), ("sgd", "compact"), ("muon", "split")])
+def test_a_compiled_loop_breaks_at_the_step_and_goes_on(rule: str, storage: str, tmp_path: Path) -> None:
+    """Traced into, a step broke 40 times over 28 graphs; torch's own ``zero_grad`` is one such break.
+
+    In a process of its own: after other tests five graphs were counted.
+    """
+    ((graphs, breaks),) = run_ranks(count_graphs, 1, tmp_path, rule, storage)
+    assert graphs <= 3
+    assert breaks <= 8
