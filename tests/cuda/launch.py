@@ -58,7 +58,7 @@ class EmulatedKernel:
             own = slice(addresses[place], addresses[place] + len(content))
             traffic[place] = memory.reads[own], memory.writes[own]
             if len(content):
-                content.copy_(torch.from_numpy(memory.bytes[own]))
+                content.copy_(torch.from_numpy(memory.get(addresses[place], len(content))))
         touched = sum(int(count.sum()) for pair in traffic.values() for count in pair)
         assert touched == int(memory.reads.sum() + memory.writes.sum()), "memory that belongs to no tensor is touched"
         self.launches.append(Launch(self.kernel, blocks, traffic))

@@ -23,7 +23,6 @@ from pathlib import Path
 import torch
 
 import kept_cache
-from narrowgauge._torch.triton_code import triton_code
 from narrowgauge.optim.compilation import source_key
 
 
@@ -111,13 +110,14 @@ def _lower(name: str, folder: Path) -> Lowered:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from cuda.definitions import definition_of
-    from narrowgauge._torch.inductor import quiet, trace
+    from narrowgauge._torch.inductor import compile_ahead, trace
 
     with FakeTensorMode():
         definition = definition_of(name, torch.device("cuda", 0))
     program = trace(definition.function, definition.example, definition.lengths, definition.one_loop)
-    with quiet():
-        text = triton_code(program.exported, program.options)
+    package = folder / "package.pt2"
+    compile_ahead(program, package)
+    text = package.read_text("utf-8")
     return Lowered(text, {kernel: _compiled(kernel, source, folder) for kernel, source in KERNEL.findall(text)})
 
 

@@ -363,7 +363,7 @@ def test_a_key_is_another_for_another_graph_or_another_compiler(monkeypatch: pyt
     keys += [inductor.trace(doubled, wide, DOUBLED.lengths).key("g++ 12")]
     keys += [inductor.trace(doubled, DOUBLED.example, [(), ()]).key("g++ 12")]  # no dynamic length
     with monkeypatch.context() as patch:
-        patch.setitem(inductor._ONE_LOOP["cpu"], "realize_opcount_threshold", 7)
+        patch.setitem(inductor._ONE_LOOP, "realize_opcount_threshold", 7)
         keys.append(key_of())
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "9.9.9")

@@ -64,14 +64,11 @@ if TYPE_CHECKING:
 
 # One loop of any length: each threshold makes Inductor write an intermediate to memory, and a fresh buffer of a
 # large tensor's size costs more in page faults than the whole step (measured: 4 to 10 times).
-_NO_INTERMEDIATES: dict[str, Any] = {
+_ONE_LOOP: dict[str, Any] = {
     "realize_reads_threshold": 1000,
     "realize_acc_reads_threshold": 1000,
     "realize_opcount_threshold": 100_000,
-}
-_ONE_LOOP: dict[str, dict[str, Any]] = {
-    "cpu": {**_NO_INTERMEDIATES, "cpp.max_horizontal_fusion_size": 128},
-    "gpu": _NO_INTERMEDIATES,
+    "cpp.max_horizontal_fusion_size": 128,
 }
 # Inductor otherwise compiles three test programs to see whether the compiler knows the vector instructions that the
 # processor reports, 3.5 s once per process; a compiler that does not know them fails, and the kernel is compiled again.
@@ -187,8 +184,8 @@ def trace(
     dims = {k: torch.export.Dim(f"n{k}", min=2, max=1 << 40) for own in lengths for k in own if k is not None}
     shapes = tuple({dim: dims[k] for dim, k in enumerate(own) if k is not None} or None for own in lengths)
     with quiet(), _names_kept():
-        own, general = ("cpu", {}) if device.type == "cpu" else ("gpu", _GPU_KERNEL)
-        options = known_options({**general, **(_ONE_LOOP[own] if one_loop else {})})
+        general = {} if device.type == "cpu" else _GPU_KERNEL
+        options = known_options({**general, **(_ONE_LOOP if one_loop else {})})
         exported = torch.export.export(_Module(function), tuple(example), dynamic_shapes=(shapes,))
     return Program(exported, options, device)
 

@@ -107,11 +107,9 @@ class GradientNorm:
         values = as_words(gradient) if gradient.dtype is torch.bfloat16 else gradient.view(-1)
         assert values is not None
         measure = MEASURES[gradient.dtype]
-        run = (
-            compiled(measure.__name__, values.device, lambda: define_norm(gradient.dtype, values.device))
-            if self.compile
-            else None
-        )
+        run = None
+        if self.compile:
+            run = compiled(measure.__name__, values.device, lambda: define_norm(gradient.dtype, values.device))
         if run is not None:
             return run([values, scales])[0]
         parts = torch.stack([measure(chunk, scales) for chunk in values.split(summation.chunk_size(values.device))])

@@ -131,8 +131,7 @@ def _kernel_of(name: str, device: torch.device) -> tuple[str, int, str]:
 def alias_of(name: str, example: Sequence[Tensor]) -> str:
     """What finds a kernel without tracing: a hash of source code, the dtypes of its arguments, and this machine."""
     kinds = " ".join(f"{argument.dtype}" for argument in example)
-    device = example[0].device
-    text = f"{name} {kinds} {source_key()} {machine_key(device)} {device}"
+    text = f"{name} {kinds} {source_key()} {machine_key(example[0].device)}"
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 

@@ -355,8 +355,10 @@ class StepKernel:
 
         ``wide`` is for work that is :meth:`Work.widened`.
         """
-        name = f"{self._names[audited]}{' wide' * wide}"
-        return compiled(name, device, lambda: self.define(device, audited, wide=wide))
+        return compiled(self._name(audited, wide), device, lambda: self.define(device, audited, wide=wide))
+
+    def _name(self, audited: bool, wide: bool) -> str:
+        return f"{self._names[audited]}{' wide' * wide}"
 
     def define(self, device: torch.device, audited: bool, *, wide: bool = False) -> Definition:
         """What :meth:`variant` compiles."""
@@ -420,8 +422,7 @@ class StepKernel:
             f"from narrowgauge.optim.kernel import compile_audit as c; c({self.rule.name!r}, {blob!r}, '{device}')"
         )
         wide = device.type != "cpu"
-        name = f"{self._names[True]}{' wide' * wide}"
-        compile_elsewhere(name, device, lambda: self.define(device, True, wide=wide), statement)
+        compile_elsewhere(self._name(True, wide), device, lambda: self.define(device, True, wide=wide), statement)
 
 
 def compile_audit(rule: str, storage: str, device: str) -> None:
