@@ -21,7 +21,7 @@ def definition_of(name: str, device: torch.device) -> Definition:
         rule, storage, *options = words
         return step_kernel(rule.replace("_", " "), storage).define(device, "audited" in options, wide="wide" in options)
     if kind == "norm":
-        return clip.define_norm(getattr(torch, words[0]), device)
+        return clip.define_norm(getattr(torch, words[0]), device, by_rows=True)
     if kind == "accumulate":
         return accumulation.define_addition(ACCUMULATIONS[words[0]], device)
     assert name == "row peaks", name

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cuda.lowering import Lowered, TritonKernel
 from cuda.machine import Array, Memory, Program
-from narrowgauge._torch.inductor import on_aligned
+from narrowgauge._torch.many_tensors import ManyTensors, function_of
 
 
 @dataclass(frozen=True)
@@ -31,13 +32,16 @@ class EmulatedKernel:
     def __init__(self, kernel: TritonKernel, launches: list[Launch]) -> None:
         self.kernel, self.launches = kernel, launches
         self.program = Program.parse(kernel.ptx)
+        self.in_table: list[Tensor] = []
+        """The tensors whose addresses stand in the table that it takes."""
 
     def run(self, *arguments: Any, stream: object) -> None:
         names = [name for name in self.kernel.signature if name not in self.kernel.config]
         given = dict(zip(names, arguments, strict=True))
         blocks = -(-int(given["xnumel"]) // self.kernel.config["XBLOCK"])
         assert "ynumel" not in given, "a grid of two dimensions"
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in arguments if isinstance(t, Tensor)}
+        tensors = [*self.in_table, *(value for value in arguments if isinstance(value, Tensor))]
+        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         contents = {place: torch.empty(0, dtype=torch.uint8).set_(storage) for place, storage in storages.items()}
         memory = Memory(4096 + sum(len(content) + 1024 for content in contents.values()))
         # Aligned as they are here, so that what is not aligned is noticed.
@@ -47,21 +51,32 @@ class EmulatedKernel:
             if self.kernel.signature[name] == "constexpr":
                 continue
             if isinstance(value, Tensor):
-                base = addresses[value.untyped_storage().data_ptr()]
-                raw.append(base + value.storage_offset() * value.element_size())
+                raw.append(_moved(value.data_ptr(), contents, addresses))
             else:
                 raw.append(int(value))
+        if "table" in given:
+            own = given["table"].numpy().reshape(-1)
+            there = np.array([_moved(int(number), contents, addresses) for number in own])
+            memory.bytes[raw[0] : raw[0] + own.nbytes] = there.view(np.uint8)
         raw += [0] * (len(self.program.params) - len(raw))  # scratch memory that no kernel here asks for
         self.program.run(memory, raw, (blocks, 1), shared=max(self.kernel.shared, 1))
         traffic = {}
         for place, content in contents.items():
             own = slice(addresses[place], addresses[place] + len(content))
             traffic[place] = memory.reads[own], memory.writes[own]
-            if len(content):
+            if len(content) and memory.writes[own].any():
                 content.copy_(torch.from_numpy(memory.get(addresses[place], len(content))))
         touched = sum(int(count.sum()) for pair in traffic.values() for count in pair)
         assert touched == int(memory.reads.sum() + memory.writes.sum()), "memory that belongs to no tensor is touched"
         self.launches.append(Launch(self.kernel, blocks, traffic))
+
+
+def _moved(number: int, contents: Mapping[int, Tensor], addresses: Mapping[int, int]) -> int:
+    """The address there of memory here; a number that is no address is left as it is."""
+    for place, content in contents.items():
+        if place <= number < place + len(content):
+            return addresses[place] + number - place
+    return number
 
 
 class _Nothing:
@@ -72,12 +87,14 @@ class _Nothing:
 
 def emulated(lowered: Lowered) -> tuple[Callable[[list[Tensor]], list[Tensor]], list[Launch]]:
     """The module's function, for tensors of a CPU, as ``load_ahead`` makes it for a GPU; and what it launches."""
+    launched: list[EmulatedKernel] = []
     launches: list[Launch] = []
     module = ModuleType("lowered")
 
     class Compile:
         def triton(self, name: str, source: str, device_str: str) -> EmulatedKernel:
-            return EmulatedKernel(lowered.kernels[name], launches)
+            launched.append(EmulatedKernel(lowered.kernels[name], launches))
+            return launched[-1]
 
         def wait(self, names: object) -> None: ...
 
@@ -93,7 +110,13 @@ def emulated(lowered: Lowered) -> tuple[Callable[[list[Tensor]], list[Tensor]], 
     module.__dict__.update(Compile=Compile, empty_strided_cuda=empty, Nothing=_Nothing)
     exec(compile(text, "lowered", "exec"), module.__dict__)
 
-    def call(arguments: list[Tensor]) -> list[Tensor]:
-        return list(module.call(arguments))
+    run = function_of(module, lowered.text)
+    if isinstance(run, ManyTensors):
+        kernel, launch = next(iter(launched)), run.launch
 
-    return on_aligned(call), launches
+        def noting(batch: Sequence[list[Tensor]]) -> list[Tensor]:
+            kernel.in_table = [tensor for arguments in batch for tensor in arguments]
+            return launch(batch)
+
+        run.launch = noting  # type: ignore[method-assign]
+    return run, launches

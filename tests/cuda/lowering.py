@@ -60,7 +60,7 @@ class Lowered:
 
 def lowered(chip: str, name: str) -> Lowered:
     """A definition of ``definitions.py`` for a chip."""
-    path = _path(_folder(), chip, name)
+    path = _path(kept_folder(), chip, name)
     if not path.exists():
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         server = _server(path.parent, chip)
@@ -74,7 +74,7 @@ def lowered(chip: str, name: str) -> Lowered:
     return Lowered(found["text"], {name: TritonKernel(**kernel) for name, kernel in found["kernels"].items()})
 
 
-def _folder() -> Path:
+def kept_folder() -> Path:
     """That of the session of tests, or what sessions keep."""
     session = os.environ.get("NARROWGAUGE_CACHE")
     return (Path(session) if session else kept_cache.kept_folder()) / "cuda"

@@ -21,9 +21,12 @@ from cuda.device import CHIPS
 from cuda.launch import Launch, emulated
 from cuda.lowering import Lowered, TritonKernel, lowered
 from cuda.machine import Program, Refused
+from narrowgauge._torch import alignment, many_tensors
+from narrowgauge._torch.many_tensors import SPANS, ManyTensors
 from narrowgauge.numerics.edge_values import edge_values, same_numbers
 from narrowgauge.optim import accumulation, clip, codec, compilation, kernel
 from narrowgauge.optim.compilation import Definition
+from narrowgauge.optim.kernel import WIDE
 from narrowgauge.optim.rules.elementwise import RULES
 from narrowgauge.spec.storages import STORAGES
 
@@ -125,11 +128,37 @@ def assert_read_and_written_once(launch: Launch, num_read: int, num_written: int
 
 
 def assert_sixteen_bytes_at_a_time(kernel: TritonKernel, num_tensors: int) -> None:
-    """Of the words of each tensor; scalars and scales of rows are single."""
+    """Of the words of each tensor; scalars, scales of rows and numbers of the table are single."""
     widths = re.findall(r"\b(?:ld|st)\.global[\w.:]*?(\.v\d)?\.b(\d+)\s", kernel.ptx)
     sizes = [int(vector[2:] or 1) * int(bits) // 8 for vector, bits in widths]
     words_of_thread = kernel.config["XBLOCK"] // (32 * kernel.num_warps)
-    assert sizes.count(16) == num_tensors * words_of_thread // 4 and set(sizes) <= {4, 16}
+    assert sizes.count(16) == num_tensors * words_of_thread // 4 and set(sizes) <= {4, 8, 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        (name_of("adamw", "word", "wide"), (2, 515, SPANS["pointwise"] // WIDE + 3, 40)),
+        (name_of("adamw", "compact", "wide"), (2, 40, 3)),
+        ("norm bfloat16", (SPANS["reduction"] + 1, 2, 3)),
+    ],
+)
+def test_many_tensors_are_taken_in_one_launch(name: str, rows: tuple[int, ...]) -> None:
+    """Of other lengths each, one of them of more than a row of the table."""
+    definition, (run, launches) = definition_of(name, CPU), emulated(compiled(name))
+    assert isinstance(run, ManyTensors)
+
+    def tensors(count: int) -> list[Tensor]:
+        given = zip(definition.example, definition.lengths, strict=True)
+        return definition.in_place([a[torch.arange(count) % len(a)] if own[:1] == (0,) else a for a, own in given])
+
+    mine, theirs = ([tensors(count) for count in rows] for _ in range(2))
+    for arguments in mine:
+        definition.function(*arguments)
+    run.each([list(arguments) for arguments in theirs])
+    assert len(launches) == 1
+    for one, other, before in zip(mine, theirs, map(tensors, rows), strict=True):
+        assert all(map(torch.equal, one, other)) and not all(map(torch.equal, before, other))
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -217,8 +246,6 @@ def test_words_that_are_not_aligned_are_stepped_all_the_same_and_a_bare_launch_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a CPU ``on_aligned`` copies nothing, so it is told to look."""
-    from cuda import launch
-    from narrowgauge._torch import inductor
 
     name = name_of("adamw", "word", "wide")
     definition, found = definition_of(name, CPU), compiled(name)
@@ -228,9 +255,11 @@ def test_words_that_are_not_aligned_are_stepped_all_the_same_and_a_bare_launch_i
     ]
     theirs[len(theirs) - len(definition.outputs) :] = [theirs[number] for number in definition.outputs]
     with monkeypatch.context() as patch, pytest.raises(AssertionError, match="not aligned"):
-        patch.setattr(launch, "on_aligned", lambda run: run)
-        emulated(found)[0](list(theirs))
-    monkeypatch.setattr(inductor, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
+        patch.setattr(many_tensors, "on_aligned", lambda run: run)
+        run = emulated(found)[0]
+        run(definition.in_place(list(definition.example)))  # aligned, which tells the order of its arguments
+        run(list(theirs))
+    monkeypatch.setattr(alignment, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
     definition.function(*mine)
     emulated(found)[0](list(theirs))
     assert all(map(same_numbers, mine, theirs))

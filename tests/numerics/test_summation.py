@@ -17,7 +17,7 @@ from narrowgauge.numerics.summation import (
     from_grid,
     grid_scales,
     grid_sum_of_squares,
-    grid_sum_of_squares_words,
+    grid_sums_words,
     largest_magnitude,
     largest_magnitude_words,
     root,
@@ -208,7 +208,7 @@ def test_words_answer_as_their_values_do() -> None:
         words, largest = x.view(torch.int32), largest_magnitude(x)
         scales = grid_scales(largest, x.numel())
         assert torch.equal(largest_magnitude_words(words), largest)
-        assert torch.equal(grid_sum_of_squares_words(words, scales), grid_sum_of_squares(x, scales))
+        assert torch.equal(torch.stack(grid_sums_words(words, scales)), grid_sum_of_squares(x, scales))
     assert torch.isnan(largest_magnitude_words(every_bfloat16().view(torch.int32)))
     inf = torch.tensor([1.0, -math.inf, 2.0, 3.0], dtype=torch.bfloat16)
     for x in (inf, inf.roll(1)):
@@ -221,7 +221,7 @@ def test_compiled_pieces_equal_eager_at_every_length() -> None:
         return largest_magnitude(x), grid_sum_of_squares(x, scales)
 
     def both_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-        return largest_magnitude_words(words), grid_sum_of_squares_words(words, scales)
+        return largest_magnitude_words(words), torch.stack(grid_sums_words(words, scales))
 
     compiled = torch.compile(both, dynamic=True, fullgraph=True)
     compiled_words = torch.compile(both_words, dynamic=True, fullgraph=True)

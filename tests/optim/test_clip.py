@@ -11,6 +11,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.numerics import summation
+from narrowgauge.optim import clip
 from narrowgauge.optim.clip import GradientNorm, control_scalars
 from narrowgauge.optim.state import SMALL
 from oracles.norms import global_norm
@@ -78,6 +79,24 @@ def test_large_gradients_in_odd_places_are_read_in_chunks(monkeypatch: pytest.Mo
     longest.clear()
     assert scalar_bits(GradientNorm(compile=False)([plain.t(), *torch.zeros(40, 1000).unbind(0)])) == expected
     assert longest and max(longest) <= summation.CHUNK
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_gpus_rows_hold_each_value_once_and_have_the_same_norm(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients of no rows, of some and a rest, and of an odd number of them; of other dtypes, and of no words."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [2 * clip.ROW, 6 * clip.ROW, 22 * clip.ROW + 10, 2, 5000 * 2, 2 * clip.ROW - 2]
+    given = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
+    words = clip.in_rows(given)
+    assert all(matrix.shape[1] == clip.ROW and len(matrix) >= 2 for matrix in words)
+    held = torch.cat([matrix.reshape(-1) for matrix in words]).view(dtype)
+    assert torch.equal(held[held != 0].sort().values, torch.cat(given)[torch.cat(given) != 0].sort().values)
+    others = [torch.randn(7, generator=generator).half(), torch.randn(64, 64, generator=generator).to(dtype).t()]
+    expected = scalar_bits(GradientNorm(compile=False)([*given, *others]))
+    monkeypatch.setattr(clip, "_reads_rows", lambda gradient: True)
+    assert scalar_bits(GradientNorm(compile=False)([*given, *others])) == expected
 
 
 def test_nothing_and_zeros_have_the_norm_zero() -> None:

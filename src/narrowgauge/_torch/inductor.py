@@ -55,7 +55,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from narrowgauge._torch.triton_code import load_triton, triton_code
+from narrowgauge._torch import many_tensors, triton_code
 from narrowgauge.machine.cpp_compiler import compiled_folder, is_torn
 from narrowgauge.machine.processor import instruction_sets
 
@@ -157,7 +157,13 @@ class Program:
             ValueError: the graph holds what :func:`graph_text` cannot write.
         """
         place = machine_key(self.device)
-        parts = [*graph_text(self.exported), repr(sorted(self.options.items())), place, own_code(), compiler]
+        parts = [
+            *graph_text(self.exported),
+            repr(sorted(self.options.items())),
+            place,
+            own_code(self.device.type),
+            compiler,
+        ]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:24]
 
 
@@ -199,7 +205,7 @@ def compile_ahead(program: Program, path: Path) -> None:
     options = dict(program.options)
     if program.device.type != "cpu":
         with quiet(), _names_kept():
-            path.write_text(triton_code(program.exported, options), encoding="utf-8")
+            path.write_text(triton_code.triton_code(program.exported, options), encoding="utf-8")
         return
     with quiet(), _names_kept(), _for_level(), _few_instructions():
         torch._inductor.aoti_compile_and_package(program.exported, package_path=str(path), inductor_configs=options)
@@ -269,9 +275,10 @@ def _operation(target: Any) -> str:
 
 
 @lru_cache
-def own_code() -> str:
-    """This module, which changes what Inductor writes, without comments and docstrings."""
-    tree = ast.parse(inspect.getsource(sys.modules[__name__]))
+def own_code(device_type: str) -> str:
+    """The modules that change what Inductor writes for a device, without comments and docstrings."""
+    modules = [sys.modules[__name__], *([] if device_type == "cpu" else [triton_code, many_tensors])]
+    tree = ast.parse("\n".join(map(inspect.getsource, modules)))
     for node in ast.walk(tree):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body[:1] = [] if len(node.body) > 1 else [ast.Pass()]
@@ -284,63 +291,18 @@ Loaded = Callable[[list[Tensor]], list[Tensor]]
 def load_ahead(path: Path) -> Loaded:
     """The function in a package: takes a list of tensors (and empties it), returns the list of results.
 
-    A tensor that it writes to is passed twice, as what is read and as where to write; see :func:`on_aligned`.
+    A tensor that it writes to is passed twice, as what is read and as where to write; see
+    :func:`narrowgauge._torch.alignment.on_aligned`.
 
     Raises:
         RuntimeError: the package cannot be loaded here, or this release has renamed what loads it.
     """
     if not zipfile.is_zipfile(path):
         with quiet(), _names_kept():
-            return on_aligned(load_triton(path))
+            return triton_code.load_triton(path)
     with quiet(), _names_kept(), _for_level():
         run: Loaded = torch._inductor.aoti_load_package(str(path)).loader.boxed_run
     return run
-
-
-_ALIGNMENT = 16
-
-
-def is_aligned(tensor: Tensor) -> bool:
-    """Whether compiled code takes a tensor where it lies: on a CPU anywhere, on a GPU at a multiple of 16 bytes.
-
-    Allocations begin at such multiples. Views into a flat buffer, or the second half of an odd number of rows, may not.
-    """
-    return tensor.is_cpu or tensor.data_ptr() % _ALIGNMENT == 0
-
-
-def on_aligned(run: Loaded) -> Loaded:
-    """A compiled function that writes to tensors wherever they begin.
-
-    Triton's kernels take 16 bytes at a time, and Inductor clones the arguments that such a kernel only reads, but not those that
-    it writes (``copy_if_misaligned`` in the code of torch 2.13). Here all that are not aligned are replaced by copies first, and
-    those of tensors that are passed twice are copied back.
-
-    Cost: two copies, and their memory, of each tensor that is not aligned.
-    """
-
-    def call(arguments: list[Tensor]) -> list[Tensor]:
-        if all(map(is_aligned, arguments)):
-            return run(arguments)
-        copies: dict[int, Tensor] = {}
-        written: list[tuple[Tensor, Tensor]] = []
-        given = []
-        for tensor in arguments:
-            if is_aligned(tensor):
-                given.append(tensor)
-                continue
-            place = tensor.data_ptr()
-            if place in copies:
-                written.append((tensor, copies[place]))
-            else:
-                copies[place] = tensor.clone(memory_format=torch.contiguous_format)
-            given.append(copies[place])
-        arguments.clear()
-        results = run(given)
-        for tensor, copy in written:
-            tensor.copy_(copy)
-        return results
-
-    return call
 
 
 @contextlib.contextmanager

@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from narrowgauge._torch.many_tensors import function_of, with_table
+
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
 
@@ -57,7 +59,7 @@ def triton_code(exported: ExportedProgram, options: Mapping[str, Any]) -> str:
                 raise
     if not texts:
         raise RuntimeError("Inductor wrote no code")
-    return texts[0]
+    return with_table(texts[0])
 
 
 @contextlib.contextmanager
@@ -80,19 +82,20 @@ def _stopped_at_text(texts: list[str]) -> Iterator[None]:
 def load_triton(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     """The function in a module of :func:`triton_code`: takes a list of tensors (and empties it), returns the list of results.
 
+    Where the module's kernel takes a table it is a :class:`narrowgauge._torch.many_tensors.ManyTensors`.
+
     Raises:
         RuntimeError: what the module imports has other names in this release.
     Cost: some seconds a kernel the first time, then Triton's own cache has it.
     """
     from torch._inductor import config
 
-    module = ModuleType(path.stem)
-    code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    module, text = ModuleType(path.stem), path.read_text(encoding="utf-8")
+    code = compile(text, str(path), "exec")
     # A pool of processes takes longer to start than a few kernels take to compile.
     with config.patch({"compile_threads": 1}):
         try:
             exec(code, module.__dict__)
-            call = module.call
+            return function_of(module, text)
         except (ImportError, AttributeError) as error:
             raise RuntimeError(f"PyTorch {torch.__version__} cannot run a kernel from {path}: {error}") from error
-    return lambda arguments: list(call(arguments))

@@ -68,7 +68,11 @@ def chunks_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     return (chunk for tensor in tensors for (chunk,) in flat_chunks(tensor))
 
 
-def largest_magnitude(x: Tensor) -> Tensor:
+Dims = tuple[int, ...]
+"""Which dims a pass takes together; ``()`` for all of them."""
+
+
+def largest_magnitude(x: Tensor, dim: Dims = ()) -> Tensor:
     """The first pass: the largest absolute value, float32 0-d, exact and in no order; at least one element.
 
     Invariant: NaN if any element is NaN, else infinity if any is infinite, so one number carries the overflow flag too.
@@ -77,10 +81,10 @@ def largest_magnitude(x: Tensor) -> Tensor:
         >>> largest_magnitude(torch.tensor([1.0, -3.0, 2.0])).item()
         3.0
     """
-    return x.float().abs().amax()
+    return x.float().abs().amax(dim)
 
 
-def largest_magnitude_words(words: Tensor) -> Tensor:
+def largest_magnitude_words(words: Tensor, dim: Dims = ()) -> Tensor:
     """:func:`largest_magnitude` of bfloat16 values read as int32 words of two neighbours.
 
     Invariant: equals ``largest_magnitude(words.view(torch.bfloat16))``, up to the bits of a NaN; at least one word.
@@ -88,7 +92,7 @@ def largest_magnitude_words(words: Tensor) -> Tensor:
     # The bits of magnitudes order like the magnitudes, NaN above infinity; and an integer maximum vectorizes where a
     # NaN-aware maximum of two float lanes does not (0.02 ns a value against 0.5).
     even, odd = (words << 16) & MAGNITUDE, words & 0x7FFF0000
-    return torch.maximum(even, odd).amax().view(torch.float32)
+    return torch.maximum(even, odd).amax(dim).view(torch.float32)
 
 
 def grid_scales(largest: Tensor, count: int) -> Tensor:
@@ -129,20 +133,25 @@ def grid_sum_of_squares(x: Tensor, scales: Tensor) -> Tensor:
         >>> grid_sum_of_squares(x, grid_scales(largest_magnitude(x), 2)).tolist()
         [1441151880758558720, 0]
     """
+    return torch.stack(grid_sums(x, scales))
+
+
+def grid_sums(x: Tensor, scales: Tensor, dim: Dims = ()) -> tuple[Tensor, Tensor]:
+    """The two of :func:`grid_sum_of_squares`, over all of ``x`` or over some of its dims."""
     coarse, fine = _grid_steps(x, scales)
-    return torch.stack((coarse.sum(), fine.sum()))
+    return coarse.sum(dim), fine.sum(dim)
 
 
-def grid_sum_of_squares_words(words: Tensor, scales: Tensor) -> Tensor:
-    """:func:`grid_sum_of_squares` of bfloat16 values read as int32 words of two neighbours.
+def grid_sums_words(words: Tensor, scales: Tensor, dim: Dims = ()) -> tuple[Tensor, Tensor]:
+    """:func:`grid_sums` of bfloat16 values read as int32 words of two neighbours.
 
-    Invariant: equals ``grid_sum_of_squares(words.view(torch.bfloat16), scales)``; ``scales`` counts values, not words.
+    Invariant: equals ``grid_sums(words.view(torch.bfloat16), scales, dim)``; ``scales`` counts values, not words.
 
     Cost: compiled, 0.1 ns a value: bitcasts are free in a loop over 32-bit words and slow beside bfloat16 loads.
     """
     even = _grid_steps((words << 16).view(torch.float32), scales)
     odd = _grid_steps((words & -65536).view(torch.float32), scales)
-    return torch.stack(((even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()))
+    return (even[0] + odd[0]).sum(dim), (even[1] + odd[1]).sum(dim)
 
 
 def _grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:

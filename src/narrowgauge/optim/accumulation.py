@@ -35,7 +35,15 @@ from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, 
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
-from narrowgauge.optim.compilation import Definition, compiled, edge_words, example_words, normal_words
+from narrowgauge.optim.compilation import (
+    Compiled,
+    Definition,
+    compiled,
+    edge_words,
+    example_words,
+    normal_words,
+    run_each,
+)
 from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of
 from narrowgauge.spec.formats import dtype_name
@@ -202,15 +210,22 @@ class GradientAccumulator:
         number = step_seed(step_seed(self.seed, self.step) % 2**32, self._micro_step)
         self._micro_step += 1
         self._warn(self._micro_step)
-        seeds = {d: torch.tensor(number, dtype=torch.int32, device=d) for d in {g.device for _, g in pairs}}
+        seeds = {d: torch.full((), number, dtype=torch.int32, device=d) for d in {g.device for _, g in pairs}}
+        together: dict[Compiled, list[list[Tensor]]] = {}
         for parameter, gradient in pairs:
-            planes = self._planes_of(parameter, gradient)
-            if self.row.name in ADDITIONS:
-                self._add(ADDITIONS[self.row.name], gradient, planes, seeds[gradient.device])
+            planes, seed = self._planes_of(parameter, gradient), seeds[gradient.device]
+            words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
+            run = self._kernel(seed.device) if len(words) == 1 + len(planes) and words[0].numel() > 1 else None
+            if run is not None:
+                together.setdefault(run, []).append([*words, seed, *words[1:]])
+            elif self.row.name in ADDITIONS:
+                self._add(ADDITIONS[self.row.name], gradient, planes, seed)
             else:
                 for plane, chunk in flat_chunks(*planes, gradient):
                     plane += chunk
             parameter.grad = None
+        for run, batch in together.items():
+            run_each(run, batch)
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -254,15 +269,14 @@ class GradientAccumulator:
                 plane.fill_(-0.0)
         return self._planes[parameter]
 
-    def _add(self, addition: Addition, gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> None:
-        """Add a gradient to its planes: over whole words where they can be compiled, else a chunk at a time."""
-        words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
-        if self._compile and len(words) == 1 + len(planes) and words[0].numel() > 1:
-            name = f"accumulate {self.row.name}"
-            run = compiled(name, seed.device, lambda: define_addition(self.row, seed.device))
-            if run is not None:
-                run([*words, seed, *words[1:]])
-                return
+    def _kernel(self, device: torch.device) -> Compiled | None:
+        if not self._compile or self.row.name not in ADDITIONS:
+            return None
+        return compiled(f"accumulate {self.row.name}", device, lambda: define_addition(self.row, device))
+
+    @staticmethod
+    def _add(addition: Addition, gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> None:
+        """Add a gradient to its planes, a chunk at a time."""
         for chunk, *parts in flat_chunks(gradient, *planes):
             for part, bits in zip(parts, addition(chunk.float(), [p.float() for p in parts], seed), strict=True):
                 part.copy_(float_of(bits))

@@ -10,52 +10,105 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
+from narrowgauge.machine.transfers import to_device
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import by_reduction, local_of, squares_of_all
-from narrowgauge.optim.compilation import Definition, compiled, example_words, normal_words
+from narrowgauge.optim.compilation import Compiled, Definition, compiled, example_words, normal_words, run_each
 from narrowgauge.optim.state import SMALL, as_words
 
+Measures = tuple[Tensor, Tensor, Tensor]
+"""Of both passes at once: the largest magnitude's bits, and the steps of the coarse and of the fine grid, int64.
 
-def measure_words(words: Tensor, scales: Tensor) -> Tensor:
-    """Both passes over bfloat16 pairs at once: ``(largest's bits, coarse steps, fine steps)``, int64 ``[3]``.
-
-    Each pass ignores one result: the first has no scales yet, the second knows the largest already. But one kernel for both
-    compiles in half the time of two, and the ignored result costs a tenth of a nanosecond a value.
-    """
-    largest = summation.largest_magnitude_words(words).view(torch.int32).to(torch.int64)
-    return torch.cat([largest.reshape(1), summation.grid_sum_of_squares_words(words, scales)])
+Each pass ignores one result: the first has no scales yet, the second knows the largest already. But one kernel for both compiles
+in half the time of two, and the ignored result costs a tenth of a nanosecond a value."""
 
 
-def measure_floats(values: Tensor, scales: Tensor) -> Tensor:
+def measure_words(words: Tensor, scales: Tensor, dim: summation.Dims = ()) -> Measures:
+    """The measures of bfloat16 pairs, of all or over some dims."""
+    largest = summation.largest_magnitude_words(words, dim).view(torch.int32).to(torch.int64)
+    return largest, *summation.grid_sums_words(words, scales, dim)
+
+
+def measure_floats(values: Tensor, scales: Tensor, dim: summation.Dims = ()) -> Measures:
     """:func:`measure_words` for float32 values."""
-    largest = summation.largest_magnitude(values).view(torch.int32).to(torch.int64)
-    return torch.cat([largest.reshape(1), summation.grid_sum_of_squares(values, scales)])
+    largest = summation.largest_magnitude(values, dim).view(torch.int32).to(torch.int64)
+    return largest, *summation.grid_sums(values, scales, dim)
 
 
 MEASURES = {torch.bfloat16: measure_words, torch.float32: measure_floats}
+ROW = 1 << 12
+"""Words of which a block of a GPU's threads makes one result."""
+
+
+def measure_whole(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A CPU's function of a whole gradient: ``(words, scales) -> int64 [3]``."""
+    return lambda words, scales: torch.stack(MEASURES[dtype](words, scales))
+
+
+def measure_rows(dtype: torch.dtype) -> Callable[..., Tensor]:
+    """A GPU's function of words ``[rows, ROW]``, which writes three int64 ``[rows]``: ``(words, scales, *results) -> [0]``."""
+
+    def write(words: Tensor, scales: Tensor, *results: Tensor) -> Tensor:
+        for result, measured in zip(results, MEASURES[dtype](words, scales, (1,)), strict=True):
+            result.copy_(measured)
+        return scales.new_zeros(0)
+
+    return write
 
 
 class _Sorted:
-    """Gradients by how they are read: ``large`` ones as words in place, ``rest`` a chunk at a time."""
+    """Gradients by how they are read: ``large`` ones as words in place, ``rest`` a chunk at a time.
+
+    On a GPU ``rows`` are, by dtype: the rows of ``ROW`` words of all gradients, and what is left of each, joined.
+    """
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
-        self.large = [g for g in gradients if _is_large(g)]
-        small = [g for g in gradients if g.numel() <= SMALL]
-        self.rest = [g for g in gradients if g.numel() > SMALL and not _is_large(g)]
+        self.large: list[Tensor] = []
+        self.rows: dict[torch.dtype, list[Tensor]] = {}
+        in_words = [g for g in gradients if _reads_rows(g) and _words_of(g) is not None]
+        for dtype in dict.fromkeys(g.dtype for g in in_words):
+            self.rows[dtype] = in_rows([g for g in in_words if g.dtype is dtype])
+        others = [g for g in gradients if not _reads_rows(g) or _words_of(g) is None]
+        self.large = [g for g in others if g.numel() > SMALL and _words_of(g) is not None]
+        small = [g for g in others if g.numel() <= SMALL]
+        self.rest = [g for g in others if g.numel() > SMALL and _words_of(g) is None]
         # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one.
         for dtype in dict.fromkeys(g.dtype for g in small):
             flat = [g.reshape(-1) for g in small if g.dtype is dtype]
             self.rest += [torch.cat(flat[start : start + 64]) for start in range(0, len(flat), 64)]
 
 
-def _is_large(gradient: Tensor) -> bool:
-    known = gradient.dtype in (torch.bfloat16, torch.float32)
-    return known and gradient.numel() > SMALL and as_words(gradient) is not None
+def _reads_rows(gradient: Tensor) -> bool:
+    """A CPU reads a whole gradient by one call, which costs it nothing."""
+    return not gradient.is_cpu
+
+
+def _words_of(gradient: Tensor) -> Tensor | None:
+    """What :data:`MEASURES` takes: pairs of bfloat16 as words, float32 values; ``None`` where there is no such view."""
+    if gradient.dtype not in MEASURES or (words := as_words(gradient)) is None:
+        return None
+    return words if gradient.dtype is torch.bfloat16 else words.view(gradient.dtype)
+
+
+def in_rows(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Gradients of one dtype as matrices ``[rows, ROW]`` of words, of two rows or more, the last filled up with zeros."""
+    whole, left = [], []
+    for words in map(_words_of, gradients):
+        assert words is not None
+        end = words.numel() // ROW * ROW if words.numel() >= 2 * ROW else 0
+        whole += [words[:end].view(-1, ROW)] if end else []
+        left += [words[end:]] if end < words.numel() else []
+    if left:
+        joined = torch.cat(left)
+        rows = max(2, -(-len(joined) // ROW))
+        whole.append(F.pad(joined, (0, rows * ROW - len(joined))).view(rows, ROW))
+    return whole
 
 
 class GradientNorm:
@@ -93,45 +146,77 @@ class GradientNorm:
 
     def _peak(self, part: _Sorted, nothing: Tensor, device: torch.device) -> Tensor:
         """The largest magnitude, 0 where there is nothing."""
-        largest = [self._measure(g, nothing)[0].to(torch.int32).view(torch.float32) for g in part.large]
+        largest = [measured[0].to(torch.int32).view(torch.float32) for measured in self._measured(part, nothing)]
         largest += [summation.largest_magnitude(chunk) for chunk in summation.chunks_of(part.rest)]
         return torch.stack([torch.zeros((), dtype=torch.float32, device=device), *largest]).amax()
 
     def _steps(self, part: _Sorted, scales: Tensor, device: torch.device) -> Tensor:
         """The sum of squares in steps of both grids, int64 ``[2]``."""
-        steps = [self._measure(g, scales)[1:] for g in part.large]
+        steps = [measured[1:] for measured in self._measured(part, scales)]
         steps += [summation.grid_sum_of_squares(chunk, scales) for chunk in summation.chunks_of(part.rest)]
         return torch.stack([torch.zeros(2, dtype=torch.int64, device=device), *steps]).sum(0)
 
+    def _measured(self, part: _Sorted, scales: Tensor) -> list[Tensor]:
+        """The measures, int64 ``[3]``, of everything but the rest."""
+        return [
+            *(self._measure(gradient, scales) for gradient in part.large),
+            *(self._measure_rows(dtype, matrices, scales) for dtype, matrices in part.rows.items()),
+        ]
+
+    def _kernel(self, dtype: torch.dtype, device: torch.device) -> Compiled | None:
+        if not self.compile:
+            return None
+        return compiled(MEASURES[dtype].__name__, device, lambda: define_norm(dtype, device))
+
     def _measure(self, gradient: Tensor, scales: Tensor) -> Tensor:
-        values = as_words(gradient) if gradient.dtype is torch.bfloat16 else gradient.view(-1)
-        assert values is not None
-        measure = MEASURES[gradient.dtype]
-        run = None
-        if self.compile:
-            run = compiled(measure.__name__, values.device, lambda: define_norm(gradient.dtype, values.device))
+        words, run = _words_of(gradient), self._kernel(gradient.dtype, gradient.device)
+        assert words is not None
         if run is not None:
-            return run([values, scales])[0]
-        parts = torch.stack([measure(chunk, scales) for chunk in values.split(summation.chunk_size(values.device))])
+            return run([words, scales])[0]
+        measure = measure_whole(gradient.dtype)
+        parts = torch.stack([measure(chunk, scales) for chunk in words.split(summation.chunk_size(words.device))])
         return torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)])
 
+    def _measure_rows(self, dtype: torch.dtype, matrices: Sequence[Tensor], scales: Tensor) -> Tensor:
+        device = scales.device
+        # Each begins at a multiple of 16 bytes, and what lies between is 0.
+        sizes = [len(matrix) + len(matrix) % 2 for matrix in matrices]
+        results = torch.zeros(3, sum(sizes), dtype=torch.int64, device=device)
+        places = zip(*(result.split(sizes) for result in results), strict=True)
+        batch = [
+            [matrix, scales, *(part[: len(matrix)] for part in parts)]
+            for matrix, parts in zip(matrices, places, strict=True)
+        ]
+        if (run := self._kernel(dtype, device)) is not None:
+            run_each(run, batch)
+        else:
+            measure, size = measure_rows(dtype), summation.chunk_size(device) // ROW
+            for matrix, _, *parts in batch:
+                for start in range(0, len(matrix), size):
+                    measure(matrix[start : start + size], scales, *(part[start : start + size] for part in parts))
+        return torch.cat([results[:1].amax(1), results[1:].sum(1)])
 
-def define_norm(dtype: torch.dtype, device: torch.device) -> Definition:
-    """What both passes over gradients of this dtype compile."""
-    kind = torch.int32 if dtype is torch.bfloat16 else dtype
-    words = normal_words(dtype, (example_words(device),), device)
+
+def define_norm(dtype: torch.dtype, device: torch.device, *, by_rows: bool | None = None) -> Definition:
+    """What both passes over gradients of this dtype compile: of a whole gradient on a CPU, ``by_rows`` on a GPU."""
+    by_rows = device.type != "cpu" if by_rows is None else by_rows
+    size, kind = example_words(device), torch.int32 if dtype is torch.bfloat16 else dtype
+    shape = (size // ROW, ROW) if by_rows else (size,)
+    words = normal_words(dtype, shape, device)
     count = words.numel() * 4 // dtype.itemsize
     largest = torch.full((), 8.0, dtype=torch.float32, device=device)
+    results = [torch.zeros(shape[0], dtype=torch.int64, device=device) for _ in range(3)] if by_rows else []
 
     def edges() -> list[Tensor]:
         # An infinity or NaN has no place on a grid: where there is one, the sums are not used.
-        drawn = edge_values(dtype, (count,), finite=True).to(device)
+        drawn = edge_values(dtype, (*shape[:-1], shape[-1] * 4 // dtype.itemsize), finite=True).to(device)
         scales = summation.grid_scales(drawn.abs().amax().float(), count)
-        return [drawn.view(kind), scales]
+        return [drawn.view(kind), scales, *results]
 
-    return Definition(
-        MEASURES[dtype], [words.view(kind), summation.grid_scales(largest, count)], [(0,), ()], edges=edges
-    )
+    example = [words.view(kind), summation.grid_scales(largest, count), *results]
+    if by_rows:
+        return Definition(measure_rows(dtype), example, [(0, None), (), *[(0,)] * 3], edges=edges)
+    return Definition(measure_whole(dtype), example, [(0,), ()], edges=edges)
 
 
 def largest_magnitudes(gradients: Sequence[Tensor]) -> list[Tensor]:
@@ -165,6 +250,8 @@ def control_scalars(
         The inverse of ``grad_scale`` times ``min(1, max_norm / (norm + 1e-6))`` as in
         ``torch.nn.utils.clip_grad_norm_``, and 1 where the norm is not finite or ``found_inf`` is set.
     """
+    if grad_scale is found_inf is norm is None:
+        return to_device(torch.tensor([1.0, 0.0], dtype=torch.float32), device)
     scale = torch.ones((), dtype=torch.float32, device=device)
     skip = torch.zeros((), dtype=torch.bool, device=device)
     if grad_scale is not None:

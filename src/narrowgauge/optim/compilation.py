@@ -27,6 +27,7 @@ from torch import Tensor
 
 import narrowgauge
 from narrowgauge._torch.inductor import compile_ahead, load_ahead, machine_key, trace
+from narrowgauge._torch.many_tensors import ManyTensors
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.machine.child_processes import start_tied
 from narrowgauge.machine.cpp_compiler import compiler_missing, compiler_version, gpu_compiler_missing
@@ -122,6 +123,15 @@ def compiled(name: str, device: torch.device, define: Callable[[], Definition]) 
     if key not in _KERNELS:
         _KERNELS[key] = _load_or_compile(name, define())
     return _KERNELS[key]
+
+
+def run_each(run: Compiled, batch: Sequence[list[Tensor]]) -> None:
+    """Run a compiled function for the arguments of many tensors, in one launch where it can."""
+    if isinstance(run, ManyTensors):
+        run.each(batch)
+    else:
+        for arguments in batch:
+            run(arguments)
 
 
 def _kernel_of(name: str, device: torch.device) -> tuple[str, int, str]:

@@ -13,12 +13,13 @@ import base64
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge._torch.inductor import is_aligned
+from narrowgauge._torch.alignment import is_aligned
 from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
 from narrowgauge.numerics.summation import chunk_size
@@ -33,6 +34,7 @@ from narrowgauge.optim.compilation import (
     edge_words,
     example_words,
     normal_words,
+    run_each,
 )
 from narrowgauge.optim.rules.collage import expanded
 from narrowgauge.optim.rules.elementwise import RULES, Rule, Scalars, rule_source
@@ -178,19 +180,36 @@ def row_peaks(*words: Tensor) -> Tensor:
     return torch.stack([lane.amax(1) for lane in lanes]).amax(0)
 
 
+def write_row_peaks(words: Tensor, _: Tensor, peaks: Tensor) -> Tensor:
+    """:func:`row_peaks` of one tensor of words, into ``peaks``; returns nothing, ``[0]``."""
+    peaks.copy_(row_peaks(words))
+    return peaks.new_zeros(0)
+
+
 def define_row_peaks(device: torch.device) -> Definition:
     shape = example_shape(device, by_rows=True)
-    example = [normal_words(torch.bfloat16, shape, device)]
-    return Definition(row_peaks, example, [(0, 1)], edges=lambda: [edge_words(torch.bfloat16, shape, device)])
+
+    def arguments(draw: Draw) -> list[Tensor]:
+        return [draw(torch.bfloat16, shape, device, 0), *(torch.zeros(shape[0], device=device) for _ in range(2))]
+
+    edges = partial(arguments, edge_words)
+    return Definition(write_row_peaks, arguments(normal_words), [(0, 1), (0,), (0,)], edges=edges, outputs=(1,))
 
 
-def peaks_of_parts(words: Sequence[Tensor], *, compile: bool) -> Tensor:
-    """:func:`row_peaks` of the parts of a bfloat16 matrix, all rows in order."""
-    run, device = None, words[0].device
-    if compile and min(words[0].shape) > 1:
-        run = compiled("row peaks", device, lambda: define_row_peaks(device))
-    rows = max(1, chunk_size(device) // max(1, words[0].shape[1]))
-    return torch.cat([p for part in words for p in ([run([part])[0]] if run else map(row_peaks, part.split(rows)))])
+def peaks_of_matrices(matrices: Sequence[Tensor], *, compile: bool) -> Tensor:
+    """The largest magnitude in each row of bfloat16 matrices read as words, float32 ``[rows]``: all rows in order."""
+    device = matrices[0].device
+    peaks = torch.empty(sum(map(len, matrices)), dtype=torch.float32, device=device)
+    parts = list(zip(matrices, peaks.split(list(map(len, matrices))), strict=True))
+    run = compiled("row peaks", device, lambda: define_row_peaks(device)) if compile else None
+    if run is not None:  # one row is no dynamic length
+        run_each(run, [[words, part, part] for words, part in parts if min(words.shape) > 1])
+    for words, part in parts:
+        if run is None or min(words.shape) <= 1:
+            rows = max(1, chunk_size(device) // max(1, words.shape[1]))
+            for some, into in zip(words.split(rows), part.split(rows), strict=True):
+                into.copy_(row_peaks(some))
+    return peaks
 
 
 WIDE = 16
@@ -295,16 +314,23 @@ class StepKernel:
         return self._run(work, values, seed, audited, self._is_compiled(values))
 
     def run_each(self, tensors: Sequence[Work], values: Tensor, seed: Tensor) -> None:
-        """:meth:`run` for many tensors, none audited."""
+        """:meth:`run` for many tensors, none audited; a GPU is launched once for all that its kernel takes in place."""
         is_compiled = self._is_compiled(values)
+        together: dict[Compiled, list[list[Tensor]]] = {}
         for work in tensors:
-            self._run(work, values, seed, False, is_compiled)
+            taken, run = self._with_kernel(work, values.device, False) if is_compiled else (work, None)
+            if run is not None and self._takes_whole(taken):
+                together.setdefault(run, []).append(taken.arguments(self.parts, values, seed))
+            else:
+                self._run(work, values, seed, False, is_compiled)
+        for run, batch in together.items():
+            run_each(run, batch)
 
     def _run(self, work: Work, values: Tensor, seed: Tensor, audited: bool, is_compiled: bool) -> Tensor | None:
         if not work.words[0].numel():
             return values.new_zeros(8, dtype=torch.float64) if audited else None
         run = None
-        if is_compiled and min(work.words[0].shape) > 1:  # one row is no dynamic length
+        if is_compiled:
             work, run = self._with_kernel(work, values.device, audited)
         if run is not None and not audited and self._takes_whole(work):
             run(work.arguments(self.parts, values, seed))
@@ -335,7 +361,9 @@ class StepKernel:
         return self.compile and not (values.is_cpu and bool(values[CONTROL.index("skip")]))
 
     def _with_kernel(self, work: Work, device: torch.device, audited: bool) -> tuple[Work, Compiled | None]:
-        """The work as a kernel takes it, and the kernel, ``None`` without a compiler."""
+        """The work as a kernel takes it, and the kernel, ``None`` where there is none for it."""
+        if min(work.words[0].shape) <= 1:
+            return work, None  # one row is no dynamic length, and nothing needs no kernel
         wide = work if device.type == "cpu" else work.widened()
         return wide, self.variant(device, audited, wide=wide is not work)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
+from narrowgauge.machine.transfers import Reading
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
@@ -47,6 +48,7 @@ from narrowgauge.optim.validation import (
     check_visible,
     expected_row,
     known_row,
+    refuse_capture,
     warn_of_slow_matmuls,
 )
 from narrowgauge.spec.storages import Storage
@@ -199,8 +201,8 @@ class Optimizer(torch.optim.Optimizer):
         self._control = StepControl(self._registry.worth_compiling)
         self.loss_scaler = loss_scaler
         self._stepped = False
-        # Of the last step: its control scalars, its states, and the largest gradient magnitude of each where it may be skipped.
-        self._pending: tuple[Tensor, list[ParameterState], list[Tensor]] | None = None
+        # Of the last step: whether it was skipped; its states; and where it may be, the largest gradient magnitude of each.
+        self._pending: tuple[Reading | None, list[ParameterState], list[Tensor]] | None = None
 
     @property
     def loss_scaler(self) -> LossScaler | None:
@@ -300,28 +302,31 @@ class Optimizer(torch.optim.Optimizer):
                 self.reduction.require_stepped()
             self._take_audit([])  # of parameters that were stepped alone
             return
+        device = states[0].parameter.device
+        refuse_capture(device)
         if not self._stepped:
-            self._begin(states[0].parameter.device)
+            self._begin(device)
         gradients = [state.owner.grad for state in states]
+        found_inf = getattr(self, "found_inf", None)
         control, norm, self.watched_grad_norm = self._control(
             [g for g in gradients if g is not None],
-            states[0].parameter.device,
+            device,
             max_norm=self.max_grad_norm,
             skip_above=self.skip_above,
             # torch.amp.GradScaler sets these two for the length of a step.
             grad_scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
+            found_inf=found_inf,
             own=next((g for s, g in zip(states, gradients, strict=True) if s.owner is self.watched), None),
         )
         self.last_control, self.grad_norm = control, self.grad_norm if norm is None else norm
         for group, members in work:
             self._advance(group, members, control)
         on_cpu = control.device.type == "cpu"
+        may_skip = norm is not None or found_inf is not None
         # What the host reads later must not keep gradients alive: their largest magnitudes are enough.
-        may_skip = self.max_grad_norm is not None or self.loss_scaler is not None or self.skip_above < math.inf
         flagged = may_skip and not on_cpu
         finite = largest_magnitudes([state.gradient for state in states]) if flagged else []
-        self._pending = (control, states, finite)
+        self._pending = (Reading(control[1]) if may_skip else None, states, finite)
         if on_cpu:
             self.settle()  # nothing to wait for
         for state in states:
@@ -371,8 +376,8 @@ class Optimizer(torch.optim.Optimizer):
         """Finish the last step: read from the device whether it was skipped and what its audit found, and raise alarms."""
         if self._pending is None:
             return
-        (control, states, norms), self._pending, self.last_audit = self._pending, None, None
-        if float(control[1]) != 0.0:
+        (skip, states, norms), self._pending, self.last_audit = self._pending, None, None
+        if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
             names = self.parameter_names()
             finite = [bool(n.isfinite()) for n in norms] or [bool(s.gradient.isfinite().all()) for s in states]

@@ -24,7 +24,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import half, quiet
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import codec
-from narrowgauge.optim.kernel import Kernel, StepKernel, Work, peaks_of_parts
+from narrowgauge.optim.kernel import Kernel, StepKernel, Work, peaks_of_matrices
 from narrowgauge.spec.storages import Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32)
@@ -279,16 +279,20 @@ class ParameterState:
 
     def peaks_of(self, values: Tensor) -> Tensor:
         """The largest magnitude of each row, float32 ``[rows, 1]``."""
+        return peaks_of_all([self], [values])
+
+    def matrices(self, values: Tensor) -> list[Tensor] | None:
+        """A bfloat16 tensor of the parameter's shape as matrices of words, or ``None``."""
+        is_known = self.storage.visible == "bfloat16" and values.dtype is torch.bfloat16 and values.numel() > 0
+        return self._parts(values) if is_known else None
+
+    def row_peaks(self, values: Tensor) -> Tensor:
+        """The largest magnitude of each row of any float tensor of the parameter's shape, float32 ``[rows]``."""
         matrix = self._matrix
         if not values.numel():
-            return values.new_zeros(matrix[0], 1, dtype=torch.float32)
-        words = None
-        if self.storage.visible == "bfloat16" and values.dtype is torch.bfloat16:
-            words = self._parts(values)
-        if words is not None:
-            return peaks_of_parts(words, compile=self.kernel.compile).unsqueeze(1)
+            return values.new_zeros(matrix[0], dtype=torch.float32)
         pieces = values.reshape(matrix).split(max(1, PIECE_WORDS // matrix[1]))
-        return torch.cat([piece.abs().amax(1, keepdim=True) for piece in pieces]).float()
+        return torch.cat([piece.abs().amax(1) for piece in pieces]).float()
 
     def _parts(self, tensor: Tensor) -> list[Tensor] | None:
         """A tensor of the parameter's shape as words in place, as a kernel takes them, or ``None``."""
@@ -322,6 +326,19 @@ class ParameterState:
         for name in self.storage.scaled:
             halves = [_filled(s[name], parts * group).view(parts, group, 1).unbind(0) for s in (into, back)]
             self.scales += [scale for pair in zip(*halves, strict=True) for scale in pair]
+
+
+def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude of each row of tensors, one of each state's shape, all rows in order: float32 ``[rows, 1]``."""
+    matrices = [state.matrices(value) for state, value in zip(states, values, strict=True)]
+    joined = [matrix for own in matrices if own is not None for matrix in own]
+    sizes = [sum(map(len, own)) for own in matrices if own is not None]
+    found = iter(peaks_of_matrices(joined, compile=states[0].kernel.compile).split(sizes) if joined else ())
+    peaks = [
+        state.row_peaks(value) if own is None else next(found)
+        for state, value, own in zip(states, values, matrices, strict=True)
+    ]
+    return torch.cat(peaks).unsqueeze(1)
 
 
 def tensors_of_planes(storage: Storage, words: Mapping[str, Tensor]) -> list[Tensor]:

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from narrowgauge.machine.transfers import to_device
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.shards import gathered, own_part
 from narrowgauge.optim import codec
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.kernel import CONTROL, MatrixKernel, StepKernel, Work
-from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState, weight_bound
+from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState, peaks_of_all, weight_bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,11 +53,11 @@ class Stepper:
         if key not in self._numbers:
             device = self.control.device
             scalars = [1.0, 0.0, *kernel.scalars(self.group, count - state.begun)]
-            values = torch.tensor(scalars, dtype=torch.float32, device=device)
+            values = to_device(torch.tensor(scalars, dtype=torch.float32), device)
             values[:2] = self.control
             if self.group.get("maximize"):
                 values[0] = -values[0]
-            seed = torch.tensor(step_seed(self.group["seed"], count), dtype=torch.int32, device=device)
+            seed = torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device=device)
             self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
         return self._numbers[key]
 
@@ -65,11 +66,11 @@ class Stepper:
 
         ``buckets`` are all of the optimizer's; those whose members are all among ``states``, and at one step, are stepped as one.
         """
-        waiting = dict.fromkeys(states)
+        waiting, whole = dict.fromkeys(states), []
         for bucket in buckets:
             together = {self.numbers(member) if member in waiting else None for member in bucket.members}
             if len(together) == 1 and None not in together:
-                self._step_bucket(bucket)
+                whole.append(bucket)
                 for member in bucket.members:
                     del waiting[member]
         for state in waiting:  # stepped outside of any bucket, which therefore gets no copy of the visible weight
@@ -82,6 +83,13 @@ class Stepper:
                 elementwise.append((state, state.kernel))
         self._bound_rows(elementwise)
         plain: dict[tuple[StepKernel, Numbers], list[Work]] = {}
+        for bucket in whole:
+            bucket.gather()
+            numbers = self.numbers(bucket.members[0])
+            if numbers.audited:
+                self._step_audited_bucket(bucket, numbers)
+            else:
+                plain.setdefault((bucket.kernel, numbers), []).append(bucket.work)
         for state, kernel in elementwise:
             work, numbers = state.direct(), self.numbers(state)
             if work is None:
@@ -92,17 +100,13 @@ class Stepper:
                 plain.setdefault((kernel, numbers), []).append(work)
         for (kernel, numbers), tensors in plain.items():
             kernel.run_each(tensors, numbers.values, numbers.seed)
+        for bucket in whole:
+            bucket.scatter()
 
-    def _step_bucket(self, bucket: Bucket) -> None:
-        kernel, numbers = bucket.kernel, self.numbers(bucket.members[0])
-        bucket.gather()
-        if numbers.audited:
-            rows = kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
-            for member, sums in zip(bucket.members, rows, strict=True):
-                self.auditor.add(member.owner, sums, member.parameter.numel())
-        else:
-            kernel.run(bucket.work, numbers.values, numbers.seed)
-        bucket.scatter()
+    def _step_audited_bucket(self, bucket: Bucket, numbers: Numbers) -> None:
+        rows = bucket.kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
+        for member, sums in zip(bucket.members, rows, strict=True):
+            self.auditor.add(member.owner, sums, member.parameter.numel())
 
     def _step_audited(self, state: ParameterState, work: Work, numbers: Numbers) -> None:
         turn = (state.step + 1) // self.audit_every
@@ -198,10 +202,10 @@ def _new_bounds(
     kernel: StepKernel, batch: Sequence[ParameterState], old: Mapping[str, Tensor], values: Tensor
 ) -> dict[str, Tensor]:
     rule = kernel.rule
-    slopes = torch.cat([state.peaks_of(state.gradient) for state in batch]) * values[0].abs()
+    slopes = peaks_of_all(batch, [state.gradient for state in batch]) * values[0].abs()
     weights = torch.zeros_like(slopes)
     if rule.coupled or "weight" in old:
-        weights = torch.cat([state.peaks_of(state.parameter.detach()) for state in batch])
+        weights = peaks_of_all(batch, [state.parameter.detach() for state in batch])
     scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
     # A state that is not scaled by row needs no bound.
     moments = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]

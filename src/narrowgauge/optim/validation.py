@@ -148,6 +148,19 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
     _check_values(options, {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)})
 
 
+def refuse_capture(device: torch.device) -> None:
+    """Refuse a step that a CUDA graph records.
+
+    Raises:
+        RecipeError: a graph is being captured.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RecipeError(
+            "a CUDA graph is being captured, and each replay would repeat this step's learning rate and random bits.",
+            "Capture the forward and backward passes alone, and call optimizer.step() after each replay.",
+        )
+
+
 def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
     for name, law in laws.items():
         if name in options:
