@@ -175,6 +175,21 @@ def test_a_loop_and_a_framework_load_each_others_states(from_loop: bool) -> None
     assert not any("narrowgauge" in group for group in its.param_groups)
 
 
+def test_a_framework_carries_the_audit_and_the_count_of_skipped_steps() -> None:
+    made = []
+    for _ in range(2):
+        model, optimizer = ng.prepare(LlamaForCausalLM(LlamaConfig(**SHAPE)).train(), "bfloat16/word", audit_every=1)
+        resumption.carry_state_and_audit(optimizer, model)
+        made.append((model, optimizer))
+    (model, optimizer), (_, other) = made
+    trained(model, optimizer, range(2))
+    optimizer.num_skipped = 3
+    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    wanted = resumption.saved_audit(optimizer)["windows"]
+    assert wanted and other.num_skipped == 3
+    assert_same_bits(resumption.saved_audit(other)["windows"], wanted)
+
+
 def test_the_loss_scale_and_the_step_of_a_stochastic_reduction_travel() -> None:
     _, optimizer = prepared("float16/split/compressed8", seed=0)
     assert optimizer.loss_scaler is not None and optimizer.reduction is not None

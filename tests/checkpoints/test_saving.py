@@ -18,6 +18,7 @@ import torch
 import narrowgauge.checkpoints.saving as checkpoint_module
 from narrowgauge.checkpoints.saving import latest_checkpoint, load_checkpoint, save_checkpoint
 from narrowgauge.errors import RecordError
+from narrowgauge.runs.atomic_io import digest
 from tensors import assert_same_bits
 
 STATE = {"step": 3, "seed": 2**63, "loss": 0.1, "worst": math.inf, "names": ["a", None, True], "text": "ü"}
@@ -147,6 +148,15 @@ def come_from_the_future(path: Path) -> None:
     (path / "manifest.json").write_text(json.dumps({**manifest, "schema_version": 99}))
 
 
+def name_a_file_outside(path: Path) -> None:
+    """A sound one, of the size and checksum that the manifest states."""
+    outside = path.parent.parent / "outside"
+    outside.write_bytes(b"of somebody else")
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["../../outside"] = {"bytes": outside.stat().st_size, "blake2b": digest(outside)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
 FAULTS = [
     (truncate, r"tensors\.safetensors has [\d,]+ bytes of"),
     (flip_a_bit, r"tensors\.safetensors does not match its checksum"),
@@ -156,6 +166,7 @@ FAULTS = [
     (tear_the_manifest, r"its manifest\.json is damaged"),
     (take_the_place_of_another, "its manifest is of step 1"),
     (come_from_the_future, "schema 99"),
+    (name_a_file_outside, r"its manifest\.json is damaged \(a file is not in this folder\)"),
 ]
 
 

@@ -259,6 +259,20 @@ def test_a_slurm_job_goes_on_only_when_it_was_requeued(tmp_path: Path, monkeypat
     assert is_own_run(tmp_path / "run")
 
 
+def test_a_resume_that_is_started_anew_goes_on_unless_the_run_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumed: list[Path] = []
+    monkeypatch.setattr(launching, "resume", lambda folder, *_, **__: resumed.append(folder))
+    stand_among(monkeypatch, {**AGENT, "TORCHELASTIC_RESTART_COUNT": "1"})
+    for name in ("stopped", "ended"):
+        with RunWriter.create(tmp_path / name, {"config": {"gradient_accumulation_steps": 4}}) as writer:
+            if name == "ended":
+                writer.summary({"steps": 8})
+        assert call("resume", str(tmp_path / name)).exit_code == 0
+    assert resumed == [tmp_path / "stopped"]
+
+
 def test_wrong_settings_are_not_told_again_after_a_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_among(monkeypatch, {**AGENT, "NARROWGAUGE_AGENT_FOLDER": str(tmp_path)})
     (tmp_path / "reported-0").write_text("2")

@@ -19,7 +19,7 @@ from filelock import FileLock
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -106,6 +106,7 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     found["by the caller"] = {case: learn(*sharded_by_the_caller(case, line)) for case in ("word", "float32")}
     found["refusals"] = refusals(line)
     found["fingerprints"] = fingerprints(line, hybrid)
+    found["by columns"] = fingerprint_by_columns(line)
     found["audited"] = audited(rank, line)
     return found
 
@@ -179,6 +180,12 @@ def fingerprints(line: Any, hybrid: Any) -> list[str]:
         fully_shard(net, mesh=mesh)
         found.append(sharding.fingerprint_whole(dict(net.named_parameters())))
     return found
+
+
+def fingerprint_by_columns(line: Any) -> str:
+    """As the matrices of tensor parallelism may be cut."""
+    matrices = {name: value for name, value in cut_tensors().items() if value.ndim > 1}
+    return sharding.fingerprint_whole({n: distribute_tensor(value, line, [Shard(1)]) for n, value in matrices.items()})
 
 
 def audited(rank: int, line: Any) -> dict[str, tuple[list[float], int]]:
@@ -268,6 +275,11 @@ def test_what_cannot_be_is_refused_with_advice(found: list[Any]) -> None:
 def test_fingerprints_of_shards_are_those_of_the_whole(found: list[Any]) -> None:
     expected = fingerprint_all(cut_tensors())
     assert all(result["fingerprints"] == [expected, expected] for result in found)
+
+
+def test_fingerprints_of_tensors_cut_by_columns_are_those_of_the_whole(found: list[Any]) -> None:
+    expected = fingerprint_all({name: value for name, value in cut_tensors().items() if value.ndim > 1})
+    assert all(result["by columns"] == expected for result in found)
 
 
 def test_an_audit_adds_up_what_the_ranks_saw_of_each_tensor(found: list[Any]) -> None:

@@ -98,6 +98,23 @@ def test_recomputation_costs_a_forward() -> None:
     assert full.groups["loss"] == none.groups["loss"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "is_cast_again"),
+    [(SHARED, True), (replace(SHARED, zero=2), False), (Layout(data=8), False), (Layout(data=8, zero=0), False)],
+)
+def test_weights_that_stay_gathered_are_cast_once_a_step(layout: Layout, is_cast_again: bool) -> None:
+    """Those that are gathered for each micro-batch are cast for each."""
+    recipe = parse("float8-row/word")
+    one, four = (
+        step_terms(Job(LLAMA, recipe, replace(layout, micro_batches=count), H100, 4096, exact("H100-SXM")))
+        for count in (1, 4)
+    )
+    if is_cast_again:
+        assert four.groups["casts"] == pytest.approx(4 * one.groups["casts"])
+    else:
+        assert one.groups["casts"] < four.groups["casts"] < 3.9 * one.groups["casts"]
+
+
 def test_tensor_ranks_halve_the_matmuls_and_exchange_activations() -> None:
     one, two = (
         step_terms(

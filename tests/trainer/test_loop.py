@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._inductor import exc as torch_errors
 
 from narrowgauge.errors import ChipError, DataError, RecordError
 from narrowgauge.runs.record import Run, read_run
-from narrowgauge.trainer import config, loop
+from narrowgauge.trainer import config, loop, session
 from trainer.tiny_runs import call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -127,6 +128,17 @@ def test_micro_batches_add_up_to_the_batch(place: Path, tmp_path: Path) -> None:
     for one, other in zip(*(run.steps for run in parts), strict=True):
         assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_the_validation_loss_is_the_mean_over_the_tokens_that_are_predicted(place: Path, tmp_path: Path) -> None:
+    """Those of a sequence but its first."""
+    given = settings(place, tmp_path, recipe="float32/float32").validated()
+    run = session.build(given, tmp_path, loop._prepared_data(given, tmp_path))
+    tokens = torch.from_numpy(np.concatenate(list(run.data.valid_batches(4, 16, 2))))
+    assert tokens.shape == (8, 17)
+    with torch.no_grad():
+        expected = float(run.model(input_ids=tokens, labels=tokens).loss)
+    assert loop.evaluate(run) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_step_at_rate_zero_intends_nothing_and_is_no_error(place: Path, tmp_path: Path) -> None:
