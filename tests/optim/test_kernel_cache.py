@@ -373,14 +373,16 @@ def test_a_key_is_another_for_another_graph_or_another_compiler(monkeypatch: pyt
             patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
             keys.append(key_of())
     with monkeypatch.context() as patch:
-        patch.setattr(inductor, "own_code", lambda: "other instructions")
+        patch.setattr(inductor, "own_code", lambda device_type: "other instructions")
         keys.append(key_of())
     assert len(set(keys)) == len(keys)
 
 
 def test_what_changes_inductor_is_hashed_without_its_comments() -> None:
-    text = inductor.own_code()
-    assert "_mask" in text and "srli" in text and "#" not in text and '"""' not in text
+    text, for_gpu = inductor.own_code("cpu"), inductor.own_code("cuda")
+    assert "_mask" in text and "srli" in text and "_takes_table" not in text
+    assert "_mask" in for_gpu and "_takes_table" in for_gpu
+    assert all('"""' not in each and "  # " not in each for each in (text, for_gpu))
 
 
 @pytest.mark.parametrize("error", [ValueError("a graph with a subgraph"), AttributeError("no range_constraints")])

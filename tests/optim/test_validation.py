@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim.kernel import Kernel
+from narrowgauge.optim.validation import refuse_capture
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import RULES, build, everything, parameters
 from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
@@ -255,3 +256,12 @@ def test_defaults_are_torchs(theirs: type[torch.optim.Optimizer]) -> None:
 
 def test_every_rule_is_here() -> None:
     assert LATER.keys() | {"nesterov"} == RULES.keys()
+
+
+def test_a_step_that_a_cuda_graph_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_capture(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    refuse_capture(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(ng.errors.RecipeError, match=r"graph .* would repeat .* random bits"):
+        refuse_capture(torch.device("cuda"))

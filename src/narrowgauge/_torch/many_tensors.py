@@ -49,7 +49,7 @@ def with_table(text: str) -> str:
         return text
     kind, place, code = found
     start, end = kernels[0].span("code")
-    return f"# takes a table: {kind} {place} {kernels[0][1]}\n{text[:start]}{code}{text[end:]}"
+    return f"# takes a table: {kind} {place} {kernels[0][1]}\n{text[:start]}{code}\n{text[end:]}"
 
 
 def _takes_table(code: str) -> tuple[str, int, str] | None:
@@ -188,5 +188,5 @@ def table_of(rows: Sequence[Sequence[int]], place: int, span: int) -> Tensor:
     given = torch.tensor(rows, dtype=torch.int64)
     spans = -(given[:, place] // -span)
     before = (spans.cumsum(0) - spans).repeat_interleave(spans)
-    starts = (torch.arange(len(before)) - before) * span
+    starts = (torch.arange(len(before), dtype=torch.int64) - before) * span
     return torch.cat([given.repeat_interleave(spans, 0), starts[:, None]], 1)

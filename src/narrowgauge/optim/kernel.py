@@ -190,7 +190,8 @@ def define_row_peaks(device: torch.device) -> Definition:
     shape = example_shape(device, by_rows=True)
 
     def arguments(draw: Draw) -> list[Tensor]:
-        return [draw(torch.bfloat16, shape, device, 0), *(torch.zeros(shape[0], device=device) for _ in range(2))]
+        peaks = [torch.zeros(shape[0], dtype=torch.float32, device=device) for _ in range(2)]
+        return [draw(torch.bfloat16, shape, device, 0), *peaks]
 
     edges = partial(arguments, edge_words)
     return Definition(write_row_peaks, arguments(normal_words), [(0, 1), (0,), (0,)], edges=edges, outputs=(1,))
