@@ -99,7 +99,7 @@ def test_rows_of_computes_say_every_cast() -> None:
         2,
         4,
     )
-    assert rows["mxfp8"]["native"] == "" and "nowhere: emulated" in show.table("computes").plain()
+    assert rows["mxfp6"]["native"] == "" and "nowhere: emulated" in show.table("computes").plain()
     lines = {line.split()[0]: line for line in show.table("computes").plain().splitlines()}
     assert (
         "float8_e4m3fn, per tensor  " in lines["float8-tensor-e5m2"]

@@ -65,6 +65,16 @@ class Chip:
     notes: str = ""
 
     @property
+    def target(self) -> str:
+        """The name by which compilers and :mod:`narrowgauge.spec.kernels` know it, such as ``sm90`` or ``gfx942``.
+
+        Example:
+            >>> get_chip("H100-SXM5").target
+            'sm90'
+        """
+        return self.architecture.rpartition(" ")[2]
+
+    @property
     def memory_bytes(self) -> int:
         """Memory in bytes; the vendor's GB is 2^30 bytes (drivers report 1–3 % less).
 

@@ -300,7 +300,7 @@ _COMPUTES = (
         purpose="the reference for all other computes", source="IEEE 754",
     ),
     Compute(
-        "tfloat32", *(_wide("tfloat32"),) * 3, dtype="float32",
+        "tfloat32", *(_wide("tfloat32"),) * 3, dtype="float32", native="tensor cores of Ampere or later",
         default_storage="float32",
         purpose="float32 models on tensor cores: operands of 11 significant bits, range and accumulation of float32",
         source="NVIDIA A100 whitepaper, 2020",
@@ -346,7 +346,7 @@ _COMPUTES = (
         source="torchao, rowwise",
     ),
     Compute(
-        "float8-block", *_blocks(), native="",
+        "float8-block", *_blocks(), native="blocks of 128 on Hopper",
         purpose="long runs: e4m3 everywhere, blocks of 1×128 and, for weights, 128×128, power-of-two scales",
         source=f"DeepSeek-V3 (2412.19437), section 3.3; power-of-two scales as in {_TE}",
     ),
@@ -369,7 +369,7 @@ _COMPUTES = (
         source="torchao, rowwise, with the formats of Micikevicius et al. 2022",
     ),
     Compute(
-        "float8-block-e5m2", *_blocks("float8_e5m2"), native="",
+        "float8-block-e5m2", *_blocks("float8_e5m2"), native="output on Hopper; gradients are emulated",
         purpose="float8-block with gradients in e5m2", source=f"{_TE}, Float8BlockScaling, HYBRID",
     ),
     Compute(
@@ -385,7 +385,7 @@ _COMPUTES = (
         source="Dettmers et al. 2022, LLM.int8() (2208.07339), threshold 6",
     ),
     Compute(
-        "mxfp8", *_microscaled("float8_e4m3fn"),
+        "mxfp8", *_microscaled("float8_e4m3fn"), native="Blackwell",
         purpose="float8 with a power-of-two scale per 32 values: an outlier affects its block only", source=_MX,
     ),
     Compute(
@@ -394,13 +394,13 @@ _COMPUTES = (
         purpose="for studies of six bits: e2m3 forward, e3m2 for gradients", source=_MX,
     ),
     Compute(
-        "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"),
+        "mxfp4", *_four_bits("1x32", "float8_e8m0fnu"), native="B200 and B300",
         fallback="mxfp8",
         purpose="four bits with power-of-two scales: stochastic rounding and rotation keep gradients unbiased",
         source=f"{_MX}; Tseng et al. 2025, Training LLMs with MXFP4 (2502.20586)",
     ),
     Compute(
-        "nvfp4", *_four_bits("1x16", "float8_e4m3fn"),
+        "nvfp4", *_four_bits("1x16", "float8_e4m3fn"), native="Blackwell",
         fallback="mxfp8",
         purpose="four bits with an e4m3 scale per 16 values and a float32 scale per tensor",
         source="NVIDIA 2025, Pretraining LLMs with NVFP4 (2509.25149)",

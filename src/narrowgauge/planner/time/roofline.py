@@ -19,6 +19,7 @@ from narrowgauge.planner.inputs.jobs import Job
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES, SLOTS, TENSORS, Cast, Compute, Product, casts_made, named, weight_slots
 from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.kernels import kernel_for, needs_kernel
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -65,10 +66,13 @@ def setting_of(layer: str, recipe: Recipe) -> Setting:
     return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
 
 
-def is_native(product: Product, compute: Compute, chip: Chip) -> bool:
+def is_native(product: Product, chip: Chip) -> bool:
     """Whether the chip multiplies the operands' own codes, and a kernel of this version uses that."""
     formats = [cast.format for cast in (product.left, product.right)]
-    has_kernel = product.is_wide or (bool(compute.native) and chip.vendor == "NVIDIA")
+    if needs_kernel(product):
+        has_kernel = kernel_for(product, chip.target) is not None
+    else:
+        has_kernel = product.is_wide or chip.vendor == "NVIDIA"
     return has_kernel and all(rate_name(format) in chip.peak_tflops for format in formats)
 
 
@@ -82,7 +86,7 @@ _WIDENED_BYTES = 6  # of an operand: read in 16 bits and written in 32; of the r
 
 def describe_support(compute: Compute, chip: Chip) -> str:
     """``native``, or ``emulated`` and why."""
-    emulated = [product for product in compute.products.values() if not is_native(product, compute, chip)]
+    emulated = [product for product in compute.products.values() if not is_native(product, chip)]
     formats = sorted({cast.format for product in emulated for cast in (product.left, product.right)})
     if not emulated:
         return "native"
@@ -119,7 +123,7 @@ def operation_seconds(
     seconds: dict[str, float] = {}
     casts, made = compute.casts, () if setting.is_plain else casts_made(compute)
     for matmul, product in compute.products.items():
-        native = is_native(product, compute, chip)
+        native = is_native(product, chip)
         for name in made:
             if SLOTS[name].matmul == matmul:
                 seconds[name] = _cast_seconds(name, casts[name], sizes, setting, native, chip, shares)
@@ -161,22 +165,22 @@ def _passes(cast: Cast) -> int:
 
 def _written_bytes(cast: Cast, native: bool) -> float:
     """Bytes per element of an operand: its codes, or the 16-bit values that are multiplied instead."""
-    if cast.is_wide or native:
-        return bytes_per_number(cast.format)
-    return 2.0
+    if native and cast.block is not None:
+        return cast.bits / 8  # with the scales of its blocks
+    return bytes_per_number(cast.format) if cast.is_wide or native else 2.0
 
 
 def _extra_bytes(
     matmul: str, product: Product, native: bool, setting: Setting, left: float, right: float, result: float
 ) -> float:
-    """Bytes read and written in addition to a matmul's: to transpose codes, since float8 kernels take rows only; to scale."""
+    """Bytes read and written in addition to a matmul's: to transpose codes of 8 and 4 bits, whose kernels take rows only; to scale."""
     if setting.is_plain:
         return 0.0
     total = 0.0
     width = _written_bytes(product.left, native)
     if native and not product.is_wide and matmul == "grad_weight":
         total += 2 * left * width
-    if native and product.left.format.startswith("float8") and matmul != "output":
+    if native and product.left.format.startswith(("float8", "float4")) and matmul != "output":
         total += 2 * right * width
     scaled_inside = native and product.left.format.startswith("float8")
     if product.left.block is None and not product.is_wide and not scaled_inside and product.left.scaling != "static":
@@ -195,7 +199,7 @@ def weight_bytes(setting: Setting, chip: Chip) -> float:
     if setting.is_plain:
         return 0.0
     products = [compute.products[SLOTS[name].matmul] for name in weight_slots(compute)]
-    return sum(_written_bytes(product.right, is_native(product, compute, chip)) for product in products)
+    return sum(_written_bytes(product.right, is_native(product, chip)) for product in products)
 
 
 # ── the matmuls of a job as points of the roofline ────────────────────────────────────────────────────────────────────────
@@ -239,7 +243,7 @@ def roof_of(job: Job) -> Roof:
     shares = job.shares or shares_of(chip)
     compute = job.recipe.compute
     product = compute.products["output"]
-    is_narrow = is_native(product, compute, chip)
+    is_narrow = is_native(product, chip)
     wide = COMPUTES[job.recipe.dtype].products["output"].left.format
     narrow = product.left.format if is_narrow else wide
     wide, narrow = ("float32" if is_widened(format, chip) else format for format in (wide, narrow))

@@ -1,0 +1,117 @@
+"""Kernels: which GPUs multiply which casts' own codes.
+
+A row is a matmul kernel that PyTorch has: the formats, groups and scales of its two operands, and the chips that run it. A matmul
+whose casts fit no row of its chip is emulated with the same values. The matmuls (:mod:`narrowgauge.matmul.native` has the
+function that calls each kernel), the planner and the documentation read the same table. The 16- and 32-bit formats and int8,
+which every GPU multiplies, need no row.
+
+Source: ``aten/src/ATen/native/cuda/ScaledBlas.cpp`` and ``ScaledBlasUtils.cpp`` of PyTorch, which refuse all other operands;
+cuBLAS, "Narrow Precision Data Types Usage".
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from narrowgauge.spec.computes import Product
+
+Pairs = tuple[tuple[str, str], ...]
+_LAST = 999
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One matmul kernel, and what it takes.
+
+    Args:
+        name: by which :mod:`narrowgauge.matmul.native` finds its function.
+        formats: of the left and the right operand.
+        granularities: of the left and the right operand.
+        capabilities: the first and the last compute capability of NVIDIA's chips that run it, times ten; ``None`` for none.
+        architectures: AMD's chips that run it.
+        scales: formats of the scales of blocks; empty where scales belong to rows or tensors, and for operands without scales.
+        purpose: what is special about it.
+    """
+
+    name: str
+    formats: Pairs
+    granularities: Pairs
+    capabilities: tuple[int, int] | None
+    architectures: tuple[str, ...] = ()
+    scales: tuple[str, ...] = ()
+    purpose: str = ""
+
+    def takes(self, product: Product) -> bool:
+        """Whether the casts of a product are those of the kernel's operands."""
+        left, right = product.left, product.right
+        return (
+            (left.format, right.format) in self.formats
+            and (left.granularity, right.granularity) in self.granularities
+            and (not self.scales or {left.scale, right.scale} <= set(self.scales))
+        )
+
+    def runs_on(self, architecture: str) -> bool:
+        """Whether a chip has it: NVIDIA's are called ``sm90``, AMD's ``gfx942``."""
+        if not architecture.startswith("sm"):
+            return architecture in self.architectures
+        return self.capabilities is not None and self.capabilities[0] <= int(architecture[2:]) <= self.capabilities[1]
+
+
+def _both(name: str) -> Pairs:
+    return ((name, name),)
+
+
+_E4M3 = _both("float8_e4m3fn")
+_GROUPS = ("tensor", "row", "column")
+# cuBLAS multiplies no two e5m2 matrices.
+_FLOAT8 = (*_E4M3, ("float8_e5m2", "float8_e4m3fn"), ("float8_e4m3fn", "float8_e5m2"))
+_WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
+# Every block scale but the e4m3 ones of two levels is a power of two.
+_POWERS = ("power-of-two", "float8_e8m0fnu", "float32")
+
+_KERNELS = (
+    Kernel(
+        "float8", _FLOAT8, _WHOLE, (89, _LAST), ("gfx950", "gfx1200", "gfx1201"),
+        purpose="one scale for a tensor, or for each of its rows",
+    ),
+    Kernel(
+        "float8-fnuz", _FLOAT8, _WHOLE, None, ("gfx942",),
+        purpose="the same numbers, as halves in AMD's own float8",
+    ),
+    Kernel(
+        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90), scales=_POWERS,
+        purpose="float32 scales of 1 × 128 and 128 × 128 values",
+    ),
+    Kernel("mxfp8", _E4M3, _both("1x32"), (100, _LAST), scales=_POWERS, purpose="e8m0 scales of 32 values"),
+    Kernel(
+        "mxfp4", _both("float4_e2m1fn"), _both("1x32"), (100, 109), scales=_POWERS,
+        purpose="e8m0 scales of 32 values; results leave as bfloat16",
+    ),
+    Kernel(
+        "nvfp4", _both("float4_e2m1fn"), _both("1x16"), (100, _LAST), scales=("float8_e4m3fn",),
+        purpose="e4m3 scales of 16 values, and a float32 one of the tensor",
+    ),
+    Kernel(
+        "tfloat32", _both("tfloat32"), _both("none"), (80, _LAST),
+        purpose="float32 matmuls on tensor cores, of operands that are tfloat32 numbers already",
+    ),
+)  # fmt: skip
+KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
+
+
+def kernel_for(product: Product, architecture: str) -> Kernel | None:
+    """The kernel that multiplies a product's operands on a chip; ``None`` where they are emulated, or need no row here.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> [kernel.name for chip in ("sm90", "sm100") if (kernel := kernel_for(COMPUTES["mxfp8"].output, chip))]
+        ['mxfp8']
+    """
+    return next((kernel for kernel in _KERNELS if kernel.takes(product) and kernel.runs_on(architecture)), None)
+
+
+def needs_kernel(product: Product) -> bool:
+    """Whether a product of these formats is multiplied by a row of the table alone, and not by every GPU."""
+    formats = {product.left.format, product.right.format}
+    return not (formats == {"int8"} or (product.is_wide and "tfloat32" not in formats))
