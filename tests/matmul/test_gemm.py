@@ -11,11 +11,12 @@ from torch import Tensor
 
 from covering import exhaustive
 from matmul.scenarios import CPU, DIMS, KEY, NARROW, ROWS, exact, gaussian, names, off, quantized, words_for
-from narrowgauge.matmul import gemm
+from narrowgauge.matmul import gemm, native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, multiply, operand_dtype
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics import fusion, widening
 from narrowgauge.spec.computes import COMPUTES, PLACES, Compute
+from narrowgauge.spec.kernels import KERNELS
 from oracles import linear as oracle
 from tensors import bits_with_one_nan
 
@@ -34,13 +35,13 @@ def lying(shape: tuple[int, int], dim: int, seed: int) -> Tensor:
     return gaussian(*(shape if dim == 1 else shape[::-1]), seed=seed)
 
 
-def operands_of(row: Compute, place: str, shape: tuple[int, int, int], native: bool = False) -> list[Operand]:
+def operands_of(row: Compute, place: str, shape: tuple[int, int, int], as_codes: bool = False) -> list[Operand]:
     """Both, cast for a matmul of the row."""
     found, matmul, (rows, contraction, columns) = [], row.products[place], shape
     for seed, (cast, dim, size) in enumerate(
         zip((matmul.left, matmul.right), DIMS[place], (rows, columns), strict=True)
     ):
-        dtype = getattr(torch, cast.format) if native else operand_dtype(cast, matmul, CPU)
+        dtype = getattr(torch, cast.format) if as_codes else operand_dtype(cast, matmul, CPU)
         x = lying((size, contraction), dim, seed)
         found.append(cast_matrix(x, cast, dim, dtype, words=words_for(x, cast, dim, KEY)))
     return found
@@ -190,21 +191,25 @@ def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
         assert is_native(matmul, CPU) == ({matmul.left.format, matmul.right.format} <= own)
 
 
-def test_a_gpu_multiplies_float8_from_ada_on_and_blocks_not_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_multiplies_by_its_kernels_and_every_16_bit_format(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, capability = torch.device("cuda"), [(8, 9)]
-    monkeypatch.setattr(gemm, "_multiplies_float8", gemm._multiplies_float8.__wrapped__)
+    for name in ("architecture_of", "_works"):
+        monkeypatch.setattr(native, name, getattr(native, name).__wrapped__)
+    monkeypatch.setattr(native, "_works", lambda *asked: True)
     monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability[0])
     for name in ("float8-tensor", "float8-delayed-e5m2", "float8-row", "scalify"):
         assert is_native(COMPUTES[name].output, cuda) and is_native(COMPUTES[name].grad_weight, cuda)
         assert operand_dtype(COMPUTES[name].output.left, COMPUTES[name].output, cuda) == torch.float8_e4m3fn
-    for name in ("float8-block", "mxfp8", "nvfp4"):
-        assert not is_native(COMPUTES[name].output, cuda)
+    blocks = [COMPUTES[name].output for name in ("float8-block", "mxfp8", "nvfp4", "mxfp6")]
+    for capability[0], wanted in (((8, 9), (0, 0, 0, 0)), ((9, 0), (1, 0, 0, 0)), ((12, 0), (0, 1, 1, 0))):
+        assert tuple(is_native(product, cuda) for product in blocks) == wanted
     capability[0] = (8, 0)
-    assert not is_native(COMPUTES["float8-row"].output, cuda)
+    assert not is_native(COMPUTES["float8-row"].output, cuda) and is_native(COMPUTES["tfloat32"].output, cuda)
     assert is_native(COMPUTES["float16"].output, cuda) and not is_native(COMPUTES["float16"].output, CPU)
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    for chip, takes in (("gfx942:sramecc+:xnack-", False), ("gfx950:sramecc+:xnack-", True)):  # fnuz, OCP
+    for chip, takes in (("gfx90a", False), ("gfx942:sramecc+:xnack-", True), ("gfx950:sramecc+:xnack-", True)):
         found = SimpleNamespace(gcnArchName=chip)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
         assert is_native(COMPUTES["float8-row"].output, cuda) is takes
@@ -220,21 +225,21 @@ def test_codes_multiply_as_they_are_and_as_bfloat16_alike(
     """The way to the float8 kernel, walked on the CPU's own slow one: layouts, filling up, scales."""
     if row.products[place].left.granularity == "row" and torch.__version__ < "2.13":
         pytest.skip("on CPUs this PyTorch multiplies float8 with one scale for a tensor only")
-    left, right = operands_of(row, place, shape, native=True)
+    left, right = operands_of(row, place, shape, as_codes=True)
     bias = gaussian(shape[2], seed=5) if with_bias else None
     matmul = row.products[place]
     emulated = multiply(left, right, DIMS[place], matmul, torch.bfloat16, bias)
-    monkeypatch.setattr(gemm, "is_native", lambda product, device: True)
-    native = multiply(left, right, DIMS[place], matmul, torch.bfloat16, bias)
+    monkeypatch.setattr(native, "kernel_here", lambda product, device: KERNELS["float8"])
+    found = multiply(left, right, DIMS[place], matmul, torch.bfloat16, bias)
     exactly = oracle.product(values_of(left, DIMS[place][0]), values_of(right, DIMS[place][1]))
     bound = exactly.off(matmul.bound(shape[1]), [2.0**-8])
     value = exactly.value
     if bias is not None:
         value = value + bias.double()
         bound = bound + 2.0**-8 * (value.abs() + bound)
-    assert native.shape == emulated.shape == value.shape
-    assert ((native.double() - value).abs() <= bound).all()
-    assert ((native.double() - emulated.double()).abs() <= bound + 2.0**-7 * (value.abs() + exactly.value.abs())).all()
+    assert found.shape == emulated.shape == value.shape
+    assert ((found.double() - value).abs() <= bound).all()
+    assert ((found.double() - emulated.double()).abs() <= bound + 2.0**-7 * (value.abs() + exactly.value.abs())).all()
 
 
 @pytest.mark.usefixtures("native_formats")
@@ -263,7 +268,7 @@ def test_a_bias_is_added_in_every_row(row: Compute, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("name", ["float8-row", "float8-tensor"])
 def test_the_float8_kernels_result_is_rounded_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """1025 is a float16 and no bfloat16; 1024.5 - 1024 is 0.5, and would be 0 if the product were rounded first."""
-    monkeypatch.setattr(gemm, "is_native", lambda product, device: True)
+    monkeypatch.setattr(native, "kernel_here", lambda product, device: KERNELS["float8"])
     one = torch.ones(1, 1).to(torch.float8_e4m3fn)
     right = Operand(one, torch.ones(1, 1))
     for scale, dtype, bias, wanted in (
@@ -321,7 +326,7 @@ def test_large_results_are_scaled_by_the_compiler_with_the_same_bits(monkeypatch
 
     shapes = [SHAPES[0], (64, 40, 30)]
     # Made before anything is compiled: only the product is looked at.
-    operands = {shape: operands_of(row, "output", shape, native=True) for shape in shapes}
+    operands = {shape: operands_of(row, "output", shape, as_codes=True) for shape in shapes}
 
     def run(shape: tuple[int, int, int]) -> Tensor:
         return multiply(*operands[shape], (1, 1), row.output, torch.bfloat16, gaussian(shape[2], seed=7))

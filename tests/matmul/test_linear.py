@@ -878,16 +878,29 @@ def test_operators_return_what_they_tell_the_compiler(row: Compute, shape: tuple
     checks = ("test_faketensor",) if row.keeps_codes and row.name != "int8-row" else ("test_schema", "test_faketensor")
     with torch.no_grad():
         torch.library.opcheck(layer_matmuls.cast_input, (x, row.name, None, None, False), test_utils=checks)
-        data, outer = layer_matmuls.cast_input(x, row.name, None, None, False)
-        arguments = (data, outer, x, weight, layer.bias.detach(), row.name, state, None, False, shape[0], x.dtype)
+        data, outer, inner = layer_matmuls.cast_input(x, row.name, None, None, False)
+        arguments = (
+            data,
+            outer,
+            inner,
+            x,
+            weight,
+            layer.bias.detach(),
+            row.name,
+            state,
+            None,
+            False,
+            shape[0],
+            x.dtype,
+        )
         torch.library.opcheck(layer_matmuls.multiply_output, arguments, test_utils=checks)
         if not row.keeps_codes and not row.grad_weight.right.is_wide:
             torch.library.opcheck(layer_matmuls.cast_kept, (x, row.name, state), test_utils=checks)
-            data, outer = layer_matmuls.cast_kept(x, row.name, state)
+            data, outer, inner = layer_matmuls.cast_kept(x, row.name, state)
         elif not row.keeps_codes:
             data = x
         for wanted in ([True, True], [True, False], [False, True]):
-            arguments = (grad, data, outer, weight, row.name, state, None, 1, wanted, False)
+            arguments = (grad, data, outer, inner, weight, row.name, state, None, 1, wanted, False)
             torch.library.opcheck(layer_matmuls.gradients, arguments, test_utils=checks)
 
 

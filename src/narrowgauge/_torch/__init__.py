@@ -46,6 +46,9 @@ Frames of ``Tensor.backward``, ``torch.autograd.backward``, ``GradScaler.step`` 
 ``torch.distributed.distributed_c10d._get_default_store``
     Ranks compare a few numbers in a check that one rank may call alone, where a collective would wait forever. The way out: no
     such check.
+``torch.utils._python_dispatch._disable_current_modes``
+    A kernel is tried with real tensors where the compiler asks, among fake ones, which dtype its operands have. The way out:
+    trying all kernels when a model is prepared.
 
 A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
 """
@@ -58,6 +61,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
@@ -114,6 +118,13 @@ def keep_effect(operator: Any) -> None:
     from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
     _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """Within it tensors are real, also while a compiler traces with fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
 
 
 _OVERRIDES: list[torch.library.Library] = []

@@ -144,14 +144,14 @@ def give_casts(weight: Tensor, casts: dict[Key, Callable[[], Operand]], missing:
 class LastCast:
     """An operator that casts, and its last result."""
 
-    def __init__(self, operator: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, operator: Callable[..., tuple[Tensor, ...]]) -> None:
         self.operator = operator
         self.key: tuple[Any, ...] = ()
         self.users: set[int] = set()
         self.storage: StorageWeakRef | None = None
-        self.result: tuple[Tensor, Tensor] | None = None
+        self.result: tuple[Tensor, ...] | None = None
 
-    def __call__(self, of: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def __call__(self, of: Tensor, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
         """The cast of ``x``, made or remembered.
 
         Args:

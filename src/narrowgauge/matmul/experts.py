@@ -46,10 +46,10 @@ def grouped_output(
     for expert, tokens in _groups(offsets):
         own, by = state[:, expert], _history_of(history, expert, len(weights))
         group = x[tokens]
-        values, scale = layer_matmuls.cast_input(group, compute, None if by is None else own, by, record)
+        values, scale, inner = layer_matmuls.cast_input(group, compute, None if by is None else own, by, record)
         source = group if left.outliers else None
         result[tokens] = layer_matmuls.multiply_output(
-            values, scale, source, weights[expert], None if bias is None else bias[expert], compute, own, by,
+            values, scale, inner, source, weights[expert], None if bias is None else bias[expert], compute, own, by,
             record, len(group), x.dtype,
         )  # fmt: skip
         if data.numel():
@@ -78,13 +78,13 @@ def grouped_gradients(
     grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, wanted)
     for expert, tokens in _groups(offsets):
         own, by = state[:, expert], _history_of(history, expert, len(weights))
-        group, kept, scale = grad[tokens], data[tokens], outer
+        group, kept, scale, inner = grad[tokens], data[tokens], outer, outer.new_empty(0)
         if outer.numel():
             scale = outer[_scales_of("grad_weight.right", compute, expert, tokens)]
         elif wanted[1] and not _keeps_data(compute) and not right.is_wide:
-            kept, scale = layer_matmuls.cast_kept(kept, compute, own if right.rounding == "stochastic" else None)
+            kept, scale, inner = layer_matmuls.cast_kept(kept, compute, own if right.rounding == "stochastic" else None)
         by_token, by_output = layer_matmuls.gradients(
-            group, kept, scale, weights[expert], compute, own, by, sequence_length, wanted[:2], record
+            group, kept, scale, inner, weights[expert], compute, own, by, sequence_length, wanted[:2], record
         )
         if wanted[0]:
             grad_input[tokens] = by_token
@@ -233,12 +233,24 @@ def grouped_linear(
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16, rows of multiples of 16 bytes."""
+    """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16 in rows that begin at multiples of 16 bytes."""
     if is_widened(x.dtype, x.device.type):
         return False
     if x.dtype != torch.bfloat16 or x.shape[1] % 8 or weights.shape[1] % 8 or not x.shape[0]:
         return False
+    if not all(map(_is_aligned, (x, weights))):
+        return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether a bfloat16 tensor and its matrices' rows, or columns, begin at multiples of 16 bytes, and elements are neighbours.
+
+    Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
+    """
+    (rows, columns), (by_row, by_column) = x.shape[-2:], x.stride()[-2:]
+    lies = (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
+    return lies and not any(number % 8 for number in (x.storage_offset(), *x.stride()) if number != 1)
 
 
 def new_state(num_experts: int, name: str = "", device: torch.device | None = None) -> Tensor:

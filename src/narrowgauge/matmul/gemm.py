@@ -1,4 +1,4 @@
-"""Matmuls of two operands, on a kernel that takes their codes or emulated with the same values.
+"""Matmuls of two operands: on a kernel that takes their codes (:mod:`.native`), or emulated with the same values.
 
 Emulation: a narrow code times the power of two of its block is exact in bfloat16, and so is a four-bit code times its e4m3
 scale. A bfloat16 matmul multiplies such numbers without error and adds in float32, so it differs from a narrow kernel's only in
@@ -17,18 +17,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.machine.processor import multiplies
-from narrowgauge.matmul.operand import Operand
+from narrowgauge.matmul import native
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values
 from narrowgauge.numerics.fusion import fused
 from narrowgauge.numerics.rounding import power_below
 from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
+from narrowgauge.spec.kernels import needs_kernel
 
 # Sums of one panel: 4 MiB, so that sums, values and result fit a last-level cache.
 _PANEL_ELEMENTS = 1 << 20
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-OCP_ON_AMD = ("gfx950", "gfx1200", "gfx1201")
-_EXACT_TERMS = 1 << 17
-"""The number of products of 127 × 127 whose sum fits int32."""
 
 
 def multiply(
@@ -49,16 +47,21 @@ def multiply(
         dtype: of the result.
         bias: ``[columns]``, added before the result is rounded.
     """
-    a = left.data if dims[0] == 1 else left.data.t()
-    b = right.data.t() if dims[1] == 1 else right.data
-    if bias is not None and len(bias) < b.shape[1]:
-        bias = F.pad(bias, (0, b.shape[1] - len(bias)))
+    columns = right.data.shape[1 - dims[1]]
+    if bias is not None and len(bias) < columns:
+        bias = F.pad(bias, (0, columns - len(bias)))
+    kernel = native.kernel_here(product, left.data.device)
+    if kernel is not None and native.takes(kernel, left, right):
+        # A bias is to be added before the result is rounded.
+        wanted, fast = dtype if bias is None else torch.float32, product.accumulation == "fast"
+        values, by_row, by_column = native.multiply_codes(kernel, left, right, dims, wanted, fast=fast)
+        is_done = by_row is by_column is bias is None and values.dtype == dtype
+        return values if is_done else _scaled(values, by_row, by_column, bias, dtype)
+    a, b = _widened(left, dims[0]), _widened(right, dims[1])
+    a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
     by_row, by_column = _along(left.outer, rows=True), _along(right.outer, rows=False)
     if a.dtype == torch.int8:
         return _multiply_integers(a, b, by_row, by_column, bias, dtype)
-    if is_native(product, a.device) and a.dtype in _FLOAT8:
-        return _multiply_float8(a, b, [by_row, by_column], product, bias, dtype)
-    a, b = _widened(a), _widened(b)
     if is_widened(a.dtype, a.device.type):
         return multiply_widened(a, b, by_row, by_column, bias, dtype)
     if by_row is None and by_column is None and a.dtype == dtype:
@@ -84,14 +87,9 @@ def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]
 
 def is_native(product: Product, device: torch.device) -> bool:
     """Whether a kernel of this device multiplies the operands' own codes."""
-    formats = {product.left.format, product.right.format}
-    if "tfloat32" in formats:
-        return False  # rounded here, multiplied as float32
-    if product.is_wide or formats == {"int8"}:
-        return device.type != "cpu" or all(multiplies(name) for name in formats)
-    if device.type != "cuda" or not all(name.startswith("float8") for name in formats):
-        return False
-    return product.left.block is None and _multiplies_float8(device)
+    if needs_kernel(product):
+        return native.kernel_here(product, device) is not None
+    return device.type != "cpu" or all(multiplies(name) for name in {product.left.format, product.right.format})
 
 
 def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False) -> torch.dtype:
@@ -105,8 +103,8 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_code
         return torch.float32
     if cast.is_wide:
         return getattr(torch, cast.format)  # type: ignore[no-any-return]
-    if cast.block is None and (as_codes or is_native(product, device)):
-        return getattr(torch, cast.format)  # type: ignore[no-any-return]
+    if (as_codes and cast.block is None) or is_native(product, device):
+        return PAIRS if cast.element.bits == 4 else getattr(torch, cast.format)
     return torch.bfloat16
 
 
@@ -142,17 +140,6 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
     return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 
-@lru_cache(None)
-def _multiplies_float8(device: torch.device) -> bool:
-    """Whether a GPU multiplies the formats of OCP: NVIDIA's from Ada on, AMD's from gfx950 on (gfx942 takes fnuz alone).
-
-    Source: ``_scaled_mm`` of PyTorch 2.13, which refuses the others.
-    """
-    if torch.version.hip:
-        return torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0] in OCP_ON_AMD
-    return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
 def _along(outer: Tensor | None, *, rows: bool) -> Tensor | None:
     if outer is None:
         return None
@@ -160,10 +147,13 @@ def _along(outer: Tensor | None, *, rows: bool) -> Tensor | None:
     return flat[:, None] if rows else flat[None, :]
 
 
-def _widened(x: Tensor) -> Tensor:
-    if x.dtype not in _FLOAT8:
-        return x
-    widened: Tensor = fused(x.numel(), _to_bfloat16, x)
+def _widened(operand: Operand, dim: int) -> Tensor:
+    """The operand's data in a dtype that other kernels multiply."""
+    if operand.inner is not None:
+        return block_values(operand, dim)
+    if operand.data.dtype not in native.CODES:
+        return operand.data
+    widened: Tensor = fused(operand.data.numel(), _to_bfloat16, operand.data)
     return widened
 
 
@@ -192,14 +182,7 @@ def _multiply_integers(
 ) -> Tensor:
     """The exact integer product, scaled; on a CPU in panels of rows, whose sums are scaled while they are in the cache."""
     if a.is_cuda:
-        # The kernel takes more than 16 rows, and multiples of 8.
-        rows, columns = a.shape[0], b.shape[1]
-        a = _filled(a, max(-rows % 8, 24 - rows), -a.shape[1] % 8)
-        b = _filled(b, -b.shape[0] % 8, -columns % 8)
-        parts = zip(a.split(_EXACT_TERMS, 1), b.split(_EXACT_TERMS, 0), strict=True)
-        sums = [torch._int_mm(left.contiguous(), right) for left, right in parts]
-        whole = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
-        return _scaled(whole[:rows, :columns], by_row, by_column, bias, dtype)
+        return _scaled(native.sum_integers(a, b), by_row, by_column, bias, dtype)
     result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
     turned = a.stride(0) == 1 and a.shape[0] > b.shape[1] and bias is None
     if turned:
@@ -227,11 +210,11 @@ def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
     sums = SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
     values = SCRATCH.take("values", torch.float32, *sums.shape)
     a, b = _row_major(a), _row_major(b)
-    if a.shape[1] <= _EXACT_TERMS:
+    if a.shape[1] <= native.EXACT_TERMS:
         torch._int_mm(a, b, out=sums)
         # In a loop with bfloat16 stores a compiled kernel converts integers one by one; PyTorch's copy is four times faster.
         return values.copy_(sums)
-    parts = zip(a.split(_EXACT_TERMS, 1), b.split(_EXACT_TERMS, 0), strict=True)
+    parts = zip(a.split(native.EXACT_TERMS, 1), b.split(native.EXACT_TERMS, 0), strict=True)
     total = torch.zeros((), dtype=torch.float64)
     for left, right in parts:
         total = total + torch._int_mm(left, right)
@@ -251,37 +234,6 @@ def _scale_into(
         out.copy_(values)
     else:
         fused(values.numel(), _scaling(out.dtype), values, by_row, by_column, bias, out)
-
-
-def _multiply_float8(
-    a: Tensor, b: Tensor, scales: list[Tensor | None], product: Product, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """``torch._scaled_mm``: row-major times column-major, sides in multiples of 16, scales of a tensor or of all rows."""
-    rows, columns = a.shape[0], b.shape[1]
-    a = _filled(a, -rows % 16, -a.shape[1] % 16).contiguous()
-    b = _filled(b.t(), -columns % 16, -b.shape[0] % 16).contiguous().t()
-    one = torch.ones((), dtype=torch.float32, device=a.device)
-    fast = product.accumulation == "fast"
-    whole = all(scale is None or scale.numel() == 1 for scale in scales)
-    if bias is not None or (dtype != torch.bfloat16 and not whole):
-        # With scales of rows the kernel writes bfloat16 alone, and a bias is to be added before the result is rounded.
-        sums = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32, use_fast_accum=fast)[:rows, :columns]
-        by_row, by_column = scales
-        return _scaled(sums, by_row, by_column, bias, dtype)
-    left, right = (one if scale is None else scale for scale in scales)
-    if whole:
-        left, right = left.reshape(()), right.reshape(())
-    else:
-        left = F.pad(left.expand(rows, 1), (0, 0, 0, a.shape[0] - rows)).contiguous()
-        right = F.pad(right.expand(1, columns), (0, b.shape[1] - columns)).contiguous()
-    return torch._scaled_mm(a, b, left, right, out_dtype=dtype, use_fast_accum=fast)[:rows, :columns]
-
-
-def _filled(x: Tensor, rows: int, columns: int) -> Tensor:
-    # F.pad does not take float8.
-    if rows <= 0 and columns <= 0:
-        return x
-    return F.pad(x.view(torch.int8), (0, max(columns, 0), 0, max(rows, 0))).view(x.dtype)
 
 
 def _scaled(

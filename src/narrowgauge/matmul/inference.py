@@ -20,14 +20,14 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.cast_cache import LastCast
 from narrowgauge.matmul.experts import is_experts
-from narrowgauge.matmul.gemm import operand_dtype, warn_if_emulated
+from narrowgauge.matmul.gemm import is_native, operand_dtype, warn_if_emulated
 from narrowgauge.matmul.layer_matmuls import multiply_slots, outlier_columns
 from narrowgauge.matmul.linear import ExactBuffers, is_linear, is_transposed
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.swapping import chooser
 from narrowgauge.numerics.quantization import blocked, padded, quantize
 from narrowgauge.numerics.widening import add_product
-from narrowgauge.spec.computes import COMPUTES, Cast, Compute
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
 from narrowgauge.spec.notation import get_compute
 
 EXACT: tuple[str, ...] = ("weight_codes", "weight_scales")
@@ -45,25 +45,25 @@ class InferenceBytes(NamedTuple):
     after: int
 
 
-def _cast(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x ``[tokens, in]`` cast for ``output``: data, the outer scale and which columns hold outliers (empty without)."""
+def _cast(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x ``[tokens, in]`` cast for ``output``: data, outer and inner scales, and which columns hold outliers (empty without)."""
     product = layer_matmuls.REGISTERED[compute].output
     left, is_outlier = product.left, x.new_empty(0, dtype=torch.bool)
     source = x
     if left.outliers:
         is_outlier = outlier_columns(x, left.outliers)
         source = torch.where(is_outlier, 0, x)
-    data, outer = cast_matrix(source, left, 1, operand_dtype(left, product, x.device))
-    return data, x.new_empty(0, dtype=torch.float32) if outer is None else outer, is_outlier
+    operand = cast_matrix(source, left, 1, operand_dtype(left, product, x.device))
+    return *layer_matmuls.unpack(operand, x), is_outlier
 
 
 def _multiply(
-    data: Tensor, outer: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None,
-    compute: str,
+    data: Tensor, outer: Tensor, inner: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor,
+    bias: Tensor | None, compute: str,
 ) -> Tensor:  # fmt: skip
     """``output [tokens, out]`` of the cast input and stored codes ``[out, in]``; outliers come from ``x``."""
     made = layer_matmuls.REGISTERED[compute]
-    left, right = layer_matmuls.pack(data, outer), _operand(codes, scales, made.output.right)
+    left, right = layer_matmuls.pack(data, outer, inner), _operand(codes, scales, made.output)
     result = multiply_slots(left, right, made, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
     has_outliers = made.output.left.outliers
     return _add_outliers(result, x, codes, scales, is_outlier.nonzero().view(-1)) if has_outliers else result
@@ -84,17 +84,17 @@ def refuse_gradient(grad: Tensor, x_shape: list[int]) -> Tensor:
 
 
 @cast_quantized.register_fake
-def _(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(x: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     made = layer_matmuls.REGISTERED[compute]
     dtype = operand_dtype(made.output.left, made.output, x.device)
-    data, outer = layer_matmuls.empty_operand(x, made, "output.left", dtype)
-    return data, outer, x.new_empty(x.shape[1] if made.output.left.outliers else 0, dtype=torch.bool)
+    operand = layer_matmuls.unpacked_empty(x, made, "output.left", dtype)
+    return *operand, x.new_empty(x.shape[1] if made.output.left.outliers else 0, dtype=torch.bool)
 
 
 @multiply_quantized.register_fake
 def _(
-    data: Tensor, outer: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None,
-    compute: str,
+    data: Tensor, outer: Tensor, inner: Tensor, is_outlier: Tensor, x: Tensor, codes: Tensor, scales: Tensor,
+    bias: Tensor | None, compute: str,
 ) -> Tensor:  # fmt: skip
     return x.new_empty((x.shape[0], codes.shape[0]))
 
@@ -131,12 +131,18 @@ def multiply_codes(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None
     needs_grad = x.requires_grad or (bias is not None and bias.requires_grad)
     if torch.compiler.is_compiling() or (torch.is_grad_enabled() and needs_grad):
         return _with_refusal(x, codes, scales, bias, compute)
-    made: Any = _last_cast(codes, x, compute)
-    data, outer, is_outlier = made
-    return _multiply(data, outer, is_outlier, x, codes, scales, bias, compute)
+    data, outer, inner, is_outlier = _last_cast(codes, x, compute)
+    return _multiply(data, outer, inner, is_outlier, x, codes, scales, bias, compute)
 
 
-def _operand(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
+def _operand(codes: Tensor, scales: Tensor, product: Product) -> Operand:
+    """Stored codes as the matmul takes them: as they are, or widened with the scales of their blocks."""
+    if product.right.block is not None and is_native(product, codes.device):
+        return Operand(padded(codes.view(torch.int8), product.right, 1).view(codes.dtype), None, scales)
+    return _widened(codes, scales, product.right)
+
+
+def _widened(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
     if right.block is None:
         return Operand(codes, scales)
     values = padded(codes.to(torch.bfloat16), right, 1)
@@ -184,7 +190,7 @@ class QuantizedLinear(ExactBuffers):
 
     def dequantize(self) -> Tensor:
         """The weight that codes and scales represent: float32 ``[out, in]``."""
-        operand = _operand(self.weight_codes, self.weight_scales, self.compute.output.right)
+        operand = _widened(self.weight_codes, self.weight_scales, self.compute.output.right)
         values = operand.data.float() if operand.outer is None else operand.data.float() * operand.outer
         return values[: self.out_features, : self.in_features]
 

@@ -18,8 +18,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cast_weight
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import multiply, operand_dtype, with_channels_back
-from narrowgauge.matmul.operand import STEP, Operand, cast_matrix, outer_shape, random_words
-from narrowgauge.numerics.quantization import padded
+from narrowgauge.matmul.operand import STEP, Operand, cast_matrix, empty_operand, random_words
 from narrowgauge.numerics.tensor_stats import power_of_rms
 from narrowgauge.numerics.widening import add_product
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, slot_of_cast
@@ -103,7 +102,7 @@ def multiply_slots(
     """One of the three matmuls of its two operands: ``shape``, without the padding, in ``dtype``."""
     product = compute.products[matmul]
     if product.right.granularity == "column":
-        right = Operand(right.data, None)  # its scales are in the left one, see scales_to_fold
+        right = right._replace(outer=None)  # its scales are in the left one, see scales_to_fold
     if product.left.smooth:
         left, right = with_channels_back(left, right)
     dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
@@ -175,8 +174,8 @@ def register(compute: Compute) -> str:
 @torch.library.custom_op("narrowgauge::cast_input", mutates_args=())
 def cast_input(
     x: Tensor, compute: str, state: Tensor | None, history: Tensor | None, record: bool
-) -> tuple[Tensor, Tensor]:
-    """x ``[tokens, in]`` cast for ``output``: data, and the outer scale (empty without one).
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x ``[tokens, in]`` cast for ``output``: data, the outer and the inner scales (empty without them).
 
     It takes nothing of the layer except delayed scales, so that layers with the same input share one call.
     """
@@ -188,6 +187,7 @@ def cast_input(
 def multiply_output(
     data: Tensor,
     outer: Tensor,
+    inner: Tensor,
     x: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -205,7 +205,7 @@ def multiply_output(
     """
     made = REGISTERED[compute]
     right = cast_weight_to_slot(weight, made, "output.right", state=state, history=history, record=record, unit=unit)
-    result = multiply_slots(pack(data, outer), right, made, "output", (rows, weight.shape[0]), dtype, bias)
+    result = multiply_slots(pack(data, outer, inner), right, made, "output", (rows, weight.shape[0]), dtype, bias)
     threshold = made.output.left.outliers
     return result if not threshold or x is None else multiply_outliers(result, x, weight, threshold).contiguous()
 
@@ -223,7 +223,7 @@ def _(weight: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("narrowgauge::cast_kept", mutates_args=())
-def cast_kept(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor]:
+def cast_kept(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """x ``[tokens, in]`` cast for ``grad_weight``, which contracts the tokens."""
     return unpack(cast_to_slot(x, REGISTERED[compute], "grad_weight.right", state=state), x)
 
@@ -233,6 +233,7 @@ def gradients(
     grad: Tensor,
     data: Tensor,
     outer: Tensor,
+    inner: Tensor,
     weight: Tensor,
     compute: str,
     state: Tensor,
@@ -263,7 +264,7 @@ def gradients(
         grad_input = multiply_slots(left, right, made, "grad_input", shape, grad.dtype)
     if wanted[1]:
         is_cast = not made.grad_weight.right.is_wide
-        right = pack(data, outer) if is_cast else cast_to_slot(data, made, "grad_weight.right")
+        right = pack(data, outer, inner) if is_cast else cast_to_slot(data, made, "grad_weight.right")
         if left is None or slot_of_cast(made, "grad_weight.left") == "grad_weight.left":
             left = cast_grad("grad_weight.left", right)
         shape = weight.shape[0], weight.shape[1]
@@ -272,49 +273,54 @@ def gradients(
 
 
 @cast_input.register_fake
-def _(x: Tensor, compute: str, state: Tensor | None, history: Tensor | None, record: bool) -> tuple[Tensor, Tensor]:
-    return empty_operand(x, REGISTERED[compute], "output.left")
+def _(
+    x: Tensor, compute: str, state: Tensor | None, history: Tensor | None, record: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return unpacked_empty(x, REGISTERED[compute], "output.left")
 
 
 @multiply_output.register_fake
 def _(
-    data: Tensor, outer: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, compute: str, state: Tensor,
-    history: Tensor | None, record: bool, rows: int, dtype: torch.dtype, unit: Tensor | None = None,
+    data: Tensor, outer: Tensor, inner: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, compute: str,
+    state: Tensor, history: Tensor | None, record: bool, rows: int, dtype: torch.dtype, unit: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     return data.new_empty((rows, weight.shape[0]), dtype=dtype)
 
 
 @cast_kept.register_fake
-def _(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor]:
-    return empty_operand(x, REGISTERED[compute], "grad_weight.right")
+def _(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    return unpacked_empty(x, REGISTERED[compute], "grad_weight.right")
 
 
 @gradients.register_fake
 def _(
-    grad: Tensor, data: Tensor, outer: Tensor, weight: Tensor, compute: str, state: Tensor, history: Tensor | None,
-    sequence_length: int, wanted: list[bool], record: bool, unit: Tensor | None = None,
+    grad: Tensor, data: Tensor, outer: Tensor, inner: Tensor, weight: Tensor, compute: str, state: Tensor,
+    history: Tensor | None, sequence_length: int, wanted: list[bool], record: bool, unit: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     grad_input = grad.new_empty((grad.shape[0], weight.shape[1])) if wanted[0] else grad.new_empty(0)
     grad_weight = weight.new_empty(weight.shape) if wanted[1] else grad.new_empty(0)
     return grad_input, grad_weight
 
 
-def unpack(operand: Operand, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Data and scale as an operator must return them: never its own input, never ``None``."""
+def unpack(operand: Operand, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Data and scales as an operator must return them: never its own input, never ``None``."""
     data = operand.data.contiguous()
     data = data.clone() if data.data_ptr() == source.data_ptr() else data
-    outer = source.new_empty(0, dtype=torch.float32) if operand.outer is None else operand.outer
-    return data, outer
+    outer, inner = (
+        source.new_empty(0, dtype=torch.float32) if x is None else x for x in (operand.outer, operand.inner)
+    )
+    return data, outer, inner.contiguous()
 
 
-def pack(data: Tensor, outer: Tensor) -> Operand:
+def pack(data: Tensor, outer: Tensor, inner: Tensor) -> Operand:
     """The operand that :func:`unpack` took apart."""
-    return Operand(data, outer if outer.numel() else None)
+    return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
 
 
-def empty_operand(x: Tensor, compute: Compute, slot: str, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+def unpacked_empty(
+    x: Tensor, compute: Compute, slot: str, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """What the cast of ``x`` to a slot returns, without values; ``dtype`` where it is not the slot's."""
-    cast, dim = compute.casts[slot], SLOTS[slot].dim
-    shape = padded(x, cast, dim).shape
-    data = x.new_empty(shape, dtype=dtype or slot_dtype(compute, slot, x.device))
-    return data, x.new_empty(outer_shape(shape, cast, dim) or 0, dtype=torch.float32)
+    made = empty_operand(x, compute.casts[slot], SLOTS[slot].dim, dtype or slot_dtype(compute, slot, x.device))
+    outer, inner = (x.new_empty(0, dtype=torch.float32) if part is None else part for part in (made.outer, made.inner))
+    return made.data, outer, inner

@@ -41,31 +41,42 @@ class _Product(torch.autograd.Function):
         scale_owner: tuple[Tensor | None, Tensor | None], sequence_length: int, record: bool, unit: Tensor | None,
     ) -> Tensor:  # fmt: skip
         compute = layer_matmuls.REGISTERED[name]
-        data, outer = _cast_input(state, x, name, *scale_owner, record)
+        data, outer, inner = _cast_input(state, x, name, *scale_owner, record)
         source = x if compute.output.left.outliers else None
         y: Tensor = layer_matmuls.multiply_output(
-            data, outer, source, weight, bias, name, state, history, record, x.shape[0], x.dtype, unit
+            data, outer, inner, source, weight, bias, name, state, history, record, x.shape[0], x.dtype, unit
         )
-        kept = (data, outer) if slot_of_cast(compute, "grad_weight.right") == "output.left" else (x, None)
+        kept = (data, outer, inner) if slot_of_cast(compute, "grad_weight.right") == "output.left" else (x, None, None)
         ctx.save_for_backward(*kept, weight, state, history, unit)
         ctx.name, ctx.sequence_length, ctx.record, ctx.has_bias = name, sequence_length, record, bias is not None
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        data, outer, weight, state, history, unit = ctx.saved_tensors
+        data, outer, inner, weight, state, history, unit = ctx.saved_tensors
         compute, grad = layer_matmuls.REGISTERED[ctx.name], grads[0].contiguous()
         wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
         given: list[Tensor | None] = [None, None]
         if outer is None:
-            outer = grad.new_empty(0, dtype=torch.float32)
+            outer = inner = grad.new_empty(0, dtype=torch.float32)
             right = compute.grad_weight.right
             if wanted[1] and not right.is_wide:
                 drawn = state if right.rounding == "stochastic" else None
-                data, outer = _cast_kept(state, data, ctx.name, drawn)
+                data, outer, inner = _cast_kept(state, data, ctx.name, drawn)
         if any(wanted):
             found = layer_matmuls.gradients(
-                grad, data, outer, weight, ctx.name, state, history, ctx.sequence_length, wanted, ctx.record, unit
+                grad,
+                data,
+                outer,
+                inner,
+                weight,
+                ctx.name,
+                state,
+                history,
+                ctx.sequence_length,
+                wanted,
+                ctx.record,
+                unit,
             )
             given = [gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)]
         by_bias = bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None

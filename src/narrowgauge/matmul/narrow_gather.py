@@ -158,7 +158,7 @@ class _GatheredWeight:
         if self.spans_shards(in_backward):
             amax = self.unit.amax(self, in_backward, dtype, mesh.get_group())
         cast, dim = self.compute.casts[slot], SLOTS[slot].dim
-        codes, outer = cast_matrix(
+        codes, outer, _ = cast_matrix(
             self.shard.to(dtype or self.shard.dtype), cast, dim, getattr(torch, cast.format), amax=amax
         )
         parts = [codes.view(torch.uint8)]

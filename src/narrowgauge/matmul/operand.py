@@ -1,9 +1,9 @@
 """Operands: a matrix cast to what a matmul kernel takes.
 
 The arithmetic is :mod:`narrowgauge.numerics.quantization`, compiled once per cast and dimension for any shape. The result depends
-on the kernel: int8 and float8 *codes* where it takes them or where they are kept for backward, else bfloat16 *values*, code
-times the scale of its block, which is exact in bfloat16. The scale of a row or a tensor is returned separately and is
-applied after the matmul.
+on the kernel: int8, float8 and four-bit *codes* where it takes them or where they are kept for backward, else bfloat16 *values*,
+code times the scale of its block, which is exact in bfloat16. The scale of a row or a tensor is returned separately and is
+applied after the matmul; so are the scales of blocks beside codes, which the kernel multiplies into its sums.
 """
 
 from __future__ import annotations
@@ -17,24 +17,33 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics import quantization
+from narrowgauge.numerics.code_layouts import four_bit_codes, four_bit_values, packed_pairs, unpacked_pairs
 from narrowgauge.numerics.fusion import fused
-from narrowgauge.numerics.quantization import blocked, padded, sides_of, smoothing, words_of
+from narrowgauge.numerics.quantization import blocked, padded, sides_of, smoothing, spread, words_of
 from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec.computes import Cast
 
 Words = tuple[Tensor, Tensor]
+PAIRS = torch.uint8
+"""The dtype of four-bit codes, two to a byte."""
+_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
+_SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
 class Operand(NamedTuple):
-    """One side of a matmul, not transposed; it stands for ``data * outer``.
+    """One side of a matmul, not transposed; it stands for ``data * inner * outer``.
 
     Attributes:
-        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a wider dtype.
+        data: ``[rows, columns]``, padded to whole blocks: int8 or float8 codes, or values in a wider dtype; or four-bit codes in
+            pairs along the dimension that is contracted, which is half as long.
         outer: float32 ``[rows, 1]``, ``[1, columns]`` (of a smooth cast too) or ``[1, 1]``; ``None`` without such a scale.
+        inner: the scales of blocks ``[row blocks, column blocks]``, in their own format, where ``data`` are the codes of a cast
+            in blocks; ``None`` otherwise.
     """
 
     data: Tensor
     outer: Tensor | None
+    inner: Tensor | None = None
 
 
 def cast_matrix(
@@ -52,7 +61,7 @@ def cast_matrix(
     Invariant: the same bits compiled and not (int8 codes of a group whose scale is NaN are unspecified).
 
     Args:
-        dtype: of the result: int8 or a float8 for codes, else a dtype that holds the values.
+        dtype: of the result: int8, a float8 or ``PAIRS`` for codes, else a dtype that holds the values.
         words: for stochastic casts, see :func:`narrowgauge.numerics.quantization.random_words`; for the padded shape.
         fold: float32, broadcastable: multiplied into ``x`` first.
         amax: float32 ``[1, 1]``: the amax to scale by instead of the tensor's own.
@@ -73,8 +82,21 @@ def cast_matrix(
         x = fused(x.numel(), _rotation(dim), x)
     sides = sides_of(cast, dim)
     chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
-    values, outer, *_ = fused(x.numel(), _blocks(cast, dtype), blocked(x, sides), *chances, amax)
-    return Operand(values.view(x.shape), outer)
+    data, outer, inner, _ = fused(x.numel(), _blocks(cast, dtype), blocked(x, sides), *chances, amax)
+    data = data.view(x.shape)
+    if dtype not in _CODES:
+        return Operand(data, outer)
+    data = packed_pairs(data, dim) if dtype == PAIRS else data
+    return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(_SCALE_DTYPES.get(cast.scale, torch.float32)))
+
+
+def block_values(operand: Operand, dim: int) -> Tensor:
+    """``data * inner`` of the codes of a cast in blocks, in bfloat16, where it is exact."""
+    assert operand.inner is not None
+    codes = four_bit_values(unpacked_pairs(operand.data, dim)) if operand.data.dtype == PAIRS else operand.data.float()
+    return (
+        (codes * spread(operand.inner.float(), codes.shape)).to(torch.bfloat16) if codes.numel() else codes.bfloat16()
+    )
 
 
 def has_outer_scale(cast: Cast) -> bool:
@@ -94,9 +116,23 @@ def outer_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, int] | No
     return (shape[0] if along == 0 else 1, shape[1] if along == 1 else 1)
 
 
+def empty_operand(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
+    """What a cast of ``x`` returns, without values."""
+    shape = padded(x, cast, dim).shape
+    data_shape, outer, inner = list(shape), outer_shape(shape, cast, dim), None
+    if dtype == PAIRS:
+        data_shape[dim] //= 2
+    if cast.block is not None and dtype in _CODES:
+        blocks = [size // side for size, side in zip(shape, sides_of(cast, dim), strict=True)]
+        inner = x.new_empty(blocks, dtype=_SCALE_DTYPES.get(cast.scale, torch.float32))
+    return Operand(
+        x.new_empty(data_shape, dtype=dtype), None if outer is None else x.new_empty(outer, dtype=torch.float32), inner
+    )
+
+
 def _nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
-    shape = outer_shape(x.shape, cast, dim)
-    return Operand(x.to(dtype), None if shape is None else torch.ones(shape, dtype=torch.float32, device=x.device))
+    operand = empty_operand(x, cast, dim, dtype)
+    return operand._replace(outer=None if operand.outer is None else torch.ones_like(operand.outer))
 
 
 @lru_cache(None)
@@ -134,7 +170,9 @@ def _blocks(cast: Cast, dtype: torch.dtype) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         words = None if by_row is None or by_column is None else (by_row, by_column)
         codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, amax)
-        return (codes * inner).to(dtype), outer, inner, inverse
+        if dtype == PAIRS:
+            return four_bit_codes(codes), outer, inner, inverse
+        return (codes if dtype in _CODES else codes * inner).to(dtype), outer, inner, inverse
 
     return cast_blocks
 

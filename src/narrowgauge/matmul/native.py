@@ -1,0 +1,343 @@
+"""Matmuls of the operands' own codes by PyTorch's kernels for GPUs: a function for each row of :mod:`narrowgauge.spec.kernels`.
+
+A function lays the operands out as its kernel reads them, fills their sides up to what it takes, calls it, and cuts the result.
+Codes, scales and rounding are those that the emulation multiplies as bfloat16 (:mod:`narrowgauge.matmul.gemm`). Only the order
+and the accumulation of the sum differ; and ``nvfp4`` multiplies the sum by the product of the two tensors' scales, not by one
+after the other.
+
+*Tried before used.* A kernel that a chip should have may be missing from this build of PyTorch or its libraries. So the first
+time, each multiplies two small matrices whose product is exact in any order; one that raises, or is off in a single bit, is not
+used, and its products are emulated.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge import _torch
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values
+from narrowgauge.numerics.code_layouts import (
+    four_bit_codes,
+    packed_pairs,
+    scales_in_columns,
+    square_scales_in_columns,
+    tiled_scales,
+)
+from narrowgauge.spec.computes import BLOCKS, Cast, Product
+from narrowgauge.spec.kernels import Kernel, kernel_for
+
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
+_SIDE = 16
+"""Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
+_NAN, _MAGNITUDE = -128, 127
+EXACT_TERMS = 1 << 17
+"""The number of products of 127 × 127 whose sum fits int32."""
+
+
+class Sums(NamedTuple):
+    """What a kernel computed, ``[rows, columns]``, and the scales that are still to be multiplied into it.
+
+    Attributes:
+        by_row, by_column: float32 ``[rows, 1]`` or ``[1, 1]``, and ``[1, columns]`` or ``[1, 1]``; ``None`` where they are in it.
+    """
+
+    values: Tensor
+    by_row: Tensor | None = None
+    by_column: Tensor | None = None
+
+
+def kernel_here(product: Product, device: torch.device) -> Kernel | None:
+    """The kernel of a device that multiplies the codes of a product; ``None`` where it has none that works."""
+    architecture = architecture_of(device)
+    if architecture is None:
+        return None
+    kernel = kernel_for(product, architecture)
+    return kernel if kernel is not None and _works(kernel, _side(product.left), _side(product.right), device) else None
+
+
+@lru_cache(None)
+def architecture_of(device: torch.device) -> str | None:
+    """``"sm90"``, ``"gfx942"``, as chips are called in :data:`narrowgauge.spec.chips.CHIPS`; ``None`` for what is no GPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    if torch.version.hip:
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+def takes(kernel: Kernel, left: Operand, right: Operand) -> bool:
+    """Whether two operands are as the kernel reads them: not where a cast is shared with an emulated product."""
+    dtypes = (torch.float32,) if kernel.name == "tfloat32" else CODES
+    return left.data.dtype in dtypes and right.data.dtype in dtypes
+
+
+def multiply_codes(
+    kernel: Kernel, left: Operand, right: Operand, dims: tuple[int, int], dtype: torch.dtype, *, fast: bool = False
+) -> Sums:
+    """The product of two operands that the kernel takes.
+
+    Args:
+        dims: the dimension of each that is contracted.
+        dtype: float32, bfloat16 or float16: of the result, if nothing is left to be added or multiplied. Kernels that cannot
+            write it leave their sums in float32 (``mxfp4``: in bfloat16).
+        fast: accumulate in the tensor core's register alone, where the kernel can.
+    """
+    rows, columns = left.data.shape[1 - dims[0]], right.data.shape[1 - dims[1]]
+    if not (left.data.numel() and right.data.numel()):
+        return Sums(left.data.new_zeros((rows, columns), dtype=dtype))
+    values, by_row, by_column = _FUNCTIONS[kernel.name](_turned(left, dims[0]), _turned(right, dims[1]), dtype, fast)
+    return Sums(values[:rows, :columns], by_row, by_column)
+
+
+def _turned(operand: Operand, dim: int) -> Operand:
+    """The operand as ``[side, contraction]``."""
+    if dim == 1:
+        return operand
+    return operand._replace(data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t())
+
+
+def _filled(x: Tensor, rows: int = _SIDE, columns: int = _SIDE) -> Tensor:
+    """One-byte codes, row-major, with zeros up to multiples of two numbers."""
+    whole = x.view(torch.int8)  # F.pad does not take float8
+    extra = -x.shape[1] % columns, -x.shape[0] % rows
+    return (F.pad(whole, (0, extra[0], 0, extra[1])) if any(extra) else whole).contiguous().view(x.dtype)
+
+
+# ── the kernels: operands [side, contraction], and the right one is transposed for them ────────────────────────────────
+
+
+def _float8(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    """``torch._scaled_mm`` with the scales of tensors or of all rows."""
+    (rows, _), (columns, _) = left.data.shape, right.data.shape
+    a, b = _filled(left.data), _filled(right.data)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    by_row = None if left.outer is None else left.outer.reshape(-1, 1)
+    by_column = None if right.outer is None else right.outer.reshape(1, -1)
+    whole = all(scale is None or scale.numel() == 1 for scale in (by_row, by_column))
+    # With scales of rows the kernel of older libraries writes bfloat16 alone.
+    if dtype == torch.float32 or (dtype != torch.bfloat16 and not whole):
+        sums = torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.float32, use_fast_accum=fast)
+        return Sums(sums, by_row, by_column)
+    first, second = (one if scale is None else scale for scale in (by_row, by_column))
+    if whole:
+        first, second = first.reshape(()), second.reshape(())
+    else:
+        first = F.pad(first.expand(rows, 1), (0, 0, 0, len(a) - rows)).contiguous()
+        second = F.pad(second.expand(1, columns), (0, len(b) - columns)).contiguous()
+    return Sums(torch._scaled_mm(a, b.t(), first, second, out_dtype=dtype, use_fast_accum=fast))
+
+
+def _float8_fnuz(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _float8(_as_fnuz(left), _as_fnuz(right), dtype, fast)
+
+
+def _as_fnuz(operand: Operand) -> Operand:
+    """The same values in the float8 of AMD's gfx942, whose exponents are larger by one: the bits stand for half as much.
+
+    Its only NaN is the code of the other kind's negative zero.
+    """
+    bits, two = operand.data.view(torch.int8), torch.full((1, 1), 2.0, device=operand.data.device)
+    is_e5m2 = operand.data.dtype == torch.float8_e5m2
+    # Magnitudes above these are infinities and NaN.
+    bad = (bits & _MAGNITUDE) > (0x7B if is_e5m2 else 0x7E)
+    bits = torch.where(bad, _NAN, torch.where(bits == _NAN, 0, bits)).to(torch.int8)
+    data = bits.view(torch.float8_e5m2fnuz if is_e5m2 else torch.float8_e4m3fnuz)
+    return Operand(data, two if operand.outer is None else operand.outer * 2)
+
+
+def _float8_blocks(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    """``scaled_mm`` with float32 scales of 1 × 128 or 128 × 128; each 128 terms are added to the sum in float32."""
+    a, b = _filled(left.data), _filled(right.data)
+    (first, of_first), (second, of_second) = _scales_of_128(left), _scales_of_128(right)
+    return Sums(F.scaled_mm(a, b.t(), first, of_first, second, of_second, output_dtype=dtype))
+
+
+def _scales_of_128(operand: Operand) -> tuple[Tensor, F.ScalingType]:
+    assert operand.inner is not None
+    inner = operand.inner.float()
+    if len(inner) < len(operand.data):
+        return square_scales_in_columns(inner), F.ScalingType.BlockWise128x128
+    return scales_in_columns(F.pad(inner, (0, 0, 0, -len(inner) % _SIDE))), F.ScalingType.BlockWise1x128
+
+
+def _micro_scaled(left: Operand, right: Operand, dtype: torch.dtype, scale: torch.dtype) -> Sums:
+    """``scaled_mm`` with scales of 16 or 32 values in tiles, and of the tensor where the operands have one."""
+    a, b = (_filled(x.data) for x in (left, right))
+    if a.dtype == PAIRS:
+        a, b = a.view(torch.float4_e2m1fn_x2), b.view(torch.float4_e2m1fn_x2)
+    block = F.ScalingType.BlockWise1x16 if scale == torch.float8_e4m3fn else F.ScalingType.BlockWise1x32
+    scales, recipe, swizzle = [], [block], [F.SwizzleType.SWIZZLE_32_4_4]
+    for _, outer, inner in (left, right):
+        assert inner is not None
+        scales.append([tiled_scales(inner.to(scale)), *([] if outer is None else [outer.reshape(1)])])
+    if left.outer is not None:
+        recipe, swizzle = [*recipe, F.ScalingType.TensorWise], [*swizzle, F.SwizzleType.NO_SWIZZLE]
+    first, second = scales
+    return Sums(F.scaled_mm(a, b.t(), first, recipe, second, recipe, swizzle, swizzle, output_dtype=dtype))
+
+
+def _mxfp8(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _micro_scaled(left, right, dtype, torch.float8_e8m0fnu)
+
+
+def _mxfp4(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _micro_scaled(left, right, torch.bfloat16, torch.float8_e8m0fnu)
+
+
+def _nvfp4(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    return _micro_scaled(left, right, dtype, torch.float8_e4m3fn)
+
+
+def _tfloat32(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) -> Sums:
+    with tensor_cores():
+        return Sums(torch.mm(left.data, right.data.t()))
+
+
+def sum_integers(a: Tensor, b: Tensor) -> Tensor:
+    """The exact sums of int8 codes ``[rows, contraction]`` and ``[contraction, columns]``, by the GPU's ``torch._int_mm``.
+
+    It takes more than 16 rows, multiples of 8 of the other sides, and nothing that is empty.
+    """
+    rows, columns = a.shape[0], b.shape[1]
+    if not (a.numel() and b.numel()):
+        return a.new_zeros((rows, columns), dtype=torch.int32)
+    a = F.pad(a, (0, -a.shape[1] % 8, 0, max(17 - rows, 0)))
+    b = F.pad(b, (0, -columns % 8, 0, -b.shape[0] % 8))
+    parts = zip(a.split(EXACT_TERMS, 1), b.split(EXACT_TERMS, 0), strict=True)
+    sums = [torch._int_mm(left.contiguous(), right) for left, right in parts]
+    whole = sums[0] if len(sums) == 1 else torch.stack(sums).sum(0)
+    return whole[:rows, :columns]
+
+
+_FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
+    "float8": _float8,
+    "float8-fnuz": _float8_fnuz,
+    "float8-blocks": _float8_blocks,
+    "mxfp8": _mxfp8,
+    "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
+    "tfloat32": _tfloat32,
+}
+
+
+class _Switch:
+    """How many threads want float32 matmuls on tensor cores now, and what was set before the first of them."""
+
+    lock = threading.Lock()
+    num_users = 0
+    before = ""
+
+
+@contextmanager
+def tensor_cores() -> Iterator[None]:
+    """Within it, float32 matmuls of CUDA may round their operands to tfloat32, which changes nothing about operands so rounded.
+
+    PyTorch has one switch for the process. Threads that are in here at the same time share it, and the last one out puts back
+    what the first one found. A float32 matmul that *another* thread starts meanwhile may be rounded, too; the window is the
+    launch of one kernel. Where the user has set the switch already, it is not touched.
+    """
+    switch = torch.backends.cuda.matmul
+    with _Switch.lock:
+        if not _Switch.num_users:
+            _Switch.before = switch.fp32_precision
+            if _Switch.before != "tf32":
+                switch.fp32_precision = "tf32"
+        _Switch.num_users += 1
+    try:
+        yield
+    finally:
+        with _Switch.lock:
+            _Switch.num_users -= 1
+            if not _Switch.num_users and _Switch.before != "tf32":
+                switch.fp32_precision = _Switch.before
+
+
+# ── the trial of a kernel ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Side(NamedTuple):
+    """What a trial needs to know of a cast."""
+
+    format: str
+    granularity: str
+    scale: str
+
+
+# Several tiles of scales in each direction, none of them full, columns of scales that are filled up, and odd rows.
+_TERMS, _ROWS, _SQUARE_ROWS = 640, (137, 269), 256
+
+
+def _side(cast: Cast) -> _Side:
+    return _Side(cast.format, cast.granularity, cast.scale)
+
+
+@lru_cache(None)
+def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> bool:
+    """Whether a kernel multiplies two small matrices without error; waits for the device, once."""
+    with _torch.no_modes(), torch.no_grad():
+        a, b = (specimen(side, rows, _TERMS) for side, rows in zip((left, right), _ROWS, strict=True))
+        exactly = _values(a) @ _values(b).t()
+        there = [Operand(*(None if part is None else part.to(device) for part in each)) for each in (a, b)]  # type: ignore[arg-type]
+        try:
+            found = [
+                multiply_codes(kernel, there[0], there[1], (1, 1), dtype) for dtype in (torch.float32, torch.bfloat16)
+            ]
+            # Read here: an error of the device is raised where its result is waited for.
+            return all(torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in found)
+        except (RuntimeError, ValueError):
+            return False
+
+
+def specimen(side: _Side, rows: int, terms: int) -> Operand:
+    """A small operand ``[rows, terms]`` on the CPU: codes of up to 2 and scales of 1/2, 1 and 2.
+
+    All sums of their products are multiples of 2^-4 and below 2^17, so that each is exact in float32 in whatever order.
+    """
+    rows = _SQUARE_ROWS if side.granularity == "128x128" else rows
+    values = (_scattered(rows, terms) % 9 - 4) / 2
+    if side.format == "tfloat32":
+        return Operand(values, None)
+    pairs = side.format.startswith("float4")
+    data = packed_pairs(four_bit_codes(values), 1) if pairs else values.to(getattr(torch, side.format))
+    if side.granularity not in BLOCKS:
+        outer = torch.tensor([[2.0]]) if side.granularity == "tensor" else _powers(rows, 1)
+        return Operand(data, outer)
+    block = BLOCKS[side.granularity]
+    inner = _powers(math.ceil(rows / block[0]), math.ceil(terms / block[1]))
+    has_outer = side.scale == "float8_e4m3fn"
+    dtype = getattr(torch, side.scale) if side.scale.startswith("float8") else torch.float32
+    return Operand(data, torch.tensor([[2.0]]) if has_outer else None, inner.to(dtype))
+
+
+def _powers(rows: int, columns: int) -> Tensor:
+    """1/2, 1 and 2."""
+    return 2.0 ** (_scattered(rows, columns) % 3 - 1)
+
+
+def _scattered(rows: int, columns: int) -> Tensor:
+    """Whole numbers below 251 in an order in which no row and no column is soon like another."""
+    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    return (row * 37 + column * 101 + row * column * 7) % 251
+
+
+def _values(operand: Operand) -> Tensor:
+    values = (operand.data if operand.inner is None else block_values(operand, 1)).double()
+    return values if operand.outer is None else values * operand.outer.double()
+
+
+def _finished(sums: Sums) -> Tensor:
+    values = sums.values.cpu().double()
+    for scale in (sums.by_row, sums.by_column):
+        values = values if scale is None else values * scale.cpu().double()
+    return values.to(sums.values.dtype)
