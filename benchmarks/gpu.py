@@ -41,7 +41,7 @@ import narrowgauge as ng
 from narrowgauge.errors import ChipError
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.matmul.gemm import EmulationNotice, is_native, multiply, operand_dtype
-from narrowgauge.matmul.operand import Operand, cast_matrix, random_words
+from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix, random_words
 from narrowgauge.numerics import fusion
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute
 from narrowgauge.spec.models import get_model
@@ -190,7 +190,10 @@ STATE = torch.tensor([12_345, 3, 7, 99], dtype=torch.int32)
 
 
 def cast_bits(cast: Cast, dim: int, x: Tensor, device: str, compile: bool) -> list[Tensor]:
-    """Codes and scale of a cast, on the CPU as float32 (which holds each exactly); codes under a scale of NaN may be any."""
+    """Codes and scale of a cast, on the CPU as float32 (which holds each exactly); codes under a scale of NaN may be any.
+
+    Of a cast in blocks, the values both as they are emulated and from the codes and scales that a kernel takes.
+    """
     if cast.is_wide:
         dtype = torch.float32
     else:
@@ -202,10 +205,16 @@ def cast_bits(cast: Cast, dim: int, x: Tensor, device: str, compile: bool) -> li
     least = 0 if compile else sys.maxsize
     with patch.object(fusion, "COMPILE_ELEMENTS", least):
         words = random_words(cast, x, dim, state, 0, 1)
-        made = cast_matrix(x, cast, dim, dtype, words=words, fold=fold, amax=amax)
-    data, outer = (None if part is None else part.float().cpu() for part in made)
-    assert data is not None
-    return [data] if outer is None else [torch.where(outer.isnan(), torch.nan, data), outer]
+        made = [cast_matrix(x, cast, dim, dtype, words=words, fold=fold, amax=amax)]
+        if cast.block is not None and cast.element.bits in (8, 4):
+            narrow = PAIRS if cast.element.bits == 4 else getattr(torch, cast.format)
+            coded = cast_matrix(x, cast, dim, narrow, words=words, amax=amax)
+            made.append(Operand(block_values(coded, dim), coded.outer))
+    found = []
+    for data, outer, _ in made:
+        values, scale = data.float().cpu(), None if outer is None else outer.float().cpu()
+        found += [values] if scale is None else [torch.where(scale.isnan(), torch.nan, values), scale]
+    return found
 
 
 def differing(expected: Sequence[Tensor], found: Sequence[Tensor]) -> int:
@@ -254,7 +263,8 @@ def operands_of(row: Compute, place: str, device: torch.device) -> tuple[Operand
 
 def dequantized(operand: Operand, dim: int) -> Tensor:
     """An operand as float64 ``[rows, contraction]``."""
-    values = operand.data.double() * (1.0 if operand.outer is None else operand.outer.double())
+    data = operand.data if operand.inner is None else block_values(operand, dim)
+    values = data.double() * (1.0 if operand.outer is None else operand.outer.double())
     return values if dim else values.t()
 
 

@@ -422,9 +422,11 @@ def test_a_kernel_that_raises_is_not_used_and_that_is_said(monkeypatch: pytest.M
 
 @pytest.mark.usefixtures("untried")
 @exhaustive("name", list(NATIVE_ON))
-def test_a_trial_of_real_numbers_runs_while_a_compiler_traces(name: str) -> None:
-    with device(NATIVE_ON[name]), FakeTensorMode():
-        assert all(is_native(product, CPU) for product in COMPUTES[name].products.values())
+def test_a_trial_has_real_numbers_wherever_it_is_asked_for(name: str) -> None:
+    for mode in (FakeTensorMode(), torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        native._works.cache_clear()
+        with device(NATIVE_ON[name]), mode:
+            assert all(is_native(product, CPU) for product in COMPUTES[name].products.values())
 
 
 def test_a_process_without_a_gpu_has_no_architecture() -> None:

@@ -73,8 +73,8 @@ def cached_weights() -> Iterator[None]:
 
     Returns:
         A context manager.
-    Cost: the casts stay in memory: 1 byte per parameter for int8 and native float8, 2 where emulated, separately for ``output``
-    and ``grad_input`` unless they share a cast.
+    Cost: the casts stay in memory: 1 byte per parameter for int8 and native float8, half of one for native four bits, 2 where
+    emulated, separately for ``output`` and ``grad_input`` unless they share a cast.
     Example:
         >>> with cached_weights():
         ...     pass  # forward and backward of every micro-batch

@@ -285,7 +285,7 @@ def _side(cast: Cast) -> _Side:
 @lru_cache(None)
 def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> bool:
     """Whether a kernel multiplies two small matrices without error; waits for the device, once."""
-    with _torch.no_modes(), torch.no_grad():
+    with _torch.no_modes(), torch.device("cpu"), torch.no_grad():
         a, b = (specimen(side, rows, _TERMS) for side, rows in zip((left, right), _ROWS, strict=True))
         exactly = _values(a) @ _values(b).t()
         there = [Operand(*(None if part is None else part.to(device) for part in each)) for each in (a, b)]  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ def _written_bytes(cast: Cast, native: bool) -> float:
 def _extra_bytes(
     matmul: str, product: Product, native: bool, setting: Setting, left: float, right: float, result: float
 ) -> float:
-    """Bytes read and written in addition to a matmul's: to transpose codes of 8 and 4 bits, whose kernels take rows only; to scale."""
+    """Bytes read and written in addition to a matmul's: to transpose narrow floats, whose kernels take rows only; to scale."""
     if setting.is_plain:
         return 0.0
     total = 0.0
