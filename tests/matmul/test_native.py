@@ -11,6 +11,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -135,6 +136,12 @@ def test_every_kernel_has_a_function_a_chip_and_a_compute() -> None:
     products = [product for row in COMPUTES.values() for product in row.products.values()]
     for kernel in KERNELS.values():
         assert any(map(kernel.runs_on, architectures)) and any(map(kernel.takes, products))
+
+
+def test_the_documentation_has_the_table() -> None:
+    text = (Path(__file__).parents[2] / "docs/gpu.md").read_text("utf-8")
+    for kernel in KERNELS.values():
+        assert f"| `{kernel.name}` | {kernel.purpose} |" in text
 
 
 def test_computes_say_where_they_are_native() -> None:
@@ -308,11 +315,14 @@ def test_inference_hands_stored_codes_over_as_they_are(name: str) -> None:
 
     x = gaussian(5, 200)
     with torch.no_grad():
-        emulated = made()(x)
-        with device(NATIVE_ON[name]):
-            model = made()
-            assert torch.equal(model[0].dequantize(), made()[0].dequantize())  # type: ignore[index, operator]
-            found = model(x)
+        model, sent = made(), []
+        emulated, weight = model(x), model[0].dequantize()  # type: ignore[index, operator]
+        with device(NATIVE_ON[name]), pytest.MonkeyPatch.context() as patch:
+            stand_in = F.scaled_mm
+            patch.setattr(F, "scaled_mm", lambda *given, **options: sent.append(given) or stand_in(*given, **options))
+            found = made()(x.clone())  # the cast of the same input would be remembered
+            assert torch.equal(model[0].dequantize(), weight)  # type: ignore[index, operator]
+    assert len(sent) in (1, 3), "a trial's two, and the layer's"
     assert (found - emulated).norm() <= 2.0**-7 * emulated.norm()
 
 
@@ -418,6 +428,9 @@ def test_a_kernel_that_raises_is_not_used_and_that_is_said(monkeypatch: pytest.M
             "mxfp4 multiplies float4_e2m1fn, which this CPU cannot; it is emulated"
         )
         assert torch.equal(multiplied(row, "output", SHAPES[0], torch.bfloat16), emulated)
+        native._works.cache_clear()
+        monkeypatch.delattr(F, "scaled_mm")  # as in an older PyTorch
+        assert not is_native(row.output, CPU) and not is_native(COMPUTES["mxfp8"].output, CPU)
 
 
 @pytest.mark.usefixtures("untried")
