@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import narrowgauge as ng
 from covering import exhaustive
-from matmul.scenarios import CPU, DIMS, KEY, bits_with_one_nan, gaussian, make_layer, names, passed, words_for
+from matmul.scenarios import CPU, DIMS, KEY, bits_with_one_nan, gaussian, make_layer, names, passed, same, words_for
 from narrowgauge.matmul import experts, gemm, native
 from narrowgauge.matmul.gemm import describe_matmuls, is_native, multiply, operand_dtype
 from narrowgauge.matmul.operand import PAIRS, Operand, block_values, cast_matrix
@@ -290,6 +290,16 @@ def test_operators_tell_the_compiler_what_they_return(row: Compute) -> None:
     with device(NATIVE_ON[row.name]), torch.no_grad():
         torch.library.opcheck(layer_matmuls.cast_input, (x, row.name, None, None, False), test_utils="test_faketensor")
         torch.library.opcheck(layer_matmuls.cast_kept, (x, row.name, layer.state), test_utils="test_faketensor")
+
+
+@exhaustive("row", BLOCKS)
+def test_a_compiled_layer_hands_codes_over_with_the_same_bits(row: Compute) -> None:
+    """Through Inductor's graph, forward and backward: scales in dtypes that it does not compute with pass through as they are."""
+    x, grad = gaussian(33, 65, seed=3), gaussian(33, 17, seed=4)
+    with device(NATIVE_ON[row.name]):
+        eager = passed(make_layer(row, 65, 17)[0], x, grad)
+        layer, _ = make_layer(row, 65, 17)
+        assert same(passed(layer, x, grad, torch.compile(layer, fullgraph=True)), eager)
 
 
 def test_a_weight_cast_for_a_kernel_serves_the_emulated_product_too() -> None:
