@@ -444,6 +444,18 @@ def test_a_kernel_that_raises_is_not_used_and_that_is_said(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("untried")
+def test_a_full_memory_says_nothing_about_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*arguments: object, **options: object) -> Tensor:
+        raise torch.OutOfMemoryError
+
+    with device("sm100"):
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(F, "scaled_mm", full)
+            is_native(COMPUTES["mxfp8"].output, CPU)
+        assert is_native(COMPUTES["mxfp8"].output, CPU)
+
+
+@pytest.mark.usefixtures("untried")
 @exhaustive("name", list(NATIVE_ON))
 def test_a_trial_has_real_numbers_wherever_it_is_asked_for(name: str) -> None:
     for mode in (FakeTensorMode(), torch.device("meta"), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):

@@ -284,7 +284,10 @@ def _side(cast: Cast) -> _Side:
 
 @lru_cache(None)
 def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> bool:
-    """Whether a kernel multiplies two small matrices without error; waits for the device, once."""
+    """Whether a kernel multiplies two small matrices without error.
+
+    It waits for the device, once: not to be asked for the first time while a CUDA graph is captured.
+    """
     with _torch.no_modes(), torch.device("cpu"), torch.no_grad():
         a, b = (specimen(side, rows, _TERMS) for side, rows in zip((left, right), _ROWS, strict=True))
         exactly = _values(a) @ _values(b).t()
@@ -295,6 +298,8 @@ def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> b
             ]
             # Read here: an error of the device is raised where its result is waited for.
             return all(torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in found)
+        except torch.OutOfMemoryError:
+            raise  # says nothing about the kernel
         except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function itself
             return False
 
