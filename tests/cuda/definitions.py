@@ -1,6 +1,7 @@
 """The kernels of the optimizer by name, as they are compiled for a device.
 
-``step RULE STORAGE [audited] [wide]`` (a rule's spaces as ``_``), ``norm DTYPE``, ``accumulate ROW``, ``row peaks``.
+``step RULE STORAGE [audited] [wide]`` (a rule's spaces as ``_``), ``write`` and the same of a matrix rule, ``norm DTYPE``,
+``accumulate ROW``, ``row peaks``.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ import torch
 
 from narrowgauge.optim import accumulation, clip, kernel
 from narrowgauge.optim.compilation import Definition
-from narrowgauge.optim.kernel import StepKernel
+from narrowgauge.optim.kernel import MatrixKernel, StepKernel
 from narrowgauge.optim.rules.elementwise import RULES
+from narrowgauge.optim.rules.matrix import MATRIX_RULES
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import ACCUMULATIONS
 
@@ -20,12 +22,21 @@ def definition_of(name: str, device: torch.device) -> Definition:
     if kind == "step":
         rule, storage, *options = words
         return step_kernel(rule.replace("_", " "), storage).define(device, "audited" in options, wide="wide" in options)
+    if kind == "write":
+        rule, storage, *options = words
+        return matrix_kernel(rule, storage).define(device, "audited" in options, wide="wide" in options)
     if kind == "norm":
         return clip.define_norm(getattr(torch, words[0]), device, by_rows=True)
     if kind == "accumulate":
         return accumulation.define_addition(ACCUMULATIONS[words[0]], device)
     assert name == "row peaks", name
     return kernel.define_row_peaks(device)
+
+
+def matrix_kernel(rule: str, storage: str) -> MatrixKernel:
+    kept = MATRIX_RULES[rule].states((64, 64), MATRIX_RULES[rule].defaults)
+    own = tuple((name, state.role) for name, state in kept.items() if state.role is not None)
+    return MatrixKernel(MATRIX_RULES[rule], STORAGES[storage].keeping(own), compile=False)
 
 
 def step_kernel(rule: str, storage: str) -> StepKernel:

@@ -119,6 +119,26 @@ def test_no_word_of_a_step_differs(rule: str, storage: str, options: str) -> Non
             assert_sixteen_bytes_at_a_time(launch.kernel, 2 * written + parts)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "write muon word wide",
+        *(
+            pytest.param(f"write {row} wide", marks=whole)
+            for row in ("muon compact", "galore word", "adafactor stochastic")
+        ),
+        pytest.param("write muon word audited wide", marks=whole),
+    ],
+)
+def test_no_word_of_what_a_matrix_rule_decided_differs(name: str) -> None:
+    definition, found = definition_of(name, CPU), compiled(name)
+    assert_instructions(name, found)
+    for arguments in (list(definition.example), edges_of(definition)):
+        wrong, launches = difference(definition, arguments, found)
+        assert wrong == 0
+        assert "audited" in name or len(launches) == 1
+
+
 def assert_read_and_written_once(launch: Launch, num_read: int, num_written: int) -> None:
     """Of the tensors of words, as many as are meant, each of their bytes by one instruction."""
     words = [pair for pair in launch.traffic.values() if len(pair[0]) >= 2 * WORDS]

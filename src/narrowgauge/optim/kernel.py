@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import base64
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -267,15 +267,9 @@ class Work:
         """Some of its words (rows, where it has them)."""
         return Work(*([t[start:stop] for t in tensors] for tensors in (self.words, self.scales, self.decided)))
 
-    def chunks(self) -> Iterator[Work]:
-        """All of it, in pieces of about :func:`narrowgauge.numerics.summation.chunk_size` words."""
-        first = self.words[0]
-        size = max(1, chunk_size(first.device) // max(1, first.numel() // max(1, len(first))))
-        return (self.piece(start, start + size) for start in range(0, len(first), size))
 
-
-class StepKernel:
-    """The step of one (element-wise rule, storage), run eagerly in cache-sized chunks unless it is compiled.
+class WordKernel:
+    """What steps the words of one storage: run eagerly in cache-sized chunks unless it is compiled.
 
     Without ``compile``, or without a compiler, the definition runs, with the same bits in all that is stored. Only the audit's
     sums are then added in another order, and differ in their last digits.
@@ -285,27 +279,24 @@ class StepKernel:
     """Words per audited call: a compiled float32 sum over so many is within 1e-5, and a float64 one costs a third more. Each
     of a GPU's threads adds up some hundred of them."""
 
-    def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
-        self.rule, self.storage, self.compile = rule, storage, compile
-        self.parts = codec.num_parts(storage)
+    def __init__(
+        self,
+        name: str,
+        storage: Storage,
+        advance: Advance,
+        scalars: Sequence[str] = (),
+        *,
+        num_decided: int = 0,
+        compile: bool,
+    ) -> None:
+        self.storage, self.compile = storage, compile
+        self.parts, self.num_decided, self.num_scalars = codec.num_parts(storage), num_decided, len(scalars)
         # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
+        self._definition = partial(make_step, storage, advance, scalars, num_decided=num_decided)
         self._plain = self._definition()
-        self._audited = self._definition(total_sums)
-        self._by_word = self._definition(term_table)
-        self._names = {
-            audited: f"{rule.name} {storage!r} audited={audited} {rule_source(rule)}" for audited in (False, True)
-        }
-
-    def _definition(
-        self, summarize: Summarize | None = None, choose: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.where
-    ) -> Step:
-        advance = advance_by(self.rule, self.storage)
-        return make_step(self.storage, advance, self.rule.scalars, summarize=summarize, choose=choose)
-
-    def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """The rule's scalars for the step of this number, under a param group's options."""
-        return self.rule.prepare(options, step)
+        self._audited = self._definition(summarize=total_sums)
+        self._titles = {audited: f"{name} audited={audited}" for audited in (False, True)}
 
     def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
         """Step tensors of equal shape in place, without gradients; returns the audit's sums, float64 ``[8]``, if ``audited``.
@@ -349,17 +340,13 @@ class StepKernel:
             total = sums if total is None else total + sums
         return total if audited else None
 
-    def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
-        """An audited step of a bucket: float64 ``[segments, 8]``."""
-        if self.compile:
-            rows = [self.run(work.piece(s.start, s.stop), values, seed, audited=True) for s in segments]
-            return torch.stack([row for row in rows if row is not None])
-        table = self._by_word(*work.arguments(self.parts, values, seed))
-        return torch.stack([table[:, segment].sum(1) for segment in segments])
+    def compiles_for(self, device: torch.device) -> bool:
+        """Whether compiled code is wanted on a device."""
+        return self.compile
 
     def _is_compiled(self, values: Tensor) -> bool:
         """Whether compiled code is to run; on a CPU the definition skips a step."""
-        return self.compile and not (values.is_cpu and bool(values[CONTROL.index("skip")]))
+        return self.compiles_for(values.device) and not (values.is_cpu and bool(values[CONTROL.index("skip")]))
 
     def _with_kernel(self, work: Work, device: torch.device, audited: bool) -> tuple[Work, Compiled | None]:
         """The work as a kernel takes it, and the kernel, ``None`` where there is none for it."""
@@ -387,7 +374,7 @@ class StepKernel:
         return compiled(self._name(audited, wide), device, lambda: self.define(device, audited, wide=wide))
 
     def _name(self, audited: bool, wide: bool) -> str:
-        return f"{self._names[audited]}{' wide' * wide}"
+        return f"{self._titles[audited]}{' wide' * wide}"
 
     def define(self, device: torch.device, audited: bool, *, wide: bool = False) -> Definition:
         """What :meth:`variant` compiles."""
@@ -397,11 +384,12 @@ class StepKernel:
         rows: tuple[int | None, ...] = (0, None)
         if wide:
             words, rows = (*words, None), (*rows, None)
-        count = (len(example) - scales - 2 + self.parts) // 2
-        lengths = [words] * count + [rows] * scales + [(), ()] + [words] * (count - self.parts)
+        decided = self.num_decided * codec.num_lanes(storage)
+        count = (len(example) - scales - decided - 2 + self.parts) // 2
+        lengths = [words] * count + [rows] * scales + [words] * decided + [(), ()] + [words] * (count - self.parts)
         # On a CPU the host knows whether a step is skipped: choosing in each word would be an eighth of the instructions.
         choose = always_new if device.type == "cpu" else torch.where
-        step = self._definition(total_sums if audited else None, choose)
+        step = self._definition(summarize=total_sums if audited else None, choose=choose)
         outputs = (*range(self.parts), *range(2 * self.parts, count))
         return Definition(step, example, lengths, self.one_loop, lambda: self._edges(device, wide=wide), outputs)
 
@@ -433,14 +421,40 @@ class StepKernel:
         weight, first, then = (drawn[k * self.parts : (k + 1) * self.parts] for k in range(3))
         states = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(count)]
         scales = [torch.ones(shape[0], 1, dtype=torch.float32, device=device) for _ in range(num_scales(storage))]
-        rates = torch.linspace(lowest, highest, len(self.rule.scalars), dtype=torch.float32, device=device)
+        rates = torch.linspace(lowest, highest, self.num_scalars, dtype=torch.float32, device=device)
         ends = torch.linspace(1.0, 0.0, len(CONTROL), dtype=torch.float32, device=device)
         values = torch.cat([ends, rates])
         seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
-        self._plain(*Work([*weight, *first, *states], scales).arguments(self.parts, values, seed))
+        decided = [
+            draw(torch.float32, shape, device, 7 + k).view(torch.float32)
+            for k in range(self.num_decided * codec.num_lanes(storage))
+        ]
+        self._plain(*Work([*weight, *first, *states], scales, decided).arguments(self.parts, values, seed))
         # Each argument its own memory: a compiler that sees one tensor twice asks for the same again.
-        work = Work([*weight, *then, *states], scales)
+        work = Work([*weight, *then, *states], scales, decided)
         return [x.clone() for x in (work.widened() if wide else work).arguments(self.parts, values, seed)]
+
+
+class StepKernel(WordKernel):
+    """The step of one (element-wise rule, storage)."""
+
+    def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
+        name = f"{rule.name} {storage!r} {rule_source(rule)}"
+        super().__init__(name, storage, advance_by(rule, storage), rule.scalars, compile=compile)
+        self.rule = rule
+        self._by_word = self._definition(summarize=term_table)
+
+    def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
+        """The rule's scalars for the step of this number, under a param group's options."""
+        return self.rule.prepare(options, step)
+
+    def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
+        """An audited step of a bucket: float64 ``[segments, 8]``."""
+        if self.compile:
+            rows = [self.run(work.piece(s.start, s.stop), values, seed, audited=True) for s in segments]
+            return torch.stack([row for row in rows if row is not None])
+        table = self._by_word(*work.arguments(self.parts, values, seed))
+        return torch.stack([table[:, segment].sum(1) for segment in segments])
 
     def compile_audit_elsewhere(self, device: torch.device) -> None:
         """Have the audited variant compiled by another process: it is needed only some steps from now."""
@@ -460,30 +474,25 @@ def compile_audit(rule: str, storage: str, device: str) -> None:
     kernel.variant(torch.device(device), True, wide=not device.startswith("cpu"))
 
 
-class MatrixKernel:
+class MatrixKernel(WordKernel):
     """The write of one (matrix rule, storage): it stores the change and the states that the rule computed on a whole matrix.
 
-    The storage's states are those of the rule that have the weight's shape. It runs eagerly: a matrix rule's own products
-    take longer.
+    The storage's states are those of the rule that have the weight's shape. On a CPU it runs eagerly: a matrix rule's own
+    products take longer. A GPU would be given some eighty small operations for each matrix.
     """
 
-    compile = False
-
-    def __init__(self, rule: MatrixRule, storage: Storage) -> None:
-        self.rule, self.storage, self.parts = rule, storage, codec.num_parts(storage)
+    def __init__(self, rule: MatrixRule, storage: Storage, *, compile: bool) -> None:
         names = tuple(state for state, _ in storage.states)
-        advance, count = write_decided(storage, names), 1 + len(names)
-        self._plain = make_step(storage, advance, num_decided=count)
-        self._audited = make_step(storage, advance, num_decided=count, summarize=total_sums)
+        advance = write_decided(storage, names)
+        super().__init__(f"write {names} {storage!r}", storage, advance, num_decided=1 + len(names), compile=compile)
+        self.rule = rule
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
         """None: the rule reads its options itself."""
         return ()
 
-    def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor:
-        """Write in place what was decided, as :meth:`StepKernel.run` steps; the audit's sums are empty where not audited."""
-        step = self._audited if audited else self._plain
-        return step(*work.arguments(self.parts, values, seed))
+    def compiles_for(self, device: torch.device) -> bool:
+        return self.compile and device.type != "cpu"
 
 
 Kernel = StepKernel | MatrixKernel

@@ -395,7 +395,8 @@ class Registry:
         key = rule.name, storage
         if key not in self.kernels:
             if isinstance(rule, MatrixRule):
-                self.kernels[key] = MatrixKernel(rule, storage)
+                total = sum(p.numel() for g in self._groups() for p in g["params"])
+                self.kernels[key] = MatrixKernel(rule, storage, compile=self.worth_compiling(total))
             else:
                 rows = [(self.storage_of(g, p), p) for g in self._groups() for p in g["params"]]
                 total = sum(p.numel() for row, p in rows if row.keeping(rule.kept) == storage)

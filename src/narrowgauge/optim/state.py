@@ -333,7 +333,10 @@ def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> 
     matrices = [state.matrices(value) for state, value in zip(states, values, strict=True)]
     joined = [matrix for own in matrices if own is not None for matrix in own]
     sizes = [sum(map(len, own)) for own in matrices if own is not None]
-    found = iter(peaks_of_matrices(joined, compile=states[0].kernel.compile).split(sizes) if joined else ())
+    found: Iterator[Tensor] = iter(())
+    if joined:
+        compiles = states[0].kernel.compiles_for(joined[0].device)
+        found = iter(peaks_of_matrices(joined, compile=compiles).split(sizes))
     peaks = [
         state.row_peaks(value) if own is None else next(found)
         for state, value, own in zip(states, values, matrices, strict=True)

@@ -160,15 +160,17 @@ class Stepper:
         _rescale([state], state.bounds, peaks, skip)
         # For each lane the change, then the states, as the kernel takes them.
         decided = [value for lane in zip(*(_in_lanes(state, part) for part in parts), strict=True) for value in lane]
+        direct = state.direct()
         done, total = 0, []
-        for work, copies in _chunks(state):
+        for work, copies in strided_copies(state) if direct is None else [(direct, ())]:
             count = work.words[0].shape[0]
             given = replace(work, decided=[value[done : done + count] for value in decided])
-            total.append(kernel.run(given, numbers.values, numbers.seed, audited=numbers.audited))
+            sums = kernel.run(given, numbers.values, numbers.seed, audited=numbers.audited)
             for words, piece in copies:
                 write_back(words, piece)
             done += count
-        if numbers.audited and total:
+            total += [] if sums is None else [sums]
+        if total and state.parameter.numel():
             self.auditor.add(state.owner, torch.stack(total).sum(0), state.parameter.numel())
 
 
@@ -188,14 +190,6 @@ def _rescale(
         torch._foreach_copy_([state.bounds[name] for state in batch], list(bound.split(sizes)))
     for place, state in enumerate(batch):
         state.set_scales({n: into[n][place] for n in into}, {n: back[n][place] for n in back})
-
-
-def _chunks(state: ParameterState) -> Iterator[tuple[Work, list[tuple[Tensor, Tensor]]]]:
-    """A state's words in cache-sized pieces, in place or copied, in order."""
-    if (work := state.direct()) is None:
-        yield from strided_copies(state)
-    else:
-        yield from ((chunk, []) for chunk in work.chunks())
 
 
 def _new_bounds(
