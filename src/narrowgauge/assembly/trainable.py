@@ -18,6 +18,7 @@ from narrowgauge.distributed.reduction import inner_of
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.swapping import linear_names
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.spec import computes
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
@@ -30,6 +31,7 @@ def require_trainable(model: nn.Module, recipe: Recipe) -> None:
             f"recipe '{recipe.name}' sums gradients across ranks by '{recipe.reduction.name}', which is not implemented.",
             "narrowgauge show reductions lists those that are.",
         )
+    require_float64(model.parameters())
     names = [name for name, _ in model.named_parameters()]
     if not names:
         raise RecipeError(f"recipe '{recipe.name}' was given a {type(model).__name__} without parameters.")

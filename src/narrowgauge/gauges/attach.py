@@ -30,6 +30,7 @@ from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMe
 from narrowgauge.gauges.sampling import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import audit, unwrapped
@@ -66,6 +67,7 @@ class Gauges:
         on_row: Callable[[Row], Any] | None,
         alarms: bool,
     ) -> None:
+        require_float64(model.parameters())
         self.model, self.optimizer, self.every, self.on_row = model, optimizer, every, on_row
         self.last: Row | None = None
         self.alarms = Alarms(recipe_in_use(model, optimizer)) if alarms else None

@@ -25,6 +25,7 @@ from narrowgauge.matmul.layer_matmuls import multiply_slots, outlier_columns
 from narrowgauge.matmul.linear import ExactBuffers, is_linear, is_transposed
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.matmul.swapping import chooser
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.quantization import blocked, padded, quantize
 from narrowgauge.numerics.widening import add_product
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product
@@ -231,6 +232,7 @@ def quantize_for_inference(
         >>> inference_bytes(quantize_for_inference(model))
         InferenceBytes(before=524288, after=264192)
     """
+    require_float64(model.parameters())
     made = with_codes(compute)
     choose = chooser(made, keep)
     layers: dict[str, Any] = {

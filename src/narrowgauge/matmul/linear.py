@@ -19,6 +19,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import layer_matmuls, operand
 from narrowgauge.matmul.cast_cache import LastCast
 from narrowgauge.matmul.delayed_scaling import history_for
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.widening import bias_gradient, linear
 from narrowgauge.spec import computes
@@ -84,7 +85,7 @@ class _Product(torch.autograd.Function):
 
 
 class ExactBuffers(nn.Module):
-    """A module whose buffers named in ``exact`` keep their dtype when the model's dtype changes."""
+    """A module whose buffers named in ``exact`` keep their dtype when the model's dtype changes; it stays where float64 is."""
 
     exact: tuple[str, ...] = ()
 
@@ -95,6 +96,7 @@ class ExactBuffers(nn.Module):
             after = self._buffers[name]
             if buffer is not None and after is not None and after.dtype != buffer.dtype:
                 self._buffers[name] = buffer.to(after.device)
+        require_float64(self._buffers.values())
         return self
 
 

@@ -19,6 +19,7 @@ from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, narrowed
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.widening import is_widened, widen_attention
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Compute, first_of_input
@@ -168,6 +169,7 @@ def swap_linears(
         >>> sorted(linears.layers)
         ['0', '2']
     """
+    require_float64(model.parameters())
     choose = chooser(compute, keep)
     if isinstance(compute, (str, Compute)):
         computes.check_layers(get_compute(compute), linear_names(model), type(model).__name__)
@@ -229,6 +231,7 @@ def swap_experts(
         >>> sorted(swap_experts(MixtralForCausalLM(small), "int8-row").layers)
         ['model.layers.0.mlp.experts.down_proj', 'model.layers.0.mlp.experts.gate_up_proj']
     """
+    require_float64(model.parameters())
     layers: dict[str, Layer] = {**experts.grouped_layers(model, chooser(compute, keep))}
     if not layers:
         raise RecipeError(

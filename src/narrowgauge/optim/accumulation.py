@@ -30,6 +30,7 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics import rounding
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
 from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits, step_seed
 from narrowgauge.numerics.scaling import LossScaler
@@ -185,6 +186,7 @@ class GradientAccumulator:
             raise RecipeError(f"no accumulation is named {dtype!r}.", near)
         self.row, self.seed, self.step = ACCUMULATIONS[dtype], seed, 0
         self.parameters = list(dict.fromkeys(parameters))
+        require_float64(self.parameters)
         # Those whose gradients are summed here and not by autograd.
         self._mine = [p for p in self.parameters if _takes(self.row, p) and self.row.planes]
         self._planes: dict[Tensor, list[Tensor]] = {}

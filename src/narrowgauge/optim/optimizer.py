@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge._torch import plain_name
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import ChipError, RecipeError
 from narrowgauge.machine.transfers import Reading
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
@@ -237,12 +238,14 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RecipeError: an option that the rule cannot obey, an unknown storage, or a parameter in another format than its
                 visible one.
+            ChipError: a parameter on a device without float64.
         """
         named = "storage" in param_group or self._names_storage
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         _name_each_once(group)
         try:
+            require_float64(group["params"])
             check_options(group, self.rule)
             row = expected_row(group["params"], group["storage"] if named else None, self.rows)
             self.rows[row.name], group["storage"] = row, row.name
@@ -251,7 +254,7 @@ class Optimizer(torch.optim.Optimizer):
                 check_real(parameter)
                 check_visible(parameter, storage)
                 check_rule(self._registry.rule_of(group, parameter), storage)
-        except RecipeError:
+        except (ChipError, RecipeError):
             self.param_groups.pop()
             raise
         if not named:

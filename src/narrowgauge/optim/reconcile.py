@@ -53,6 +53,7 @@ from torch import Tensor, nn
 from narrowgauge import _torch
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.checksums import fingerprint
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
 from narrowgauge.numerics.shards import is_sharded, local_of, own_part
 from narrowgauge.optim import codec
@@ -364,6 +365,7 @@ class Registry:
             if parameter in self.states:
                 continue
             row = self.storage_of(group, parameter)
+            require_float64([parameter])
             check_visible(parameter, row)
             rule = self.rule_of(group, parameter, (names or {}).get(parameter, ()))
             if isinstance(rule, MatrixRule):
@@ -451,6 +453,7 @@ class Registry:
         moved = {state for state in self.states.values() if is_elsewhere(state)}
         if not moved:
             return moved
+        require_float64(state.parameter for state in moved)
         alone = set(moved)
         buckets, self.buckets = self.buckets, []
         for bucket in buckets:

@@ -36,6 +36,7 @@ from narrowgauge.gauges.recording.step_row import (
     summary_of,
     why_skipped,
 )
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -107,6 +108,7 @@ class RunRecorder:
         loggers: str | Iterable[str] = (),
         resume: bool = False,
     ) -> None:
+        require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
         names = names_in(loggers)
         require_loggers(names)

@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 from narrowgauge._torch import plain_name
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.check.watch import Seen
+from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.storages import STORAGES, Storage
@@ -163,6 +164,7 @@ def set_up_of(model: Any, optimizer: Any, scheduler: Any, scaler: Any, average: 
     """The set-up, with the schedules of these optimizers that are alive in the process; refuses what is no model or optimizer."""
     if not isinstance(model, nn.Module):
         raise RecipeError(f"check was given a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
+    require_float64(model.parameters())
     optimizers = optimizers_of(optimizer)
     alive = [s for s in _alive(LRScheduler) if any(getattr(s, "optimizer", None) is o for o in optimizers)]
     return SetUp(model, optimizers, scaler, [*_listed(scheduler), *alive], list(_listed(average)), loss)
