@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 from cuda import device
 from narrowgauge import AdamW
+from narrowgauge._torch import transfers
 from narrowgauge._torch.many_tensors import ManyTensors
-from narrowgauge.machine import transfers
 from narrowgauge.optim import accumulation, clip, kernel
 from narrowgauge.optim.compilation import Definition
 

@@ -21,7 +21,7 @@ from cuda.device import CHIPS
 from cuda.launch import Launch, emulated
 from cuda.lowering import Lowered, TritonKernel, lowered
 from cuda.machine import Program, Refused
-from narrowgauge._torch import alignment, many_tensors
+from narrowgauge._torch import aligned, many_tensors
 from narrowgauge._torch.many_tensors import SPANS, ManyTensors
 from narrowgauge.numerics.edge_values import edge_values, same_numbers
 from narrowgauge.optim import accumulation, clip, codec, compilation, kernel
@@ -279,7 +279,7 @@ def test_words_that_are_not_aligned_are_stepped_all_the_same_and_a_bare_launch_i
         run = emulated(found)[0]
         run(definition.in_place(list(definition.example)))  # aligned, which tells the order of its arguments
         run(list(theirs))
-    monkeypatch.setattr(alignment, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
+    monkeypatch.setattr(aligned, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
     definition.function(*mine)
     emulated(found)[0](list(theirs))
     assert all(map(same_numbers, mine, theirs))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import narrowgauge as ng
 from covering import whole
-from narrowgauge._torch import alignment, inductor
+from narrowgauge._torch import aligned, inductor
 from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.optim import compilation, kernel
 from narrowgauge.optim.compilation import Compiled, Definition
@@ -257,7 +257,7 @@ def test_steps_of_misaligned_words_are_written_back(
     storage: str, audit_every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parameters that begin at odd words of a flat buffer, and planes whose second tensor does: as if compiled for a GPU."""
-    for module in (alignment, kernel):
+    for module in (aligned, kernel):
         monkeypatch.setattr(module, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
     monkeypatch.setattr(StepKernel, "compile_audit_elsewhere", lambda *_: None)
     monkeypatch.setattr("narrowgauge.optim.state.SMALL", 0)  # none is copied into a bucket
@@ -270,7 +270,7 @@ def test_steps_of_misaligned_words_are_written_back(
         ) -> Compiled:
             if name not in made:
                 run = like_inductor(define())
-                made[name] = alignment.on_aligned(run) if kind == "guarded" else run
+                made[name] = aligned.on_aligned(run) if kind == "guarded" else run
             return cast(Compiled, made[name])
 
         monkeypatch.setattr(kernel, "compiled", compiled)
@@ -295,7 +295,7 @@ def test_a_tensor_is_copied_only_where_it_must_be(monkeypatch: pytest.MonkeyPatc
     base = torch.zeros(64, dtype=torch.int32)
     odd = base[1 + (-base.data_ptr() // 4) % 4 :][:8]
     even = base[(-base.data_ptr() // 4) % 4 + 16 :][:8]
-    assert alignment.is_aligned(odd)  # anything on a CPU
+    assert aligned.is_aligned(odd)  # anything on a CPU
     seen: list[int] = []
 
     def run(arguments: list[Tensor]) -> list[Tensor]:
@@ -303,12 +303,12 @@ def test_a_tensor_is_copied_only_where_it_must_be(monkeypatch: pytest.MonkeyPatc
         arguments[-1].fill_(7)
         return [torch.ones(1)]
 
-    monkeypatch.setattr(alignment, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
-    assert alignment.on_aligned(run)([even, even]) and seen == [even.data_ptr()] * 2 and even.eq(7).all()
-    assert alignment.on_aligned(run)([odd, even, odd]) and odd.eq(7).all()
+    monkeypatch.setattr(aligned, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
+    assert aligned.on_aligned(run)([even, even]) and seen == [even.data_ptr()] * 2 and even.eq(7).all()
+    assert aligned.on_aligned(run)([odd, even, odd]) and odd.eq(7).all()
     assert seen[3] == even.data_ptr() and seen[2] == seen[4] != odd.data_ptr() and seen[2] % 16 == 0
     odd.zero_()
-    alignment.on_aligned(run)([even, odd])  # it was read alone
+    aligned.on_aligned(run)([even, odd])  # it was read alone
     assert not odd.any()
 
 

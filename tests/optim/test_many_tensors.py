@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge._torch import alignment, many_tensors
+from narrowgauge._torch import aligned, many_tensors
 from narrowgauge._torch.many_tensors import SPANS, ManyTensors, function_of, with_table
 
 SPAN = SPANS["pointwise"]
@@ -117,7 +117,7 @@ def test_more_elements_than_an_int32_counts_take_several_launches(monkeypatch: p
 
 
 def test_what_is_not_aligned_is_launched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (alignment, many_tensors):
+    for module in (aligned, many_tensors):
         monkeypatch.setattr(module, "is_aligned", lambda tensor: tensor.data_ptr() % 16 == 0)
     launches, batch = Launches(), pairs(8, 16, 8)
     odd = torch.zeros(9, dtype=torch.int32)[1:]

@@ -292,7 +292,7 @@ def load_ahead(path: Path) -> Loaded:
     """The function in a package: takes a list of tensors (and empties it), returns the list of results.
 
     A tensor that it writes to is passed twice, as what is read and as where to write; see
-    :func:`narrowgauge._torch.alignment.on_aligned`.
+    :func:`narrowgauge._torch.aligned.on_aligned`.
 
     Raises:
         RuntimeError: the package cannot be loaded here, or this release has renamed what loads it.

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._torch.alignment import is_aligned, on_aligned
-from narrowgauge.machine.transfers import to_device
+from narrowgauge._torch.aligned import is_aligned, on_aligned
+from narrowgauge._torch.transfers import to_device
 
 SPANS = {"pointwise": 1 << 17, "reduction": 1 << 6, "persistent_reduction": 1 << 6}
 """By the kind of a kernel: elements of a result for which a row of the table stands, a multiple of every block. Blocks beyond a

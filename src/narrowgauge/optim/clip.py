@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge._torch.transfers import to_device
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine.transfers import to_device
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.scaling import LossScaler

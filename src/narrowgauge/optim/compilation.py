@@ -51,7 +51,7 @@ Compiled = Callable[[list[Tensor]], list[Tensor]]
 SOURCES = (
     "*.py",
     "_torch/*.py",
-    *(f"machine/{name}.py" for name in ("cache_folder", "child_processes", "cpp_compiler", "processor", "transfers")),
+    *(f"machine/{name}.py" for name in ("cache_folder", "child_processes", "cpp_compiler", "processor")),
     *(f"spec/{name}.py" for name in ("formats", "frameworks", "rows", "significance", "storages", "sums")),
     "numerics/*.py",
     "optim/**/*.py",

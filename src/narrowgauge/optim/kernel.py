@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._torch.alignment import is_aligned
+from narrowgauge._torch.aligned import is_aligned
 from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
 from narrowgauge.numerics.summation import chunk_size

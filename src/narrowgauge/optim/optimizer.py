@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge._torch import plain_name
+from narrowgauge._torch.transfers import Reading
 from narrowgauge.errors import ChipError, RecipeError
-from narrowgauge.machine.transfers import Reading
 from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like

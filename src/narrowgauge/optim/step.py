@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.machine.transfers import to_device
+from narrowgauge._torch.transfers import to_device
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.shards import gathered, own_part
 from narrowgauge.optim import codec
