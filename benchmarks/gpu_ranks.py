@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from _gpu_setting import Setting, Tables
 from timing import Report, Row, parser
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +42,8 @@ def trained(sharding: str, reduction: str, device: torch.device) -> str:
     layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
     model = nn.Sequential(*layers).to(device)
     mesh = init_device_mesh(device.type, (size,))
-    model, optimizer = ng.prepare(model, f"bfloat16/word/{reduction}", mesh=mesh, shard=sharding)
+    # Added up: averages are over as many ranks as there are.
+    model, optimizer = ng.prepare(model, f"bfloat16/word/{reduction}", mesh=mesh, shard=sharding, average=False)
     for step in range(STEPS):
         for first in range(0, LEAVES, size):
             leaf = min(first + rank, LEAVES - 1)
@@ -108,6 +110,11 @@ def ranks_rows(device_type: str) -> list[Row]:
     together = {found[f"1-{sharding}-reproducible"] for sharding in SHARDINGS}
     rows.append({"shard": "all of them", "reduction": "reproducible", "passes": "yes" if len(together) == 1 else "NO"})
     return rows
+
+
+def check_ranks(setting: Setting) -> Tables:
+    """The section of ``gpu.py``."""
+    yield f"{STEPS} steps of {LEAVES} leaves on one rank and on two", ranks_rows(setting.device.type)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ import logging
 import statistics
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -265,7 +265,7 @@ def row_of(name: str, seconds: Seconds, off: str, asked: float | None) -> Row:
     }
 
 
-def emit(report: Report, layers: LayerSet, names: Sequence[str], rounds: int, device: torch.device) -> None:
+def emit(report: Report, layers: LayerSet, names: Iterable[str], rounds: int, device: torch.device) -> None:
     """Tables of one set: each shape, and all of them together."""
     tables: dict[str, list[Row]] = {}
     asked = dict(layers.asked) if multiplies_float8() else {}

@@ -210,7 +210,7 @@ def row_of(name: str, result: Row, options: argparse.Namespace) -> Row:
     }
 
 
-def emit(report: Report, names: Sequence[str], options: argparse.Namespace) -> None:
+def emit(report: Report, names: Iterable[str], options: argparse.Namespace) -> None:
     """Measure everything and print the table; a line as each is done, since all of them take long."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -113,10 +113,14 @@ def make_parameters(shapes: Shapes, dtype: torch.dtype, device: str = "cpu") -> 
     return parameters
 
 
-def ours(shapes: Shapes, storage: str, *, audit_every: int = 0, device: str = "cpu") -> ng.AdamW:
+def ours(
+    shapes: Shapes, storage: str, *, audit_every: int = 0, device: str = "cpu", max_grad_norm: float | None = None
+) -> ng.AdamW:
     """Our AdamW over fresh parameters, compiled."""
     parameters = make_parameters(shapes, getattr(torch, STORAGES[storage].visible), device)
-    return ng.AdamW(parameters, **OPTIONS, storage=storage, audit_every=audit_every, compile=True)
+    return ng.AdamW(
+        parameters, **OPTIONS, storage=storage, audit_every=audit_every, max_grad_norm=max_grad_norm, compile=True
+    )
 
 
 def fused(shapes: Shapes, device: str = "cpu") -> torch.optim.Optimizer:
@@ -148,19 +152,23 @@ def _adder(shapes: Shapes, name: str) -> Contender:
     return Contender(name, lambda: total.add_(addend))
 
 
+def peer_contender(peer: Peer, shapes: Shapes, rounds: int | None, device: str = "cpu") -> Contender:
+    """A peer over fresh bfloat16 parameters, which takes part in so many rounds."""
+    parameters = make_parameters(shapes, torch.bfloat16, device)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # Gradients left as an optimizer spoils them would shrink to subnormals, which are slow.
+    originals = [g.clone() for g in gradients] if peer.spoils_gradients else []
+
+    def restore() -> None:
+        for gradient, original in zip(gradients, originals, strict=False):
+            gradient.copy_(original)
+
+    return Contender(peer.name, peer.make(parameters, **OPTIONS).step, before=restore, rounds=rounds)
+
+
 def _peer_entry(peer: Peer) -> Entry:
     def make(shapes: Shapes, name: str) -> Contender:
-        parameters = make_parameters(shapes, torch.bfloat16)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        # Gradients left as an optimizer spoils them would shrink to subnormals, which are slow.
-        originals = [g.clone() for g in gradients] if peer.spoils_gradients else []
-
-        def restore() -> None:
-            for gradient, original in zip(gradients, originals, strict=False):
-                gradient.copy_(original)
-
-        step = peer.make(parameters, **OPTIONS).step
-        return Contender(name, step, before=restore, rounds=1 if peer.slow else None)
+        return peer_contender(peer, shapes, 1 if peer.slow else None)
 
     held = peer.bytes_per_param + (2 if peer.spoils_gradients else 0)
     return Entry(peer.name, held, make, peer.package, peer.slow)

@@ -82,6 +82,20 @@ def _torchao(name: str, stochastic: bool, parameters: Iterable[nn.Parameter], **
     return made
 
 
+def _flashoptim(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    from flashoptim import FlashAdamW
+
+    made: torch.optim.Optimizer = FlashAdamW(parameters, **options)
+    return made
+
+
+def _transformer_engine(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    from transformer_engine.pytorch.optimizers import FusedAdam
+
+    made: torch.optim.Optimizer = FusedAdam(parameters, **options, adam_w_mode=True, master_weights=True)
+    return made
+
+
 def _optimi(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     from optimi import AdamW
 
@@ -108,6 +122,12 @@ PEERS: tuple[Peer, ...] = (
     ),
     Peer("optimi AdamW Kahan", "torch-optimi", 10, _optimi, with_compensation, spoils_gradients=True),
 )
+CUDA_PEERS: tuple[Peer, ...] = (
+    # 24 bits of the weight, and two states in 8 bits with a float16 scale per 32 elements each.
+    Peer("FlashOptim AdamW", "flashoptim", 5 + 2 + 2 * 2 / 32, _flashoptim),
+    Peer("TransformerEngine FusedAdam", "transformer-engine", 16, _transformer_engine),
+)
+"""Those that refuse machines without CUDA; ``gpu.py`` alone times them."""
 PACKAGES = tuple(dict.fromkeys(peer.package for peer in PEERS if peer.package != "torch"))
 
 

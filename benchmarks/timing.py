@@ -134,7 +134,7 @@ def _timing(name: str, own: list[float], baseline: list[float]) -> Timing:
 def machine() -> Row:
     """What a reader must know beside the figures: versions, processor, threads, load."""
     return {
-        "narrowgauge": version("narrowgauge"),
+        "narrowgauge": peer_version("narrowgauge"),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "processor": _processor(),
@@ -186,11 +186,13 @@ class Report:
         title: its name.
         options: the parsed flags.
         peers: packages that are measured beside ours.
+        markdown: print tables as Markdown, for the log.
     """
 
     title: str
     options: argparse.Namespace
     peers: Sequence[str] = ()
+    markdown: bool = False
     tables: dict[str, list[Row]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -205,7 +207,7 @@ class Report:
         """Print a table and keep it."""
         self.tables[title] = list(rows)
         print(f"\n{title}")
-        print(plain_table(rows), flush=True)
+        print(f"\n{markdown_table(rows)}" if self.markdown else plain_table(rows), flush=True)
 
     def note(self, line: str) -> None:
         """Print a line and keep it."""
@@ -241,6 +243,15 @@ def plain_table(rows: Sequence[Row]) -> str:
         for line in cells
     ]
     return "\n".join(line.rstrip() for line in aligned)
+
+
+def markdown_table(rows: Sequence[Row]) -> str:
+    """Rows as a table in Markdown, with the cells of :func:`plain_table`."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    numeric = [any(isinstance(row.get(name), int | float) for row in rows) for name in names]
+    lines = [names, ["---:" if right else "---" for right in numeric]]
+    lines += [[_cell(row.get(name, "")) for name in names] for row in rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _cell(value: object) -> str:
