@@ -42,8 +42,8 @@ def rehearse(gpu: ModuleType, tmp_path: Path) -> Run:
     return run
 
 
-# Each process of ranks imports PyTorch, each of models the trainer too.
-SLOW = ("ranks", "models")
+# Each process of ranks imports PyTorch, each of models the trainer too; the others compile kernels, minutes from nothing.
+SLOW = ("ranks", "models", "storages", "training", "steps")
 CHECKED, TIMED = (
     ("storages", "casts", "products", "ranks", "gauges", "training"),
     ("steps", "layers", "models"),
