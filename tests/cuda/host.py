@@ -114,7 +114,7 @@ def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[st
         assert pin_memory
         return torch.empty_like(tensor, device=device)
 
-    event = SimpleNamespace(record=lambda: None)
+    event, streams = SimpleNamespace(record=lambda stream: None), SimpleNamespace(current_stream=lambda device: None)
     with ExitStack() as stack:
         for module in (kernel, clip, accumulation):
             stack.enter_context(patch.object(module, "compiled", compiled))
@@ -122,7 +122,7 @@ def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[st
             (kernel.StepKernel, "compile_audit_elsewhere", lambda *_: None),
             (FakeTensor, "data_ptr", address),
             (Tensor, "pin_memory", lambda tensor: tensor),
-            (transfers, "torch", SimpleNamespace(Event=lambda _: event, empty_like=empty_like)),
+            (transfers, "torch", SimpleNamespace(Event=lambda _: event, empty_like=empty_like, accelerator=streams)),
             (transfers.Reading, "item", lambda reading: 0.0),
         ):
             stack.enter_context(patch.object(place, name, answer, create=True))

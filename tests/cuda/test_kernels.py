@@ -111,6 +111,7 @@ def test_no_word_of_a_step_differs(rule: str, storage: str, options: str) -> Non
         assert wrong == 0
         assert max(launch.blocks for launch in launches) > 1
     if STORAGES[storage].arithmetic == "float32" and "audited" not in options:
+        assert isinstance(emulated(found)[0], ManyTensors)
         (launch,) = launches
         parts = codec.num_parts(STORAGES[storage].keeping(RULES[rule].kept))
         written = len(definition.outputs)
@@ -185,6 +186,7 @@ def test_many_tensors_are_taken_in_one_launch(name: str, rows: tuple[int, ...]) 
 def test_no_result_of_another_kernel_differs(name: str) -> None:
     definition, found = definition_of(name, CPU), compiled(name)
     assert_instructions(name, found)
+    assert isinstance(emulated(found)[0], ManyTensors)  # one launch for all tensors
     for arguments in (list(definition.example), edges_of(definition)):
         wrong, launches = difference(definition, arguments, found)
         assert wrong == 0

@@ -97,6 +97,12 @@ def test_a_gpus_rows_hold_each_value_once_and_have_the_same_norm(
     expected = scalar_bits(GradientNorm(compile=False)([*given, *others]))
     monkeypatch.setattr(clip, "_reads_rows", lambda gradient: True)
     assert scalar_bits(GradientNorm(compile=False)([*given, *others])) == expected
+    nothing = torch.zeros(0, 4, dtype=dtype)  # of a rank that holds no row
+    assert scalar_bits(GradientNorm(compile=False)([*given, nothing, *others])) == expected
+    assert GradientNorm(compile=False)([nothing]) == 0
+    monkeypatch.setattr(clip, "INDEXABLE", 4 * clip.ROW)
+    assert len(clip.in_rows(given)) > len(words) and all(len(matrix) >= 2 for matrix in clip.in_rows(given))
+    assert scalar_bits(GradientNorm(compile=False)([*given, *others])) == expected
 
 
 def test_nothing_and_zeros_have_the_norm_zero() -> None:

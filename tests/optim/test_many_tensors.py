@@ -62,6 +62,8 @@ def test_only_the_head_of_a_kernel_is_rewritten() -> None:
         ("'configs': [{(0,): [['tt.divisibility', 16]]}]", "'configs': [AttrsDescriptor()]"),
         ("'configs'", "'attributes'"),
         ("'xnumel': 'i32'", "'numel': 'i32'"),
+        ("triton_meta=", "meta="),
+        ("@triton.jit", "@triton.jit\ndef helper(x):\n    return x\n\n@triton.jit"),
     ],
 )
 def test_a_kernel_of_another_form_stays_as_it_is(known: str, other: str) -> None:
@@ -113,7 +115,8 @@ def test_more_elements_than_an_int32_counts_take_several_launches(monkeypatch: p
     monkeypatch.setitem(SPANS, "pointwise", 1 << 29)
     launches = Launches()
     launches.run.each(pairs(*[2] * 7))
-    assert [(len(table), count) for table, count in launches.given] == [(3, 3 << 29), (3, 3 << 29), (1, 1 << 29)]
+    assert [(len(table), count) for table, count in launches.given] == [(2, 2 << 29)] * 3 + [(1, 1 << 29)]
+    assert all(table.data_ptr() % 16 == 0 for table, _ in launches.given)
 
 
 def test_what_is_not_aligned_is_launched_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +131,24 @@ def test_what_is_not_aligned_is_launched_alone(monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_model_of_moving_gradients_keeps_few_tables() -> None:
     launches = Launches()
-    kept = [pairs(4) for _ in range(3 * many_tensors.MOST_TABLES)]
+    kept, stays = [pairs(4) for _ in range(2 * many_tensors.MOST_TABLES)], pairs(8)
     for batch in kept:
         launches.run.each(batch)
-    assert len(launches.run._tables) <= many_tensors.MOST_TABLES
+        launches.run.each(stays)
+    assert len(launches.run._tables) == many_tensors.MOST_TABLES
+    assert len({table.data_ptr() for table, _ in launches.given[1::2]}) == 1  # what is used is kept
+
+
+def test_a_kernel_that_would_be_tried_on_its_tensors_is_refused() -> None:
+    module: Any = ModuleType("written")
+    module.call, module.copy = print, SimpleNamespace(run=print, configs=[1, 2])
+    with pytest.raises(RuntimeError, match="several sizes of blocks"):
+        ManyTensors(module, "pointwise", 3, "copy")
+
+
+def test_a_tensor_of_unknown_origin_is_an_error_that_is_handled() -> None:
+    module: Any = ModuleType("written")
+    module.copy = SimpleNamespace(run=print)
+    module.call = lambda arguments: module.copy.run(torch.zeros(3), 3, stream=0)
+    with pytest.raises(RuntimeError, match="none of its function's arguments"):
+        ManyTensors(module, "pointwise", 1, "copy")(pairs(4)[0])

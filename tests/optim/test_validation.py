@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim.kernel import Kernel
-from narrowgauge.optim.validation import refuse_capture
+from narrowgauge.optim.validation import check_one_device, refuse_capture
 from narrowgauge.spec.storages import STORAGES
 from optim.pairs import RULES, build, everything, parameters
 from tensors import assert_same_bits, parameters_of, step_gradients, take_steps
@@ -265,3 +265,10 @@ def test_a_step_that_a_cuda_graph_records_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(ng.errors.RecipeError, match=r"graph .* would repeat .* random bits"):
         refuse_capture(torch.device("cuda"))
+
+
+def test_parameters_on_several_devices_are_refused() -> None:
+    here, there = torch.zeros(2), torch.zeros(2, device="meta")
+    assert check_one_device([here, here]) == torch.device("cpu")
+    with pytest.raises(ng.errors.RecipeError, match="parameters on cpu and meta"):
+        check_one_device([here, there])

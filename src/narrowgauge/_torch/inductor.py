@@ -81,12 +81,20 @@ _AS_EAGER: dict[str, Any] = {
     "eager_numerics.division_rounding": True,
     "eager_numerics.disable_ftz": True,
 }
-# A kernel of a GPU, besides: one choice of blocks, which nothing measures (a trial would step the weights that it is given),
-# and no constant computed on the device.
+# A kernel of a GPU, besides: no constant computed on the device; and one choice of blocks, whatever the user has set for other
+# code, since what measured several would step the weights that it is given.
 _GPU_KERNEL: dict[str, Any] = {
     **_AS_EAGER,
-    "triton.autotune_pointwise": False,
     "joint_graph_constant_folding": False,
+    "triton.autotune_pointwise": False,
+    "triton.multi_kernel": 0,
+    "triton.enable_pdl": False,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "dynamic_scale_rblock": False,
+    "combo_kernels": False,
+    "profile_bandwidth": False,
 }
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
@@ -20,12 +21,12 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch.aligned import is_aligned, on_aligned
-from narrowgauge._torch.transfers import to_device
+from narrowgauge._torch.transfers import stream_id, to_device
 
 SPANS = {"pointwise": 1 << 17, "reduction": 1 << 6, "persistent_reduction": 1 << 6}
 """By the kind of a kernel: elements of a result for which a row of the table stands, a multiple of every block. Blocks beyond a
 tensor's last one do nothing."""
-MOST_TABLES = 16
+MOST_TABLES = 256
 """Tables that are kept. A model whose gradients stay in place needs one for each kernel and param group."""
 
 _KERNEL = re.compile(r"^(\w+) = async_compile\.triton\('\1', '''(?P<code>.*?)''', device_str=", re.S | re.M)
@@ -55,11 +56,12 @@ def with_table(text: str) -> str:
 def _takes_table(code: str) -> tuple[str, int, str] | None:
     """The kind of a kernel, which of its arguments counts the elements, and its code with another head."""
     tree = ast.parse(code)
-    (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    heuristic = function.decorator_list[0]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    heuristic = functions[0].decorator_list[0] if len(functions) == 1 else None
     if not isinstance(heuristic, ast.Call) or not isinstance(heuristic.func, ast.Attribute):
         return None
-    meta, kind = {keyword.arg: keyword.value for keyword in heuristic.keywords}["triton_meta"], heuristic.func.attr
+    (function,), kind = functions, heuristic.func.attr
+    meta = {keyword.arg: keyword.value for keyword in heuristic.keywords}.get("triton_meta")
     begins = [n for n, line in enumerate(function.body) if ast.unparse(line) == "xoffset = tl.program_id(0) * XBLOCK"]
     if kind not in SPANS or len(begins) != 1 or not isinstance(meta, ast.Dict):
         return None
@@ -105,8 +107,13 @@ class ManyTensors:
         # What the module's function launches comes here: it knows the arguments' order, the device and the stream.
         setattr(module, kernel, self)
         self._layouts: dict[tuple[torch.Size, ...], list[tuple[int, int]]] = {}
-        self._tables: dict[tuple[tuple[int, ...], ...], Tensor] = {}
+        self._tables: dict[tuple[object, ...], Tensor] = {}
         self._launch: Callable[..., None] = self._kernel.run
+        self._lock = threading.Lock()
+        if len(getattr(self._kernel, "configs", None) or [None]) > 1:
+            raise RuntimeError(
+                f"{kernel} has several sizes of blocks, which would be tried on the tensors that it is given"
+            )
 
     def __call__(self, arguments: list[Tensor]) -> list[Tensor]:
         """Run for one tensor, as a function of :func:`narrowgauge._torch.inductor.load_ahead`."""
@@ -125,20 +132,29 @@ class ManyTensors:
 
     def launch(self, batch: Sequence[list[Tensor]]) -> list[Tensor]:
         """One launch for aligned arguments; returns the results for the first."""
-        rows = tuple(map(self._row, batch))
-        if rows not in self._tables:
+        with self._lock:
+            results: list[Tensor] = []
+            # An int32 counts the elements of a launch; an even number of rows begins at a multiple of 16 bytes.
+            for part in self._table(batch).split(((1 << 31) - 1) // self._span // 2 * 2):
+
+                def launch(*_: Any, stream: object, part: Tensor = part) -> None:
+                    self._kernel.run(part, len(part) * self._span, stream=stream)
+
+                self._launch = launch
+                results = list(self._call(list(batch[0])))
+            return results
+
+    def _table(self, batch: Sequence[list[Tensor]]) -> Tensor:
+        """The table of some tensors, made or kept for this stream, to which its memory belongs once it is dropped."""
+        rows, device = tuple(map(self._row, batch)), batch[0][0].device
+        key = rows, stream_id(device)
+        table = self._tables.pop(key, None)
+        if table is None:
+            table = to_device(table_of(rows, self._place, self._span), device)
             if len(self._tables) >= MOST_TABLES:
-                self._tables.clear()
-            self._tables[rows] = to_device(table_of(rows, self._place, self._span), batch[0][0].device)
-        results: list[Tensor] = []
-        for part in self._tables[rows].split(((1 << 31) - 1) // self._span):  # an int32 counts the elements of a launch
-
-            def launch(*_: Any, stream: object, part: Tensor = part) -> None:
-                self._kernel.run(part, len(part) * self._span, stream=stream)
-
-            self._launch = launch
-            results = list(self._call(list(batch[0])))
-        return results
+                del self._tables[next(iter(self._tables))]  # used least recently
+        self._tables[key] = table
+        return table
 
     def run(self, *arguments: Any, stream: object) -> None:
         """What the module's function calls in place of its kernel."""
@@ -158,7 +174,9 @@ class ManyTensors:
         found: list[tuple[int, int]] = []
 
         def note(*given: Any, stream: object) -> None:
-            found.extend((places[id(g)], 0) if isinstance(g, Tensor) else (-1, int(g)) for g in given)
+            if any(isinstance(each, Tensor) and id(each) not in places for each in given):
+                raise RuntimeError("the kernel takes a tensor that is none of its function's arguments")
+            found.extend((places[id(each)], 0) if isinstance(each, Tensor) else (-1, int(each)) for each in given)
 
         self._launch = note
         self._call(list(apart))
@@ -185,8 +203,8 @@ def table_of(rows: Sequence[Sequence[int]], place: int, span: int) -> Tensor:
         >>> table_of([(7, 100), (8, 5)], 1, 64).tolist()
         [[7, 100, 0], [7, 100, 64], [8, 5, 0]]
     """
-    given = torch.tensor(rows, dtype=torch.int64)
+    given = torch.tensor(rows, dtype=torch.int64, device="cpu")
     spans = -(given[:, place] // -span)
     before = (spans.cumsum(0) - spans).repeat_interleave(spans)
-    starts = (torch.arange(len(before), dtype=torch.int64) - before) * span
+    starts = (torch.arange(len(before), dtype=torch.int64, device="cpu") - before) * span
     return torch.cat([given.repeat_interleave(spans, 0), starts[:, None]], 1)

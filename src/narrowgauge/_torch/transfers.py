@@ -14,6 +14,11 @@ def to_device(values: Tensor, device: torch.device) -> Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
+def stream_id(device: torch.device) -> int:
+    """Which stream of a device is the current one."""
+    return 0 if device.type == "cpu" else torch.accelerator.current_stream(device).stream_id
+
+
 class Reading:
     """The value that a 0-d tensor has now, for the host to read later.
 
@@ -27,7 +32,7 @@ class Reading:
         else:
             self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
             self._done = torch.Event(value.device)
-            self._done.record()
+            self._done.record(torch.accelerator.current_stream(value.device))
 
     def item(self) -> float:
         """The value; waits for its copy alone."""

@@ -85,7 +85,7 @@ def load_triton(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
     Where the module's kernel takes a table it is a :class:`narrowgauge._torch.many_tensors.ManyTensors`.
 
     Raises:
-        RuntimeError: what the module imports has other names in this release.
+        RuntimeError: what the module imports has other names in this release, or Triton cannot compile it here.
     Cost: some seconds a kernel the first time, then Triton's own cache has it.
     """
     from torch._inductor import config
@@ -97,5 +97,7 @@ def load_triton(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
         try:
             exec(code, module.__dict__)
             return function_of(module, text)
-        except (ImportError, AttributeError) as error:
+        except (
+            Exception
+        ) as error:  # of Triton, of its C compiler, or of a release that has renamed what the module imports
             raise RuntimeError(f"PyTorch {torch.__version__} cannot run a kernel from {path}: {error}") from error

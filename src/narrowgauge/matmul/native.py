@@ -147,7 +147,7 @@ def _as_fnuz(operand: Operand) -> Operand:
 
     Its only NaN is the code of the other kind's negative zero.
     """
-    bits, two = operand.data.view(torch.int8), torch.full((1, 1), 2.0, device=operand.data.device)
+    bits, two = operand.data.view(torch.int8), torch.full((1, 1), 2.0, dtype=torch.float32, device=operand.data.device)
     is_e5m2 = operand.data.dtype == torch.float8_e5m2
     # Magnitudes above these are infinities and NaN.
     bad = (bits & _MAGNITUDE) > (0x7B if is_e5m2 else 0x7E)
@@ -310,29 +310,29 @@ def specimen(side: _Side, rows: int, terms: int) -> Operand:
     All sums of their products are multiples of 2^-4 and below 2^17, so that each is exact in float32 in whatever order.
     """
     rows = _SQUARE_ROWS if side.granularity == "128x128" else rows
-    values = (_scattered(rows, terms) % 9 - 4) / 2
+    values = (_scattered(rows, terms) % 9 - 4).float() / 2
     if side.format == "tfloat32":
         return Operand(values, None)
     pairs = side.format.startswith("float4")
     data = packed_pairs(four_bit_codes(values), 1) if pairs else values.to(getattr(torch, side.format))
     if side.granularity not in BLOCKS:
-        outer = torch.tensor([[2.0]]) if side.granularity == "tensor" else _powers(rows, 1)
+        outer = torch.tensor([[2.0]], dtype=torch.float32) if side.granularity == "tensor" else _powers(rows, 1)
         return Operand(data, outer)
     block = BLOCKS[side.granularity]
     inner = _powers(math.ceil(rows / block[0]), math.ceil(terms / block[1]))
     has_outer = side.scale == "float8_e4m3fn"
     dtype = getattr(torch, side.scale) if side.scale.startswith("float8") else torch.float32
-    return Operand(data, torch.tensor([[2.0]]) if has_outer else None, inner.to(dtype))
+    return Operand(data, torch.tensor([[2.0]], dtype=torch.float32) if has_outer else None, inner.to(dtype))
 
 
 def _powers(rows: int, columns: int) -> Tensor:
     """1/2, 1 and 2."""
-    return 2.0 ** (_scattered(rows, columns) % 3 - 1)
+    return torch.exp2((_scattered(rows, columns) % 3 - 1).float())
 
 
 def _scattered(rows: int, columns: int) -> Tensor:
     """Whole numbers below 251 in an order in which no row and no column is soon like another."""
-    row, column = torch.arange(rows)[:, None], torch.arange(columns)
+    row, column = torch.arange(rows, dtype=torch.int64)[:, None], torch.arange(columns, dtype=torch.int64)
     return (row * 37 + column * 101 + row * column * 7) % 251
 
 

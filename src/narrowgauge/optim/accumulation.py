@@ -45,8 +45,9 @@ from narrowgauge.optim.compilation import (
     normal_words,
     run_each,
 )
+from narrowgauge.optim.kernel import INDEXABLE
 from narrowgauge.optim.state import as_words
-from narrowgauge.optim.validation import gradient_of
+from narrowgauge.optim.validation import gradient_of, refuse_capture
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
 
@@ -208,6 +209,8 @@ class GradientAccumulator:
         Raises:
             RecipeError: a gradient is sparse, or not in its parameter's format; nothing has been added then.
         """
+        for device in {p.device for p in self._mine}:
+            refuse_capture(device)
         pairs = [(p, local_of(gradient_of(p).detach())) for p in self._mine if p.grad is not None]
         number = step_seed(step_seed(self.seed, self.step) % 2**32, self._micro_step)
         self._micro_step += 1
@@ -218,8 +221,11 @@ class GradientAccumulator:
             planes, seed = self._planes_of(parameter, gradient), seeds[gradient.device]
             words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
             run = self._kernel(seed.device) if len(words) == 1 + len(planes) and words[0].numel() > 1 else None
-            if run is not None:
-                together.setdefault(run, []).append([*words, seed, *words[1:]])
+            if run is not None and gradient.is_cpu:
+                run([*words, seed, *words[1:]])  # one after the other, so that each gradient is freed
+            elif run is not None:
+                pieces = zip(*(word.tensor_split(-(-len(words[0]) // INDEXABLE)) for word in words), strict=True)
+                together.setdefault(run, []).extend([*piece, seed, *piece[1:]] for piece in pieces)
             elif self.row.name in ADDITIONS:
                 self._add(ADDITIONS[self.row.name], gradient, planes, seed)
             else:

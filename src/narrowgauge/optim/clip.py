@@ -20,6 +20,7 @@ from narrowgauge.numerics.edge_values import edge_values
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import by_reduction, local_of, squares_of_all
 from narrowgauge.optim.compilation import Compiled, Definition, compiled, example_words, normal_words, run_each
+from narrowgauge.optim.kernel import INDEXABLE
 from narrowgauge.optim.state import SMALL, as_words
 
 Measures = tuple[Tensor, Tensor, Tensor]
@@ -73,7 +74,8 @@ class _Sorted:
         self.rows: dict[torch.dtype, list[Tensor]] = {}
         in_words = [g for g in gradients if _reads_rows(g) and _words_of(g) is not None]
         for dtype in dict.fromkeys(g.dtype for g in in_words):
-            self.rows[dtype] = in_rows([g for g in in_words if g.dtype is dtype])
+            if matrices := in_rows([g for g in in_words if g.dtype is dtype]):  # a rank may hold no row of any
+                self.rows[dtype] = matrices
         others = [g for g in gradients if not _reads_rows(g) or _words_of(g) is None]
         self.large = [g for g in others if g.numel() > SMALL and _words_of(g) is not None]
         small = [g for g in others if g.numel() <= SMALL]
@@ -98,11 +100,13 @@ def _words_of(gradient: Tensor) -> Tensor | None:
 
 def in_rows(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of one dtype as matrices ``[rows, ROW]`` of words, of two rows or more, the last filled up with zeros."""
-    whole, left = [], []
+    whole: list[Tensor] = []
+    left: list[Tensor] = []
     for words in map(_words_of, gradients):
         assert words is not None
         end = words.numel() // ROW * ROW if words.numel() >= 2 * ROW else 0
-        whole += [words[:end].view(-1, ROW)] if end else []
+        if end:
+            whole += words[:end].view(-1, ROW).tensor_split(-(-end // INDEXABLE))
         left += [words[end:]] if end < words.numel() else []
     if left:
         joined = torch.cat(left)
@@ -251,7 +255,7 @@ def control_scalars(
         ``torch.nn.utils.clip_grad_norm_``, and 1 where the norm is not finite or ``found_inf`` is set.
     """
     if grad_scale is found_inf is norm is None:
-        return to_device(torch.tensor([1.0, 0.0], dtype=torch.float32), device)
+        return to_device(torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu"), device)
     scale = torch.ones((), dtype=torch.float32, device=device)
     skip = torch.zeros((), dtype=torch.bool, device=device)
     if grad_scale is not None:

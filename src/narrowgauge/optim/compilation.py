@@ -174,7 +174,12 @@ def agrees(run: Compiled, definition: Definition, arguments: Sequence[Tensor], *
     """
     mine, theirs = (definition.in_place(arguments) for _ in range(2))
     wanted = definition.function(*mine)
-    (found,) = run(list(theirs))
+    try:
+        (found,) = run(list(theirs))
+    except (RuntimeError, OSError):
+        raise
+    except Exception as error:  # of Triton, which compiles at the first call
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
     if not all(map(same_numbers, mine, theirs)):
         return False
     if found.dtype is not wanted.dtype or found.shape != wanted.shape:

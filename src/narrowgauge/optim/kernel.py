@@ -13,7 +13,7 @@ import base64
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -177,7 +177,7 @@ def make_step(
 def row_peaks(*words: Tensor) -> Tensor:
     """The largest magnitude in each row of a bfloat16 matrix read as words, float32 ``[rows]``."""
     lanes = [codec.visible_value("bfloat16", lane).abs() for lane in codec.lanes_of_weight("bfloat16", words)]
-    return torch.stack([lane.amax(1) for lane in lanes]).amax(0)
+    return reduce(torch.maximum, [lane.amax(1) for lane in lanes])
 
 
 def write_row_peaks(words: Tensor, _: Tensor, peaks: Tensor) -> Tensor:

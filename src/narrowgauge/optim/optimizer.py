@@ -42,6 +42,7 @@ from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
     USUAL_STORAGE,
     Range,
+    check_one_device,
     check_options,
     check_real,
     check_rule,
@@ -305,7 +306,7 @@ class Optimizer(torch.optim.Optimizer):
                 self.reduction.require_stepped()
             self._take_audit([])  # of parameters that were stepped alone
             return
-        device = states[0].parameter.device
+        device = check_one_device([state.parameter for state in states])
         refuse_capture(device)
         if not self._stepped:
             self._begin(device)
@@ -354,6 +355,7 @@ class Optimizer(torch.optim.Optimizer):
             states = self._with_gradient({**group, "params": [parameter]})
             if any(state in bucket.members for bucket in self._registry.buckets for state in states):
                 return
+            refuse_capture(states[0].parameter.device)
             self._advance(group, states, control_scalars(None, None, states[0].parameter.device))
         states[0].gradient, parameter.grad = NO_GRADIENT, None
         self.released.add(parameter)

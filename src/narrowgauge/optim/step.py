@@ -53,7 +53,7 @@ class Stepper:
         if key not in self._numbers:
             device = self.control.device
             scalars = [1.0, 0.0, *kernel.scalars(self.group, count - state.begun)]
-            values = to_device(torch.tensor(scalars, dtype=torch.float32), device)
+            values = to_device(torch.tensor(scalars, dtype=torch.float32, device="cpu"), device)
             values[:2] = self.control
             if self.group.get("maximize"):
                 values[0] = -values[0]

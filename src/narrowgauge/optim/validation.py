@@ -148,6 +148,21 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
     _check_values(options, {**LAWS.get(rule.name, {}), "lr": Range(-math.inf, above=True)})
 
 
+def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
+    """The device of all parameters of a step.
+
+    Raises:
+        RecipeError: they are on several.
+    """
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        raise RecipeError(
+            f"one step was requested of parameters on {' and '.join(sorted(map(str, devices)))}.",
+            "Make an optimizer for the parameters of each device.",
+        )
+    return devices.pop()
+
+
 def refuse_capture(device: torch.device) -> None:
     """Refuse a step that a CUDA graph records.
 
