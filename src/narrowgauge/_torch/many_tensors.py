@@ -2,7 +2,7 @@
 
 A model has hundreds of tensors, and Inductor writes a kernel for one; each launch costs the host some 50 µs and the device
 some 3. :func:`with_table` rewrites the head of the kernel alone: every block loads the arguments from a row of a table, and the
-rest is as Inductor wrote it, so no bit of a result changes. A row stands for at most ``SPAN`` elements of a tensor.
+rest is as Inductor wrote it, so no bit of a result changes. A row stands for at most so many elements as ``SPANS`` says.
 
 ``triton_meta`` of a kernel in a module of :func:`narrowgauge._torch.triton_code.triton_code`
     The types of its arguments, and which of them are multiples of 16. The way out: a launch for each tensor.
@@ -186,11 +186,9 @@ class ManyTensors:
 def function_of(module: ModuleType, text: str) -> Callable[[list[Tensor]], list[Tensor]]:
     """The function of a loaded module: a :class:`ManyTensors` where the kernel in its ``text`` takes a table."""
     marked, call = _MARK.match(text), module.call
-    return (
-        ManyTensors(module, marked[1], int(marked[2]), marked[3])
-        if marked
-        else on_aligned(lambda arguments: list(call(arguments)))
-    )
+    if marked is None:
+        return on_aligned(lambda arguments: list(call(arguments)))
+    return ManyTensors(module, marked[1], int(marked[2]), marked[3])
 
 
 def table_of(rows: Sequence[Sequence[int]], place: int, span: int) -> Tensor:
