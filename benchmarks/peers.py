@@ -3,7 +3,7 @@
 Claim: none of its own. A row says how a peer is made over bfloat16 parameters, what it keeps, and where the rest of a
 weight lies, if it keeps any. Each uses its own defaults; what rounds the weight stochastically is a row of its
 own. Baseline: named by each benchmark. FlashOptim refuses machines without CUDA, so its arithmetic stands beside ours
-in ``flashoptim.py``, from its published formulas.
+in ``flashoptim_formulas.py``, from its published formulas.
 
 Run: ``python benchmarks/peers.py`` prints the table, with what each really holds.
 """

@@ -168,3 +168,11 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 2
     assert "./dev gpu needs a CUDA device" in capsys.readouterr().err
+
+
+def test_no_benchmark_hides_the_package_of_a_peer() -> None:
+    """A script finds its neighbours before what is installed."""
+    peers = benchmark_module("peers")
+    packages = {peer.package.replace("-", "_") for peer in (*peers.PEERS, *peers.CUDA_PEERS)}
+    scripts = {path.stem for path in Path(peers.__file__).parent.glob("*.py")}
+    assert "flashoptim" in packages and not packages & scripts

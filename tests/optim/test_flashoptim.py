@@ -1,6 +1,6 @@
 """FlashOptim's arithmetic, from its published formulas, against ours at no more bytes: better in every case it is weak in.
 
-``benchmarks/flashoptim.py`` measures the same cases at full size.
+``benchmarks/flashoptim_formulas.py`` measures the same cases at full size.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ root mean square, in units of the exact one's; zeros among second moments; share
 of weights that differ 20 steps later; bytes per parameter, bfloat16 gradient included, counted from live tensors.
 
 Baseline: the same AdamW in float64. FlashOptim refuses machines without CUDA, so its published formulas stand for it
-(``tests/oracles/flashoptim.py``). Run: ``./dev bench flashoptim [--quick]``. No times are taken, so ``--rounds`` has no
+(``tests/oracles/flashoptim.py``). Run: ``./dev bench flashoptim_formulas [--quick]``. No times are taken, so ``--rounds`` has no
 effect.
 """
 
@@ -207,7 +207,7 @@ def verdict(ours: Row, theirs: Row) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = parser(__doc__, rounds=1).parse_args(arguments)
-    report = Report("flashoptim", options)
+    report = Report("flashoptim_formulas", options)
     sizes = Sizes(8, 64, 60, 32, 50) if options.quick else Sizes(64, 256, 1000, 256, 400)
     makers: dict[str, Maker] = {THEIRS: lambda start, lr: FlashAdamW(start, lr, BETAS)}
     for storage in OURS:
