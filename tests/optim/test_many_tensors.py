@@ -27,6 +27,7 @@ import triton
 def copy(in_ptr0, out_ptr0, ks0, xnumel, XBLOCK : tl.constexpr):
     xoffset = tl.program_id(0) * XBLOCK
     xindex = xoffset + tl.arange(0, XBLOCK)[:]
+    x1 = xindex // ks0
     tl.store(out_ptr0 + (xindex), tl.load(in_ptr0 + (xindex)))
 """
 
@@ -49,7 +50,9 @@ def test_only_the_head_of_a_kernel_is_rewritten() -> None:
     ):
         assert loaded in lines
     end = lines.index("xindex = xoffset + tl.arange(0, XBLOCK)[:]")
-    assert lines[end + 1] == "tl.store(out_ptr0 + xindex, tl.load(in_ptr0 + xindex))"
+    assert lines[end + 1].startswith("ks0 = ")  # each is loaded where it is first used, and takes no register before
+    assert lines[end + 2] == "x1 = xindex // ks0"
+    assert lines[end + 5] == "tl.store(out_ptr0 + xindex, tl.load(in_ptr0 + xindex))"
     assert "xoffset = tl.program_id(0) * XBLOCK" not in lines
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ast
 import re
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -74,19 +74,19 @@ def _takes_table(code: str) -> tuple[str, int, str] | None:
     names = [name for name, kind in signature.items() if kind != "constexpr"]
     if "xnumel" not in names or not all(signature[name] in _KINDS for name in names):
         return None
-    loads = [f"row = table + tl.program_id(0) // ({SPANS[kind]} // XBLOCK) * {len(names) + 1}"]
+    row = f"row = table + tl.program_id(0) // ({SPANS[kind]} // XBLOCK) * {len(names) + 1}"
+    loads = {}
     for place, name in enumerate(names):
         value = f"tl.load(row + {place}).to({_KINDS[signature[name]]})"
         is_multiple = ["tt.divisibility", 16] in multiples.get((place,), [])
-        loads.append(f"{name} = tl.multiple_of({value}, 16)" if is_multiple else f"{name} = {value}")
+        loads[name] = f"{name} = tl.multiple_of({value}, 16)" if is_multiple else f"{name} = {value}"
     offset = [
         f"start = tl.multiple_of(tl.load(row + {len(names)}).to(tl.int32), {SPANS[kind]})",
         f"xoffset = start + tl.program_id(0) % ({SPANS[kind]} // XBLOCK) * XBLOCK",
         "if xoffset >= xnumel:\n    return",
     ]
-    body = function.body
-    before, after = body[: begins[0]], body[begins[0] + 1 :]
-    function.body = [*ast.parse("\n".join(loads)).body, *before, *ast.parse("\n".join(offset)).body, *after]
+    function.body[begins[0] : begins[0] + 1] = ast.parse("\n".join(offset)).body
+    function.body = [*ast.parse(row).body, *_before_first_use(loads, function.body)]
     function.args.args[: len(names)] = [ast.arg("table"), ast.arg("xnumel")]
     blocks = {name: given for name, given in signature.items() if given == "constexpr"}
     own = {
@@ -96,6 +96,16 @@ def _takes_table(code: str) -> tuple[str, int, str] | None:
     for entry, text in own.items():
         meta.values[entries[entry]] = ast.parse(text, mode="eval").body
     return kind, names.index("xnumel"), ast.unparse(tree)
+
+
+def _before_first_use(loads: Mapping[str, str], body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a kernel, and before the first that names an argument what loads it: until then it takes no register."""
+    waiting = dict(loads)
+    for statement in body:
+        used = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        for name in [name for name in waiting if name in used]:
+            yield from ast.parse(waiting.pop(name)).body
+        yield statement
 
 
 class ManyTensors:

@@ -18,6 +18,7 @@ def require_float64(tensors: Iterable[Tensor | None]) -> None:
     Raises:
         ChipError: one of them is on the device ``mps``.
     Example:
+        >>> import torch
         >>> require_float64([torch.zeros(2)])
     """
     if any(tensor is not None and tensor.device.type == "mps" for tensor in tensors):
