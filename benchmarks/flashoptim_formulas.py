@@ -32,14 +32,14 @@ import torch
 from stall import LR as STALL_LR
 from stall import Stall
 from timing import Report, Row, parser
-from torch import Tensor, nn
+from torch import Tensor
 
-import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from oracles.adamw import AdamW64, Deviation, deviation
 from oracles.flashoptim import FlashAdamW
+from stored_weight import StoredWeight
 
 BETAS = (0.9, 0.999)
 LR = 1e-4
@@ -47,35 +47,8 @@ THEIRS = "FlashOptim's formulas"
 OURS = ("compact", "word")
 
 
-class Ours:
-    """One weight in one of our storages, with the oracles' interface."""
-
-    def __init__(self, storage: str, start: Tensor, lr: float) -> None:
-        self.storage, self.lr = storage, lr
-        self.parameter = nn.Parameter(start.to(torch.bfloat16, copy=True))
-        self.optimizer = ng.AdamW(
-            [self.parameter], lr=lr, betas=BETAS, weight_decay=0.0, storage=storage, audit_every=0, compile=False
-        )
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight that is kept, float32."""
-        return self.optimizer.stored(self.parameter)
-
-    @property
-    def exp_avg(self) -> Tensor:
-        """The first moment that is kept, float32."""
-        return self.optimizer.stored(self.parameter, "exp_avg")
-
-    @property
-    def exp_avg_sq(self) -> Tensor:
-        """The second moment that is kept, float32."""
-        return self.optimizer.stored(self.parameter, "exp_avg_sq")
-
-    def step(self, gradient: Tensor) -> None:
-        """Take one step."""
-        self.parameter.grad = gradient.clone()
-        self.optimizer.step()
+class Ours(StoredWeight):
+    """One weight in one of our storages, which can be saved and loaded."""
 
     def kept(self) -> dict[str, Tensor]:
         """Every value that is kept, by name."""

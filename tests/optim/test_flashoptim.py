@@ -12,41 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES
 from oracles import flashoptim
 from oracles.adamw import AdamW64, Deviation, deviation
 from oracles.flashoptim import FlashAdamW
+from stored_weight import StoredWeight
 
 BETAS = (0.9, 0.999)
 STORAGES_AGAINST_IT = [name for name in ("compact", "word") if name in STORAGES]
 against_it = pytest.mark.parametrize("storage", STORAGES_AGAINST_IT)
-
-
-class Ours:
-    """One weight in one of our storages, with the oracle's interface."""
-
-    def __init__(self, storage: str, start: Tensor, lr: float) -> None:
-        self.parameter = torch.nn.Parameter(start.clone())
-        self.optimizer = ng.AdamW(
-            [self.parameter], lr=lr, betas=BETAS, weight_decay=0.0, storage=storage, audit_every=0, compile=False
-        )
-
-    @property
-    def weight(self) -> Tensor:
-        return self.optimizer.stored(self.parameter)
-
-    @property
-    def exp_avg(self) -> Tensor:
-        return self.optimizer.stored(self.parameter, "exp_avg")
-
-    @property
-    def exp_avg_sq(self) -> Tensor:
-        return self.optimizer.stored(self.parameter, "exp_avg_sq")
-
-    def step(self, gradient: Tensor) -> None:
-        self.parameter.grad = gradient.clone()
-        self.optimizer.step()
 
 
 def weights(shape: tuple[int, int], scale: float) -> Tensor:
@@ -69,7 +43,7 @@ def unequal(shape: tuple[int, int], steps: int) -> list[Tensor]:
 def both(storage: str, gradients: list[Tensor], lr: float, scale: float) -> tuple[Deviation, Deviation]:
     """How far ours and theirs are from float64 after the same gradients."""
     start = weights((gradients[0].shape[0], gradients[0].shape[1]), scale)
-    followers = Ours(storage, start, lr), FlashAdamW(start, lr, BETAS)
+    followers = StoredWeight(storage, start, lr), FlashAdamW(start, lr, BETAS)
     ours, theirs = (deviation(one, AdamW64(start, lr, BETAS), gradients) for one in followers)
     return ours, theirs
 
@@ -115,14 +89,14 @@ def test_its_default_checkpoint_changes_what_is_kept() -> None:
 
 @against_it
 def test_our_checkpoint_changes_nothing(storage: str) -> None:
-    one = Ours(storage, weights((16, 128), 0.02), 1e-4)
+    one = StoredWeight(storage, weights((16, 128), 0.02), 1e-4)
     gradients = drifting((16, 128), 1e-3, 40)
     for g in gradients[:20]:
         one.step(g)
     stream = io.BytesIO()
     torch.save(one.optimizer.state_dict(), stream)
     stream.seek(0)
-    other = Ours(storage, copy.deepcopy(one.parameter.detach()), 1e-4)
+    other = StoredWeight(storage, copy.deepcopy(one.parameter.detach()), 1e-4)
     other.optimizer.load_state_dict(torch.load(stream))
     for g in gradients[20:]:
         one.step(g)
@@ -134,7 +108,7 @@ def test_our_checkpoint_changes_nothing(storage: str) -> None:
 @pytest.mark.parametrize("storage", [name for name in STORAGES_AGAINST_IT if name == "compact"])
 def test_at_no_more_bytes(storage: str) -> None:
     shape = (64, 256)
-    theirs, ours = FlashAdamW(weights(shape, 0.02), 1e-4), Ours(storage, weights(shape, 0.02), 1e-4)
+    theirs, ours = FlashAdamW(weights(shape, 0.02), 1e-4), StoredWeight(storage, weights(shape, 0.02), 1e-4)
     ours.step(weights(shape, 1e-3))
     assert theirs.bytes_per_param() == 7.125
     assert ours.optimizer.bytes_per_param() <= 7.1

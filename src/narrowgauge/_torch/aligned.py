@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 Loaded = Callable[[list[Tensor]], list[Tensor]]
+"""Compiled code: takes a list of tensors (and empties it), returns the list of results."""
 
 _ALIGNMENT = 16
 

@@ -56,6 +56,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge._torch import many_tensors, triton_code
+from narrowgauge._torch.aligned import Loaded
 from narrowgauge.machine.cpp_compiler import compiled_folder, is_torn
 from narrowgauge.machine.processor import instruction_sets
 
@@ -291,9 +292,6 @@ def own_code(device_type: str) -> str:
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body[:1] = [] if len(node.body) > 1 else [ast.Pass()]
     return ast.unparse(tree)
-
-
-Loaded = Callable[[list[Tensor]], list[Tensor]]
 
 
 def load_ahead(path: Path) -> Loaded:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge._torch.aligned import is_aligned, on_aligned
+from narrowgauge._torch.aligned import Loaded, is_aligned, on_aligned
 from narrowgauge._torch.transfers import stream_id, to_device
 
 SPANS = {"pointwise": 1 << 17, "reduction": 1 << 6, "persistent_reduction": 1 << 6}
@@ -193,7 +193,7 @@ class ManyTensors:
         return found
 
 
-def function_of(module: ModuleType, text: str) -> Callable[[list[Tensor]], list[Tensor]]:
+def function_of(module: ModuleType, text: str) -> Loaded:
     """The function of a loaded module: a :class:`ManyTensors` where the kernel in its ``text`` takes a table."""
     marked, call = _MARK.match(text), module.call
     if marked is None:

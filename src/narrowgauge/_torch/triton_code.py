@@ -14,14 +14,14 @@ the tests compile and run on arrays where there is no GPU (``tests/cuda``).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from narrowgauge._torch.aligned import Loaded
 from narrowgauge._torch.many_tensors import function_of, with_table
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def _stopped_at_text(texts: list[str]) -> Iterator[None]:
         GraphLowering.save_output_code = real
 
 
-def load_triton(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The function in a module of :func:`triton_code`: takes a list of tensors (and empties it), returns the list of results.
+def load_triton(path: Path) -> Loaded:
+    """The function in a module of :func:`triton_code`.
 
     Where the module's kernel takes a table it is a :class:`narrowgauge._torch.many_tensors.ManyTensors`.
 

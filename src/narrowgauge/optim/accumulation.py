@@ -219,8 +219,8 @@ class GradientAccumulator:
         together: dict[Compiled, list[list[Tensor]]] = {}
         for parameter, gradient in pairs:
             planes, seed = self._planes_of(parameter, gradient), seeds[gradient.device]
-            words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
-            run = self._kernel(seed.device) if len(words) == 1 + len(planes) and words[0].numel() > 1 else None
+            words = self._words(gradient, planes)
+            run = self._kernel(seed.device) if words else None
             if run is not None and gradient.is_cpu:
                 run([*words, seed, *words[1:]])  # one after the other, so that each gradient is freed
             elif run is not None:
@@ -277,9 +277,14 @@ class GradientAccumulator:
                 plane.fill_(-0.0)
         return self._planes[parameter]
 
-    def _kernel(self, device: torch.device) -> Compiled | None:
+    def _words(self, gradient: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
+        """The gradient and the planes as a kernel takes them; none where they are added without one."""
         if not self._compile or self.row.name not in ADDITIONS:
-            return None
+            return []
+        words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
+        return words if len(words) == 1 + len(planes) and words[0].numel() > 1 else []
+
+    def _kernel(self, device: torch.device) -> Compiled | None:
         return compiled(f"accumulate {self.row.name}", device, lambda: define_addition(self.row, device))
 
     @staticmethod

@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge._torch.transfers import to_device
@@ -71,15 +70,19 @@ class _Sorted:
 
     def __init__(self, gradients: Sequence[Tensor]) -> None:
         self.large: list[Tensor] = []
-        self.rows: dict[torch.dtype, list[Tensor]] = {}
-        in_words = [g for g in gradients if _reads_rows(g) and _words_of(g) is not None]
-        for dtype in dict.fromkeys(g.dtype for g in in_words):
-            if matrices := in_rows([g for g in in_words if g.dtype is dtype]):  # a rank may hold no row of any
-                self.rows[dtype] = matrices
-        others = [g for g in gradients if not _reads_rows(g) or _words_of(g) is None]
-        self.large = [g for g in others if g.numel() > SMALL and _words_of(g) is not None]
-        small = [g for g in others if g.numel() <= SMALL]
-        self.rest = [g for g in others if g.numel() > SMALL and _words_of(g) is None]
+        self.rest: list[Tensor] = []
+        by_rows: dict[torch.dtype, list[Tensor]] = {}
+        small = []
+        for gradient in gradients:
+            words = _words_of(gradient) if _reads_rows(gradient) or gradient.numel() > SMALL else None
+            if words is not None and _reads_rows(gradient):
+                by_rows.setdefault(gradient.dtype, []).append(words)
+            elif gradient.numel() <= SMALL:
+                small.append(gradient)
+            else:
+                (self.rest if words is None else self.large).append(gradient)
+        # A rank may hold no row of any gradient.
+        self.rows = {dtype: matrices for dtype, words in by_rows.items() if (matrices := in_rows(words))}
         # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one.
         for dtype in dict.fromkeys(g.dtype for g in small):
             flat = [g.reshape(-1) for g in small if g.dtype is dtype]
@@ -99,19 +102,18 @@ def _words_of(gradient: Tensor) -> Tensor | None:
 
 
 def in_rows(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Gradients of one dtype as matrices ``[rows, ROW]`` of words, of two rows or more, the last filled up with zeros."""
+    """The words of gradients of one dtype as matrices ``[rows, ROW]``, of two rows or more, the last filled up with zeros."""
     whole: list[Tensor] = []
     left: list[Tensor] = []
-    for words in map(_words_of, gradients):
-        assert words is not None
+    for words in gradients:
         end = words.numel() // ROW * ROW if words.numel() >= 2 * ROW else 0
         if end:
             whole += words[:end].view(-1, ROW).tensor_split(-(-end // INDEXABLE))
         left += [words[end:]] if end < words.numel() else []
     if left:
-        joined = torch.cat(left)
-        rows = max(2, -(-len(joined) // ROW))
-        whole.append(F.pad(joined, (0, rows * ROW - len(joined))).view(rows, ROW))
+        count = sum(map(len, left))
+        rows = max(2, -(-count // ROW))
+        whole.append(torch.cat([*left, left[0].new_zeros(rows * ROW - count)]).view(rows, ROW))
     return whole
 
 

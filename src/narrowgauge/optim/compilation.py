@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge
+from narrowgauge._torch.aligned import Loaded
 from narrowgauge._torch.inductor import compile_ahead, load_ahead, machine_key, trace
 from narrowgauge._torch.many_tensors import ManyTensors
 from narrowgauge.machine.cache_folder import cache_folder
@@ -45,7 +46,7 @@ from narrowgauge.optim.kernel_cache import (
     refute,
 )
 
-Compiled = Callable[[list[Tensor]], list[Tensor]]
+Compiled = Loaded
 
 
 SOURCES = (

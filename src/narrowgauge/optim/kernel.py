@@ -199,17 +199,19 @@ def define_row_peaks(device: torch.device) -> Definition:
 
 def peaks_of_matrices(matrices: Sequence[Tensor], *, compile: bool) -> Tensor:
     """The largest magnitude in each row of bfloat16 matrices read as words, float32 ``[rows]``: all rows in order."""
-    device = matrices[0].device
-    peaks = torch.empty(sum(map(len, matrices)), dtype=torch.float32, device=device)
-    parts = list(zip(matrices, peaks.split(list(map(len, matrices))), strict=True))
+    device, sizes = matrices[0].device, [len(words) for words in matrices]
+    peaks = torch.empty(sum(sizes), dtype=torch.float32, device=device)
     run = compiled("row peaks", device, lambda: define_row_peaks(device)) if compile else None
-    if run is not None:  # one row is no dynamic length
-        run_each(run, [[words, part, part] for words, part in parts if min(words.shape) > 1])
-    for words, part in parts:
-        if run is None or min(words.shape) <= 1:
-            rows = max(1, chunk_size(device) // max(1, words.shape[1]))
-            for some, into in zip(words.split(rows), part.split(rows), strict=True):
-                into.copy_(row_peaks(some))
+    together = []
+    for words, part in zip(matrices, peaks.split(sizes), strict=True):
+        if run is not None and min(words.shape) > 1:  # one row is no dynamic length
+            together.append([words, part, part])
+            continue
+        rows = max(1, chunk_size(device) // max(1, words.shape[1]))
+        for some, into in zip(words.split(rows), part.split(rows), strict=True):
+            into.copy_(row_peaks(some))
+    if run is not None:
+        run_each(run, together)
     return peaks
 
 
