@@ -36,7 +36,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Rows over two ranks and over three: even, uneven, and fewer rows than ranks.
 SHAPES = {"even": (12, 6), "uneven": (7, 6), "lone": (1, 8), "gain": (10,), "deep": (3, 4, 2)}
 # One word; scales by row; an expansion; 16-bit tails; a rule whose momentum needs the whole matrix, one with a subspace.
-CASES = ("AdamW word", "AdamW compact", "AdamW collage-plus", "AdamW exact", "Muon word", "GaLore exact")
+CASES = (
+    "AdamW word",
+    "AdamW compact",
+    "AdamW collage-plus",
+    "AdamW exact",
+    "Muon word",
+    "GaLore exact",
+    "GaLore word",
+    "GaLore states8",
+)
 FIRST, SECOND, LAST = range(3), range(3, 5), range(5, 7)
 
 

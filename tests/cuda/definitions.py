@@ -12,7 +12,7 @@ from narrowgauge.optim import accumulation, clip, kernel
 from narrowgauge.optim.compilation import Definition
 from narrowgauge.optim.kernel import MatrixKernel, StepKernel
 from narrowgauge.optim.rules.elementwise import RULES
-from narrowgauge.optim.rules.matrix import MATRIX_RULES
+from narrowgauge.optim.rules.matrix import MATRIX_RULES, states_beside
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.sums import ACCUMULATIONS
 
@@ -35,8 +35,7 @@ def definition_of(name: str, device: torch.device) -> Definition:
 
 def matrix_kernel(rule: str, storage: str) -> MatrixKernel:
     kept = MATRIX_RULES[rule].states((64, 64), MATRIX_RULES[rule].defaults)
-    own = tuple((name, state.role) for name, state in kept.items() if state.role is not None)
-    return MatrixKernel(MATRIX_RULES[rule], STORAGES[storage].keeping(own), compile=False)
+    return MatrixKernel(MATRIX_RULES[rule], STORAGES[storage].keeping(states_beside(kept)), compile=False)
 
 
 def step_kernel(rule: str, storage: str) -> StepKernel:

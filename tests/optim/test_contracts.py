@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 import narrowgauge as ng
 from covering import exhaustive
 from expectations import is_excerpt
-from narrowgauge.optim.rules.matrix import MatrixRule
+from narrowgauge.optim.rules.matrix import MatrixRule, states_beside
 from narrowgauge.optim.validation import check_rule
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import FLOAT32, STORAGES, bytes_alone
 from optim.pairs import ELEMENTWISE, EVERY, MOST, RULES, SOME, Shape, build, everything, is_legal, own, parameters
 from tensors import assert_same_bits, bits, parameters_of, relative_error, step_gradients, take_steps
 
@@ -287,12 +287,12 @@ def size_of(optimizer: ng.Optimizer, rows: int, cols: int) -> float:
     storage, group = STORAGES[optimizer.param_groups[0]["storage"]], optimizer.param_groups[0]
     if isinstance(optimizer.rule, MatrixRule):
         states = optimizer.rule.states((rows, cols), group)
-        kept = tuple((name, state.role) for name, state in states.items() if state.role is not None)
-        beside = sum(math.prod(state.shape) for state in states.values() if state.role is None)
+        row = storage.keeping(states_beside(states))
+        codes = {name: FLOAT32 if state.role is None else storage.code(state.role) for name, state in states.items()}
+        whole = sum(bytes_alone(codes[name], state.shape) for name, state in states.items() if not state.beside)
     else:
-        kept, beside = optimizer.rule.under(group).kept, 0
-    row = storage.keeping(kept)
-    return row.bytes_per_param + row.bytes_per_row / cols + 4 * beside / (rows * cols)
+        row, whole = storage.keeping(optimizer.rule.under(group).kept), 0
+    return row.bytes_per_param + row.bytes_per_row / cols + whole / (rows * cols)
 
 
 @EVERY

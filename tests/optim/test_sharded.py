@@ -56,6 +56,8 @@ CASES = [
     "muon word",
     "muon compact",
     "galore exact",
+    "galore word",
+    "galore states8",
 ]
 FIRST, LATER = range(3), range(3, 5)
 CUTS = {

@@ -255,7 +255,7 @@ def test_defaults_are_torchs(theirs: type[torch.optim.Optimizer]) -> None:
 
 
 def test_every_rule_is_here() -> None:
-    assert LATER.keys() | {"nesterov"} == RULES.keys()
+    assert LATER.keys() | {"nesterov", "galore full"} == RULES.keys()
 
 
 def test_a_step_that_a_cuda_graph_records_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,23 +64,29 @@ class Adam:
 
 @dataclass
 class Subspace:
-    """Zhao et al. 2024 (2403.03507): Adam on one side's leading singular vectors, found again every ``gap`` steps."""
+    """Zhao et al. 2024 (2403.03507): Adam on the leading singular vectors of the shorter side, or of both, found again every
+    ``gap`` steps."""
 
     adam: Adam
     rank: int
     gap: int
     scale: float
-    p: Matrix = field(default_factory=lambda: np.zeros(()))
+    both: bool = False
+    left: Matrix | None = None
+    right: Matrix | None = None
 
     def step(self, g: Matrix) -> Matrix:
-        right = g.shape[0] >= g.shape[1]
         if self.adam.t % self.gap == 0:
             u, _, vt = np.linalg.svd(g, full_matrices=False)
-            self.p = vt[: self.rank].T if right else u[:, : self.rank]
-            self.p = self.p * np.sign(self.p[np.abs(self.p).argmax(0), np.arange(self.p.shape[1])])
-        if right:
-            return self.scale * self.adam.step(g @ self.p) @ self.p.T
-        return self.scale * self.p @ self.adam.step(self.p.T @ g)
+            columns_are_shorter = g.shape[0] >= g.shape[1]
+            self.left = _fixed(u[:, : self.rank]) if self.both or not columns_are_shorter else np.eye(g.shape[0])
+            self.right = _fixed(vt[: self.rank].T) if self.both or columns_are_shorter else np.eye(g.shape[1])
+        assert self.left is not None and self.right is not None
+        return self.scale * self.left @ self.adam.step(self.left.T @ g @ self.right) @ self.right.T
+
+
+def _fixed(vectors: Matrix) -> Matrix:
+    return vectors * np.sign(vectors[np.abs(vectors).argmax(0), np.arange(vectors.shape[1])])
 
 
 @dataclass

@@ -51,14 +51,18 @@ def placed_like(owner: Any, part: Tensor) -> Tensor:
         return part
     from torch.distributed.tensor import DTensor
 
-    if part.dtype is torch.int16:
-        part = part.to(torch.int32)  # neither gloo nor NCCL sends integers of 16 bits
+    part = sendable(owner, part)
     shape = owner.shape if part.shape[-1] == local_of(owner).shape[-1] else (*owner.shape[:-1], 1)
     stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
     result: Tensor = DTensor.from_local(
         part, owner.device_mesh, owner.placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
     return result
+
+
+def sendable(owner: Any, part: Tensor) -> Tensor:
+    """A state of a sharded parameter in a dtype that ranks can exchange; neither gloo nor NCCL sends integers of 16 bits."""
+    return part.to(torch.int32) if part.dtype is torch.int16 and is_sharded(owner) else part
 
 
 def by_reduction(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Tensor]]]:

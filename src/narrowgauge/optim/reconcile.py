@@ -59,8 +59,9 @@ from narrowgauge.numerics.shards import is_sharded, local_of, own_part
 from narrowgauge.optim import codec
 from narrowgauge.optim.audit import audited_parts
 from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
+from narrowgauge.optim.replicated_state import ReplicatedState
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
-from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
+from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states, states_beside
 from narrowgauge.optim.state import Bucket, ParameterState, Snapshot, make_states, without
 from narrowgauge.optim.validation import check_visible, gradient_of, known_row
 from narrowgauge.spec.formats import dtype_name
@@ -360,7 +361,7 @@ class Registry:
         """Make states for those parameters of a group that have none; ``names``: of states about to be loaded."""
         alike: dict[tuple[str, Storage, torch.device], list[Tensor]] = {}
         rules: dict[str, Rule | MatrixRule] = {}
-        extras: dict[Tensor, dict[str, Tensor]] = {}
+        extras: dict[Tensor, dict[str, ReplicatedState]] = {}
         for parameter in parameters:
             if parameter in self.states:
                 continue
@@ -370,12 +371,12 @@ class Registry:
             rule = self.rule_of(group, parameter, (names or {}).get(parameter, ()))
             if isinstance(rule, MatrixRule):
                 kept = rule.states(tuple(parameter.shape), group)
-                row = row.keeping(tuple((name, k.role) for name, k in kept.items() if k.role is not None))
                 extras[parameter] = {
-                    name: torch.zeros(k.shape, dtype=torch.float32, device=parameter.device)
+                    name: ReplicatedState.zeros(name, k.shape, k.role, row, parameter.device)
                     for name, k in kept.items()
-                    if k.role is None
+                    if not k.beside
                 }
+                row = row.keeping(states_beside(kept))
             else:
                 row = row.keeping(rule.kept)
             rules[rule.name] = rule
@@ -465,7 +466,7 @@ class Registry:
                 settle(member)
         for state in alone:
             device = state.parameter.device
-            for kept in (state.words, state.bounds, state.extras):
+            for kept in (state.words, state.bounds, *(extra.tensors for extra in state.extras.values())):
                 kept.update({name: tensor.to(device) for name, tensor in kept.items()})
             settle(state)
         return moved
@@ -555,8 +556,8 @@ def pass_on(old: ParameterState, new: ParameterState) -> bool:
     shown = own_part(new.owner, old.owner.detach().to(device))
     if shown.dtype is not new.parameter.dtype or not torch.equal(shown, new.parameter.detach()):
         return False
-    values = old.in_parameter_order()
-    new.take({n: v.to(device) if n in old.extras else own_part(new.owner, v.to(device)) for n, v in values.items()})
+    values, whole = old.in_parameter_order(), old.tensors_of_extras()
+    new.take({n: v.to(device) if n in whole else own_part(new.owner, v.to(device)) for n, v in values.items()})
     new.step, new.begun, new.notes = old.step, old.begun, old.notes
     snapshot_adopted(new)
     return True

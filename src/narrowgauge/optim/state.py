@@ -25,7 +25,8 @@ from narrowgauge.numerics.rounding import half, quiet
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import codec
 from narrowgauge.optim.kernel import Kernel, StepKernel, Work, peaks_of_matrices
-from narrowgauge.spec.storages import Storage
+from narrowgauge.optim.replicated_state import ReplicatedState
+from narrowgauge.spec.storages import Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32)
 """Replaces the gradient between steps, so that the last one can be freed."""
@@ -70,7 +71,7 @@ class ParameterState:
         words: int32, the words of each plane, by plane name.
         bounds: of each code that is scaled by row, the magnitude that no exact value of a row exceeds, float32
             ``[rows, 1]``; a stochastically cut value may, and the window ends at 1.7 times the power of two above.
-        extras: float32 states of a matrix rule that do not have the parameter's shape.
+        extras: states of a matrix rule that do not lie beside the weight, by name.
         begun: the step after which its states were made; not 0 where an option added states later.
         gradient: set during a step, as are ``scales``, the multipliers that a kernel takes.
         requested: the name of the storage in its param group.
@@ -85,7 +86,7 @@ class ParameterState:
     kernel: Kernel
     words: dict[str, Tensor] = field(default_factory=dict)
     bounds: dict[str, Tensor] = field(default_factory=dict)
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    extras: dict[str, ReplicatedState] = field(default_factory=dict)
     step: int = 0
     begun: int = 0
     gradient: Tensor = NO_GRADIENT
@@ -117,9 +118,13 @@ class ParameterState:
         """The state tensors in the order in which a kernel takes them."""
         return tensors_of_planes(self.storage, self.words)
 
+    def tensors_of_extras(self) -> dict[str, Tensor]:
+        """The tensors of all extras, by the names under which they are saved."""
+        return {part: tensor for extra in self.extras.values() for part, tensor in extra.tensors.items()}
+
     def tensors(self) -> list[Tensor]:
         own = [self.last_visible] if self.owns_copy and self.last_visible is not None else []
-        return [*self.words.values(), *self.bounds.values(), *self.extras.values(), *own]
+        return [*self.words.values(), *self.bounds.values(), *self.tensors_of_extras().values(), *own]
 
     # ── unpacked, in the parameter's order ────────────────────────────────────────────────────────────────────────────
 
@@ -131,7 +136,7 @@ class ParameterState:
             for plane in codec.planes(self.storage)
         }
         bounds = {f"{name}_bound": bound.reshape(self._rows_shape).clone() for name, bound in self.bounds.items()}
-        return {**planes, **bounds, **{name: value.clone() for name, value in self.extras.items()}}
+        return {**planes, **bounds, **{name: value.clone() for name, value in self.tensors_of_extras().items()}}
 
     @property
     def _rows_shape(self) -> tuple[int, ...]:
@@ -147,7 +152,12 @@ class ParameterState:
             given = self._checked(values, f"{name}_bound", bound.dtype, self._rows_shape)
             bound.copy_(given.reshape(bound.shape))
         for name, extra in self.extras.items():
-            extra.copy_(self._checked(values, name, extra.dtype, tuple(extra.shape)))
+            if name in values and values[name].dtype is torch.float32:
+                # Saved before these states took the storage's codes, or stored in float32 anyway.
+                extra.put(self._checked(values, name, torch.float32, tuple(extra.shape)))
+                continue
+            for part, tensor in extra.tensors.items():
+                tensor.copy_(self._checked(values, part, tensor.dtype, tuple(tensor.shape)))
 
     def _checked(self, values: dict[str, Tensor], name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
         if name not in values:
@@ -172,6 +182,10 @@ class ParameterState:
         kept = dict.fromkeys(dict(self.storage.states), tuple(self.owner.shape))
         return {**kept, **{name: tuple(extra.shape) for name, extra in self.extras.items()}}
 
+    def code(self, name: str) -> Code:
+        """The code of a state, by name."""
+        return self.extras[name].code if name in self.extras else self.storage.code(name)
+
     def inherit(self, old: ParameterState) -> None:
         """Copy an older state of the parameter bit for bit, with its notes; what it lacks begins as zeros."""
         kept, places, fields = old._lane().fields, codec.places(self.storage), {}
@@ -181,7 +195,7 @@ class ParameterState:
             mask = -1 if widths[name] == 32 else (1 << widths[name]) - 1
             fields[name] = ((word >> shift) & mask) << places[name].shift
         self._fill(fields)
-        for mine, theirs in ((self.bounds, old.bounds), (self.extras, old.extras)):
+        for mine, theirs in ((self.bounds, old.bounds), (self.tensors_of_extras(), old.tensors_of_extras())):
             for name in mine.keys() & theirs.keys():
                 mine[name].copy_(theirs[name])
         self.step = self.begun = old.step
@@ -204,7 +218,7 @@ class ParameterState:
     def stored(self, name: str) -> Tensor:
         """The stored weight (``"weight"``) or a state, by name, as float32 of the parameter's shape (a copy)."""
         if name in self.extras:
-            return self.extras[name].clone()
+            return self.extras[name].value().clone()
         if name != "weight" and name not in dict(self.storage.states):
             raise KeyError(f"storage '{self.storage.name}' has no '{name}'")
         lane = self._lane()
@@ -233,7 +247,7 @@ class ParameterState:
     def put(self, name: str, values: Tensor, seed: Tensor | None = None) -> None:
         """:meth:`adopt` for a state."""
         if name in self.extras:
-            self.extras[name].copy_(values)
+            self.extras[name].put(values, seed)
             return
         value = self._fresh(name, values)
         lane = self._lane()

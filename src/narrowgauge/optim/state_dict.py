@@ -23,9 +23,10 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.rounding import step_seed
-from narrowgauge.numerics.shards import local_of, placed_like
+from narrowgauge.numerics.shards import local_of, placed_like, sendable
 from narrowgauge.optim import codec
 from narrowgauge.optim.reconcile import Group, Registry, snapshot_adopted, snapshot_of
+from narrowgauge.optim.replicated_state import ReplicatedState
 from narrowgauge.optim.rules.elementwise import LION, PLAIN_SGD, SGD
 from narrowgauge.optim.rules.matrix import MUON, MatrixRule
 from narrowgauge.optim.state import ParameterState
@@ -89,8 +90,8 @@ def take_plain(
                 _ADVICE,
             )
         state.put(name, value.float(), seed)
-        if name not in state.extras and not torch.equal(state.stored(name), value.float()):
-            losses.cut[state.storage.name, name, state.storage.code(name).bits] = None
+        if not torch.equal(state.stored(name), value.float()):
+            losses.cut[state.storage.name, name, state.code(name).bits] = None
 
 
 def _keep_weight(state: ParameterState, value: Tensor) -> None:
@@ -125,8 +126,9 @@ def save_states(registry: Registry) -> dict[Tensor, dict[str, Any]]:
     registry.for_reading(registry.states)
     result: dict[Tensor, dict[str, Any]] = {}
     for parameter, state in registry.states.items():
+        whole = state.tensors_of_extras()
         values = {
-            name: value if name in state.extras else placed_like(parameter, value)
+            name: sendable(parameter, value) if name in whole else placed_like(parameter, value)
             for name, value in state.in_parameter_order().items()
         }
         result[parameter] = {"step": torch.tensor(float(state.step), dtype=torch.float32), **values, **state.notes}
@@ -141,7 +143,13 @@ def replicated_states(optimizer: Any, parameter: Tensor) -> set[str]:
     rule = registry.rule_of(group, parameter)
     if not isinstance(rule, MatrixRule):
         return set()
-    return {name for name, kept in rule.states(tuple(parameter.shape), group).items() if kept.role is None}
+    row, meta = registry.storage_of(group, parameter), torch.device("meta")
+    return {
+        part
+        for name, kept in rule.states(tuple(parameter.shape), group).items()
+        if not kept.beside
+        for part in ReplicatedState.zeros(name, kept.shape, kept.role, row, meta).tensors
+    }
 
 
 def load_states(
@@ -300,12 +308,14 @@ class StateView(MutableMapping[Any, Any]):
 
     def read(self, parameter: Tensor, state: ParameterState, name: str) -> Tensor:
         """A state as a tensor, the same one until a step; :meth:`take_writes` packs what is done to it in place."""
-        if name in state.extras:
-            return state.extras[name]
         handed = self.handed.setdefault(state, {})
         if name not in handed:
             if name == "step":
                 value = torch.tensor(float(state.step), dtype=torch.float32)
+            elif name in state.extras:
+                value = state.stored(name)
+            elif name in state.tensors_of_extras():
+                value = state.tensors_of_extras()[name]
             elif name in _packed(state):
                 value = placed_like(parameter, state.in_parameter_order()[name])
             else:
@@ -397,7 +407,7 @@ class StateEntry(MutableMapping[str, Any]):
 
 
 def _names(state: ParameterState) -> list[str]:
-    return [*_readable(state), *_packed(state), *state.extras, *state.notes]
+    return [*_readable(state), *_packed(state), *state.tensors_of_extras(), *state.notes]
 
 
 def _readable(state: ParameterState) -> list[str]:
@@ -416,7 +426,7 @@ def write(state: ParameterState, name: str, value: Any) -> None:
         state.step = int(value)
         return
     given = local_of(value if isinstance(value, Tensor) else torch.as_tensor(value, dtype=torch.float32))
-    if name in _packed(state):
+    if name in _packed(state) or (name in state.tensors_of_extras() and name not in state.extras):
         state.take({**state.in_parameter_order(), name: given.detach()})
         return
     shape = state.extras[name].shape if name in state.extras else state.parameter.shape
@@ -436,7 +446,7 @@ def write(state: ParameterState, name: str, value: Any) -> None:
 
 def notes_of(state: ParameterState, entry: Mapping[str, Any]) -> dict[str, Any]:
     """The part of a saved entry that hooks and users have added."""
-    own = {"step", *state.words, *(f"{name}_bound" for name in state.bounds), *state.extras}
+    own = {"step", *state.words, *(f"{name}_bound" for name in state.bounds), *state.tensors_of_extras()}
     return {name: value for name, value in entry.items() if name not in own}
 
 
@@ -477,5 +487,5 @@ def _planes(state: ParameterState) -> tuple[dict[str, Tensor], dict[str, Tensor]
         kept[set(fields) <= set(state.storage.beside)][", ".join(fields)] = state.words[plane.name].view(plane.dtype)
     for name, bound in state.bounds.items():
         kept[name == "weight"][f"{name} bound"] = bound
-    kept[0].update(state.extras)
+    kept[0].update(state.tensors_of_extras())
     return kept

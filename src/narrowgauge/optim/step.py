@@ -147,14 +147,16 @@ class Stepper:
         """The rule decides on the whole matrix; the kernel of the storage writes what it decided."""
         numbers, owner = self.numbers(state), state.owner
         own = [name for name, _ in state.storage.states]
-        moments = {name: gathered(owner, state.stored(name)) for name in own} | state.extras
+        moments = {name: gathered(owner, state.stored(name)) for name in own}
+        moments |= {name: extra.value() for name, extra in state.extras.items()}
         gradient = gathered(owner, state.gradient).float() * numbers.values[0]
         weight = gathered(owner, state.stored("weight"))
         change, new = kernel.rule.update(weight, gradient, moments, self.group, state.step + 1)
         new = {**moments, **new}  # a state that the options no longer use stays as it is
         skip = numbers.values[1] != 0
         for name, extra in state.extras.items():
-            extra.copy_(torch.where(skip, extra, new[name]))
+            if new[name] is not moments[name]:
+                extra.put(new[name], numbers.seed, skip)
         parts = [own_part(owner, value) for value in (change, *(new[name] for name in own))]
         peaks = {n: state.peaks_of(part) for n, part in zip(own, parts[1:], strict=True) if n in state.bounds}
         _rescale([state], state.bounds, peaks, skip)

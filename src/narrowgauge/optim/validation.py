@@ -19,6 +19,7 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine.processor import care_for, is_left_slow
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, SGD, Rule
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
+from narrowgauge.optim.rules.subspaces import PROJECTIONS
 from narrowgauge.spec.storages import STORAGES, Storage, find
 
 
@@ -71,7 +72,13 @@ class Choice:
 Laws = dict[str, Range | Choice]
 _RATE: Laws = {"lr": Range(), "weight_decay": Range()}
 _ADAM: Laws = {**_RATE, "betas": Range(0, 1), "eps": Range()}
-_SUBSPACE: Laws = {**_ADAM, "rank": Range(1), "update_proj_gap": Range(1), "scale": Range()}
+_SUBSPACE: Laws = {
+    **_ADAM,
+    "rank": Range(1),
+    "update_proj_gap": Range(1),
+    "scale": Range(),
+    "proj_type": Choice(tuple(PROJECTIONS)),
+}
 LAWS: dict[str, Laws] = {
     ADAMW.name: _ADAM,
     ADAM.name: _ADAM,

@@ -11,6 +11,7 @@ for the weight and for each moment. The optimizer, tests, documentation and ``na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -132,6 +133,22 @@ def width_of(group: Sequence[tuple[str, int]]) -> int:
     """Bits of the word that holds a group of fields: 8, 16 or 32."""
     bits = sum(bits for _, bits in group)
     return next((width for width in (8, 16, 32) if bits <= width), bits)
+
+
+def width_alone(code: Code) -> int:
+    """Bits of the word that holds one part of a code and nothing else: 8, 16 or 32."""
+    return width_of((("", code.bits),))
+
+
+def bytes_alone(code: Code, shape: Sequence[int]) -> int:
+    """Bytes of a tensor of ``shape`` in a code, where no value shares its word, with the scales of its rows.
+
+    Example:
+        >>> [bytes_alone(code, (128, 4096)) / (128 * 4096) for code in (FLOAT32, MOMENT12, MOMENT8)]
+        [4.0, 2.0, 1.0009765625]
+    """
+    scales = 4 * math.prod(shape[:-1]) if code.scaled else 0
+    return math.prod(shape) * code.parts * width_alone(code) // 8 + scales
 
 
 @lru_cache

@@ -14,7 +14,6 @@ import torch
 import transformers
 from torch import Tensor
 
-from narrowgauge.optim.rules import matrix
 from narrowgauge.optim.rules.matrix import (
     ADAFACTOR,
     GALORE,
@@ -26,6 +25,7 @@ from narrowgauge.optim.rules.matrix import (
     orthogonalise,
     state_bytes,
 )
+from narrowgauge.optim.rules.subspaces import PROJECTIONS, leading_basis, longer_basis
 from narrowgauge.spec.storages import STORAGES
 from oracles import matrix_rules as oracle
 from tensors import gaussian
@@ -124,25 +124,27 @@ def test_the_released_gradnorm_lorp_changes_nothing_and_ours_trains() -> None:
 # ── against formulas and other implementations ──────────────────────────────────────────────────────────────────────
 
 
-def adam(lr: float) -> oracle.Adam:
-    return oracle.Adam(lr, (0.9, 0.99), 1e-8)
-
-
-def oracles(name: str, lr: float, decay: float) -> Any:
-    subspace = oracle.Subspace(adam(lr), rank=4, gap=5, scale=1.0)
+def oracles(name: str, lr: float, decay: float, *, eps: float, both: bool = False) -> Any:
+    subspace = oracle.Subspace(oracle.Adam(lr, (0.9, 0.99), eps), rank=4, gap=5, scale=1.0, both=both)
     return {
         "muon": oracle.Muon(lr, decay, moonlight=True),
         "galore": oracle.GaLore(subspace, decay),
-        "gradnorm_lorp": oracle.WeightNormalised(subspace, adam(lr), decay),
+        "gradnorm_lorp": oracle.WeightNormalised(subspace, oracle.Adam(lr, (0.9, 0.99), eps), decay),
     }[name]
 
 
-@pytest.mark.parametrize("name", ["muon", "galore", "gradnorm_lorp"])
+@pytest.mark.parametrize(
+    "name, proj_type",
+    [("muon", "std"), *((name, kind) for name in ("galore", "gradnorm_lorp") for kind in PROJECTIONS)],
+)
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)], ids=["wide", "tall", "square"])
-def test_twelve_steps_agree_with_float64(name: str, shape: tuple[int, int]) -> None:
+def test_twelve_steps_agree_with_float64(name: str, proj_type: str, shape: tuple[int, int]) -> None:
     start, rule = gaussian(*shape), MATRIX_RULES[name]
-    learned, _ = train(rule, start, noise(shape), 12, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.99))
-    expert, w = oracles(name, 1e-2, 0.1), start.double().numpy()
+    # In bases of both sides the first gradient is diagonal, and what rounding leaves beside it must stay far below epsilon.
+    eps = 1e-5 if proj_type == "full" else 1e-8
+    more = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.99), "eps": eps, "proj_type": proj_type}
+    learned, _ = train(rule, start, noise(shape), 12, **more)
+    expert, w = oracles(name, 1e-2, 0.1, eps=eps, both=proj_type == "full"), start.double().numpy()
     for step in range(1, 13):
         w = expert.step(w, gaussian(*shape, seed=100 + step, scale=0.01).double().numpy())
     assert relative(learned - start, w - start.double().numpy()) < 1e-4
@@ -229,8 +231,9 @@ def test_states_are_the_ones_that_were_announced(rule: MatrixRule, shape: tuple[
     _, states = train(rule, gaussian(*shape), noise(shape), 2, rank=100)
     assert {n: tuple(s.shape) for n, s in states.items()} == {n: k.shape for n, k in announced.items()}
     assert all(s.dtype is torch.float32 and s.isfinite().all() for s in states.values())
-    assert all(k.shape == shape for k in announced.values() if k.role is not None)
-    assert state_bytes(rule, shape, options) == sum(s.numel() * s.element_size() for s in states.values())
+    assert all(k.shape == shape and k.role is not None for k in announced.values() if k.beside)
+    kept = state_bytes(rule, shape, options, STORAGES["float32"])
+    assert kept == sum(s.numel() * s.element_size() for s in states.values())
 
 
 def test_states_with_a_role_cost_what_the_storage_says() -> None:
@@ -239,8 +242,20 @@ def test_states_with_a_role_cost_what_the_storage_says() -> None:
     assert numbers == [4 * 64 * 96, 2 * 64 * 96, 12 * 64 * 96 // 8]
     assert state_bytes(MUON, (3, 1), {}, STORAGES["word"]) == 5  # 36 bits
     assert state_bytes(ADAFACTOR, shape, {"beta1": 0.9}, STORAGES["word"]) == 12 * 64 * 96 // 8 + 4 * (64 + 96)
-    assert state_bytes(GALORE, shape, {"rank": 8}, STORAGES["word"]) == 4 * 8 * (64 + 2 * 96)
-    assert state_bytes(GRADNORM_LORP, shape, {"rank": 8}) == 4 * (8 * (64 + 2 * 96) + 2 * 96)
+    values, longer = 8 * (64 + 2 * 96), {"rank": 8, "proj_type": "full"}
+    assert state_bytes(GALORE, shape, {"rank": 8}, STORAGES["word"]) == 2 * values
+    assert state_bytes(GALORE, shape, {"rank": 8}, STORAGES["states8"]) == values + 4 * (64 + 2 * 8)  # scales of rows
+    assert state_bytes(GALORE, shape, longer, STORAGES["word"]) == 2 * (8 * (64 + 96) + 2 * 8 * 8)
+    assert state_bytes(GRADNORM_LORP, shape, {"rank": 8}, STORAGES["float32"]) == 4 * (values + 2 * 96)
+
+
+def test_bytes_at_a_quarter_of_the_side_are_those_of_the_page() -> None:
+    found = {
+        (kind, name): state_bytes(GALORE, (4096, 4096), {"rank": 1024, "proj_type": kind}, STORAGES[name]) / 4096**2
+        for kind in PROJECTIONS
+        for name in ("float32", "word", "compact", "states8")
+    }
+    assert [round(value, 2) for value in found.values()] == [3.0, 1.5, 0.75, 0.75, 2.5, 1.25, 0.63, 0.63]
 
 
 @EVERY
@@ -392,14 +407,45 @@ def test_muons_step_is_nearly_orthogonal_and_as_large_as_adamws(shape: tuple[int
 def test_the_basis_is_the_decompositions_with_its_signs_fixed(shape: tuple[int, int]) -> None:
     x = gaussian(*shape)
     rank = min(3, *shape)
-    basis = matrix.leading_basis(x, rank)
+    basis = leading_basis(x, rank)
     u, _, vt = np.linalg.svd(x.double().numpy(), full_matrices=False)
     wanted = torch.from_numpy((vt[:rank].T if shape[0] >= shape[1] else u[:, :rank]).copy())
     signs = (basis.double() * wanted).sum(0).sign()
     assert float((basis.double() - wanted * signs).abs().max()) < 1e-6
     assert (basis.gather(0, basis.abs().argmax(0, keepdim=True)) > 0).all()
-    assert torch.equal(matrix.leading_basis(-x, rank), basis)
-    assert torch.equal(matrix.leading_basis(x * 2.0**-60, rank), basis)  # its squares are below float32
+    assert torch.equal(leading_basis(-x, rank), basis)
+    assert torch.equal(leading_basis(x * 2.0**-60, rank), basis)  # its squares are below float32
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (24, 24), (3, 9000)], ids=str)
+def test_the_longer_basis_is_the_decompositions_with_its_signs_fixed(shape: tuple[int, int]) -> None:
+    x = gaussian(*shape)
+    rank = min(3, *shape)
+    basis = longer_basis(x, leading_basis(x, rank))
+    u, _, vt = np.linalg.svd(x.double().numpy(), full_matrices=False)
+    wanted = torch.from_numpy((u[:, :rank] if shape[0] >= shape[1] else vt[:rank].T).copy())
+    assert float((basis.double() - wanted * (basis.double() * wanted).sum(0).sign()).abs().max()) < 1e-6
+    assert (basis.gather(0, basis.abs().argmax(0, keepdim=True)) > 0).all()
+    assert torch.equal(longer_basis(x * 2.0**-60, leading_basis(x, rank)), basis)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)], ids=["wide", "tall"])
+def test_bases_stay_orthonormal_where_a_matrix_has_fewer_directions(shape: tuple[int, int]) -> None:
+    x = gaussian(shape[0], 1, seed=1) @ gaussian(1, shape[1], seed=2)
+    for basis in PROJECTIONS["full"].find(x, 4).values():
+        assert torch.allclose(basis.mT @ basis, torch.eye(4), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", PROJECTIONS)
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6), (8, 8)], ids=["wide", "tall", "square"])
+def test_what_lies_in_the_subspace_is_lifted_back_whole(kind: str, shape: tuple[int, int]) -> None:
+    x = gaussian(shape[0], 3, seed=1) @ gaussian(3, shape[1], seed=2)
+    projection = PROJECTIONS[kind]
+    bases = projection.find(x, 3)
+    assert {name: tuple(basis.shape) for name, basis in bases.items()} == projection.bases(*shape, 3)
+    coordinates = projection.project(bases, x)
+    assert tuple(coordinates.shape) == projection.coordinates(*shape, 3)
+    assert torch.allclose(projection.lift(bases, coordinates, shape[0] >= shape[1]), x, atol=1e-5)
 
 
 def test_the_basis_is_found_at_the_first_step_and_every_gap_after_it() -> None:

@@ -2,8 +2,8 @@
 
 An elementwise rule may cut a weight anywhere. The rules here look at the whole matrix, its singular vectors or the
 lengths of its rows and columns, so they need it gathered, and bits that do not depend on where it was cut are not
-promised. They are pure functions of float32 tensors all the same, and know nothing of formats: a storage keeps the weight, and
-those of their states that have the weight's shape, in its own codes. A parameter of more than two dims is the matrix of its
+promised. They are pure functions of float32 tensors all the same, and know nothing of formats: a storage keeps the weight and the
+matrices among their states in its own codes. A parameter of more than two dims is the matrix of its
 first dim against all others; one of fewer is none, and is stepped by AdamW.
 
 | rule | states of a weight of ``rows × cols`` | reads |
@@ -13,18 +13,8 @@ first dim against all others; one of fewer is none, and is stepped by AdamW.
 | ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
 | ``gradnorm_lorp`` | the same and ``2 · cols`` values | the same, and the lengths of its columns |
 
-The last two step in a low-rank subspace. A gradient of ``rows × cols`` often has most of its length in a few directions of its
-shorter side. With an orthonormal basis ``P`` of ``rank`` such directions (shape ``[shorter side, rank]``) it has the coordinates
-
-    ``P^T G``  [rank, cols]   where rows < cols,        ``G P``  [rows, rank]   where rows ≥ cols,
-
-and moments kept of these cost ``2 · rank · longer side`` values instead of ``2 · rows · cols``. What is found in the
-coordinates is *lifted* back by the same basis. The basis is recomputed every so many steps, since gradients turn.
-
-The basis is that of a singular value decomposition, taken as the eigenvectors of the small Gram matrix in float64. On
-one CPU thread that is one to three times as fast as ``torch.linalg.svd`` in float32, and its subspace is right to
-1e-13 instead of 5e-5. Each vector's sign, which the decomposition leaves open, is fixed: moments outlive a basis, and
-would push backwards along a vector that came out reversed.
+The last two step in a low-rank subspace (:mod:`narrowgauge.optim.rules.subspaces`); their states are counted here for a
+basis on the shorter side alone.
 """
 
 from __future__ import annotations
@@ -41,7 +31,8 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import add_product, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule
-from narrowgauge.spec.storages import Storage
+from narrowgauge.optim.rules.subspaces import PROJECTIONS, is_tall
+from narrowgauge.spec.storages import FLOAT32, Storage, bytes_alone
 
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
@@ -53,12 +44,15 @@ class MatrixState:
     """One state tensor of a matrix rule.
 
     Args:
-        role: ``"exp_avg"`` or ``"exp_avg_sq"``, only where ``shape`` is the parameter's: kept in the storage's own code
-            for that moment. ``None``: kept as the float32 it is.
+        role: ``"exp_avg"`` (for values of either sign) or ``"exp_avg_sq"`` (for values that are never negative): kept in the
+            storage's code for that moment. ``None``: kept as the float32 it is.
+        beside: whether each value belongs to the weight of the same place, whose shape the state has: packed and sharded
+            with it. Any other state is a tensor of its own, which every rank has whole.
     """
 
     shape: tuple[int, ...]
     role: str | None = None
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,18 +85,26 @@ def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Opt
     return dict.fromkeys(rule.states, tuple(shape))
 
 
-def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, storage: Storage | None = None) -> int:
-    """Bytes of a rule's states for one parameter; ``options`` need only hold what differs from the rule's defaults.
-
-    States with a role are kept in the codes of ``storage``, in float32 without one.
+def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, storage: Storage) -> int:
+    """Bytes of a rule's states for one parameter in a storage; ``options`` need only hold what differs from the rule's defaults.
 
     Example:
-        >>> [round(state_bytes(rule, (4096, 4096), {}) / 4096**2, 3) for rule in MATRIX_RULES.values()]
+        >>> from narrowgauge.spec.storages import STORAGES
+        >>> for name in ("float32", "states8"):
+        ...     [round(state_bytes(rule, (4096, 4096), {}, STORAGES[name]) / 4096**2, 3) for rule in MATRIX_RULES.values()]
         [4.0, 0.002, 0.375, 0.377]
+        [1.0, 0.002, 0.096, 0.098]
     """
-    kept = rule.states(shape, {**rule.defaults, **options}).values()
-    bits = [getattr(storage, k.role).bits if storage is not None and k.role is not None else 32 for k in kept]
-    return sum(-(-math.prod(k.shape) * b // 8) for k, b in zip(kept, bits, strict=True))
+    total = 0
+    for kept in rule.states(shape, {**rule.defaults, **options}).values():
+        code = FLOAT32 if kept.role is None else storage.code(kept.role)
+        total += -(-math.prod(kept.shape) * code.bits // 8) if kept.beside else bytes_alone(code, kept.shape)
+    return total
+
+
+def states_beside(states: Mapping[str, MatrixState]) -> tuple[tuple[str, str], ...]:
+    """Those that lie beside the weight, each with the code of a storage that it takes."""
+    return tuple((name, kept.role or "exp_avg") for name, kept in states.items() if kept.beside)
 
 
 def _on_matrix(update: Update) -> Update:
@@ -187,7 +189,7 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
 
 
 def _muon_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
-    return {"momentum_buffer": MatrixState(shape, "exp_avg")}
+    return {"momentum_buffer": MatrixState(shape, "exp_avg", beside=True)}
 
 
 @_on_matrix
@@ -210,7 +212,7 @@ _EPS_SQUARE = 1e-30
 def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     rows, cols = matrix_shape(shape)
     factors = {"exp_avg_sq_row": MatrixState((rows,)), "exp_avg_sq_col": MatrixState((cols,))}
-    return factors if options["beta1"] is None else {"exp_avg": MatrixState(shape, "exp_avg"), **factors}
+    return factors if options["beta1"] is None else {"exp_avg": MatrixState(shape, "exp_avg", beside=True), **factors}
 
 
 @_on_matrix
@@ -237,68 +239,7 @@ def _adafactor(w: Tensor, g: Tensor, states: States, options: Options, step: int
     return u - w * _decay(options), new
 
 
-# ── Low rank ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-# Columns of the longer side that are widened to float64 at a time.
-_WIDENED_COLUMNS = 4096
-
-
-def is_tall(rows: int, cols: int) -> bool:
-    """Whether the basis spans directions of the columns' side: there are no more columns than rows."""
-    return rows >= cols
-
-
-def coordinate_shape(rows: int, cols: int, rank: int) -> tuple[int, int]:
-    """The shape of a matrix's coordinates in its subspace."""
-    return (rows, rank) if is_tall(rows, cols) else (rank, cols)
-
-
-def project(basis: Tensor, matrix: Tensor) -> Tensor:
-    """The coordinates of a matrix in the subspace."""
-    return matrix @ basis if is_tall(*matrix.shape) else basis.mT @ matrix
-
-
-def lift(basis: Tensor, coordinates: Tensor, *, tall: bool) -> Tensor:
-    """The matrix of the subspace that has these coordinates."""
-    return coordinates @ basis.mT if tall else basis @ coordinates
-
-
-def leading_basis(matrix: Tensor, rank: int) -> Tensor:
-    """The ``rank`` leading singular vectors of a finite matrix on its shorter side, float32 ``[min(rows, cols), rank]``.
-
-    Invariant: orthonormal columns, the largest singular value first; in each the entry of the largest magnitude is positive,
-    so a matrix and its negative have the same basis. Depends on directions only: powers of two change no bit.
-
-    Cost: ``rows · cols · min(rows, cols)`` multiply-adds in float64 and the eigenvectors of a square matrix of the
-        shorter side, which is also the transient memory, in float64, two or three times over; waits for the device.
-
-    Example:
-        >>> leading_basis(torch.tensor([[0.0, 0.0, 0.0], [-3.0, 0.0, -4.0]]), rank=1).tolist()
-        [[0.0], [1.0]]
-    """
-    wide = matrix.mT if is_tall(*matrix.shape) else matrix
-    # Squares of small gradients leave float32's range, never float64's.
-    gram = torch.zeros(len(wide), len(wide), dtype=torch.float64, device=wide.device)
-    for piece in wide.split(_WIDENED_COLUMNS, dim=1):
-        gram += piece.double() @ piece.double().mT
-    vectors = torch.linalg.eigh(gram).eigenvectors[:, -rank:].flip(1)
-    largest = vectors.gather(0, vectors.abs().argmax(0, keepdim=True))
-    basis: Tensor = (vectors * largest.sign()).float()
-    return basis
-
-
-def refreshed(basis: Tensor, gradient: Tensor, step: int, gap: int) -> Tensor:
-    """The basis for this step: recomputed at steps 1, gap + 1, 2 gap + 1 …, and while there is none.
-
-    Invariant: a gradient of zeros has no directions and leaves the basis as it is. Before the first other gradient the basis,
-    ``[shorter side, rank]``, is zero, and so are all steps: an expert that no token has reached yet, or a layer behind a
-    zero-initialised head, is not tied to a meaningless subspace for a whole gap. Infinities and NaN in a gradient are read as
-    zeros, since no basis could be found.
-    """
-    if (step - 1) % gap != 0 and bool(basis.any()):
-        return basis
-    finite = gradient.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
-    return torch.where(finite.any(), leading_basis(finite, basis.shape[1]), basis)
+# ── Low rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def adam_step(
@@ -316,21 +257,24 @@ def adam_step(
 
 def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     rows, cols = matrix_shape(shape)
-    rank = min(options["rank"], rows, cols)
-    coordinates = MatrixState(coordinate_shape(rows, cols, rank))
+    rank, projection = min(options["rank"], rows, cols), PROJECTIONS[options["proj_type"]]
+    coordinates = projection.coordinates(rows, cols, rank)
     return {
-        "projector": MatrixState((min(rows, cols), rank)),
-        "projected_exp_avg": coordinates,
-        "projected_exp_avg_sq": coordinates,
+        **{name: MatrixState(basis, "exp_avg") for name, basis in projection.bases(rows, cols, rank).items()},
+        "projected_exp_avg": MatrixState(coordinates, "exp_avg"),
+        "projected_exp_avg_sq": MatrixState(coordinates, "exp_avg_sq"),
     }
 
 
 def _step_in_subspace(g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adam's step for ``g`` in the subspace, lifted back, and the three new states."""
-    p = refreshed(states["projector"], g, step, options["update_proj_gap"])
-    change, m, v = adam_step(project(p, g), states["projected_exp_avg"], states["projected_exp_avg_sq"], options, step)
-    new = {"projector": p, "projected_exp_avg": m, "projected_exp_avg_sq": v}
-    return lift(p, change, tall=is_tall(*g.shape)) * options["scale"], new
+    """Adam's step for ``g`` in the subspace, lifted back, and the new states."""
+    projection = PROJECTIONS[options["proj_type"]]
+    names = projection.bases(g.shape[0], g.shape[1], options["rank"])
+    bases = projection.refreshed({name: states[name] for name in names}, g, step, options["update_proj_gap"])
+    m, v = states["projected_exp_avg"], states["projected_exp_avg_sq"]
+    change, m, v = adam_step(projection.project(bases, g), m, v, options, step)
+    lifted = projection.lift(bases, change, is_tall(*g.shape)) * options["scale"]
+    return lifted, {**bases, "projected_exp_avg": m, "projected_exp_avg_sq": v}
 
 
 @_on_matrix
@@ -356,8 +300,8 @@ def _gradnorm_lorp(
 
     Beside what :class:`narrowgauge.optim.GradNormLoRP` says of the paper: beginning every step with ``V = W`` keeps a
     direction's rate at ``lr / M``; with a ``V`` of its own it falls as ``V`` grows, and grow it must, since its gradient is at
-    right angles to it. The subspace is one-sided, on the shorter side, as in GaLore and in the released code; the paper's
-    formula has a basis on both.
+    right angles to it. The subspace is on the shorter side by default, as in GaLore and in the released code; the paper's
+    formula has a basis on both (``proj_type="full"``).
 
     The gradients of lengths and directions are ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM / ‖V‖)``. Decay
     can only act on lengths, and does.
@@ -391,7 +335,7 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 # ── The table ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _ADAM: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-_SUBSPACE: Options = {**_ADAM, "rank": 128, "update_proj_gap": 200}
+_SUBSPACE: Options = {**_ADAM, "rank": 128, "update_proj_gap": 200, "proj_type": "std"}
 
 MUON = MatrixRule(
     "muon",
