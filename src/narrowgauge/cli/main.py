@@ -216,6 +216,13 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
 @click.option("--seconds", type=float, metavar="X", help="Seconds of training steps per run, instead of --steps.")
 @click.option("--tokens", type=click.IntRange(min=1), metavar="N", help="Tokens per run, instead of --steps.")
 @click.option(
+    "--resolve",
+    type=float,
+    metavar="X",
+    help="Difference of losses to tell from none: recipes are called as good only where they are certainly no worse than by X; "
+    "otherwise the verdict says how many seeds it takes.  [default: 1 % of the loss]",
+)
+@click.option(
     "--out", metavar="DIR", type=click.Path(path_type=Path),
     help="Folder of the comparison: new, empty, or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
@@ -227,6 +234,7 @@ def compare(
     seeds: int | None,
     seconds: float | None,
     tokens: int | None,
+    resolve: float | None,
     out: Path | None,
     file: Path | None,
     as_json: bool,
@@ -254,7 +262,7 @@ def compare(
         out, config = Path(launch.settings["out"]), definition.ExperimentConfig.from_dict(launch.settings["definition"])
     else:
         config = definition.config_of_flags(
-            recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, out=out
+            recipes, given, file=file, seeds=seeds, seconds=seconds, tokens=tokens, resolve=resolve, out=out
         )
     if launching.starts_ranks(launch):
         resume_checks.require_ranks(config.base, launch.nproc or 1)

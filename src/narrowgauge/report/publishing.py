@@ -9,12 +9,13 @@ from pathlib import Path, PurePosixPath
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.runs.archive import files_in, write_zip, zip_file_of
+from narrowgauge.runs.archive import files_in, read_bytes, write_zip, zip_file_of
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.lines import ROW_FILES
-from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.toml import load_toml
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
@@ -80,7 +81,18 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
     if page.is_file() and not _is_page(page):
         raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
-    return write_report(compare_runs(runs), page)
+    return write_report(compare_runs(runs, resolve=_resolve_of(paths)), page)
+
+
+def _resolve_of(paths: Sequence[str | Path]) -> float | None:
+    """The difference that the one comparison named was to resolve."""
+    file = Path(paths[0]) / DEFINITION_FILE
+    found = read_bytes(file) if len(paths) == 1 else None
+    try:
+        resolve = None if found is None else load_toml(found.decode()).get("resolve")
+        return None if resolve is None else float(resolve)
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
 
 
 def _page_of(path: Path) -> Path:

@@ -49,17 +49,17 @@ def sized(runs: list[Run], size: float | None) -> list[Run]:
     ],
 )
 def test_the_interval_of_a_difference_decides_its_rank(mean: float, half: float, found: Rank) -> None:
-    assert rank(PairedDifference("a", mean, half, 3), 4.0) is found
+    assert rank(PairedDifference("a", mean, half, 3), 0.004) is found
 
 
 def test_a_rank_is_inconclusive_where_the_interval_reaches_too_high_or_is_too_wide() -> None:
     difference = PairedDifference("a", 0.01, 0.05, 3)
-    assert rank(difference, 4.0, max_high=0.07) is rank(difference, 4.0, max_half=0.06) is Rank.WITHIN_NOISE
-    assert rank(difference, 4.0, max_high=0.04) is rank(difference, 4.0, max_half=0.04) is Rank.INCONCLUSIVE
+    assert rank(difference, 0.004, max_high=0.07) is rank(difference, 0.004, max_half=0.06) is Rank.WITHIN_NOISE
+    assert rank(difference, 0.004, max_high=0.04) is rank(difference, 0.004, max_half=0.04) is Rank.INCONCLUSIVE
     # A certain difference is one however high its interval reaches, but not where the interval is dwarfing.
-    assert rank(PairedDifference("a", 0.2, 0.1, 3), 4.0, max_high=0.04) is Rank.WORSE
-    assert rank(PairedDifference("a", 0.2, 0.1, 3), 4.0, max_half=0.04) is Rank.INCONCLUSIVE
-    assert rank(None, 4.0) is Rank.NO_INTERVAL
+    assert rank(PairedDifference("a", 0.2, 0.1, 3), 0.004, max_high=0.04) is Rank.WORSE
+    assert rank(PairedDifference("a", 0.2, 0.1, 3), 0.004, max_half=0.04) is Rank.INCONCLUSIVE
+    assert rank(None, 0.004) is Rank.NO_INTERVAL
 
 
 # A group beside three seeds of bfloat16/master at 4.0, 4.1 and 4.2: its rank, and the names of its faults.

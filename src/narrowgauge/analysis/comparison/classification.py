@@ -51,26 +51,27 @@ class Rank(Enum):
 
 
 def rank(
-    difference: PairedDifference | None, loss: float, *, max_high: float = math.inf, max_half: float = math.inf
+    difference: PairedDifference | None, negligible: float, *, max_high: float = math.inf, max_half: float = math.inf
 ) -> Rank:
-    """The rank of a recipe other than the baseline, by its difference from the baseline's ``loss``.
+    """The rank of a recipe other than the baseline, by its difference from the baseline's loss.
 
     Args:
         difference: ``None`` where the two have no seed in common.
+        negligible: an interval that lies within ± this does not matter, however certain.
         max_high: inconclusive where the interval is not clearly better or worse and reaches higher.
         max_half: inconclusive where the interval's half width is larger.
 
     Example:
-        >>> rank(PairedDifference("a", 0.1, 0.02, 3), 4.0), rank(PairedDifference("a", 0.01, 0.02, 3), 4.0)
+        >>> rank(PairedDifference("a", 0.1, 0.02, 3), 0.004), rank(PairedDifference("a", 0.01, 0.02, 3), 0.004)
         (<Rank.WORSE: 'worse'>, <Rank.WITHIN_NOISE: 'within the noise'>)
     """
     if difference is None or not math.isfinite(difference.half):
         return Rank.NO_INTERVAL
     if difference.half > max_half:
         return Rank.INCONCLUSIVE
-    if difference.low > 0 and difference.high > NEGLIGIBLE * abs(loss):
+    if difference.low > 0 and difference.high > negligible:
         return Rank.WORSE
-    if difference.high < 0 and -difference.low > NEGLIGIBLE * abs(loss):
+    if difference.high < 0 and -difference.low > negligible:
         return Rank.BETTER
     if difference.high > max_high:
         return Rank.INCONCLUSIVE
@@ -169,6 +170,7 @@ class Classes(Mapping[str, Classification]):
     Args:
         baseline: ``None`` where no run counts.
         loss: the baseline's; 0 where it has none.
+        resolve: the difference of losses that the comparison was to resolve; ``None`` for a share of the loss.
         has_equal_steps: whether every recipe was to take the same number of steps.
     """
 
@@ -176,6 +178,12 @@ class Classes(Mapping[str, Classification]):
     baseline: str | None
     loss: float
     has_equal_steps: bool
+    resolve: float | None = None
+
+    @property
+    def acceptable(self) -> float:
+        """A recipe that is certainly no worse than by this is as good as the baseline."""
+        return acceptable(self.loss, self.resolve)
 
     def __getitem__(self, label: str) -> Classification:
         return self.by_label[label]
@@ -225,6 +233,7 @@ def classify(
     rows: Mapping[str, Row],
     baseline: str | None,
     equal_time: Sequence[Row] = (),
+    resolve: float | None = None,
 ) -> Classes:
     """Classify every recipe of a comparison.
 
@@ -232,6 +241,8 @@ def classify(
         rows: of ``compare.json``, by recipe.
         baseline: ``None`` where no run counts.
         equal_time: losses at equal time, a row per recipe.
+        resolve: a difference of losses; where it is given, a recipe is as good as the baseline only if it is certainly no
+            worse than by this, and equal where it is certainly closer.
     """
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     has_equal_steps = len(set(requested_steps(groups).values())) == 1
@@ -246,7 +257,7 @@ def classify(
         elif label == baseline:
             ranked = Rank.BASELINE
         else:
-            ranked = rank(difference, loss, max_high=ACCEPTABLE * abs(loss))
+            ranked = rank(difference, _negligible(loss, resolve), max_high=acceptable(loss, resolve))
         if difference is not None and ranked is Rank.WORSE and difference.mean > ACCEPTABLE * abs(loss):
             shares = [f"{difference.mean / abs(loss):+.1%}"] if loss else []
             more = ", ".join([*shares, *([] if has_equal_steps else ["after another number of steps"])])
@@ -258,7 +269,16 @@ def classify(
             rank_at_equal_time.get(label, Rank.NO_LOSS), tuple(why), late,
         )  # fmt: skip
     found = {label: replace(one, best=_best_columns(one, found.values())) for label, one in found.items()}
-    return Classes(found, baseline, loss, has_equal_steps)
+    return Classes(found, baseline, loss, has_equal_steps, resolve)
+
+
+def acceptable(loss: float, resolve: float | None) -> float:
+    """How much worse than a baseline's loss a recipe may be, and still be as good."""
+    return ACCEPTABLE * abs(loss) if resolve is None else resolve
+
+
+def _negligible(loss: float, resolve: float | None) -> float:
+    return NEGLIGIBLE * abs(loss) if resolve is None else min(NEGLIGIBLE * abs(loss), resolve)
 
 
 def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> PairedDifference | None:
@@ -272,13 +292,14 @@ def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: 
 def _ranks_at_equal_time(rows: Sequence[Row], baseline: str | None) -> dict[str, Rank]:
     loss = next((float(row["val_loss"]) for row in rows if row["recipe"] == baseline), 0.0)
     # An interval that dwarfs every difference, and is not small either, is inconclusive.
-    most = max(DWARFS * largest_difference(rows), WIDE * abs(loss))
+    most, negligible = max(DWARFS * largest_difference(rows), WIDE * abs(loss)), _negligible(loss, None)
     found = {}
     for row in rows:
         difference = None
         if row["half"] is not None:
             difference = PairedDifference(row["recipe"], row["difference"], row["half"], row["num_seeds"])
-        found[row["recipe"]] = Rank.BASELINE if row["recipe"] == baseline else rank(difference, loss, max_half=most)
+        is_baseline = row["recipe"] == baseline
+        found[row["recipe"]] = Rank.BASELINE if is_baseline else rank(difference, negligible, max_half=most)
     return found
 
 

@@ -124,7 +124,13 @@ def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
     return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
 
 
-def compare_runs(runs: Sequence[Run], baseline: str | None = None, *, yardstick: str | None = None) -> Comparison:
+def compare_runs(
+    runs: Sequence[Run],
+    baseline: str | None = None,
+    *,
+    resolve: float | None = None,
+    yardstick: str | None = None,
+) -> Comparison:
     """Compare runs by recipe and seed.
 
     Invariant: torch is not needed, nothing is written, and the same runs give the same sentences.
@@ -136,12 +142,14 @@ def compare_runs(runs: Sequence[Run], baseline: str | None = None, *, yardstick:
     Args:
         runs: finished or not, in any order.
         baseline: a recipe among them.
+        resolve: the difference of losses, in nats, that is to be resolved: a recipe is as good as the baseline only if it is
+            certainly no worse than by this; otherwise the verdict says how many seeds would tell. ``None`` for 1 % of the loss.
         yardstick: the former name of ``baseline``.
     Returns:
         The comparison.
     Raises:
         RecordError: there is no run, or a run's record is damaged.
-        RecipeError: no run has the baseline's recipe, or it was given under both names.
+        RecipeError: no run has the baseline's recipe, it was given under both names, or ``resolve`` is not above 0 and finite.
     Example:
         >>> def run(recipe, seed, loss, size):
         ...     config = {"recipe": recipe, "seed": seed}
@@ -160,15 +168,22 @@ def compare_runs(runs: Sequence[Run], baseline: str | None = None, *, yardstick:
         baseline = yardstick
     if not runs:
         raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
+    require_resolvable(resolve)
     groups: dict[str, list[RunStats]] = {}
     for run, label in zip(runs, run_labels(runs), strict=True):
         groups.setdefault(label, []).append(RunStats.of(run, label))
     rows = {label: _row(label, group) for label, group in groups.items()}
     chosen = _requested_baseline(baseline, groups) if baseline is not None else _widest(rows, groups)
     equal_time = losses_at_equal_time(groups, chosen)
-    classes = classify(groups, rows, chosen, equal_time)
+    classes = classify(groups, rows, chosen, equal_time, resolve)
     folders = tuple(run.path for run in runs)
     return Comparison(tuple(rows.values()), tuple(sentences(classes)), chosen, folders, equal_time, classes)
+
+
+def require_resolvable(resolve: float | None) -> None:
+    """Refuse a difference to be resolved that is not above 0 and finite."""
+    if resolve is not None and not 0 < resolve < math.inf:
+        raise RecipeError(f"resolve = {resolve} was requested.", "Give a difference of losses above 0, such as 0.005.")
 
 
 def _row(label: str, group: Sequence[RunStats]) -> Row:

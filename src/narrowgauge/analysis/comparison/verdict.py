@@ -30,6 +30,7 @@ from narrowgauge.analysis.comparison.classification import (
 )
 from narrowgauge.analysis.comparison.intervals import shown_loss
 from narrowgauge.analysis.comparison.labels import listed
+from narrowgauge.analysis.comparison.resolution import MOST_SEEDS, read, resolution, spread_of
 from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE, RunStats, requested_steps
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
@@ -38,7 +39,7 @@ from narrowgauge.runs.schema import Row
 def sentences(classes: Classes) -> list[str]:
     """The whole verdict, the most important first."""
     parts: tuple[Callable[[Classes], list[str]], ...] = (
-        _cheapest, _with_a_price, _not_to_be_used, _noisy, _not_audited, _not_ranked, fastest, at_equal_time,
+        _cheapest, _resolved, _with_a_price, _not_to_be_used, _noisy, _not_audited, _not_ranked, fastest, at_equal_time,
     )  # fmt: skip
     return [*(sentence for part in parts for sentence in part(classes)), *caveats(classes.groups)]
 
@@ -119,8 +120,42 @@ def _too_few_seeds(classes: Classes, rivals: Sequence[Classification]) -> str:
     size = f" ({base:.2f})" if base is not None else ""
     return (
         f"{_seeds(rivals).capitalize()} do not decide which is the cheapest: {names} may end worse than "
-        f"{classes.baseline}{size} by more than 1 % of the loss, or no worse. Use more seeds."
+        f"{classes.baseline}{size} by more than {_margin(classes)}, or no worse. {_more_seeds(classes, rivals)}"
     )
+
+
+def _margin(classes: Classes) -> str:
+    return "1 % of the loss" if classes.resolve is None else f"{classes.resolve:g}"
+
+
+def _more_seeds(classes: Classes, found: Sequence[Classification]) -> str:
+    """What would decide: more seeds, and how many where a difference was to be resolved."""
+    if classes.resolve is None:
+        return "Use more seeds."
+    needed = [read(one.difference, classes.resolve).num_seeds for one in found if one.difference is not None]
+    known = [number for number in needed if number is not None]
+    if len(known) < len(needed):
+        return f"More than {MOST_SEEDS} seeds would be needed, by the spread of these: take longer runs or a larger difference."
+    # These seeds were enough in four of five comparisons like this one, and this is the fifth.
+    most = max(*known, 1 + max(one.difference.num_pairs for one in found if one.difference is not None))
+    return f"By their spread --seeds {most} resolves it, in four of five such comparisons."
+
+
+def _resolved(classes: Classes) -> list[str]:
+    """How small a difference these seeds resolve, where one was asked for."""
+    known = [one.difference for one in classes.values() if one.difference is not None and one.difference.num_pairs > 1]
+    if classes.resolve is None or not known:
+        return []
+    sizes = {difference.recipe: resolution(spread_of(difference), difference.num_pairs) for difference in known}
+    finest, coarsest = min(sizes.values()), max(sizes.values())
+    reach = f"{finest:.2g}" if len(sizes) == 1 else f"{finest:.2g} to {coarsest:.2g}, depending on the recipe"
+    coarse = [label for label, size in sizes.items() if size > classes.resolve]
+    if not coarse:
+        return [f"{classes.resolve:g} is resolved: four of five such comparisons tell differences of {reach}."]
+    return [
+        f"{classes.resolve:g} was to be resolved, and these seeds resolve {reach}: a difference of {classes.resolve:g} from "
+        f"{classes.baseline} may well have gone unseen in {listed(coarse)}."
+    ]
 
 
 def _seeds(found: Sequence[Classification]) -> str:
@@ -173,15 +208,15 @@ def _no_worse(classes: Classes, best: Classification | None, named: Collection[C
         also = "Also within" if best is not None and best.rank is not Rank.BETTER else "Within"
         near = ", or within a thousandth of its loss" if any(one.rank is Rank.NEGLIGIBLE for one in level) else ""
         found.append(f"{also} the noise of {baseline}{near}: {_with_differences(level)}.")
-    wide = WIDE * abs(classes.loss)
+    wide = WIDE * abs(classes.loss) if classes.resolve is None else classes.resolve
     if loose := [
         one.label for one in fit if one.rank is not Rank.BETTER and one.difference and one.difference.half > wide
     ]:
-        found.append(f"The interval of {listed(loose)} is wider than 1 % of the loss: use more seeds.")
+        found.append(f"The interval of {listed(loose)} is wider than {_margin(classes)}: use more seeds.")
     if unsure := [one for one in classes.values() if one.is_open and one not in named]:
         found.append(
             f"Not statistically distinguishable from {baseline} with {_seeds(unsure)}: {_with_differences(unsure)} may end "
-            "worse by more than 1 % of the loss, or no worse. Use more seeds."
+            f"worse by more than {_margin(classes)}, or no worse. {_more_seeds(classes, unsure)}"
         )
     return found
 

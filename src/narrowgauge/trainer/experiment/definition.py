@@ -13,6 +13,7 @@ from typing import Any
 
 import tomli_w
 
+from narrowgauge.analysis.comparison.comparison import require_resolvable
 from narrowgauge.analysis.comparison.labels import run_name
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
@@ -43,6 +44,7 @@ class ExperimentConfig:
         seconds: of training steps per run, instead of ``base.steps``.
         num_evals: validations per run, instead of ``base.eval_every``.
         measured: with ``seconds``, by recipe: the number of steps, and whether they are compiled.
+        resolve: the difference of losses that the verdict is asked to resolve; no run depends on it.
     """
 
     recipes: tuple[Recipe, ...]
@@ -51,6 +53,7 @@ class ExperimentConfig:
     seconds: float | None = None
     num_evals: int | None = None
     measured: Mapping[str, tuple[int, bool]] = field(default_factory=dict)
+    resolve: float | None = None
 
     def of_run(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
         """The settings of one run of the comparison in ``out``."""
@@ -83,6 +86,7 @@ class ExperimentConfig:
             "seeds": list(self.seeds),
             "seconds": self.seconds,
             "num_evals": self.num_evals,
+            "resolve": self.resolve,
             "settings": base,
             "measured": {name: {"steps": n, "compile": compile} for name, (n, compile) in self.measured.items()},
         }
@@ -116,6 +120,7 @@ class ExperimentConfig:
             table.get("seconds"),
             table.get("num_evals"),
             {name: (row["steps"], row["compile"]) for name, row in table["measured"].items()},
+            table.get("resolve"),
         )
 
     def write(self, out: Path) -> None:
@@ -208,12 +213,13 @@ def config_of_flags(
     seeds: int | None = None,
     seconds: float | None = None,
     tokens: int | None = None,
+    resolve: float | None = None,
     out: Path | None = None,
 ) -> ExperimentConfig:
     """The definition from a command line; flags that are not given (``None``) are as in the folder."""
     before = read_existing(out) if out is not None and (recipes is None or is_comparison(out)) else None
     if before is not None and (recipes, file, seeds, seconds, tokens) == (None,) * 5 and not given:
-        return before
+        return before if resolve is None else replace(before, resolve=_resolvable(resolve, before.seeds))
     base, num_evals = read_settings(given, file, before)
     has_length = "steps" in given or (seconds, tokens) != (None, None)
     if before is not None and not has_length and base.steps == before.base.steps:
@@ -225,6 +231,7 @@ def config_of_flags(
         seconds=seconds,
         tokens=tokens,
         num_evals=num_evals,
+        resolve=before.resolve if resolve is None and before is not None else resolve,
     )
 
 
@@ -241,6 +248,16 @@ def read_existing(out: Path) -> ExperimentConfig:
     return ExperimentConfig.read(out)
 
 
+def _resolvable(resolve: float | None, seeds: Sequence[int]) -> float | None:
+    """A difference to be resolved; refused where it is none, or where a single seed gives no interval."""
+    require_resolvable(resolve)
+    if resolve is not None and len(seeds) < 2:
+        raise NarrowgaugeError(
+            f"--resolve {resolve:g} was requested of one seed, which gives no interval.", "Add --seeds 3."
+        )
+    return resolve
+
+
 def make_config(
     recipes: Sequence[Recipe],
     base: TrainConfig,
@@ -249,13 +266,14 @@ def make_config(
     seconds: float | None = None,
     tokens: int | None = None,
     num_evals: int | None = None,
+    resolve: float | None = None,
 ) -> ExperimentConfig:
     """Check a definition and the settings of its runs before anything is created.
 
     Args:
         base: the settings of every run; its recipe, seed, out and stop_after do not count.
         seeds: how many, from 0 on, or which ones.
-        seconds, num_evals: those of :class:`ExperimentConfig`.
+        seconds, num_evals, resolve: those of :class:`ExperimentConfig`.
         tokens: per run, instead of ``base.steps``.
     """
     require_distinct(recipes)
@@ -275,7 +293,7 @@ def make_config(
     base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
     base = replace(base, model=base.validated().model).located()
     require_batch(base)
-    config = ExperimentConfig(tuple(recipes), numbers, base, seconds, num_evals)
+    config = ExperimentConfig(tuple(recipes), numbers, base, seconds, num_evals, resolve=_resolvable(resolve, numbers))
     for recipe in recipes:
         replace(config.of_run(recipe, numbers[0], Path()), out=None).validated()
     return config

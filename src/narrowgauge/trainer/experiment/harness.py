@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs, require_resolvable
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import NarrowgaugeError
@@ -141,6 +141,7 @@ def compare(
     *,
     seeds: int | Sequence[int] = 1,
     out: str | Path | None = None,
+    resolve: float | None = None,
 ) -> Comparison:
     """Compare recipes in your own training loop.
 
@@ -157,12 +158,14 @@ def compare(
         seeds: how many, from 0 on, or which ones.
         out: a new or empty folder for the runs, ``compare.json`` and ``report.html``, which hold the finished runs also
             where the function raises; ``None`` keeps nothing.
+        resolve: as for :func:`compare_runs`.
 
     Returns:
         The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
 
     Raises:
         NarrowgaugeError: no recipe or seed, one named twice, a function that gives no loss, or a row that does not hold numbers.
+        RecipeError: ``resolve`` is not above 0 and finite.
         RecordError: ``out`` is not empty, or another process compares there.
 
     Example:
@@ -177,6 +180,7 @@ def compare(
         >>> found.baseline
         'bfloat16/master'
     """
+    require_resolvable(resolve)
     given = [recipes] if isinstance(recipes, str) else list(recipes)
     require_distinct([parsed_recipe(recipe) or recipe for recipe in given])
     labels, numbers = [recipe_name(recipe) for recipe in given], seed_numbers(seeds)
@@ -188,10 +192,10 @@ def compare(
 
     if out is None:
         with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
-            return compare_runs(run_all(Path(folder)))
+            return compare_runs(run_all(Path(folder)), resolve=resolve)
     require_free(out)
     with hold(Path(out)):
-        return compare_and_publish(run_all(Path(out)), Path(out))[0]
+        return compare_and_publish(run_all(Path(out)), Path(out), resolve)[0]
 
 
 def _make_run(train_function: Callable[[str, int, RunLog], Any], recipe: str, planned: PlannedRun) -> None:

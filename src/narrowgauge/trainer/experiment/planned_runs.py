@@ -90,9 +90,9 @@ def make_runs(
     return found
 
 
-def compare_and_publish(runs: Sequence[Run], out: Path) -> tuple[Comparison, Path]:
+def compare_and_publish(runs: Sequence[Run], out: Path, resolve: float | None = None) -> tuple[Comparison, Path]:
     """Compare runs and write ``compare.json`` and the page; the comparison and the path of the page."""
-    found = compare_runs(runs)
+    found = compare_runs(runs, resolve=resolve)
     return found, publish(found, out)
 
 

@@ -25,10 +25,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from narrowgauge.analysis.comparison.comparison import Comparison
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
+from narrowgauge.analysis.comparison.resolution import MOST_SEEDS, largest_spread, seeds_needed, spread_of
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.report.publishing import runs_inside
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, disk_errors
+from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig, first_free
@@ -78,6 +80,8 @@ def run_experiment(
             train = train or _train_alone
             config = _calibrated(config, folder, progress, train)
             _print_estimate(config, folder, progress, is_alone=train is _train_alone)
+            if config.resolve is not None:
+                progress.print_once(_resolution(config, config.resolve, folder))
             configs = config.of_runs(folder)
             runs = make_runs(
                 config.plan(folder),
@@ -86,7 +90,7 @@ def run_experiment(
                 ),
                 progress,
             )
-        return compare_and_publish(runs, folder)
+        return compare_and_publish(runs, folder, config.resolve)
 
 
 # ── the folder ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -260,6 +264,22 @@ def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress, *, 
     progress.plan(
         [(of_run.recipe.title, of_run.steps, is_done) for of_run, is_done in zip(configs, ended, strict=True)],
         estimates,
+    )
+
+
+def _resolution(config: ExperimentConfig, resolve: float, out: Path) -> str:
+    """What the seeds of a comparison resolve: by the spread of the runs in its folder, or what that may be at most."""
+    ended = [read_run(planned.folder) for planned in config.plan(out) if planned.has_ended]
+    known = [one for one in compare_runs(ended).differences if one.num_pairs > 1] if ended else []
+    if known:
+        needed = [seeds_needed(spread_of(difference), resolve) for difference in known]
+        most = None if None in needed else max(number for number in needed if number is not None)
+        number = f"{counted(most, 'seed')} resolve" if most else f"more than {MOST_SEEDS} seeds would resolve"
+        return f"By the spread of the {counted(known[0].num_pairs, 'seed')} there are, {number} a difference of {resolve:g}."
+    at_most = largest_spread(resolve, len(config.seeds))
+    return (
+        f"{counted(len(config.seeds), 'seed')} resolve a difference of {resolve:g} where paired differences vary by at most "
+        f"{at_most:.2g} from seed to seed (standard deviation); after them, the verdict says how many it takes."
     )
 
 
