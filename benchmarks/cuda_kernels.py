@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from cuda.lowering import Lowered, lowered
 from narrowgauge.optim import codec
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.codes import VISIBLE
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES, VISIBLE, Storage
 
 DEVICES = {"sm_90": "H100-SXM5-80GB", "sm_100": "B200-SXM-180GB"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from narrowgauge.numerics.rounding import (
     dither,
     float_of,
     half,
+    narrowed,
     quiet,
     random_bits,
     round_to_bfloat16,
+    round_to_float16,
     sqrt,
 )
 from oracles import codes as oracle
@@ -95,10 +98,18 @@ def test_quiet_changes_nothing_but_nans(patterns: oracle.Integers) -> None:
 
 
 @pytest.mark.parametrize("dropped", [d for d in DROPPED if d < 23])  # 23 leave no mantissa to tell it from infinity
-def test_a_quiet_nan_stays_a_nan(dropped: int) -> None:
-    x = quiet(float_of(from_unsigned(with_signs(NANS))))
+def test_every_nan_is_cut_to_the_quiet_one(dropped: int) -> None:
+    x = float_of(from_unsigned(with_signs(NANS)))
     for addend in (0, half(dropped), (1 << dropped) - 1):
-        assert float_of(cut(x, dropped, addend)).isnan().all()
+        assert (cut(x, dropped, addend) == 0x7FC00000).all()
+
+
+@pytest.mark.parametrize(("round", "quiet_one"), [(round_to_bfloat16, 0x7FC0), (round_to_float16, 0x7E00)])
+def test_every_nan_is_rounded_to_the_quiet_one_of_its_format(round: Callable[[Tensor], Tensor], quiet_one: int) -> None:
+    """In vectors and in what is left beside them, which PyTorch's conversion treats otherwise."""
+    x = float_of(from_unsigned(with_signs(NANS * 5)))[:71]
+    assert (round(x).view(torch.int16) == quiet_one).all()
+    assert (narrowed(x, torch.float32).view(torch.int32) == 0x7FC00000).all()
 
 
 def test_round_to_bfloat16(patterns: oracle.Integers) -> None:

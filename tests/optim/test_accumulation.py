@@ -277,8 +277,7 @@ def test_compiled_sums_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
                 accumulator.accumulate()
         kept.append(torch.stack(accumulator._planes[parameter]))
     eager, fast = kept
-    assert torch.equal(eager.isnan(), fast.isnan())
-    assert torch.equal(bits(eager)[~eager.isnan()], bits(fast)[~fast.isnan()])
+    assert torch.equal(bits(eager), bits(fast)) and eager.isnan().any()
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -310,7 +309,7 @@ def test_every_nan_stays_one(row: str, dtype: torch.dtype) -> None:
     if row in accumulation.ADDITIONS:
         planes = [torch.ones(2) for _ in ACCUMULATIONS[row].planes]
         for gradient, before in ((filled, planes), (torch.ones(2), [filled, *planes[1:]])):
-            assert accumulation.ADDITIONS[row](gradient, before, seed)[0].view(torch.float32).isnan().all()
+            assert (accumulation.ADDITIONS[row](gradient, before, seed)[0] == 0x7FC00000).all()
 
 
 def test_the_random_bits_belong_to_seed_step_and_micro_batch() -> None:

@@ -138,6 +138,37 @@ def test_nan_and_signed_zero_stay_in_their_place(code: Code) -> None:
             assert result[2:4].isnan().all() and result[4:].isinf().all()
 
 
+NANS = [0x7FC00000, 0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FFF0000, 0x7FFF7FFF, 0x7FFFFFFF]
+
+
+def every_nan() -> Tensor:
+    """Float32 NaNs of several payloads and both signs, the quiet positive one first."""
+    return float_of(as_int32(np.array([*NANS, *(bits + 2**31 for bits in NANS)])))
+
+
+@exhaustive("code", ALL)
+def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
+    """Of a window, which has none, to its largest value."""
+    scales = [None, torch.tensor(2.0**-7), torch.tensor(2.0**126)] if code.is_window else [None]
+    for shift in shifts(code):
+        for addend in (0, half(codec.dropped_bits(code)), 2 ** codec.dropped_bits(code) - 1):
+            for scale in scales:
+                words = codec.encode(code, every_nan(), addend, shift, scale)
+                assert (words == words[0]).all()
+                value = codec.decode(code, words[:1], shift)
+                assert not value.signbit() and (value == values_of(code)[-1] if code.is_window else value.isnan())
+
+
+@exhaustive("storage", STORAGES.values())
+def test_every_nan_of_a_weight_is_cut_to_the_same_bits(storage: Storage) -> None:
+    for addend in (0, half(codec.dropped_bits(storage.weight)), 2 ** codec.dropped_bits(storage.weight) - 1):
+        found = codec.encode_weight(storage, every_nan(), addend) if storage.weight.parts == 1 else ()
+        for bits in (*found, codec.encode_visible(storage, every_nan(), 0)):
+            assert bits is None or (bits.view(torch.int32) == bits.view(torch.int32)[0]).all()
+        seen = codec.words_of_weight(storage.visible, [codec.encode_visible(storage, every_nan(), 0)] * 2)[0]
+        assert seen[0] == {"float32": 0x7FC00000, "bfloat16": 0x7FC07FC0, "float16": 0x7C007C00}[storage.visible]
+
+
 @exhaustive("code", WINDOWS)
 def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
     largest, smallest = 2.0**code.highest * (2 - 2.0**-code.mantissa_bits), 2.0 ** (code.lowest - code.mantissa_bits)
@@ -454,6 +485,7 @@ def test_float16_gradients_keep_their_values_and_what_is_not_finite() -> None:
     assert torch.equal(bits_of(value[fine]), bits_of(exact[fine].float()))
     assert not value[~fine].isfinite().any() and int((~fine).sum()) == 2048
     assert torch.equal(value[exact.isinf()], exact[exact.isinf()].float())
+    assert torch.equal(value.isnan(), exact.isnan())
     # A weight's infinity is a number to the kernel, so that a step of zero can still be taken from it.
     assert (codec.visible_value("float16", low)[~fine].abs() >= 65536).all()
     assert torch.equal(codec.visible_bits("float16", codec.visible_value("float16", low)), low)

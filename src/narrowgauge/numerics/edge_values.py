@@ -48,35 +48,25 @@ def edge_values(
     return chosen.float().to(dtype).to(device)
 
 
-def with_nan(values: Tensor) -> Tensor:
-    """A copy of 16- or 32-bit floats in which every seventeenth is NaN: the quiet one that arithmetic makes here.
+def with_nan(values: Tensor, seed: int = 0) -> Tensor:
+    """A copy of 16- or 32-bit floats in which every seventeenth, counted from one that ``seed`` names, is a NaN.
 
-    x86's has a sign. If it met one of the other sign, the order of the operands would decide which of the two results.
+    They are of both signs and of several payloads: the quiet one, the least, which signals, and all ones.
     """
-    endless = torch.full((), float("inf"), dtype=torch.float32, device=values.device)
-    sign = bool((endless - endless).view(torch.int32) < 0)
-    width = 8 * values.dtype.itemsize
-    bits = _QUIET[values.dtype] - (1 << (width - 1) if sign else 0)
-    place = torch.arange(values.numel(), dtype=torch.int64, device=values.device).view(values.shape)
+    width, quiet = 8 * values.dtype.itemsize, _QUIET[values.dtype]
+    infinity = quiet & (quiet << 1)
+    patterns = [quiet, infinity + 1, (1 << (width - 1)) - 1]
+    signed = torch.tensor([*patterns, *(bits - (1 << (width - 1)) for bits in patterns)], dtype=torch.int64)
+    place = torch.arange(values.numel(), dtype=torch.int64).view(values.shape) + seed
     integers = values.view(_BITS[values.dtype.itemsize])
-    return torch.where(place % 17 == 16, bits, integers).to(integers.dtype).view(values.dtype)
+    chosen = signed[place // 17 % len(signed)].to(integers.device)
+    return torch.where((place % 17 == 16).to(integers.device), chosen, integers).to(integers.dtype).view(values.dtype)
 
 
 def same_numbers(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same bits, where any NaN equals any other.
-
-    Int32 words are compared as what kernels read them as: a float32, two 16-bit floats, or other bits.
-    """
+    """Whether two tensors have the same bits, where any NaN of a float tensor equals any other."""
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False
-    if one.dtype is not torch.int32:
-        return bool(_alike(one, other).all())
-    words = [x.reshape(-1) for x in (one, other)]
-    pairs = _alike(*(word.view(torch.bfloat16) for word in words)).view(-1, 2).all(1)
-    return bool((_alike(*(word.view(torch.float32) for word in words)) | pairs).all())
-
-
-def _alike(one: Tensor, other: Tensor) -> Tensor:
     bits = [x.view(_BITS[x.dtype.itemsize]) for x in (one, other)]
     same = bits[0] == bits[1]
-    return same | (one.isnan() & other.isnan()) if one.is_floating_point() else same
+    return bool((same | (one.isnan() & other.isnan()) if one.is_floating_point() else same).all())

@@ -14,7 +14,9 @@ Nothing here is rounded by ``.to(bfloat16)``: compilers remove such casts inside
 all. Integer operations are not removed, flushed or fused, so eager and compiled code give the same bits.
 
 Special values, unless a function says otherwise: a zero keeps its sign; a subnormal is cut like any other value; an infinity
-stays one; a finite value that rounds past the largest becomes infinite, as IEEE 754 asks; a NaN stays a NaN (see :func:`quiet`).
+stays one; a finite value that rounds past the largest becomes infinite, as IEEE 754 asks; a NaN becomes the one quiet NaN of
+its format. It has no sign: x86 makes negative NaNs, CUDA positive ones of other bits, and both would be stored (see
+:func:`canonical_bits`).
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from narrowgauge.spec.formats import Format, get_format
 
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
+_QUIET = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 # The exponent bits of a float32: what is left of a number when its mantissa is cleared.
 EXPONENT = 0x7F800000
 
@@ -43,6 +46,16 @@ def bits_of(x: Tensor) -> Tensor:
 def float_of(bits: Tensor) -> Tensor:
     """The float32 value of int32 bits (a view)."""
     return bits.view(torch.float32)
+
+
+def canonical_bits(x: Tensor) -> Tensor:
+    """The int32 bits of a float32 tensor, in which every NaN is the one quiet NaN, positive and without a payload.
+
+    IEEE 754 leaves open which NaN an operation makes: on x86 it is negative or that of an operand, on CUDA positive and all ones.
+    What is kept of a value must not depend on that. All ones would also carry into the sign when they are cut.
+    """
+    # Not `where`, which on CUDA would copy the number from the host and wait.
+    return bits_of(x).masked_fill(x != x, QUIET_NAN)
 
 
 def power_below(x: Tensor) -> Tensor:
@@ -94,25 +107,19 @@ def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
 
 
 def quiet(x: Tensor) -> Tensor:
-    """``x`` with every NaN replaced by the one quiet NaN; everything else, signed zeros included, is unchanged.
-
-    The payload of a NaN may be all ones, and would then carry into the sign when it is cut. Values enter a storage
-    through here; afterwards no CPU's arithmetic makes such a payload out of quiet NaNs and 16-bit gradients. CUDA's does.
-    """
-    # Filled on the device: a tensor made on the host would have to be waited for.
-    return torch.where(x.isnan(), float_of(torch.full((), QUIET_NAN, dtype=torch.int32, device=x.device)), x)
+    """``x`` with every NaN replaced by the one quiet NaN; everything else, signed zeros included, is unchanged."""
+    return float_of(canonical_bits(x))
 
 
 def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
-    """The int32 bits of ``x``, whose NaNs are :func:`quiet` ones, with their ``dropped`` lowest ones rounded off to zero.
+    """The :func:`canonical_bits` of ``x`` with their ``dropped`` lowest ones rounded off to zero.
 
     Args:
         dropped: 0 to 22; with 23 no mantissa is left, and a NaN becomes infinite.
         addend: :func:`half` rounds to the nearest, ties away from zero; a :func:`dither` rounds stochastically.
     """
-    if x.is_cuda:
-        x = quiet(x)  # whose own NaN is all ones
-    return (bits_of(x) + addend) & -(1 << dropped) if dropped else bits_of(x)
+    bits = canonical_bits(x)
+    return (bits + addend) & -(1 << dropped) if dropped else bits
 
 
 def half(dropped: int) -> int:
@@ -133,14 +140,24 @@ def sqrt(x: Tensor) -> Tensor:
 
 def round_to_bfloat16(x: Tensor) -> Tensor:
     """The nearest bfloat16 of each float32, ties away from zero (``Tensor.to`` rounds ties to even)."""
-    return float_of(cut(quiet(x.contiguous()), 16, half(16))).to(torch.bfloat16)
+    return narrowed(float_of(cut(x.contiguous(), 16, half(16))), torch.bfloat16)
 
 
 def round_to_float16(x: Tensor) -> Tensor:
     """The nearest float16 of each float32, ties away from zero; below 2^-14 within 2^-14 of a spacing."""
     # Scaled by 2^-112 a float32 has float16's own exponents, subnormals included.
-    scaled = float_of(cut(quiet(x.contiguous()) * 2.0**-112, 13, half(13)))
-    return (scaled * 2.0**112).to(torch.float16)
+    scaled = float_of(cut(x.contiguous() * 2.0**-112, 13, half(13)))
+    return narrowed(scaled * 2.0**112, torch.float16)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 values that a float format holds, in that format, and every NaN as its quiet one.
+
+    PyTorch's conversion gives a NaN other bits on CUDA than on a CPU, and there others in vector instructions than elsewhere.
+    """
+    if dtype is torch.float32:
+        return quiet(x)
+    return x.to(dtype).view(torch.int16).masked_fill(x != x, _QUIET[dtype]).view(dtype)
 
 
 Rounding = Literal["nearest", "stochastic", "toward_zero"]

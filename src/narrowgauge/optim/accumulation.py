@@ -32,7 +32,7 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
-from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, random_bits, step_seed
+from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, narrowed, random_bits, step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
@@ -61,11 +61,6 @@ class AccumulationWarning(UserWarning):
 # ── one addition, of float32 values: the definitions that are compiled ────────────────────────────────────────────────
 
 
-def cut_numbers(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
-    """:func:`cut` for any NaN: CUDA's arithmetic makes them of ones only, and these would carry into the sign."""
-    return torch.where((bits_of(x) & rounding.MAGNITUDE) > INFINITY, rounding.QUIET_NAN, cut(x, dropped, addend))
-
-
 def add_stochastic(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
     """A bfloat16 sum plus a gradient, cut stochastically: the list of its one plane, int32 bits whose lower half is zero.
 
@@ -74,13 +69,13 @@ def add_stochastic(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> 
     total = planes[0] + gradient
     # Mantissas only, so that scaling by a power of two changes nothing; shifted apart, so that neither masks the other.
     key = (bits_of(total) & MANTISSA) ^ (bits_of(gradient) << 9)
-    return [cut_numbers(total, 16, dither(random_bits(key, seed), 0, 16, 16))]
+    return [cut(total, 16, dither(random_bits(key, seed), 0, 16, 16))]
 
 
 def add_kahan(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
     """:func:`add_stochastic` for a sum of two bfloat16: the nearest, and the nearest to what that rounded off."""
     total = (planes[0] + planes[1]) + gradient
-    high = cut_numbers(total, 16, half(16))
+    high = cut(total, 16, half(16))
     # The difference is exact, unless the sum is infinite or NaN: then only the first plane is.
     rest = cut(total - float_of(high), 16, half(16))
     return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, rest, 0)]
@@ -133,7 +128,7 @@ def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     # are right in all of its range.
     dropped = 13 if dtype is torch.float16 else 16
     total = planes[0] if len(planes) == 1 else planes[0].float() + planes[1].float()
-    return float_of(cut_numbers(total, dropped, half(dropped)))
+    return float_of(cut(total, dropped, half(dropped)))
 
 
 class GradientAccumulator:
@@ -292,7 +287,7 @@ class GradientAccumulator:
         """Add a gradient to its planes, a chunk at a time."""
         for chunk, *parts in flat_chunks(gradient, *planes):
             for part, bits in zip(parts, addition(chunk.float(), [p.float() for p in parts], seed), strict=True):
-                part.copy_(float_of(bits))
+                part.copy_(narrowed(float_of(bits), part.dtype))
 
     def _warn(self, num_micro_batches: int) -> None:
         if self._warned or self.row.name != "bfloat16" or num_micro_batches <= naive_limit():

@@ -6,7 +6,8 @@ CPU and on a GPU.
 *Codes* cut one float32 to the bits that a storage stores, and restore it (:class:`narrowgauge.spec.storages.Code` says which).
 Several codes share a word, each at its own ``shift``: encoding returns a code's bits in place and zeros elsewhere, so
 packing is an ``or``, and decoding takes one shift and one mask. The weight is cut in two: the *visible* weight, which the
-model computes with, and its *tail*, the signed rest of the stored weight.
+model computes with, and its *tail*, the signed rest of the stored weight. A NaN is cut to the same bits whatever its sign and
+payload: the quiet NaN where the code has one, else the largest positive value (of float16 as a weight, positive infinity).
 
 *Lanes* are elements as a kernel steps them. :func:`read` turns a lane's bits into float32 values, :func:`write` cuts new
 values.
@@ -33,10 +34,10 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import MAGNITUDE, bits_of, cut, dither, float_of, half, random_bits
+from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, cut, dither, float_of, half, random_bits
 from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts, width_of
 
-SIGN = -(1 << 31)
+SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
 
 
 def dropped_bits(code: Code) -> int:
@@ -54,8 +55,6 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
     """
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
-    if not dropped_bits(code):
-        return bits_of(x)
     # The code is the upper bits of the float32, and shift = dropped is where they already are; elsewhere the copies of
     # the sign that a right shift makes, or the sign that an unsigned code leaves out, must be masked.
     moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
@@ -85,7 +84,8 @@ def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scal
     step = _moved(step, shift)
     if not code.signed:
         return step
-    sign = bits & SIGN
+    # A NaN is stored without a sign: as integers, those that have one are the negative numbers next to 0, and their sum has none.
+    sign = bits & (bits + MANTISSA) & SIGN
     place = shift + code.bits - 1
     return step | (sign if place == 31 else (sign >> (31 - place)) & (1 << place))
 
@@ -148,7 +148,7 @@ def gradient_value(visible: str, bits: Tensor) -> Tensor:
     """:func:`visible_value` for a gradient: infinities and NaNs stay what they are."""
     value = visible_value(visible, bits)
     if VISIBLE[visible][2]:
-        value = torch.where(value.abs() >= 65536.0, value * float("inf"), value)
+        value = torch.where(value.abs() >= 65536.0, float_of(bits | EXPONENT), value)
     return value
 
 
@@ -175,11 +175,13 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         of the master (int32), ``None`` where there is neither, and the float32 value that the two stand for.
     """
     if storage.visible == "float32":
-        return bits_of(x), None, x
+        bits = cut(x, 0, 0)
+        return bits, None, float_of(bits)
     _, below, exponent = VISIBLE[storage.visible]
     scaled = x * 2.0**exponent if exponent else x
     if storage.master:
-        return _in_range(storage, cut(scaled, below, half(below))), bits_of(x), x
+        bits = cut(x, 0, 0)
+        return _in_range(storage, cut(scaled, below, half(below))), bits, float_of(bits)
     if not storage.tail_bits:
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)

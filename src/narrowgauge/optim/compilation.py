@@ -32,7 +32,7 @@ from narrowgauge._torch.many_tensors import ManyTensors
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.machine.child_processes import start_tied
 from narrowgauge.machine.cpp_compiler import compiler_missing, compiler_version, gpu_compiler_missing
-from narrowgauge.numerics.edge_values import edge_values, same_numbers
+from narrowgauge.numerics.edge_values import edge_values, same_numbers, with_nan
 from narrowgauge.optim.kernel_cache import (
     add_alias,
     add_package,
@@ -160,17 +160,16 @@ def normal_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device,
 
 
 def edge_words(dtype: torch.dtype, shape: Sequence[int], device: torch.device, seed: int = 0) -> Tensor:
-    """:func:`normal_words` of edge values; finite on a GPU, where the bits of a NaN are not defined."""
-    size = 4 // dtype.itemsize
-    finite = device.type != "cpu"
-    return edge_values(dtype, (*shape[:-1], shape[-1] * size), seed=seed, finite=finite).view(torch.int32).to(device)
+    """:func:`normal_words` of edge values and NaNs."""
+    values = edge_values(dtype, (*shape[:-1], shape[-1] * 4 // dtype.itemsize), seed=seed)
+    return with_nan(values, seed).view(torch.int32).to(device)
 
 
 def agrees(run: Compiled, definition: Definition, arguments: Sequence[Tensor], *, sums: bool = True) -> bool:
     """Whether a compiled function does what its definition does: writes the same bits, and returns the same result.
 
-    A package may be damaged, or made by a faulty compiler. Two differences are allowed: which NaN two NaNs make, since that
-    depends on their order, and the last digits of a sum of floats. ``sums=False`` compares no sums of floats at all, for
+    A package may be damaged, or made by a faulty compiler. Two differences are allowed: which NaN a float tensor holds (in words
+    it is one), and the last digits of a sum of floats. ``sums=False`` compares no sums of floats at all, for
     arguments whose terms overflow or cancel. The arguments are left as they were.
     """
     mine, theirs = (definition.in_place(arguments) for _ in range(2))

@@ -22,6 +22,7 @@ from torch import Tensor
 from narrowgauge._torch.aligned import is_aligned
 from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
+from narrowgauge.numerics.rounding import quiet
 from narrowgauge.numerics.summation import chunk_size
 from narrowgauge.numerics.update_metrics import update_terms
 from narrowgauge.optim import codec
@@ -66,9 +67,10 @@ def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed:
 def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
     """The published arithmetic: every operation rounded to nearest even at the weight's precision."""
     rounding = nearest_even_bits(codec.dropped_bits(storage.weight), quiet=True)
-    weight = Expansion(codec.read_parts(storage, lane, "weight"), rounding)
+    # NaNs of weights and gradients may have any payload, which a rounding to few bits would carry into the sign.
+    weight = Expansion(tuple(map(quiet, codec.read_parts(storage, lane, "weight"))), rounding)
     states = [Expansion(codec.read_parts(storage, lane, name), rounding) for name in rule.states]
-    gradient = codec.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+    gradient = quiet(codec.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"])
     advance = rule.expanded or expanded(rule.update)
     change, *new = advance(weight, gradient, *states, scalars)
     parts = {name: value.parts for name, value in zip(("weight", *rule.states), new, strict=True)}
@@ -398,9 +400,9 @@ class WordKernel:
     def _edges(self, device: torch.device, *, wide: bool) -> list[Tensor]:
         """Edge values of weights and gradients, and the states that a step of such gradients leaves."""
         arguments, dtype = self._example(device, edge_words, 0.5, 0.5, wide=wide), getattr(torch, self.storage.visible)
-        if device.type == "cpu":
-            for k in range(self.parts, 2 * self.parts):
-                arguments[k] = with_nan(arguments[k].view(dtype)).view(torch.int32)
+        # That step has left its own NaN in weights; others may be written into them.
+        for k in range(self.parts):
+            arguments[k] = with_nan(arguments[k].view(dtype), seed=-1 - k).view(torch.int32)
         return arguments
 
     def _example(

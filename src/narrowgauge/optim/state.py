@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.rounding import half, quiet
+from narrowgauge.numerics.rounding import half, narrowed
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import codec
 from narrowgauge.optim.kernel import Kernel, StepKernel, Work, peaks_of_matrices
@@ -237,7 +237,7 @@ class ParameterState:
         lane = self._lane()
         bits, fields = codec.write_weight(self.storage, lane, value, self._addend("weight", lane, seed))
         visible = codec.visible_value(self.storage.visible, bits).reshape(self.parameter.shape)
-        visible = visible.to(getattr(torch, self.storage.visible))
+        visible = narrowed(visible, getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
             self.parameter.data.copy_(visible)  # in place: there may be views of this memory
         else:
@@ -269,7 +269,7 @@ class ParameterState:
 
     def _fresh(self, name: str, values: Tensor) -> Tensor:
         """Values as a matrix; sets the bounds of their rows."""
-        value = quiet(values.detach().float().contiguous()).reshape(self._matrix)
+        value = values.detach().float().contiguous().reshape(self._matrix)
         if name in self.bounds:
             peaks = self.peaks_of(value)
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)

@@ -3,7 +3,9 @@
 A stored value is a float32 rounded to fewer bits by a :class:`Code`. The upper bits of a weight are the bfloat16 (or float16)
 that the model sees; its *tail* is the signed remainder, so that both together give the stored value back exactly. A code of a
 moment keeps a few exponent and mantissa bits of the float32, or of the float32 divided by a power of two that its row shares.
-The published baselines store a second *number* instead, the low part of an expansion.
+The published baselines store a second *number* instead, the low part of an expansion. A NaN is stored without its sign and
+payload, which differ between processors: as the positive quiet NaN, and where a code has none as its largest positive value
+(a float16 weight as infinity).
 
 "Nearest" means ties away from zero, except in the baselines whose sources round ties to even. A :class:`Storage` names a code
 for the weight and for each moment. The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
