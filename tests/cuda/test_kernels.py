@@ -120,10 +120,10 @@ def test_no_word_of_a_step_differs(rule: str, storage: str, options: str) -> Non
 
 
 def assert_no_number_is_missing(words: list[Tensor], dtype: torch.dtype) -> None:
-    """Of what weights and gradients may be: both infinities, and NaNs of both signs and of several payloads."""
-    for values in (word.view(dtype) for word in words):
-        assert {math.inf, -math.inf} <= set(values[values.isinf()].tolist())
+    """Of what weights and gradients may be: NaNs of both signs and of several payloads; of gradients both infinities, too."""
+    for place, values in enumerate(word.view(dtype) for word in words):
         assert len(bits(values[values.isnan()]).unique()) == 6
+        assert place < len(words) // 2 or {math.inf, -math.inf} <= set(values[values.isinf()].tolist())
 
 
 @pytest.mark.parametrize(
