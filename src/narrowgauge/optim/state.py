@@ -449,8 +449,8 @@ class Bucket:
 
     def gather(self) -> None:
         """Copy the members' weights and gradients in."""
-        torch._foreach_copy_(self.weight_views, [m.detached() for m in self.members])
-        torch._foreach_copy_(self.gradient_views, [m.gradient for m in self.members])
+        given = [*(m.detached() for m in self.members), *(m.gradient for m in self.members)]
+        torch._foreach_copy_([*self.weight_views, *self.gradient_views], given)
 
     def scatter(self) -> None:
         """Copy the weights out; the copies that remain here show later whether a weight was modified."""

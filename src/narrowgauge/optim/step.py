@@ -39,6 +39,14 @@ class Numbers:
     audited: bool
 
 
+def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A seed, int32 0-d, and float32 ``[n]`` of the host on a device: one copy for both, each at a multiple of 16 bytes."""
+    if device.type == "cpu":
+        return seed, values
+    sent = to_device(torch.cat([seed.view(1), seed.new_zeros(3), values.view(torch.int32)]), device)
+    return sent[0], sent[4:].view(torch.float32)
+
+
 class Stepper:
     """One step of one param group. ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``."""
 
@@ -53,11 +61,14 @@ class Stepper:
         if key not in self._numbers:
             device = self.control.device
             scalars = [1.0, 0.0, *kernel.scalars(self.group, count - state.begun)]
-            values = to_device(torch.tensor(scalars, dtype=torch.float32, device="cpu"), device)
+            seed, values = on_device(
+                torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"),
+                torch.tensor(scalars, dtype=torch.float32, device="cpu"),
+                device,
+            )
             values[:2] = self.control
             if self.group.get("maximize"):
                 values[0] = -values[0]
-            seed = torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device=device)
             self._numbers[key] = Numbers(values, seed, self.audit_every > 0 and count % self.audit_every == 0)
         return self._numbers[key]
 
