@@ -1,14 +1,14 @@
 """The kernels of the optimizer by name, as they are compiled for a device.
 
 ``step RULE STORAGE [audited] [wide]`` (a rule's spaces as ``_``), ``write`` and the same of a matrix rule, ``norm DTYPE``,
-``accumulate ROW``, ``row peaks``.
+``accumulate ROW``, ``row peaks``, ``bounds RULE STORAGE``.
 """
 
 from __future__ import annotations
 
 import torch
 
-from narrowgauge.optim import accumulation, clip, kernel
+from narrowgauge.optim import accumulation, clip, kernel, row_bounds
 from narrowgauge.optim.compilation import Definition
 from narrowgauge.optim.kernel import MatrixKernel, StepKernel
 from narrowgauge.optim.rules.elementwise import RULES
@@ -29,6 +29,9 @@ def definition_of(name: str, device: torch.device) -> Definition:
         return clip.define_norm(getattr(torch, words[0]), device, by_rows=True)
     if kind == "accumulate":
         return accumulation.define_addition(ACCUMULATIONS[words[0]], device)
+    if kind == "bounds":
+        own = step_kernel(*words)
+        return row_bounds.define_bounds(own.rule, own.storage, device)
     assert name == "row peaks", name
     return kernel.define_row_peaks(device)
 

@@ -27,7 +27,7 @@ from cuda import device
 from narrowgauge import AdamW
 from narrowgauge._torch import transfers
 from narrowgauge._torch.many_tensors import ManyTensors
-from narrowgauge.optim import accumulation, clip, kernel
+from narrowgauge.optim import accumulation, clip, kernel, row_bounds
 from narrowgauge.optim.compilation import Definition
 
 HIDDEN, INNER, VOCABULARY, KEYS = 2048, 5632, 32000, 256
@@ -116,7 +116,7 @@ def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[st
 
     event, streams = SimpleNamespace(record=lambda stream: None), SimpleNamespace(current_stream=lambda device: None)
     with ExitStack() as stack:
-        for module in (kernel, clip, accumulation):
+        for module in (kernel, clip, accumulation, row_bounds):
             stack.enter_context(patch.object(module, "compiled", compiled))
         for place, name, answer in (
             (kernel.StepKernel, "compile_audit_elsewhere", lambda *_: None),

@@ -16,7 +16,7 @@ from cuda.lowering import kept_folder
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "word": ({"storage": "word"}, 7),
     "word, clipped": ({"storage": "word", "max_grad_norm": 1.0}, 72),
-    "compact": ({"storage": "compact"}, 99),
+    "compact": ({"storage": "compact"}, 11),
     "stochastic": ({"storage": "stochastic"}, 7),
 }
 """Options of an optimizer, and how many operations a step may give the device."""

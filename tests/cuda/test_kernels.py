@@ -26,7 +26,7 @@ from cuda.machine import Program, Refused
 from narrowgauge._torch import aligned, many_tensors
 from narrowgauge._torch.many_tensors import SPANS, ManyTensors
 from narrowgauge.numerics.edge_values import same_numbers
-from narrowgauge.optim import accumulation, clip, codec, kernel
+from narrowgauge.optim import accumulation, clip, codec, kernel, row_bounds
 from narrowgauge.optim.compilation import Definition
 from narrowgauge.optim.kernel import WIDE
 from narrowgauge.optim.rules.elementwise import RULES
@@ -50,7 +50,14 @@ FEW = (
 """Steps that are proved on each push."""
 MAX_SPILLS = 72
 """Bytes for which a thread of an audit, a norm or an odd length may lack registers; compact's at odd lengths lacks most."""
-OTHERS = ("norm bfloat16", "norm float32", "accumulate bfloat16-stochastic", "accumulate kahan", "row peaks")
+OTHERS = (
+    "norm bfloat16",
+    "norm float32",
+    "accumulate bfloat16-stochastic",
+    "accumulate kahan",
+    "row peaks",
+    "bounds adamw compact",
+)
 
 
 def steps() -> list[tuple[str, str, str]]:
@@ -67,7 +74,7 @@ def name_of(rule: str, storage: str, options: str) -> str:
 @pytest.fixture(autouse=True)
 def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a length for several blocks."""
-    for module in (kernel, clip, accumulation):
+    for module in (kernel, clip, accumulation, row_bounds):
         monkeypatch.setattr(module, "example_words", lambda device: WORDS)
 
 
@@ -195,7 +202,7 @@ def test_no_result_of_another_kernel_differs(name: str) -> None:
     assert isinstance(emulated(found)[0], ManyTensors)  # one launch for all tensors
     for arguments in (list(definition.example), edges_of(definition)):
         wrong, launches = difference(definition, arguments, found)
-        assert wrong == 0
+        assert wrong == 0 and len(launches) == 1
         assert max(launch.blocks for launch in launches) > 1
 
 
@@ -242,6 +249,13 @@ def planted(found: Lowered, change: Callable[[str], str]) -> Lowered:
 )
 def test_a_changed_instruction_leaves_other_words(pattern: str, instead: str) -> None:
     name = name_of("adamw", "word", "wide")
+    definition = definition_of(name, CPU)
+    faulty = planted(compiled(name), lambda ptx: re.sub(pattern, instead, ptx, count=1))
+    assert difference(definition, list(definition.example), faulty)[0]
+
+
+@pytest.mark.parametrize(("name", "pattern", "instead"), [("bounds adamw compact", r"sub\.rn\.f32", "add.rn.f32")])
+def test_a_changed_instruction_of_a_chain_leaves_other_numbers(name: str, pattern: str, instead: str) -> None:
     definition = definition_of(name, CPU)
     faulty = planted(compiled(name), lambda ptx: re.sub(pattern, instead, ptx, count=1))
     assert difference(definition, list(definition.example), faulty)[0]

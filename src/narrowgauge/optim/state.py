@@ -350,7 +350,10 @@ def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> 
     found: Iterator[Tensor] = iter(())
     if joined:
         compiles = states[0].kernel.compiles_for(joined[0].device)
-        found = iter(peaks_of_matrices(joined, compile=compiles).split(sizes))
+        all_peaks = peaks_of_matrices(joined, compile=compiles)
+        if len(sizes) == len(states):
+            return all_peaks.unsqueeze(1)
+        found = iter(all_peaks.split(sizes))
     peaks = [
         state.row_peaks(value) if own is None else next(found)
         for state, value, own in zip(states, values, matrices, strict=True)

@@ -4,9 +4,7 @@ Large parameters are stepped in place, small ones in their bucket. A tensor whos
 words in place is copied into words a piece at a time; its weights are copied back. A matrix rule runs on whole
 matrices, and a kernel writes its result.
 
-Before a storage that is scaled by row is stepped, the rule itself is applied to the largest magnitudes of each row: it is
-monotone in them, so the result bounds every new state of the row, and the scale is known before anything is written. A
-row's scale is therefore a function of its own gradients alone.
+Before a storage that is scaled by row is stepped, its rows get new bounds (:mod:`narrowgauge.optim.row_bounds`).
 """
 
 from __future__ import annotations
@@ -23,8 +21,9 @@ from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.shards import gathered, own_part
 from narrowgauge.optim import codec
 from narrowgauge.optim.audit import Auditor, audited_parts
-from narrowgauge.optim.kernel import CONTROL, MatrixKernel, StepKernel, Work
-from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState, peaks_of_all, weight_bound
+from narrowgauge.optim.kernel import MatrixKernel, StepKernel, Work
+from narrowgauge.optim.row_bounds import bound_rows, rescaled, set_scales
+from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,10 +146,7 @@ class Stepper:
             if state.storage.scaled:
                 batches.setdefault((kernel, self.numbers(state)), []).append(state)
         for (kernel, numbers), batch in batches.items():
-            values = numbers.values
-            # All rows of all matrices at once: thirty small operations, not thirty for each matrix.
-            old = {name: torch.cat([state.bounds[name] for state in batch]) for name in kernel.storage.scaled}
-            _rescale(batch, old, _new_bounds(kernel, batch, old, values), values[1] != 0)
+            bound_rows(kernel, batch, numbers.values)
 
     # ── matrix rules ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -170,7 +166,9 @@ class Stepper:
                 extra.put(new[name], numbers.seed, skip)
         parts = [own_part(owner, value) for value in (change, *(new[name] for name in own))]
         peaks = {n: state.peaks_of(part) for n, part in zip(own, parts[1:], strict=True) if n in state.bounds}
-        _rescale([state], state.bounds, peaks, skip)
+        if peaks:
+            scales = {n: rescaled(state.storage.code(n), state.bounds[n], peak, skip) for n, peak in peaks.items()}
+            set_scales([state], scales)
         # For each lane the change, then the states, as the kernel takes them.
         decided = [value for lane in zip(*(_in_lanes(state, part) for part in parts), strict=True) for value in lane]
         direct = state.direct()
@@ -185,47 +183,6 @@ class Stepper:
             total += [] if sums is None else [sums]
         if total and state.parameter.numel():
             self.auditor.add(state.owner, torch.stack(total).sum(0), state.parameter.numel())
-
-
-def _rescale(
-    batch: Sequence[ParameterState], old: Mapping[str, Tensor], new: Mapping[str, Tensor], skip: Tensor
-) -> None:
-    """Give states of one storage their rows' new bounds, unless the step is skipped, and the scales of this step.
-
-    ``old`` and ``new`` hold, for each scaled code, the bounds of all their rows, one state's after the other's.
-    """
-    sizes = [state.num_rows for state in batch]
-    into, back = {}, {}
-    for name in old:
-        code, bound = batch[0].storage.code(name), torch.where(skip, old[name], new[name])
-        into[name] = codec.multipliers(code, bound)[0].split(sizes)
-        back[name] = codec.multipliers(code, old[name])[1].split(sizes)
-        torch._foreach_copy_([state.bounds[name] for state in batch], list(bound.split(sizes)))
-    for place, state in enumerate(batch):
-        state.set_scales({n: into[n][place] for n in into}, {n: back[n][place] for n in back})
-
-
-def _new_bounds(
-    kernel: StepKernel, batch: Sequence[ParameterState], old: Mapping[str, Tensor], values: Tensor
-) -> dict[str, Tensor]:
-    rule = kernel.rule
-    slopes = peaks_of_all(batch, [state.gradient for state in batch]) * values[0].abs()
-    weights = torch.zeros_like(slopes)
-    if rule.coupled or "weight" in old:
-        weights = peaks_of_all(batch, [state.parameter.detach() for state in batch])
-    scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
-    # A state that is not scaled by row needs no bound.
-    moments = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
-    either = [rule.update(weights, sign * slopes, *moments, scalars)[1:] for sign in (1.0, -1.0)]
-    new = {
-        # A gradient that is not finite must not stay in a bound: inf - inf would be NaN for good.
-        name: torch.maximum(plus.abs(), minus.abs()).nan_to_num(nan=3e38, posinf=3e38)
-        for name, plus, minus in zip(rule.states, *either, strict=True)
-        if name in old
-    }
-    if "weight" in old:
-        new["weight"] = weight_bound(weights)
-    return new
 
 
 def _in_lanes(state: ParameterState, values: Tensor) -> list[Tensor]:
