@@ -1,7 +1,8 @@
 """The kernels of the optimizer by name, as they are compiled for a device.
 
 ``step RULE STORAGE [audited] [wide]`` (a rule's spaces as ``_``), ``write`` and the same of a matrix rule, ``norm DTYPE``,
-``accumulate ROW``, ``row peaks``, ``bounds RULE STORAGE``.
+``accumulate ROW``, ``row peaks``, ``bounds RULE STORAGE``, and the chains of
+``clip.CHAINS``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from narrowgauge.spec.sums import ACCUMULATIONS
 
 
 def definition_of(name: str, device: torch.device) -> Definition:
+    if name in clip.CHAINS:
+        return clip.CHAINS[name][0](device)
     kind, *words = name.split()
     if kind == "step":
         rule, storage, *options = words

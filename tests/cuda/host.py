@@ -114,7 +114,10 @@ def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[st
         assert pin_memory
         return torch.empty_like(tensor, device=device)
 
-    event, streams = SimpleNamespace(record=lambda stream: None), SimpleNamespace(current_stream=lambda device: None)
+    event, streams = (
+        SimpleNamespace(record=lambda stream: None),
+        SimpleNamespace(current_stream=lambda device: SimpleNamespace(stream_id=0)),
+    )
     with ExitStack() as stack:
         for module in (kernel, clip, accumulation, row_bounds):
             stack.enter_context(patch.object(module, "compiled", compiled))

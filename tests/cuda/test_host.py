@@ -15,7 +15,7 @@ from cuda.lowering import kept_folder
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "word": ({"storage": "word"}, 7),
-    "word, clipped": ({"storage": "word", "max_grad_norm": 1.0}, 72),
+    "word, clipped": ({"storage": "word", "max_grad_norm": 1.0}, 12),
     "compact": ({"storage": "compact"}, 11),
     "stochastic": ({"storage": "stochastic"}, 7),
 }

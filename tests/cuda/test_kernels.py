@@ -206,6 +206,15 @@ def test_no_result_of_another_kernel_differs(name: str) -> None:
         assert max(launch.blocks for launch in launches) > 1
 
 
+@pytest.mark.parametrize("name", clip.CHAINS)
+def test_no_bit_of_what_a_chain_makes_of_few_numbers_differs(name: str) -> None:
+    definition, found = definition_of(name, CPU), compiled(name)
+    assert_instructions(name, found)
+    for arguments in (list(definition.example), edges_of(definition)):
+        wrong, launches = difference(definition, arguments, found)
+        assert wrong == 0 and len(launches) == 1
+
+
 def assert_instructions(name: str, found: Lowered) -> None:
     """No approximation, nothing flushed or fused, float64 in norms and audits alone, and registers for everything."""
     for each in found.kernels.values():
@@ -254,7 +263,15 @@ def test_a_changed_instruction_leaves_other_words(pattern: str, instead: str) ->
     assert difference(definition, list(definition.example), faulty)[0]
 
 
-@pytest.mark.parametrize(("name", "pattern", "instead"), [("bounds adamw compact", r"sub\.rn\.f32", "add.rn.f32")])
+@pytest.mark.parametrize(
+    ("name", "pattern", "instead"),
+    [
+        ("bounds adamw compact", r"sub\.rn\.f32", "add.rn.f32"),
+        ("norm grid", r"sub\.s64", "add.s64"),
+        ("norm decision", r"div\.rn\.f64", "mul.rn.f64"),
+        ("norm decision", r"add\.rn\.f32", "sub.rn.f32"),
+    ],
+)
 def test_a_changed_instruction_of_a_chain_leaves_other_numbers(name: str, pattern: str, instead: str) -> None:
     definition = definition_of(name, CPU)
     faulty = planted(compiled(name), lambda ptx: re.sub(pattern, instead, ptx, count=1))

@@ -91,8 +91,13 @@ def test_a_gpus_rows_hold_each_value_once_and_have_the_same_norm(
     given = [torch.randn(size, generator=generator).to(dtype) for size in sizes]
     in_words = [given_words for gradient in given if (given_words := clip._words_of(gradient)) is not None]
     assert len(in_words) == len(given)
-    words = clip.in_rows(in_words)
-    assert all(matrix.shape[1] == clip.ROW and len(matrix) >= 2 for matrix in words)
+    zeros = torch.zeros(clip.ROW, dtype=in_words[0].dtype)
+    words, owners = clip.in_rows(enumerate(in_words), zeros)
+    assert all(matrix.shape[1] == clip.ROW and len(matrix) % 2 == 0 for matrix in words)
+    rows = [row for number, count in owners for row in [number] * count]
+    for number, row in zip(rows, torch.cat(words), strict=True):
+        own = row.view(dtype)
+        assert torch.isin(own[own != 0], given[number]).all()
     held = torch.cat([matrix.reshape(-1) for matrix in words]).view(dtype)
     assert torch.equal(held[held != 0].sort().values, torch.cat(given)[torch.cat(given) != 0].sort().values)
     others = [torch.randn(7, generator=generator).half(), torch.randn(64, 64, generator=generator).to(dtype).t()]
@@ -103,8 +108,29 @@ def test_a_gpus_rows_hold_each_value_once_and_have_the_same_norm(
     assert scalar_bits(GradientNorm(compile=False)([*given, nothing, *others])) == expected
     assert GradientNorm(compile=False)([nothing]) == 0
     monkeypatch.setattr(clip, "INDEXABLE", 4 * clip.ROW)
-    assert len(clip.in_rows(in_words)) > len(words) and all(len(matrix) >= 2 for matrix in clip.in_rows(in_words))
+    cut, same = clip.in_rows(enumerate(in_words), zeros)
+    assert len(cut) > len(words) and same == owners and all(len(matrix) % 2 == 0 for matrix in cut)
     assert scalar_bits(GradientNorm(compile=False)([*given, *others])) == expected
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_gpus_rows_tell_which_gradients_are_finite(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large and small ones, with and without a rest, of two dtypes, and one beside all others."""
+    monkeypatch.setattr(clip, "_reads_rows", lambda gradient: True)
+    sizes = [2 * clip.ROW, 2, 22 * clip.ROW + 10, 6, 3 * clip.ROW, 0, 10]
+    kinds = itertools.cycle([torch.bfloat16, torch.bfloat16, torch.float32])
+    given = [torch.full((size,), 3e38, dtype=next(kinds)) for size in sizes]
+    norm = GradientNorm(compile=False)
+    for own in (None, given[3]):
+        for bad in ((), (0,), (2, 3), (1, 4, 6)):
+            now = [g.clone() if g is not own else g for g in given]
+            for number in bad:
+                now[number][-1] = value
+            told = norm.sums(now, own)[2]
+            if own is not None:
+                own[-1] = 1.0
+            assert told is not None and told() == [number not in bad for number in range(len(sizes))]
+    assert norm.sums([*given, torch.ones(3, dtype=torch.float16)], None)[2] is None
 
 
 def test_nothing_and_zeros_have_the_norm_zero() -> None:

@@ -7,7 +7,7 @@ DTensors placed like their parameter, so that other ranks can load a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -100,29 +100,6 @@ def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
     return value
 
 
-def squares_of_all(
-    parts: Sequence[tuple[list[Any], Any]],
-    count: int,
-    peak_of: Callable[[Any], Tensor],
-    steps_of: Callable[[Any, Tensor], Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The two passes of :mod:`narrowgauge.numerics.summation` over tensors whose elements ranks share out.
-
-    Args:
-        parts: process groups, and what this rank holds of the tensors that belong to them; see :func:`by_reduction`.
-        count: how many elements all ranks have together.
-        peak_of: gives the largest magnitude of what this rank holds, float32 0-d, 0 where there is nothing.
-        steps_of: gives, under the scales, its sum of squares in steps of both grids, int64 ``[2]``.
-    Returns:
-        ``(steps, scales, largest)``: the steps of each part over all of its ranks, int64 ``[parts, 2]``, and what
-        :func:`~narrowgauge.numerics.summation.from_grid` takes beside them.
-    """
-    largest = torch.stack([add_up(peak_of(members), groups, "max") for groups, members in parts]).amax()
-    scales = summation.grid_scales(largest, max(1, count))
-    steps = torch.stack([add_up(steps_of(members, scales), groups, "sum") for groups, members in parts])
-    return steps, scales, largest
-
-
 def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
     """The Euclidean norm of all tensors taken as one vector, at least one tensor, some of them DTensors: float32, 0-d.
 
@@ -142,8 +119,10 @@ def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
             steps += summation.grid_sum_of_squares(chunk, scales)
         return steps
 
-    count = sum(tensor.numel() for tensor in tensors)
-    steps, scales, largest = squares_of_all(by_reduction(tensors), count, peak_of, steps_of)
+    parts = by_reduction(tensors)
+    largest = torch.stack([add_up(peak_of(members), groups, "max") for groups, members in parts]).amax()
+    scales = summation.grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))
+    steps = torch.stack([add_up(steps_of(members, scales), groups, "sum") for groups, members in parts])
     return summation.root(summation.from_grid(steps.sum(0), scales, largest))
 
 

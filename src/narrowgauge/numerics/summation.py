@@ -19,7 +19,7 @@ pure functions for kernels to compile.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -109,14 +109,26 @@ def grid_scales(largest: Tensor, count: int) -> Tensor:
         >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
         [51.0, 53.0]
     """
+    width = torch.full((), grid_width(count), dtype=torch.int64, device=largest.device)
+    return torch.stack(scales_of_width(largest, width))
+
+
+def grid_width(count: int) -> int:
+    """``w`` of :func:`grid_scales`: how many bits each of so many addends keeps."""
     if not 1 <= count <= 1 << 40:
         raise FormatError(f"grid_scales takes 1 … 2^40 elements, and got {count}.", "Sum empty sets as zero.")
-    width = 63 - count.bit_length()
+    return 63 - count.bit_length()
+
+
+def scales_of_width(largest: Tensor, width: Tensor) -> tuple[Tensor, Tensor]:
+    """The two of :func:`grid_scales` under a :func:`grid_width`, int64 0-d."""
     square = largest.double() * largest.double()
-    # Its exponent field. The least positive float32 squares to 2^-298; zero is treated as that.
-    field = (square.view(torch.int64) >> 52).clamp(min=1023 - 298)
-    coarse = ((width + 1022 + 1023 - field) << 52).view(torch.float64)
-    return torch.stack((coarse, torch.full_like(coarse, 2.0**width)))
+    # Its exponent. The least positive float32 squares to 2^-298; zero is treated as that.
+    exponent = (square.view(torch.int64) >> 52).clamp(min=1023 - 298) - 1022
+    coarse = width + 1023 - exponent
+    # By way of the maximum, of which a compiler then makes both in one kernel.
+    fine = coarse + exponent
+    return (coarse << 52).view(torch.float64), (fine << 52).view(torch.float64)
 
 
 def grid_sum_of_squares(x: Tensor, scales: Tensor) -> Tensor:
@@ -164,7 +176,7 @@ def _grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
     return coarse.to(torch.int64), fine.to(torch.int64)
 
 
-def from_grid(steps: Tensor, scales: Tensor, largest: Tensor) -> Tensor:
+def from_grid(steps: Sequence[Tensor] | Tensor, scales: Tensor, largest: Tensor) -> Tensor:
     """The sum of squares that the two integers, the sums of every part's :func:`grid_sum_of_squares`, stand for.
 
     Float64, 0-d, within 2^-52 relative; ``largest`` itself if that is NaN or infinite. Never waits for the device.

@@ -7,17 +7,20 @@ is a property of the gradients' values alone, so clipping cannot make a run depe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from narrowgauge._torch.transfers import to_device
+from narrowgauge._torch.transfers import stream_id, to_device
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import edge_values
+from narrowgauge.numerics.rounding import EXPONENT
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.numerics.shards import by_reduction, local_of, squares_of_all
+from narrowgauge.numerics.shards import add_up, by_group, local_of
 from narrowgauge.optim.compilation import Compiled, Definition, compiled, example_words, normal_words, run_each
 from narrowgauge.optim.kernel import INDEXABLE
 from narrowgauge.optim.state import SMALL, as_words
@@ -65,24 +68,30 @@ def measure_rows(dtype: torch.dtype) -> Callable[..., Tensor]:
 class _Sorted:
     """Gradients by how they are read: ``large`` ones as words in place, ``rest`` a chunk at a time.
 
-    On a GPU ``rows`` are, by dtype: the rows of ``ROW`` words of all gradients, and what is left of each, joined.
+    On a GPU ``rows`` are, by dtype, the rows of ``ROW`` words of all gradients, and ``owners`` say of these in order to which
+    gradient, by number, how many belong.
     """
 
-    def __init__(self, gradients: Sequence[Tensor]) -> None:
+    def __init__(self, gradients: Iterable[tuple[int, Tensor]], zeros: Callable[[torch.dtype], Tensor]) -> None:
         self.large: list[Tensor] = []
         self.rest: list[Tensor] = []
-        by_rows: dict[torch.dtype, list[Tensor]] = {}
+        self.rows: dict[torch.dtype, list[Tensor]] = {}
+        self.owners: list[tuple[int, int]] = []
+        by_rows: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         small = []
-        for gradient in gradients:
+        for number, gradient in gradients:
             words = _words_of(gradient) if _reads_rows(gradient) or gradient.numel() > SMALL else None
             if words is not None and _reads_rows(gradient):
-                by_rows.setdefault(gradient.dtype, []).append(words)
+                by_rows.setdefault(gradient.dtype, []).append((number, words))
             elif gradient.numel() <= SMALL:
                 small.append(gradient)
             else:
                 (self.rest if words is None else self.large).append(gradient)
-        # A rank may hold no row of any gradient.
-        self.rows = {dtype: matrices for dtype, words in by_rows.items() if (matrices := in_rows(words))}
+        for dtype, own in by_rows.items():
+            matrices, owners = in_rows(own, zeros(own[0][1].dtype))
+            if matrices:  # a rank may hold no row of any gradient
+                self.rows[dtype] = matrices
+                self.owners += owners
         # Small ones are joined by kind: a pass over many costs the same few calls as a pass over one.
         for dtype in dict.fromkeys(g.dtype for g in small):
             flat = [g.reshape(-1) for g in small if g.dtype is dtype]
@@ -101,20 +110,93 @@ def _words_of(gradient: Tensor) -> Tensor | None:
     return words if gradient.dtype is torch.bfloat16 else words.view(gradient.dtype)
 
 
-def in_rows(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """The words of gradients of one dtype as matrices ``[rows, ROW]``, of two rows or more, the last filled up with zeros."""
-    whole: list[Tensor] = []
+def in_rows(gradients: Iterable[tuple[int, Tensor]], zeros: Tensor) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """The words of gradients of one dtype as matrices ``[rows, ROW]``, each of an even number of rows.
+
+    Args:
+        gradients: a number and its words.
+        zeros: ``[ROW]``, with which what is left of a gradient is filled up.
+    Returns:
+        ``(matrices, owners)``; the owners say of all rows in order to which gradient, by number, how many belong.
+    """
+    matrices: list[Tensor] = []
     left: list[Tensor] = []
-    for words in gradients:
-        end = words.numel() // ROW * ROW if words.numel() >= 2 * ROW else 0
+    owners: list[tuple[int, int]] = []
+    last: list[tuple[int, int]] = []
+    for number, words in gradients:
+        # In pairs of rows, so that the results of each matrix begin at a multiple of 16 bytes.
+        end = words.numel() // (2 * ROW) * 2 * ROW
         if end:
-            whole += words[:end].view(-1, ROW).tensor_split(-(-end // INDEXABLE))
-        left += [words[end:]] if end < words.numel() else []
+            matrices += words[:end].view(-1, ROW).split(INDEXABLE // ROW)
+            owners.append((number, end // ROW))
+        if end < words.numel():
+            left += [words[end:], zeros[: -words.numel() % ROW]]
+            last.append((number, -(-(words.numel() - end) // ROW)))
+    if sum(rows for _, rows in last) % 2:
+        left.append(zeros)
+        last.append((last[-1][0], 1))
     if left:
-        count = sum(map(len, left))
-        rows = max(2, -(-count // ROW))
-        whole.append(torch.cat([*left, left[0].new_zeros(rows * ROW - count)]).view(rows, ROW))
-    return whole
+        matrices += torch.cat(left).view(-1, ROW).split(INDEXABLE // ROW)
+    return matrices, owners + last
+
+
+class Sums(NamedTuple):
+    """The exact sum of squares of many gradients, in parts that need only be added up.
+
+    ``coarse`` and ``fine`` are int64 ``[n]``, steps of the two grids; ``grid`` is float64 ``[3]``: both scales and the largest
+    magnitude.
+    """
+
+    coarse: Tensor
+    fine: Tensor
+    grid: Tensor
+
+
+def grid_of(largest: Tensor, width: Tensor) -> Tensor:
+    """``Sums.grid`` from the bits of magnitudes, int64 ``[n]``, and :func:`~narrowgauge.numerics.summation.grid_width`."""
+    peak = largest.amax().to(torch.int32).view(torch.float32)
+    return torch.stack([*summation.scales_of_width(peak, width), peak.double()])
+
+
+def norm_of(coarse: Tensor, fine: Tensor, grid: Tensor) -> Tensor:
+    """The norm of :class:`Sums`, float32 0-d."""
+    return summation.root(summation.from_grid((coarse.sum(), fine.sum()), grid, grid[2]))
+
+
+def decision(norm: Tensor, options: Tensor) -> Tensor:
+    """What a norm decides, float32 ``[4]``: what gradients are multiplied by, 1 to skip the step, the norm of the unscaled
+    gradients, and 1 where a gradient is not finite.
+
+    ``options`` are float32 ``[4]``: the norm to clip to, the norm above which a step is skipped (both may be infinite), what the
+    loss was multiplied by, and what is not 0 where ``torch.amp.GradScaler`` found a gradient that is not finite.
+    """
+    max_norm, skip_above, grad_scale, found_inf = options.unbind()
+    scale, unscaled, finite = 1.0 / grad_scale, norm / grad_scale, norm.isfinite()
+    clip = ((norm * scale + 1e-6).reciprocal() * max_norm).clamp(max=1.0)
+    overflow = (found_inf != 0) | ~finite
+    skip = overflow | (unscaled > skip_above)
+    scale = torch.where(finite & (max_norm < math.inf), scale * clip, scale)
+    return torch.stack([scale, skip.float(), unscaled, overflow.float()])
+
+
+def decision_of(coarse: Tensor, fine: Tensor, grid: Tensor, options: Tensor) -> Tensor:
+    return decision(norm_of(coarse, fine, grid), options)
+
+
+class _Kept:
+    """Numbers of the host on a device, which are sent again only where they have changed."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype, self._sent = dtype, torch.empty(0, dtype=dtype)
+        self._key: tuple[object, ...] = ()
+
+    def __call__(self, numbers: Sequence[float], device: torch.device) -> Tensor:
+        """As a tensor of one dim."""
+        key = (*numbers, device, stream_id(device))
+        if key != self._key:
+            self._sent = to_device(torch.tensor(numbers, dtype=self.dtype, device="cpu"), device)
+            self._key = key
+        return self._sent
 
 
 class GradientNorm:
@@ -122,6 +204,8 @@ class GradientNorm:
 
     def __init__(self, *, compile: bool) -> None:
         self.compile = compile
+        self._width = _Kept(torch.int64)
+        self._kept_zeros: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
@@ -133,39 +217,79 @@ class GradientNorm:
         """The norm of all gradients, and that of one, whose squares use the grid of all and so have its absolute error."""
         if not gradients:
             return torch.zeros((), dtype=torch.float32), None
-        rest = [(groups, _Sorted(members)) for groups, members in by_reduction(g for g in gradients if g is not own)]
-        alone = [] if own is None else [(groups, _Sorted(members)) for groups, members in by_reduction([own])]
-        parts = [*rest, *alone]
+        whole, part, _ = self.sums(gradients, own)
+        return norm_of(*whole), None if part is None else norm_of(*part)
+
+    @torch.no_grad()
+    def sums(self, gradients: Sequence[Tensor], own: Tensor | None) -> tuple[Sums, Sums | None, Finite | None]:
+        """The sums of all gradients, at least one, and of one of them, ``own``.
+
+        The last result tells later which gradients are finite, ``None`` where the passes do not tell all of them apart.
+        """
         device = local_of(gradients[0]).device
-        nothing = torch.zeros(2, dtype=torch.float64, device=device)
-        steps, scales, peak = squares_of_all(
-            parts,
-            sum(g.numel() for g in gradients),
-            lambda part: self._peak(part, nothing, device),
-            lambda part, scales: self._steps(part, scales, device),
-        )
-        norms = [
-            summation.root(summation.from_grid(some.sum(0), scales, peak))
-            for some in ((steps, steps[len(rest) :]) if alone else (steps,))
+        numbers = {id(gradient): number for number, gradient in enumerate(gradients)}
+        rest = by_group(gradient for gradient in gradients if gradient is not own)
+        alone = [] if own is None else by_group([own])
+        parts = [
+            (
+                groups,
+                _Sorted([(numbers[id(each)], local_of(each)) for each in members], lambda d: self._zeros(d, device)),
+            )
+            for groups, members in (*rest, *alone)
         ]
-        return norms[0], norms[1] if alone else None
+        peaks = [self._largest(part, device) for _, part in parts]
+        over_ranks = [
+            add_up(some.amax().view(1), groups, "max") if groups else some
+            for (groups, _), some in zip(parts, peaks, strict=True)
+        ]
+        width = summation.grid_width(max(1, sum(gradient.numel() for gradient in gradients)))
+        grid = self.chain("norm grid", grid_of, [_joined(over_ranks, 0), self._width([width], device)[0]])
+        found = [(groups, self._steps(part, grid[:2])) for groups, part in parts]
+        steps = [add_up(some.sum(1, keepdim=True), groups, "sum") if groups else some for groups, some in found]
+        finite = None
+        if not any(part.large or part.rest for _, part in parts):
+            owners = [(part.owners, some) for (_, part), some in zip(parts, peaks, strict=True) if part.owners]
+            finite = partial(finite_of_rows, len(gradients), owners)
+        (coarse, fine), own_steps = _joined(steps, 1), steps[len(rest) :]
+        whole = Sums(coarse, fine, grid)
+        if not own_steps:
+            return whole, None, finite
+        coarse, fine = _joined(own_steps, 1)
+        return whole, Sums(coarse, fine, grid), finite
 
-    def _peak(self, part: _Sorted, nothing: Tensor, device: torch.device) -> Tensor:
-        """The largest magnitude, 0 where there is nothing."""
-        largest = [measured[0].to(torch.int32).view(torch.float32) for measured in self._measured(part, nothing)]
-        largest += [summation.largest_magnitude(chunk) for chunk in summation.chunks_of(part.rest)]
-        return torch.stack([torch.zeros((), dtype=torch.float32, device=device), *largest]).amax()
+    def chain(self, name: str, function: Callable[..., Tensor], arguments: Sequence[Tensor]) -> Tensor:
+        """A chain of operations on few numbers: as it is on a CPU, and on a GPU one kernel, since each would be a launch."""
+        device, run = arguments[0].device, None
+        if self.compile and device.type != "cpu" and len(arguments[0]) > 1:  # one number is no dynamic length
+            run = compiled(name, device, lambda: CHAINS[name][0](device))
+        # The results of a kernel are compared as integers, bit for bit.
+        return function(*arguments) if run is None else run([*arguments])[0].view(CHAINS[name][1])
 
-    def _steps(self, part: _Sorted, scales: Tensor, device: torch.device) -> Tensor:
-        """The sum of squares in steps of both grids, int64 ``[2]``."""
-        steps = [measured[1:] for measured in self._measured(part, scales)]
-        steps += [summation.grid_sum_of_squares(chunk, scales) for chunk in summation.chunks_of(part.rest)]
-        return torch.stack([torch.zeros(2, dtype=torch.int64, device=device), *steps]).sum(0)
+    def _zeros(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Zeros that are kept, ``[ROW]``."""
+        key = dtype, device
+        if key not in self._kept_zeros:
+            self._kept_zeros[key] = torch.zeros(ROW, dtype=dtype, device=device)
+        return self._kept_zeros[key]
+
+    def _largest(self, part: _Sorted, device: torch.device) -> Tensor:
+        """The bits of magnitudes of which the largest is the part's, int64 ``[n]``; 0 where there is nothing."""
+        found = [measured[0] for measured in self._measured(part, self._zeros(torch.float64, device)[:2])]
+        if chunks := [summation.largest_magnitude(chunk) for chunk in summation.chunks_of(part.rest)]:
+            found.append(torch.stack(chunks).view(torch.int32).to(torch.int64))
+        return _joined(found, 0) if found else self._zeros(torch.int64, device)[:1]
+
+    def _steps(self, part: _Sorted, scales: Tensor) -> Tensor:
+        """Numbers of steps of both grids, int64 ``[2, n]``, whose sum is the part's sum of squares."""
+        found = [measured[1:] for measured in self._measured(part, scales)]
+        chunks = summation.chunks_of(part.rest)
+        found += [summation.grid_sum_of_squares(chunk, scales).view(2, 1) for chunk in chunks]
+        return _joined(found, 1) if found else self._zeros(torch.int64, scales.device)[:2].view(2, 1)
 
     def _measured(self, part: _Sorted, scales: Tensor) -> list[Tensor]:
-        """The measures, int64 ``[3]``, of everything but the rest."""
+        """The measures, int64 ``[3, n]``, of everything but the rest."""
         return [
-            *(self._measure(gradient, scales) for gradient in part.large),
+            *(self._measure(gradient, scales).view(3, 1) for gradient in part.large),
             *(self._measure_rows(dtype, matrices, scales) for dtype, matrices in part.rows.items()),
         ]
 
@@ -184,15 +308,10 @@ class GradientNorm:
         return torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)])
 
     def _measure_rows(self, dtype: torch.dtype, matrices: Sequence[Tensor], scales: Tensor) -> Tensor:
-        device = scales.device
-        # Each begins at a multiple of 16 bytes, and what lies between is 0.
-        sizes = [len(matrix) + len(matrix) % 2 for matrix in matrices]
-        results = torch.zeros(3, sum(sizes), dtype=torch.int64, device=device)
+        device, sizes = scales.device, [len(matrix) for matrix in matrices]
+        results = torch.empty(3, sum(sizes), dtype=torch.int64, device=device)
         places = zip(*(result.split(sizes) for result in results), strict=True)
-        batch = [
-            [matrix, scales, *(part[: len(matrix)] for part in parts)]
-            for matrix, parts in zip(matrices, places, strict=True)
-        ]
+        batch = [[matrix, scales, *parts] for matrix, parts in zip(matrices, places, strict=True)]
         if (run := self._kernel(dtype, device)) is not None:
             run_each(run, batch)
         else:
@@ -200,7 +319,11 @@ class GradientNorm:
             for matrix, _, *parts in batch:
                 for start in range(0, len(matrix), size):
                     measure(matrix[start : start + size], scales, *(part[start : start + size] for part in parts))
-        return torch.cat([results[:1].amax(1), results[1:].sum(1)])
+        return results
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
 
 
 def define_norm(dtype: torch.dtype, device: torch.device, *, by_rows: bool | None = None) -> Definition:
@@ -225,6 +348,56 @@ def define_norm(dtype: torch.dtype, device: torch.device, *, by_rows: bool | Non
     return Definition(measure_whole(dtype), example, [(0,), ()], edges=edges)
 
 
+EXAMPLE_ROWS = 1 << 13
+"""Of a chain. One block of a GPU's threads reads them all, and from the example Inductor sees that there are many."""
+
+
+def define_grid(device: torch.device) -> Definition:
+    """What :func:`grid_of` is compiled from."""
+    rows = EXAMPLE_ROWS
+
+    def given(magnitudes: Tensor) -> list[Tensor]:
+        width = torch.full((), 36, dtype=torch.int64, device=device)
+        return [magnitudes.abs().view(torch.int32).to(torch.int64).to(device), width]
+
+    example = given(torch.linspace(0.0, 1.5, rows, dtype=torch.float32))
+    edges = partial(_edge_numbers, rows)
+    return Definition(_as_bits(grid_of), example, [(0,), ()], edges=lambda: given(edges()))
+
+
+def define_decision(device: torch.device) -> Definition:
+    """What :func:`decision_of` is compiled from."""
+    rows = EXAMPLE_ROWS
+
+    def given(steps: Tensor, largest: float, options: Sequence[float]) -> list[Tensor]:
+        grid = summation.grid_scales(torch.full((), largest, dtype=torch.float32, device=device), 1 << 27)
+        whole = torch.cat([grid, grid.new_full((1,), largest)])
+        return [*steps.to(device), whole, torch.tensor(options, dtype=torch.float32, device="cpu").to(device)]
+
+    def edges() -> list[Tensor]:
+        steps = torch.stack([_edge_numbers(rows).view(torch.int32).to(torch.int64) for _ in range(2)])
+        return given(steps, math.inf, (1.0, 1e30, 65536.0, 0.0))
+
+    steps = torch.arange(2 * rows, dtype=torch.int64).view(2, rows) * 123_456_789
+    return Definition(
+        _as_bits(decision_of), given(steps, 0.3, (0.5, math.inf, 8.0, 0.0)), [(0,), (0,), (), ()], edges=edges
+    )
+
+
+def _edge_numbers(count: int) -> Tensor:
+    return edge_values(torch.float32, (count,), finite=True).abs()
+
+
+def _as_bits(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The bits of a function's result, which are compared exactly."""
+    return lambda *arguments: (result := function(*arguments)).view(INTEGERS[result.dtype])
+
+
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+CHAINS = {"norm grid": (define_grid, torch.float64), "norm decision": (define_decision, torch.float32)}
+"""By name, chains of operations on few numbers: what they are compiled from, and the dtype of the result."""
+
+
 def largest_magnitudes(gradients: Sequence[Tensor]) -> list[Tensor]:
     """That of each gradient, 0-d in its dtype, by one call for all; 0 for a rank that holds none of a parameter's rows.
 
@@ -235,6 +408,24 @@ def largest_magnitudes(gradients: Sequence[Tensor]) -> list[Tensor]:
     held = [gradient for gradient in gradients if gradient.numel()]
     norms = iter(torch._foreach_norm(held, math.inf) if held else ())
     return [next(norms) if gradient.numel() else gradient.new_zeros(()) for gradient in gradients]
+
+
+Finite = Callable[[], list[bool]]
+"""Tells which gradients of a step were finite, without keeping them; it waits for the device."""
+
+
+def finite_of_rows(count: int, rows: Sequence[tuple[Sequence[tuple[int, int]], Tensor]]) -> list[bool]:
+    """Which of so many gradients are finite, from the bits of the largest magnitude of each of their rows, int64 ``[n]``.
+
+    Example:
+        >>> finite_of_rows(3, [([(0, 2), (2, 1)], torch.tensor([5, 0x7F800000, 7]))])
+        [False, True, True]
+    """
+    finite = [True] * count
+    for owners, largest in rows:
+        for (number, _), own in zip(owners, largest.cpu().split([size for _, size in owners]), strict=True):
+            finite[number] &= bool((own < EXPONENT).all())
+    return finite
 
 
 def control_scalars(
@@ -258,17 +449,48 @@ def control_scalars(
     """
     if grad_scale is found_inf is norm is None:
         return to_device(torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu"), device)
-    scale = torch.ones((), dtype=torch.float32, device=device)
-    skip = torch.zeros((), dtype=torch.bool, device=device)
-    if grad_scale is not None:
-        scale = scale / grad_scale.to(device)
-    if found_inf is not None:
-        skip = found_inf.to(device).reshape(()) != 0
-    if norm is not None:
-        finite = torch.isfinite(norm)
-        clip = torch.ones_like(norm) if max_norm is None else (max_norm / (norm * scale + 1e-6)).clamp(max=1.0)
-        scale, skip = scale * torch.where(finite, clip, 1.0), skip | ~finite
-    return torch.stack([scale.reshape(()), skip.float()])
+    if norm is None:
+        norm, max_norm = torch.zeros((), dtype=torch.float32, device=device), None
+    limits = to_device(torch.tensor(_limits(max_norm, math.inf), dtype=torch.float32, device="cpu"), device)
+    return decision(norm, _scaled_options(limits, grad_scale, found_inf))[:2]
+
+
+def _limits(max_norm: float | None, skip_above: float) -> tuple[float, ...]:
+    """The options of :func:`decision` where no loss is scaled."""
+    return math.inf if max_norm is None else max_norm, skip_above, 1.0, 0.0
+
+
+def _scaled_options(limits: Tensor, grad_scale: Tensor | None, found_inf: Tensor | None) -> Tensor:
+    if grad_scale is found_inf is None:
+        return limits
+    given = [
+        limits[2 + k : 3 + k] if each is None else each.to(limits).view(1)
+        for k, each in enumerate((grad_scale, found_inf))
+    ]
+    return torch.cat([limits[:2], *given])
+
+
+def _finite_later(gradients: Sequence[Tensor], device: torch.device) -> Finite | None:
+    """Keeps the largest magnitude of each gradient; ``None`` on a CPU."""
+    if device.type == "cpu":
+        return None
+    largest = largest_magnitudes([local_of(gradient) for gradient in gradients])
+    return lambda: [bool(each.isfinite()) for each in largest]
+
+
+class Decision(NamedTuple):
+    """What a step does with its gradients.
+
+    Args:
+        control: the scalars of ``CONTROL``, float32 ``[2]``.
+        norm, own_norm: of all unscaled gradients and of one of them; ``None`` where nothing needs them.
+        finite: tells which gradients were finite, ``None`` on a CPU, where they can be looked at.
+    """
+
+    control: Tensor
+    norm: Tensor | None
+    own_norm: Tensor | None
+    finite: Finite | None
 
 
 class StepControl:
@@ -282,6 +504,7 @@ class StepControl:
         self.loss_scaler: LossScaler | None = None
         self._request: object = None
         self._norm: GradientNorm | None = None
+        self._kept_limits = _Kept(torch.float32)
 
     def use(self, loss_scaler: LossScaler | None) -> None:
         """Divide gradients by this scaler's scale from now on; before each step it must have scaled a loss."""
@@ -305,28 +528,25 @@ class StepControl:
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         own: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The result of :func:`control_scalars`, and the norms of all unscaled gradients and of ``own``, one of them.
-
-        The norms are ``None`` where nothing needs the first. A step whose norm is above ``skip_above`` is skipped.
+    ) -> Decision:
+        """What to do with all gradients, of which ``own`` is one. A step whose norm is above ``skip_above`` is skipped.
 
         Raises:
             RecipeError: the loss was not scaled.
         """
         scale, is_ours = self._scale_of_loss(gradients, grad_scale, found_inf)
         if max_norm is None and self.loss_scaler is None and skip_above == math.inf:
-            return control_scalars(None, None, device, scale, found_inf), None, None
+            control = control_scalars(None, None, device, scale, found_inf)
+            return Decision(control, None, None, None if found_inf is None else _finite_later(gradients, device))
         if self._norm is None:
             self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
-        norm, part = self._norm.with_own(gradients, own)
-        control = control_scalars(norm, max_norm, device, scale, found_inf)
-        unscaled = norm if scale is None else norm / scale.to(norm.device)
-        part = part if scale is None or part is None else part / scale.to(part.device)
+        options = _scaled_options(self._kept_limits(_limits(max_norm, skip_above), device), scale, found_inf)
+        whole, part, finite = self._norm.sums(gradients, own)
+        found = self._norm.chain("norm decision", decision_of, [*whole, options])
+        own_norm = None if part is None else self._norm.chain("norm decision", decision_of, [*part, options])[2]
         if is_ours and self.loss_scaler is not None:
-            self.loss_scaler.update_(control[1] != 0)
-        if skip_above < math.inf:
-            control[1] = torch.maximum(control[1], (unscaled > skip_above).to(control))
-        return control, unscaled, part
+            self.loss_scaler.update_(found[3])
+        return Decision(found[:2], found[2], own_norm, finite or _finite_later(gradients, device))
 
     def _scale_of_loss(
         self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None

@@ -23,7 +23,7 @@ from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
-from narrowgauge.optim.clip import StepControl, control_scalars, largest_magnitudes
+from narrowgauge.optim.clip import Finite, StepControl, control_scalars
 from narrowgauge.optim.kernel import StepKernel
 from narrowgauge.optim.reconcile import Registry, check_in_use, snapshot_adopted, snapshot_after_step
 from narrowgauge.optim.rules.elementwise import Rule
@@ -203,8 +203,8 @@ class Optimizer(torch.optim.Optimizer):
         self._control = StepControl(self._registry.worth_compiling)
         self.loss_scaler = loss_scaler
         self._stepped = False
-        # Of the last step: whether it was skipped; its states; and where it may be, the largest gradient magnitude of each.
-        self._pending: tuple[Reading | None, list[ParameterState], list[Tensor]] | None = None
+        # Of the last step: whether it was skipped; its states; and what tells whose gradients were finite.
+        self._pending: tuple[Reading | None, list[ParameterState], Finite | None] | None = None
 
     @property
     def loss_scaler(self) -> LossScaler | None:
@@ -312,7 +312,7 @@ class Optimizer(torch.optim.Optimizer):
             self._begin(device)
         gradients = [state.owner.grad for state in states]
         found_inf = getattr(self, "found_inf", None)
-        control, norm, self.watched_grad_norm = self._control(
+        decision = self._control(
             [g for g in gradients if g is not None],
             device,
             max_norm=self.max_grad_norm,
@@ -322,15 +322,14 @@ class Optimizer(torch.optim.Optimizer):
             found_inf=found_inf,
             own=next((g for s, g in zip(states, gradients, strict=True) if s.owner is self.watched), None),
         )
-        self.last_control, self.grad_norm = control, self.grad_norm if norm is None else norm
+        control, norm = decision.control, decision.norm
+        self.last_control, self.watched_grad_norm = control, decision.own_norm
+        self.grad_norm = self.grad_norm if norm is None else norm
         for group, members in work:
             self._advance(group, members, control)
         on_cpu = control.device.type == "cpu"
         may_skip = norm is not None or found_inf is not None
-        # What the host reads later must not keep gradients alive: their largest magnitudes are enough.
-        flagged = may_skip and not on_cpu
-        finite = largest_magnitudes([state.gradient for state in states]) if flagged else []
-        self._pending = (Reading(control[1]) if may_skip else None, states, finite)
+        self._pending = (Reading(control[1]) if may_skip else None, states, decision.finite)
         if on_cpu:
             self.settle()  # nothing to wait for
         for state in states:
@@ -381,11 +380,11 @@ class Optimizer(torch.optim.Optimizer):
         """Finish the last step: read from the device whether it was skipped and what its audit found, and raise alarms."""
         if self._pending is None:
             return
-        (skip, states, norms), self._pending, self.last_audit = self._pending, None, None
+        (skip, states, told), self._pending, self.last_audit = self._pending, None, None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
             names = self.parameter_names()
-            finite = [bool(n.isfinite()) for n in norms] or [bool(s.gradient.isfinite().all()) for s in states]
+            finite = told() if told is not None else [bool(s.gradient.isfinite().all()) for s in states]
             over = [s.owner for s, fine in zip(states, finite, strict=True) if not fine]
             self.last_overflow = [names[parameter] for parameter in over if parameter in names]
             for state in states:
