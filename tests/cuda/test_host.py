@@ -14,10 +14,11 @@ import pytest
 from cuda.lowering import kept_folder
 
 CASES: dict[str, tuple[dict[str, Any], int]] = {
-    "word": ({"storage": "word"}, 7),
+    "word": ({"storage": "word"}, 6),
     "word, clipped": ({"storage": "word", "max_grad_norm": 1.0}, 12),
-    "compact": ({"storage": "compact"}, 11),
-    "stochastic": ({"storage": "stochastic"}, 7),
+    "compact": ({"storage": "compact"}, 10),
+    "compact, clipped": ({"storage": "compact", "max_grad_norm": 1.0}, 16),
+    "stochastic": ({"storage": "stochastic"}, 6),
 }
 """Options of an optimizer, and how many operations a step may give the device."""
 LAYERS = (1, 4)

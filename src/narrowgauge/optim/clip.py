@@ -1,7 +1,8 @@
 """The exact norm of all gradients, clipping by it, and the decision to skip a step.
 
 The two passes of :mod:`narrowgauge.numerics.summation` over every gradient, compiled where gradients are large. The result
-is a property of the gradients' values alone, so clipping cannot make a run depend on the number of ranks or threads.
+is a property of the gradients' values alone, so clipping cannot make a run depend on the number of ranks or threads. What
+follows a pass are chains of operations on few numbers; each chain is one kernel of a GPU.
 """
 
 from __future__ import annotations
@@ -354,20 +355,16 @@ EXAMPLE_ROWS = 1 << 13
 
 def define_grid(device: torch.device) -> Definition:
     """What :func:`grid_of` is compiled from."""
-    rows = EXAMPLE_ROWS
 
-    def given(magnitudes: Tensor) -> list[Tensor]:
-        width = torch.full((), 36, dtype=torch.int64, device=device)
-        return [magnitudes.abs().view(torch.int32).to(torch.int64).to(device), width]
+    def given(largest: Tensor) -> list[Tensor]:
+        return [largest.to(device), torch.full((), 36, dtype=torch.int64, device=device)]
 
-    example = given(torch.linspace(0.0, 1.5, rows, dtype=torch.float32))
-    edges = partial(_edge_numbers, rows)
-    return Definition(_as_bits(grid_of), example, [(0,), ()], edges=lambda: given(edges()))
+    example = given(torch.linspace(0.0, 1.5, EXAMPLE_ROWS, dtype=torch.float32).view(torch.int32).to(torch.int64))
+    return Definition(_as_bits(grid_of), example, [(0,), ()], edges=lambda: given(_edge_bits()))
 
 
 def define_decision(device: torch.device) -> Definition:
     """What :func:`decision_of` is compiled from."""
-    rows = EXAMPLE_ROWS
 
     def given(steps: Tensor, largest: float, options: Sequence[float]) -> list[Tensor]:
         grid = summation.grid_scales(torch.full((), largest, dtype=torch.float32, device=device), 1 << 27)
@@ -375,17 +372,17 @@ def define_decision(device: torch.device) -> Definition:
         return [*steps.to(device), whole, torch.tensor(options, dtype=torch.float32, device="cpu").to(device)]
 
     def edges() -> list[Tensor]:
-        steps = torch.stack([_edge_numbers(rows).view(torch.int32).to(torch.int64) for _ in range(2)])
-        return given(steps, math.inf, (1.0, 1e30, 65536.0, 0.0))
+        return given(torch.stack([_edge_bits(), _edge_bits()]), math.inf, (1.0, 1e30, 65536.0, 0.0))
 
-    steps = torch.arange(2 * rows, dtype=torch.int64).view(2, rows) * 123_456_789
+    steps = torch.arange(2 * EXAMPLE_ROWS, dtype=torch.int64).view(2, -1) * 123_456_789
     return Definition(
         _as_bits(decision_of), given(steps, 0.3, (0.5, math.inf, 8.0, 0.0)), [(0,), (0,), (), ()], edges=edges
     )
 
 
-def _edge_numbers(count: int) -> Tensor:
-    return edge_values(torch.float32, (count,), finite=True).abs()
+def _edge_bits() -> Tensor:
+    """The bits of finite magnitudes, int64 ``[EXAMPLE_ROWS]``."""
+    return edge_values(torch.float32, (EXAMPLE_ROWS,), finite=True).abs().view(torch.int32).to(torch.int64)
 
 
 def _as_bits(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -504,7 +501,7 @@ class StepControl:
         self.loss_scaler: LossScaler | None = None
         self._request: object = None
         self._norm: GradientNorm | None = None
-        self._kept_limits = _Kept(torch.float32)
+        self._kept_limits, self._kept_control = _Kept(torch.float32), _Kept(torch.float32)
 
     def use(self, loss_scaler: LossScaler | None) -> None:
         """Divide gradients by this scaler's scale from now on; before each step it must have scaled a loss."""
@@ -536,6 +533,8 @@ class StepControl:
         """
         scale, is_ours = self._scale_of_loss(gradients, grad_scale, found_inf)
         if max_norm is None and self.loss_scaler is None and skip_above == math.inf:
+            if scale is found_inf is None:
+                return Decision(self._kept_control([1.0, 0.0], device), None, None, None)
             control = control_scalars(None, None, device, scale, found_inf)
             return Decision(control, None, None, None if found_inf is None else _finite_later(gradients, device))
         if self._norm is None:
