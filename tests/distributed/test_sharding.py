@@ -27,7 +27,7 @@ import narrowgauge as ng
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.checksums import fingerprint_all
-from narrowgauge.numerics.update_metrics import UPDATE_SUMS
+from narrowgauge.numerics.update_metrics import KERNEL_SUMS
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.spec.notation import parse_table
 from ranks import run_ranks
@@ -195,7 +195,7 @@ def audited(rank: int, line: Any) -> dict[str, tuple[list[float], int]]:
         net.register_parameter(name, nn.Parameter(value))
     fully_shard(net, mesh=line)
     names = {parameter: name for name, parameter in net.named_parameters()}
-    mine = torch.full((len(UPDATE_SUMS),), rank + 1.0, dtype=torch.float64)
+    mine = torch.full((len(KERNEL_SUMS),), rank + 1.0, dtype=torch.float64)
     noted = [(parameter, mine, rank + 1) for parameter, name in names.items() if rank == 0 or name != "lone"]
     joined = joined_over_ranks(list(names))(noted)
     return {names[parameter]: (sorted(set(sums.tolist())), count) for parameter, sums, count in joined}

@@ -11,8 +11,11 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.update_metrics import (
+    KERNEL_SUMS,
     UPDATE_SUMS,
+    completed,
     edq,
+    imprecision_share,
     lost_fraction,
     noise,
     unseen_fraction,
@@ -23,14 +26,14 @@ from narrowgauge.numerics.update_metrics import (
 from oracles.exact_sums import update_sums as oracle_sums
 from tensors import gaussian
 
-READINGS = (edq, noise, lost_fraction, unseen_fraction, visible_edq)
+READINGS = (edq, noise, lost_fraction, unseen_fraction, visible_edq, imprecision_share)
 
 
 def read(sums: Tensor) -> dict[str, float]:
     return {reading.__name__: reading(sums).item() for reading in READINGS}
 
 
-# -- the eight sums --
+# -- the sums --
 
 
 @pytest.mark.parametrize("chunk", [summation.CHUNK, 7])
@@ -41,7 +44,7 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     got = update_sums(d, e, v)
     expected = oracle_sums(*(x.reshape(-1).tolist() for x in (d, e, v)))
     assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
-    assert got[5:].tolist() == [180.0, 40.0, 80.0] == [float(x) for x in expected[5:]]
+    assert got[5:].tolist() == [180.0, 40.0, 80.0, 200.0] == [float(x) for x in expected[5:]]
     for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
         assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
 
@@ -49,10 +52,10 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_terms_keep_shape_and_dtype_and_sum_to_the_sums() -> None:
     d, e, v = gaussian(3, 50, seed=1), gaussian(3, 50, seed=2), gaussian(3, 50, seed=3)
     terms = update_terms(d, e, v)
-    assert len(terms) == len(UPDATE_SUMS)
+    assert len(terms) == len(KERNEL_SUMS) == len(UPDATE_SUMS) - 1
     assert all(term.dtype == torch.float32 and term.shape == (3, 50) for term in terms)
     summed = torch.stack([term.sum(dtype=torch.float64) for term in terms])
-    torch.testing.assert_close(summed, update_sums(d, e, v), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(summed, update_sums(d, e, v)[: len(KERNEL_SUMS)], rtol=1e-6, atol=1e-5)
 
 
 def test_sums_of_parts_add_up_and_readings_take_any_leading_shape() -> None:
@@ -60,13 +63,13 @@ def test_sums_of_parts_add_up_and_readings_take_any_leading_shape() -> None:
     rows = torch.stack([update_sums(*row) for row in zip(d, e, v, strict=True)])
     torch.testing.assert_close(rows.sum(0), update_sums(d, e, v), rtol=1e-12, atol=1e-12)
     for reading in READINGS:
-        together = reading(rows.reshape(2, 3, 8))
+        together = reading(rows.reshape(2, 3, len(UPDATE_SUMS)))
         assert together.shape == (2, 3) and together.dtype == torch.float64
         assert together.reshape(-1).tolist() == [reading(row).item() for row in rows]
 
 
 def test_sums_of_nothing_are_zero_and_refuse_other_shapes() -> None:
-    assert update_sums(*[torch.empty(0, 3)] * 3).tolist() == [0.0] * 8
+    assert update_sums(*[torch.empty(0, 3)] * 3).tolist() == [0.0] * len(UPDATE_SUMS)
     with pytest.raises(FormatError, match=r"\(2,\), \(2,\), \(3,\)"):
         update_sums(torch.ones(2), torch.ones(2), torch.ones(3))
 
@@ -89,6 +92,7 @@ def test_nothing_is_lost() -> None:
         "lost_fraction": 0.0,
         "unseen_fraction": 0.0,
         "visible_edq": 1.0,
+        "imprecision_share": 0.0,
     }
 
 
@@ -101,6 +105,7 @@ def test_nothing_moves() -> None:
         "lost_fraction": 1.0,
         "unseen_fraction": 1.0,
         "visible_edq": 0.0,
+        "imprecision_share": 1.0,
     }
 
 
@@ -114,7 +119,8 @@ def test_a_tail_keeps_what_the_model_does_not_see_yet() -> None:
 def test_nothing_was_intended() -> None:
     still = torch.zeros(10)
     for sums in (update_sums(still, still, still), update_sums(still, still, torch.ones(10))):
-        assert all(math.isnan(value) for value in read(sums).values())
+        assert all(math.isnan(value) for name, value in read(sums).items() if name != "imprecision_share")
+        assert imprecision_share(sums).item() == 1.0  # which counts what nobody meant to move
 
 
 def test_half_of_each_change_is_taken() -> None:
@@ -130,6 +136,16 @@ def test_only_elements_that_meant_to_move_can_be_lost() -> None:
     v = torch.tensor([0.0, 0.0, 0.0, -0.0, 1.0, 1.0])
     sums = update_sums(d, e, v)
     assert lost_fraction(sums).item() == 0.25 and unseen_fraction(sums).item() == 0.5
+
+
+def test_sums_of_an_earlier_version_do_not_know_the_elements() -> None:
+    d = gaussian(100)
+    old = update_sums(d, d, torch.zeros(100))[:8]
+    assert torch.equal(completed(old)[:8], old) and edq(completed(old)).item() == 1.0
+    assert math.isnan(imprecision_share(completed(old)).item())
+    both = torch.stack([old, old])
+    assert completed(both).shape == (2, len(UPDATE_SUMS))
+    assert torch.equal(completed(update_sums(d, d, d)), update_sums(d, d, d))
 
 
 def test_lost_elements_are_counted_where_their_squares_vanish() -> None:

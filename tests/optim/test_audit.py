@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.numerics.update_metrics import UPDATE_SUMS, update_sums
+from narrowgauge.numerics.update_metrics import KERNEL_SUMS, UPDATE_SUMS, update_sums
 from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
@@ -26,6 +26,10 @@ def steps(edqs: list[float], weight: float = 1.0) -> list[Tensor]:
     return [
         row(dd=weight, de=weight * q, ee=weight * q * q, nonzero=10, lost=10 * (1 - min(1.0, abs(q)))) for q in edqs
     ]
+
+
+def kernel_sums(edq: float) -> Tensor:
+    return steps([edq])[0][: len(KERNEL_SUMS)]
 
 
 def noisy(count: int, mean: float, deviation: float, seed: int) -> list[Tensor]:
@@ -110,8 +114,8 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     names, rows = {healthy: "a", stalling: "b"}, {healthy: STORAGES["word"], stalling: STORAGES["naive"]}
     auditor, raised = Auditor(), []
     for share in [1.0] * 10 + [0.0] * 60 + [1.0] * 40 + [0.0] * 60:
-        auditor.add(healthy, steps([1.0])[0], 64)
-        auditor.add(stalling, steps([share])[0], 64)
+        auditor.add(healthy, kernel_sums(1.0), 64)
+        auditor.add(stalling, kernel_sums(share), 64)
         total = auditor.collect()
         assert total[0] == 2.0 and total[1] == 1.0 + share
         raised += auditor.alarms(names, rows)
@@ -137,7 +141,7 @@ def test_a_rare_arrival_that_has_not_come_yet_is_no_stall(storage: str, stalls: 
 def test_dropped_sums_never_count() -> None:
     (tensor,) = tensors(1)
     auditor = Auditor()
-    auditor.add(tensor, steps([0.0])[0], 64)
+    auditor.add(tensor, kernel_sums(0.0), 64)
     auditor.discard()
     assert not auditor.collect().any() and not auditor.windows
     assert auditor.alarms({}, {}) == []
@@ -150,12 +154,12 @@ def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm() -> None:
     auditor = Auditor()
     auditor.restore(tensor, stalled)
     assert torch.equal(torch.stack(list(auditor.windows[tensor])), stalled)
-    auditor.add(tensor, stalled[0], 64)
+    auditor.add(tensor, kernel_sums(0.0), 64)
     auditor.collect()
     assert auditor.alarms(names, rows) == []
     young = Auditor()
     young.restore(tensor, fresh)
-    young.add(tensor, stalled[0], 64)
+    young.add(tensor, kernel_sums(0.0), 64)
     young.collect()
     assert [a.tensor for a in young.alarms(names, rows)] == ["b"]
 
@@ -169,7 +173,7 @@ def test_many_healthy_tensors_over_a_long_run_raise_nothing() -> None:
     raised = []
     for _ in range(60):
         for tensor in watched:
-            auditor.add(tensor, steps([1.0 + 0.5 * float(torch.randn((), generator=generator))])[0], 64)
+            auditor.add(tensor, kernel_sums(1.0 + 0.5 * float(torch.randn((), generator=generator))), 64)
         auditor.collect()
         raised += auditor.alarms(names, rows)
     assert raised == []
@@ -254,10 +258,23 @@ def test_the_imprecision_share_of_a_part_is_of_that_part() -> None:
         assert readings[f"param {place}"].imprecision_share == pytest.approx(share, abs=0.02 if place == 0 else 1e-9)
 
 
-def test_a_window_from_a_checkpoint_says_no_imprecision_share() -> None:
+def test_a_window_of_an_earlier_version_says_no_imprecision_share() -> None:
     tensor, auditor = torch.zeros(1), Auditor()
-    auditor.restore(tensor, torch.stack(steps([1.0, 1.0])))
-    assert math.isnan(read(auditor.windows[tensor], sum(auditor.counts[tensor])).imprecision_share)
+    auditor.restore(tensor, torch.stack(steps([1.0, 1.0]))[:, :8])
+    reading = read(auditor.windows[tensor])
+    assert math.isnan(reading.imprecision_share) and reading.edq == 1.0
+    auditor.add(tensor, kernel_sums(1.0), 64)
+    auditor.collect()
+    assert math.isnan(read(auditor.windows[tensor]).imprecision_share) and read(auditor.windows[tensor]).edq == 1.0
+
+
+def test_a_saved_window_keeps_its_imprecision_share() -> None:
+    tensor, auditor, resumed = torch.zeros(1), Auditor(), Auditor()
+    auditor.add(tensor, kernel_sums(1.0), 64)
+    auditor.collect()
+    resumed.restore(tensor, torch.stack(list(auditor.windows[tensor])))
+    share = 1 - 10 / 64
+    assert read(auditor.windows[tensor]).imprecision_share == read(resumed.windows[tensor]).imprecision_share == share
 
 
 def test_a_second_moment_that_is_wrong_is_nothing_the_audit_sees() -> None:

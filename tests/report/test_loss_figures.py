@@ -373,7 +373,7 @@ def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -
 
 def test_runs_that_wrote_nothing_make_no_figures(make_run: MakeRun) -> None:
     bare = make_run(steps=0, finished=False)
-    assert comparison_figures(group_runs([bare])) == {"loss": [], "cost": [], "history": [], "ranks": []}
+    assert comparison_figures(group_runs([bare])) == {"loss": [], "cost": [], "storage": [], "history": [], "ranks": []}
 
 
 def test_plotly_reads_tags_in_labels_so_they_are_escaped() -> None:

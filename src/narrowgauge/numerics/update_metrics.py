@@ -1,7 +1,7 @@
 """Metrics of what a narrow format loses of an update.
 
 An optimizer intends a change ``D``; the stored weight changes by ``E``, since ``w + D`` is cut; the visible weight changes
-by ``V``. All metrics follow from eight sums over a tensor (:data:`UPDATE_SUMS`), which add up over steps, tensors and
+by ``V``. All metrics follow from sums over a tensor (:data:`UPDATE_SUMS`), which add up over steps, tensors and
 shards before anything is divided. The first two metrics answer different questions. *EDQ* = ⟨D,E⟩/‖D‖² measures how much
 of the update is stored **on average**: 1 is perfect, 0 is a stall, and stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖
 measures the change that was **not intended**: 0 is perfect, 1 is a stall, and stochastic bfloat16 gives 20. The shares of
@@ -19,16 +19,18 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.summation import flat_chunks
 
-UPDATE_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
-"""The order of the sums of an update: ΣD², ΣD·E, ΣE², ΣD·V, ΣV², and how many elements had D ≠ 0; D ≠ 0 but E = 0;
-D ≠ 0 but V = 0."""
+KERNEL_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
+"""What a kernel sums over the elements of an update: D², D·E, E², D·V, V², and how many had D ≠ 0; D ≠ 0 but E = 0; D ≠ 0
+but V = 0."""
+UPDATE_SUMS = (*KERNEL_SUMS, "elements")
+"""The order of the sums of an update: the kernel's, and the number of elements that they are over, which the host knows."""
 
 _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 _Terms = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
-    """The eight addends of one element each, from D, E and V, for a kernel to sum: in the order of :data:`UPDATE_SUMS`.
+    """The eight addends of one element each, from D, E and V, for a kernel to sum: in the order of :data:`KERNEL_SUMS`.
 
     Invariant: elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so that one kind of register sums
     all eight. Squares below the dtype's range vanish (float32: changes under 1e-23), the counts do not.
@@ -51,23 +53,33 @@ def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
 
 
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """The eight sums of one tensor's update, float64 ``[8]``: the reference for the kernels that compute them on the way.
+    """The sums of one tensor's update, float64 ``[9]``: the reference for the kernels that compute them on the way.
 
     Invariant: products are exact in float64 and summed there, chunk by chunk; counts are exact.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
         >>> update_sums(d, d, torch.zeros(4)).tolist()
-        [6.0, 6.0, 6.0, 0.0, 0.0, 3.0, 0.0, 3.0]
+        [6.0, 6.0, 6.0, 0.0, 0.0, 3.0, 0.0, 3.0, 4.0]
     """
     if not intended.shape == stored.shape == visible.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
         raise FormatError(f"update_sums takes three tensors of one shape, and got {shapes}.")
-    total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64, device=intended.device)
+    total = torch.zeros(len(KERNEL_SUMS), dtype=torch.float64, device=intended.device)
     for parts in flat_chunks(intended, stored, visible):
         d, e, v = (part.double() for part in parts)
         total += torch.stack([term.sum() for term in update_terms(d, e, v)])
-    return total
+    return torch.cat([total, torch.full_like(total[:1], intended.numel())])
+
+
+def completed(sums: Tensor) -> Tensor:
+    """Sums ``[..., n]`` that an earlier version saved, with NaN for those that it did not have yet, ``[..., 9]``.
+
+    Example:
+        >>> completed(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0])).tolist()[-2:]
+        [0.0, nan]
+    """
+    return torch.nn.functional.pad(sums, (0, max(0, len(UPDATE_SUMS) - sums.shape[-1])), value=torch.nan)
 
 
 def edq(sums: Tensor) -> Tensor:
@@ -81,7 +93,7 @@ def edq(sums: Tensor) -> Tensor:
     was intended there is nothing to judge: NaN, not 1, so that it can neither hide nor raise an alarm.
 
     Args:
-        sums: float64 ``[..., 8]``, from kernels or :func:`update_sums`; add those of several steps or tensors first.
+        sums: float64 ``[..., 9]``, from an audit or :func:`update_sums`; add those of several steps or tensors first.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0])
@@ -134,21 +146,21 @@ def unseen_fraction(sums: Tensor) -> Tensor:
     return _ratio(_sum(sums, "unseen"), _sum(sums, "nonzero"))
 
 
-def imprecision_share(sums: Tensor, num_elements: float) -> Tensor:
-    """The share of all ``num_elements`` that left the visible weight as it was: the source's "imprecision percentage".
+def imprecision_share(sums: Tensor) -> Tensor:
+    """The share of all elements that left the visible weight as it was: the source's "imprecision percentage".
 
     It counts elements of which no change was intended as well, and looks at the visible weight even where a low part or a
     tail takes what it does not show; :func:`unseen_fraction` and :func:`lost_fraction` do neither.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
-        >>> imprecision_share(update_sums(d, d, torch.tensor([1.0, 0.0, 0.0, 0.0])), 4).item()
+        >>> imprecision_share(update_sums(d, d, torch.tensor([1.0, 0.0, 0.0, 0.0]))).item()
         0.75
 
     Source:
         Collage, arXiv 2405.03637, §3.2.
     """
-    return 1 - (_sum(sums, "nonzero") - _sum(sums, "unseen")) / num_elements
+    return 1 - _ratio(_sum(sums, "nonzero") - _sum(sums, "unseen"), _sum(sums, "elements"))
 
 
 def visible_edq(sums: Tensor) -> Tensor:

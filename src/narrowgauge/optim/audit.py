@@ -55,7 +55,7 @@ class Reading:
         num_audits: audited steps in the window.
         imprecision_share: the source's "imprecision percentage", 0 to 1: share of *all* elements whose visible weight did not
             change, including elements whose intended update was zero. High is healthy where the storage keeps a tail or a
-            low part. NaN where a window comes from a checkpoint, which does not count elements.
+            low part. NaN where a window comes from a checkpoint of version 0.1, which does not count elements.
     """
 
     edq: float
@@ -115,15 +115,15 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
         "noise": update_metrics.noise(sums),
         "lost_fraction": update_metrics.lost_fraction(sums),
         "unseen_fraction": update_metrics.unseen_fraction(sums),
+        "imprecision_share": update_metrics.imprecision_share(sums),
     }
     return {name: None if bool(torch.isnan(value)) else float(value) for name, value in readings.items()}
 
 
-def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
-    """The metrics of a window of float64 ``[8]`` sums, one per audited step: sums first, ratios after.
+def read(rows: Iterable[Tensor]) -> Reading:
+    """The metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step: sums first, ratios after.
 
-    The error of the EDQ is that of a ratio of sums over the steps (the delta method). ``num_elements`` counts the elements that
-    were audited in all of them, NaN where that is not known.
+    The error of the EDQ is that of a ratio of sums over the steps (the delta method).
     """
     table = torch.stack(list(rows))
     total = table.sum(0)
@@ -142,12 +142,12 @@ def read(rows: Iterable[Tensor], num_elements: float = math.nan) -> Reading:
         float(update_metrics.unseen_fraction(total)),
         float(update_metrics.visible_edq(total)),
         count,
-        float(update_metrics.imprecision_share(total, num_elements)),
+        float(update_metrics.imprecision_share(total)),
     )
 
 
 Noted = tuple[Tensor, Tensor, int]
-"""A tensor, its sums in one step, and the number of elements they are over."""
+"""A tensor, what the kernel summed over it in one step, and the number of elements that this is over."""
 
 
 @dataclass
@@ -160,12 +160,11 @@ class Auditor:
     windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)
     alarmed: dict[Tensor, bool] = field(default_factory=dict)
     fresh: list[Noted] = field(default_factory=list)
-    counts: dict[Tensor, deque[float]] = field(default_factory=dict)
     join: Callable[[list[Noted]], list[Noted]] | None = None
     _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, parameter: Tensor, sums: Tensor, num_elements: int) -> None:
-        """Note one tensor's sums of this step, over so many elements; they may still be on their way from a device."""
+        """Note a kernel's sums of one tensor, over so many elements; they may still be on their way from a device."""
         self.fresh.append((parameter, sums, num_elements))
 
     def discard(self) -> None:
@@ -176,10 +175,10 @@ class Auditor:
         """Move the new sums into the windows and return their total; the host waits here for a device."""
         if not self.fresh:
             return torch.zeros(len(update_metrics.UPDATE_SUMS), dtype=torch.float64)
-        table = torch.stack([sums for _, sums, _ in self.fresh]).cpu()
-        for (parameter, _, count), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
+        counts = torch.tensor([[count] for _, _, count in self.fresh], dtype=torch.float64)
+        table = torch.cat([torch.stack([sums for _, sums, _ in self.fresh]).cpu(), counts], 1)
+        for (parameter, *_), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
             self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)
-            self.counts.setdefault(parameter, deque(maxlen=WINDOW)).append(count)
             self._products.setdefault(parameter, deque(maxlen=WINDOW)).append((dd, de))
         self.fresh.clear()
         return table.sum(0)
@@ -187,14 +186,14 @@ class Auditor:
     def forget(self, parameters: Iterable[Tensor]) -> None:
         gone = set(parameters)
         for parameter in gone:
-            for kept in (self.windows, self.alarmed, self.counts, self._products):
+            for kept in (self.windows, self.alarmed, self._products):
                 kept.pop(parameter, None)
         self.fresh = [noted for noted in self.fresh if noted[0] not in gone]
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
         """Put a saved window back; a tensor that stalls in it raises no second alarm."""
+        rows = update_metrics.completed(rows)
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
-        self.counts[parameter] = deque([math.nan] * len(rows), maxlen=WINDOW)
         self._products[parameter] = deque(((dd, de) for dd, de, *_ in rows.tolist()), maxlen=WINDOW)
         self.alarmed[parameter] = read(rows.unbind(0)).stalls
 
@@ -233,7 +232,7 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Noted]], l
         mine = {parameter: (sums, count) for parameter, sums, count in noted}
         joined: dict[Tensor, tuple[Tensor, int]] = {}
         for groups, members in by_group(parameters):
-            table = torch.zeros(len(members), len(update_metrics.UPDATE_SUMS) + 1, dtype=torch.float64)
+            table = torch.zeros(len(members), len(update_metrics.UPDATE_SUMS), dtype=torch.float64)
             for row, parameter in zip(table, members, strict=True):
                 if parameter in mine:
                     row[:-1], row[-1] = mine[parameter][0].cpu(), mine[parameter][1]
@@ -340,8 +339,8 @@ def audit(optimizer: Audited, model: nn.Module | None = None) -> dict[str, Readi
     }  # one may have left since the last step
     if not windows:
         return {}
-    readings = {names[p]: read(window, sum(auditor.counts[p])) for p, window in windows.items()}
+    readings = {names[p]: read(window) for p, window in windows.items()}
     longest = max(len(w) for w in windows.values())
     # Steps counted from the latest: a tensor that joined late has none for the oldest.
     steps = [torch.stack([w[-k] for w in windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)]
-    return {"": read(steps, sum(sum(auditor.counts[p]) for p in windows)), **readings}
+    return {"": read(steps), **readings}

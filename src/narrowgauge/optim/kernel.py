@@ -24,7 +24,7 @@ from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.numerics.summation import chunk_size
-from narrowgauge.numerics.update_metrics import update_terms
+from narrowgauge.numerics.update_metrics import KERNEL_SUMS, update_terms
 from narrowgauge.optim import codec
 from narrowgauge.optim.codec import Lane, Written
 from narrowgauge.optim.compilation import (
@@ -101,12 +101,12 @@ def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
 
 
 def total_sums(terms: Sequence[Tensor]) -> Tensor:
-    """The audit of one tensor: each term summed in float32 (short pieces, see ``StepKernel.AUDIT``), float64 ``[8]``."""
+    """The audit of one tensor: each term summed in float32 (short pieces, see ``StepKernel.AUDIT``), float64 ``[terms]``."""
     return torch.stack([term.sum() for term in terms]).double()
 
 
 def term_table(terms: Sequence[Tensor]) -> Tensor:
-    """The audit's terms of each word, float64 ``[8, words]``, for callers that sum over segments of them."""
+    """The audit's terms of each word, float64 ``[terms, words]``, for callers that sum over segments of them."""
     return torch.stack(list(terms)).double()
 
 
@@ -133,7 +133,7 @@ def make_step(
 
     Args:
         num_decided: how many float32 tensors ``advance`` takes for each lane.
-        summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.update_metrics.UPDATE_SUMS`) over the words;
+        summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.update_metrics.KERNEL_SUMS`) over the words;
             ``None`` makes a step that is not audited.
         choose: from whether to skip, the old words and the new ones to what is written.
     Returns:
@@ -303,7 +303,7 @@ class WordKernel:
         self._titles = {audited: f"{name} audited={audited}" for audited in (False, True)}
 
     def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
-        """Step tensors of equal shape in place, without gradients; returns the audit's sums, float64 ``[8]``, if ``audited``.
+        """Step tensors of equal shape in place, without gradients; returns the audit's ``KERNEL_SUMS``, float64, if ``audited``.
 
         ``values`` are the float32 scalars of ``CONTROL`` and of the rule; ``seed`` is 0-d int32.
         """
@@ -324,7 +324,7 @@ class WordKernel:
 
     def _run(self, work: Work, values: Tensor, seed: Tensor, audited: bool, is_compiled: bool) -> Tensor | None:
         if not work.words[0].numel():
-            return values.new_zeros(8, dtype=torch.float64) if audited else None
+            return values.new_zeros(len(KERNEL_SUMS), dtype=torch.float64) if audited else None
         run = None
         if is_compiled:
             work, run = self._with_kernel(work, values.device, audited)
@@ -453,7 +453,7 @@ class StepKernel(WordKernel):
         return self.rule.prepare(options, step)
 
     def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
-        """An audited step of a bucket: float64 ``[segments, 8]``."""
+        """An audited step of a bucket: float64 ``[segments, terms]``."""
         if self.compile:
             rows = [self.run(work.piece(s.start, s.stop), values, seed, audited=True) for s in segments]
             return torch.stack([row for row in rows if row is not None])

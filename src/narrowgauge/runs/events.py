@@ -28,6 +28,7 @@ KINDS: dict[str, str] = {
     "rollback": "the run went back to a checkpoint and leaves out the data that led to a spike",
     "first_bad_value": "the operation that made the first value that is not finite, found by replaying the step",
     "lost_updates": "a storage loses part of the updates",
+    "unchanged_weights": "most weights of a storage that keeps nothing beside them stand still, before its EDQ falls",
     "noise": "a storage adds more rounding noise than update",
     "frozen_moments": "second moments no longer follow the gradients",
     "underflow": "a cast rounds much of a tensor to zero",

@@ -133,6 +133,7 @@ _UPDATE = (
     Column("unseen_fraction", "number", "share of intended changes that left the visible weight as it was"),
     Column("update_to_weight", "number", "rms of the visible weight's change over its rms, of the sampled rows"),
     Column("update_to_ulp", "number", "median of the visible weight's change over its spacing, of the sampled rows"),
+    Column("imprecision_share", "number", "share of all elements whose visible weight did not change, over the audit's window"),
 )  # fmt: skip
 _MOMENT = (
     Column("bias", "number", "sum of the stored second moments of the sampled row over that of an exact float32 shadow"),
@@ -164,6 +165,7 @@ def _audit(scope: str, label: str, tag: str) -> tuple[Column, ...]:
         ("noise", "rounding noise relative to the intended update", tag, "", "{:.3f}".format),
         ("lost_fraction", "share of the intended changes that left the stored value as it was", tag, "", share),
         ("unseen_fraction", "share of the intended changes that left the visible weight as it was", "", "", share),
+        ("imprecision_share", "share of all elements whose visible weight did not change", tag, "", share),
     ]
     return tuple(
         Column(name, "number", f"{what}, {scope}", tag=under and f"{under}/{name}", label=label, show=show)

@@ -39,7 +39,7 @@ from narrowgauge.gauges.recording.step_row import StepReader, WatchedOptimizer, 
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
-from narrowgauge.numerics.update_metrics import UPDATE_SUMS
+from narrowgauge.numerics.update_metrics import UPDATE_SUMS, completed
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.optim.optimizers import AdamW
@@ -266,7 +266,7 @@ class Session:
             self.set_compute()
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
-        self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
+        self.audit_total = completed(torch.tensor(state["audit_total"], dtype=torch.float64))
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Path | None = None) -> Session:

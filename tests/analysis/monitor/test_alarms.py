@@ -31,7 +31,7 @@ HEALTHY: Row = {
     "tensor": {"amax": 2.0, "rms": 0.5, "nonfinite": 0, "underflow": 0.002, "overflow": 0.0, "sqnr_db": 31.5, "outlier": 9.0,
                "kurtosis": 6.0, "top_feature": 2.0, "top_to_rest": 0.03},
     "update": {"edq": 1.0, "noise": 0.006, "lost_fraction": 0.0, "unseen_fraction": 0.9, "update_to_weight": 1e-3,
-               "update_to_ulp": 0.2},
+               "update_to_ulp": 0.2, "imprecision_share": 0.9},
     "moment": {"bias": 1.0, "frozen_fraction": 0.02},
     "attention": {"max_logit": 12.0, "entropy": 0.7},
     "logits": {"max": 10.0, "log_z": 8.0},
@@ -87,6 +87,8 @@ SCALED = {"loss_scale": 65536.0}
 # name: recipe, rows of gauges, rows of steps; kind, tensor and step of the one event.
 CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
     "lost-updates": (NAIVE, sampled(update={"edq": 0.3, "noise": 0.84}), [], "lost_updates", WEIGHT, 440),
+    "unchanged-weights": (NAIVE, sampled(update={"edq": 0.95, "lost_fraction": 0.6, "imprecision_share": 0.7}), [],
+                          "unchanged_weights", WEIGHT, 440),
     "noise": (NAIVE, sampled(update={"noise": 20.0}), [], "noise", WEIGHT, 440),
     "frozen-moments": (NAIVE, sampled(moment={"frozen_fraction": 0.9}), [], "frozen_moments", WEIGHT, 440),
     "underflow": (FLOAT8, sampled(output_grad={"underflow": 0.3, "sqnr_db": 4.0}), [], "underflow", f"output_grad:{LAYER}", 420),
@@ -178,6 +180,11 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
         # Stochastic second moments move seldom and are right on average; wide codes of any kind follow.
         (parse("bfloat16/word"), {"moment": {"frozen_fraction": 0.9, "bias": 1.2}}),
         (parse("bfloat16/naive"), {"moment": {"frozen_fraction": 0.4, "bias": 1.2}}),
+        # A tail, a low part or stochastic rounding keeps what a step does not show; what nobody meant to move is not lost.
+        (parse("bfloat16/word"), {"update": {"edq": 0.95, "lost_fraction": 0.6, "imprecision_share": 0.7}}),
+        (parse("bfloat16/collage-plus"), {"update": {"edq": 0.95, "lost_fraction": 0.6, "imprecision_share": 0.7}}),
+        (parse("bfloat16/stochastic"), {"update": {"edq": 0.95, "lost_fraction": 0.9, "imprecision_share": 0.9}}),
+        (NAIVE, {"update": {"edq": 1.0, "lost_fraction": 0.1, "imprecision_share": 0.95}}),
         # What a healthy cast to four bits drops, or cuts off by its power-of-two scale.
         (parse("mxfp4/word"), {"input": {"underflow": 0.74, "overflow": 0.1, "sqnr_db": 12.2}}),
         # Outliers hurt no operand that enters as it is, and massive ones that were always there are no growth.

@@ -46,6 +46,11 @@ class Facts:
         return self.storage is not None and self.storage.weight.rounding == "stochastic"
 
     @property
+    def keeps_remainders(self) -> bool:
+        """Whether what rounding takes from a weight is known to be kept, beside it or on average."""
+        return self.storage is not None and (bool(self.storage.beside) or self.dithers_weights)
+
+    @property
     def rounds_second_moments(self) -> bool:
         """Whether second moments are known to be rounded to nearest: only those freeze."""
         return self.storage is not None and self.storage.exp_avg_sq.rounding == "nearest"
@@ -141,6 +146,8 @@ class Detector:
 
 MIN_SQNR_DB = 8.0
 """Below it, rounding error is more than a sixth of an operand's energy. Healthy casts stay above 12 (four bits, stochastic)."""
+MAX_UNCHANGED = 0.5
+"""Share of weights that stand still in a step: the majority. Normally distributed updates of a weight in one binade still read EDQ 1.00 there."""
 MAX_BIAS = 1.5
 """Factor between second moments and their exact shadow. Unbiased codes of three mantissa bits stay within 1.25."""
 
@@ -168,6 +175,15 @@ CONDITIONS: dict[str, Condition] = {
         f"second moments are rounded to nearest, or differ from their exact shadow by a factor of {MAX_BIAS}: stochastically "
         "rounded moments move seldom, but are right on average",
         lambda metrics, facts: facts.rounds_second_moments or _is_off(metrics.get("bias")),
+    ),
+    "bare": Condition(
+        "nothing keeps what rounding takes from a weight: no tail, master copy or low part, and no stochastic rounding. Most of "
+        f"the intended changes are lost, and the EDQ is still {MIN_EDQ} or more: below, lost_updates is raised",
+        lambda metrics, facts: (
+            not facts.keeps_remainders
+            and (metrics.get("lost_fraction") or 0.0) >= MAX_UNCHANGED
+            and (metrics.get("edq") or 0.0) >= MIN_EDQ
+        ),
     ),
     "drowned": Condition(
         f"the cast's signal-to-noise ratio is below {MIN_SQNR_DB:g} dB",
@@ -199,7 +215,7 @@ SERIOUS: dict[str, str] = {
     "dead_layer": "a part of the model takes memory and time and learns nothing",
     "nonfinite": "every step from here on may be lost",
 }
-"""The kinds of event that need immediate attention, each with the reason. The others (noise, outliers, logits, gradient_spike,
+"""The kinds of event that need immediate attention, each with the reason. The others (unchanged_weights, noise, outliers, logits, gradient_spike,
 growth) may become serious, or cost little; healthy runs with small batches have gradient spikes."""
 
 _GRADIENTS = ("output_grad", "grad")
@@ -218,6 +234,12 @@ _ROWS = (
         message="stores only {value:.0%} of its update (threshold {limit:.0%}); the rest is rounded away",
         advice="Use storage '{storage}', which keeps what this one rounds away.",
         source="EDQ: Yu et al. 2024, Collage (2405.03637); threshold as in the optimizer's audit",
+    ),
+    Detector(
+        "unchanged-weights", "unchanged_weights", "updates.imprecision_share", MAX_UNCHANGED, consecutive=3, condition="bare",
+        message="leaves {value:.0%} of its weights unchanged (threshold {limit:.0%}), and nothing keeps what they did not take",
+        advice="Use storage '{storage}', which keeps what this one rounds away; a smaller learning rate loses more.",
+        source="imprecision percentage: Yu et al. 2024, Collage (2405.03637), section 3.2; threshold: the majority",
     ),
     Detector(
         "noise", "noise", "updates.noise", 10.0, consecutive=3,

@@ -9,6 +9,7 @@ All that a resumed loop needs is in the rows: nothing of the recorder belongs in
 from __future__ import annotations
 
 import itertools
+import math
 import shutil
 import sys
 import time
@@ -427,7 +428,7 @@ class LoopRecord:
         total = torch.zeros(len(UPDATE_SUMS), dtype=torch.float64)
         for row in run.steps:
             if sums := row.get("audit_sums"):
-                total += torch.tensor([sums[name] for name in UPDATE_SUMS], dtype=torch.float64)
+                total += torch.tensor([sums.get(name, math.nan) for name in UPDATE_SUMS], dtype=torch.float64)
         losses = [row["val_loss"] for row in run.evals if row.get("val_loss") is not None]
         return summary_of(
             run.steps,

@@ -73,7 +73,7 @@ class WatchedOptimizer:
         self.scale = 1.0 if scaler is None else float(scaler.scale_tensor)
 
     def read(self, step: int) -> tuple[Row, Tensor | None]:
-        """The columns of the last step, of the optimizer and the narrow layers, and the audit's float64 ``[8]`` sums."""
+        """The columns of the last step, of the optimizer and the narrow layers, and the audit's float64 ``UPDATE_SUMS``."""
         group = self.optimizer.param_groups[0]
         row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
         if self.ours is None:
@@ -107,7 +107,7 @@ class StepReader:
     """Makes the row of each step of a loop from its watched optimizers, to which more may be added.
 
     Attributes:
-        audit_sums: of the last step, float64 ``[8]``; ``None`` where it was not audited.
+        audit_sums: ``UPDATE_SUMS`` of the last step, float64; ``None`` where it was not audited.
     """
 
     def __init__(self, *watched: WatchedOptimizer) -> None:
@@ -176,7 +176,7 @@ def peak_memory_bytes() -> int:
 def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
     """The record of ``summary.json``, from the rows of the run's steps and the ``known`` columns that are not ``None``.
 
-    ``audit_total`` is float64 ``[8]``, the audit's sums over the run.
+    ``audit_total`` is float64, the audit's ``UPDATE_SUMS`` over the run.
     """
     rates = [row["tokens_per_second"] for row in rows if row.get("tokens_per_second") is not None]
     measured = {

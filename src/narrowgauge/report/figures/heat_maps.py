@@ -70,6 +70,12 @@ HEAT_MAPS: dict[str, Metric] = {
         "most tokens are rare. A high share in every row late in training means that updates are too small for the storage.",
         0.0, 1.0,
     ),
+    "unchanged": Metric(
+        "updates", "imprecision_share", "Share of weights left unchanged",
+        "The share of all elements whose visible weight a step left as it was, elements without an update among them. High is "
+        "healthy where a tail, a master copy or a low part keeps what does not show yet.",
+        0.0, 1.0,
+    ),
     "underflow": Metric(
         "tensors", "underflow", "Underflow of the cast",
         "The share of nonzero values that the cast into the matmul rounds to zero. A row is an operand. A row that brightens "
