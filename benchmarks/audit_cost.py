@@ -1,7 +1,7 @@
 """What watching costs: the audit of every 10th step, against no audit.
 
-Claim: the audit's sums are computed by the kernel that steps, over an eighth of each large tensor at a time, so a cycle
-of ten steps costs at most 2 % more with it than without. Cases: one tensor of 32 M elements, and the tensors of a
+Claim: the audit's sums are computed by the kernel that steps, over a thirty-second part of each large tensor at a time, so a
+cycle of ten steps costs at most 2 % more with it than without. Cases: one tensor of 32 M elements, and the tensors of a
 llama-125m; storages ``word`` and ``split``. ``training_speed.py`` gives the same as a share of a training step.
 
 Baseline: the same optimizer with ``audit_every=0``; a round is a cycle of ten steps of each, times are per step.

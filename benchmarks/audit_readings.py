@@ -65,6 +65,7 @@ def row_of(storage: str, beta2: float, lr: float, steps: int, side: int) -> Row:
         "edq": f"{last('updates', 'edq'):.4f}",
         "noise": f"{last('updates', 'noise'):.3f}",
         "lost": f"{last('updates', 'lost_fraction'):.3f}",
+        "lost decay": f"{last('updates', 'lost_decay'):.3f}",
         "unchanged": f"{last('updates', 'imprecision_share'):.3f}",
         "bias": f"{bias:.3f}",
         "frozen": f"{last('moments', 'frozen_fraction'):.3f}",

@@ -42,7 +42,7 @@ TITLES = {
 DIGITS = {
     "step": 0, "loss": 7, "lr": 4, "grad_norm": 5, "tokens": 0, "seconds": 6, "skipped": 0, "saturated": 0, "loss_scale": 9,
     "spike": 0, "edq": 6, "noise": 4, "lost_fraction": 4, "unseen_fraction": 4,
-    "imprecision_share": 4,
+    "imprecision_share": 4, "lost_decay": 4,
 }  # fmt: skip
 """The columns of ``steps.jsonl`` that are stored, with their digits; 0 stores a value as it is."""
 

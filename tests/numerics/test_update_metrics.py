@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -11,11 +12,14 @@ from torch import Tensor
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.update_metrics import (
-    KERNEL_SUMS,
+    CHANGE_SUMS,
+    DECAY_SUMS,
     UPDATE_SUMS,
     completed,
+    decay_terms,
     edq,
     imprecision_share,
+    lost_decay,
     lost_fraction,
     noise,
     unseen_fraction,
@@ -23,6 +27,7 @@ from narrowgauge.numerics.update_metrics import (
     update_terms,
     visible_edq,
 )
+from narrowgauge.spec.significance import FEWEST_SPACINGS
 from oracles.exact_sums import update_sums as oracle_sums
 from tensors import gaussian
 
@@ -44,7 +49,7 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
     got = update_sums(d, e, v)
     expected = oracle_sums(*(x.reshape(-1).tolist() for x in (d, e, v)))
     assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
-    assert got[5:].tolist() == [180.0, 40.0, 80.0, 200.0] == [float(x) for x in expected[5:]]
+    assert got[5:].tolist() == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0] == [float(x) for x in expected[5:]]
     for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
         assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
 
@@ -52,10 +57,10 @@ def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> 
 def test_terms_keep_shape_and_dtype_and_sum_to_the_sums() -> None:
     d, e, v = gaussian(3, 50, seed=1), gaussian(3, 50, seed=2), gaussian(3, 50, seed=3)
     terms = update_terms(d, e, v)
-    assert len(terms) == len(KERNEL_SUMS) == len(UPDATE_SUMS) - 1
+    assert len(terms) == len(CHANGE_SUMS)
     assert all(term.dtype == torch.float32 and term.shape == (3, 50) for term in terms)
     summed = torch.stack([term.sum(dtype=torch.float64) for term in terms])
-    torch.testing.assert_close(summed, update_sums(d, e, v)[: len(KERNEL_SUMS)], rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(summed, update_sums(d, e, v)[: len(CHANGE_SUMS)], rtol=1e-6, atol=1e-5)
 
 
 def test_sums_of_parts_add_up_and_readings_take_any_leading_shape() -> None:
@@ -76,7 +81,7 @@ def test_sums_of_nothing_are_zero_and_refuse_other_shapes() -> None:
 
 @pytest.mark.parametrize("shape", [(), (7,), (8, 2)])
 def test_readings_refuse_vectors_of_another_length(shape: tuple[int, ...]) -> None:
-    for reading in READINGS:
+    for reading in (*READINGS, lost_decay):
         with pytest.raises(FormatError, match=r"dd, de, ee"):
             reading(torch.zeros(shape))
 
@@ -146,6 +151,43 @@ def test_sums_of_an_earlier_version_do_not_know_the_elements() -> None:
     both = torch.stack([old, old])
     assert completed(both).shape == (2, len(UPDATE_SUMS))
     assert torch.equal(completed(update_sums(d, d, d)), update_sums(d, d, d))
+
+
+def decayed(intended: Tensor, stored: Tensor, spacings: float = 1e6) -> Tensor:
+    """Sums of decay alone."""
+    terms = [term.double().sum() for term in decay_terms(intended, stored)]
+    zeros = torch.zeros(len(CHANGE_SUMS), dtype=torch.float64)
+    known = torch.tensor([float(intended.numel()), spacings], dtype=torch.float64)
+    return torch.cat([zeros, torch.stack(terms), known])
+
+
+def test_lost_decay_against_fractions() -> None:
+    assert len(DECAY_SUMS) == len(decay_terms(torch.ones(1), torch.ones(1)))
+    c, t = gaussian(200, seed=5), gaussian(200, seed=6)
+    pairs = [(Fraction(a), Fraction(b)) for a, b in zip(c.tolist(), t.tolist(), strict=True)]
+    exact = 1 - sum((a * b for a, b in pairs), Fraction(0)) / sum((a * a for a, _ in pairs), Fraction(0))
+    assert lost_decay(decayed(c, t)).item() == pytest.approx(float(exact), rel=1e-6)
+    assert [lost_decay(decayed(c, share * c)).item() for share in (1.0, 0.5, 0.0)] == [0.0, 0.5, 1.0]
+
+
+def test_no_decay_or_too_little_of_it_is_not_judged() -> None:
+    c = gaussian(200)
+    assert math.isnan(lost_decay(decayed(0 * c, c)).item())
+    assert math.isnan(lost_decay(decayed(c, c, FEWEST_SPACINGS - 1)).item())
+    assert lost_decay(decayed(c, c, FEWEST_SPACINGS)).item() == 0.0
+
+
+def test_the_fewest_spacings_hold_the_error_that_they_promise() -> None:
+    """Decay of a sixteenth of a spacing, stored with that probability, of weights whose spacings are normally distributed."""
+    generator, count = torch.Generator().manual_seed(1), 16 * FEWEST_SPACINGS
+    readings = []
+    for _ in range(200):
+        spacing = torch.randn(count, generator=generator)
+        arrives = torch.rand(count, generator=generator) < 1 / 16
+        readings.append(lost_decay(decayed(spacing / 16, torch.where(arrives, spacing, 0.0), FEWEST_SPACINGS)).item())
+    found = torch.tensor(readings)
+    assert abs(found.mean()) < 5 * math.sqrt(3 / FEWEST_SPACINGS / 200)
+    assert 0.85 < found.std() / math.sqrt(3 / FEWEST_SPACINGS) < 1.1
 
 
 def test_lost_elements_are_counted_where_their_squares_vanish() -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.numerics.update_metrics import KERNEL_SUMS, UPDATE_SUMS, update_sums
-from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
+from narrowgauge.numerics.update_metrics import KERNEL_SUMS, UPDATE_SUMS, lost_decay, update_sums
+from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Reading, read
+from narrowgauge.optim.kernel import least_decay
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, parameters
@@ -287,6 +294,157 @@ def test_a_second_moment_that_is_wrong_is_nothing_the_audit_sees() -> None:
         optimizer.step()
     assert (optimizer.stored(weight, "exp_avg_sq").double() / exact).median() > 1.1
     assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1.0, abs=1e-3)
+
+
+# ── weight decay ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def lost_decay_of_two(
+    storage: str, rule: Callable[..., Any], lr: float, decay: float, less: float
+) -> tuple[float, float]:
+    """A step's lost decay as audited, and in fractions from two optimizers, the second with ``less`` decay than the first.
+
+    Both begin with the same weights, states and random bits, so what they store differs by what the difference in decay did.
+    """
+    shape = (96, 80)
+    start = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02
+    start = start.to(getattr(torch, STORAGES[storage].visible))
+    pair = []
+    for weight_decay in (decay, decay - less):
+        weight = torch.nn.Parameter(start.clone())
+        optimizer = rule([weight], lr=lr, weight_decay=0.0, storage=storage, audit_every=1, compile=False)
+        for step in range(3):
+            optimizer.param_groups[0]["weight_decay"] = weight_decay if step == 2 else 0.0
+            weight.grad = step_gradients([weight], step, 1e-2)[0]
+            before = optimizer.stored(weight).flatten().tolist() if step else []
+            visible = weight.detach().float().flatten().tolist()
+            optimizer.step()
+        pair.append((before, visible, optimizer.stored(weight).flatten().tolist(), optimizer))
+    (before, visible, after, optimizer), (_, _, without, _) = pair
+    # An element-wise rule reads the leading part of a pair, as the sources' do; a matrix rule gets the whole weight.
+    is_leading = rule in (ng.AdamW, ng.Lion) and STORAGES[storage].weight.parts > 1
+    intended = [-Fraction(lr) * Fraction(less) * Fraction(w) for w in (visible if is_leading else before)]
+    stored = [Fraction(a) - Fraction(b) for a, b in zip(after, without, strict=True)]
+    along = sum((c * t for c, t in zip(intended, stored, strict=True)), Fraction(0))
+    exact = 1 - along / sum((c * c for c in intended), Fraction(0))
+    audited = lost_decay(optimizer.auditor.windows[next(iter(optimizer.auditor.windows))][-1])
+    return audited.item(), float(exact)
+
+
+OTHERS = [(rule, name) for rule in (ng.Lion, ng.Muon, ng.Adafactor, ng.optim.GaLore) for name in ("naive", "kahan")]
+
+
+@pytest.mark.parametrize(
+    ("rule", "storage"),
+    [*((ng.AdamW, name) for name in REPRESENTATIVES), *OTHERS],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_lost_decay_is_what_an_optimizer_without_it_stores_otherwise(storage: str, rule: Callable[..., Any]) -> None:
+    """In fractions, where a step's decay is a 16th of a spacing of bfloat16 or more; powers of two, so that C is exact."""
+    audited, exact = lost_decay_of_two(storage, rule, 2.0**-10, 2.0**-1, 2.0**-1)
+    assert audited == pytest.approx(exact, abs=2e-3)
+
+
+def to_bfloat16(x: Fraction) -> Fraction:
+    """The nearest bfloat16 of a value in its normal range, ties away from zero."""
+    if x == 0:
+        return x
+    exponent = math.frexp(float(abs(x)))[1] - 1
+    spacing = Fraction(2) ** (exponent - 7)
+    steps = math.floor(abs(x) / spacing + Fraction(1, 2))
+    return (steps if x > 0 else -steps) * spacing
+
+
+def test_weak_decay_is_audited_as_a_32nd_of_a_spacing() -> None:
+    """Steps along the gradient, by hand: a decay of 2^-16 of bfloat16 weights is audited as one of 2^-12."""
+    lr, decay, least = 2.0**-10, 2.0**-6, 2.0**-12
+    assert least_decay(STORAGES["naive"]) == least
+    rule = Rule(
+        "along the gradient",
+        (),
+        ("negative_lr", "negative_decay"),
+        lambda group, step: (-group["lr"], -group["lr"] * group["weight_decay"]),
+        lambda w, g, s: (g * s["negative_lr"] + w * s["negative_decay"],),
+        decay="negative_decay",
+    )
+    weight = torch.nn.Parameter((torch.randn(160, 96, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16())
+    gradient = (torch.randn(160, 96, generator=torch.Generator().manual_seed(1)) * 0.04).bfloat16()
+    options = {"lr": lr, "weight_decay": decay}
+    optimizer = Optimizer([weight], rule, options, storage="naive", audit_every=1, compile=False)
+    before, weight.grad = weight.detach().clone(), gradient
+    optimizer.step()
+    intended, stored = [], []
+    for w, g in zip(before.flatten().tolist(), gradient.flatten().tolist(), strict=True):
+        kept = [
+            to_bfloat16(Fraction(float(np.float32(w) + (np.float32(-lr * g) + np.float32(factor * w)))))
+            for factor in (-lr * decay, least - lr * decay)
+        ]
+        intended.append(-Fraction(least) * Fraction(w))
+        stored.append(kept[0] - kept[1])
+    along = sum((c * t for c, t in zip(intended, stored, strict=True)), Fraction(0))
+    exact = 1 - along / sum((c * c for c in intended), Fraction(0))
+    assert 0.1 < exact < 0.9
+    assert ng.audit(optimizer)["param 0"].lost_decay == pytest.approx(float(exact), abs=1e-5)
+
+
+def readings_of_decay(storage: str, lr: float, rule: Callable[..., Any] = ng.AdamW, **options: Any) -> Reading:
+    weight = parameters(storage, [(192, 128)])[0]
+    optimizer = rule([weight], lr=lr, storage=storage, audit_every=1, compile=False, **options)
+    optimizer.on_alarm = lambda alarms: None
+    for step in range(12):
+        weight.grad = step_gradients([weight], step, 1e-2)[0]
+        optimizer.step()
+    return ng.audit(optimizer)["param 0"]
+
+
+def test_decay_is_lost_before_updates_are() -> None:
+    """Heavy tails: a tenth of the gradients is a hundred times as large, so these move, and the decay of all others is lost."""
+    weight = torch.nn.Parameter((torch.randn(192, 128, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16())
+    lost = {}
+    for storage in ("naive", "word", "master"):
+        own = torch.nn.Parameter(weight.detach().clone())
+        optimizer = ng.AdamW([own], lr=3e-4, eps=1e-2, weight_decay=0.1, storage=storage, audit_every=1, compile=False)
+        for step in range(12):
+            own.grad = step_gradients([own], step, 1e-3)[0]
+            own.grad[::10] *= 100
+            optimizer.step()
+        lost[storage] = ng.audit(optimizer)["param 0"]
+    assert lost["naive"].edq > MIN_EDQ and lost["naive"].lost_decay > 0.7
+    assert all(lost[kept].edq > 0.99 and abs(lost[kept].lost_decay) < 0.05 for kept in ("word", "master"))
+
+
+def test_stochastic_rounding_loses_no_decay_on_average() -> None:
+    reading = readings_of_decay("stochastic", 1e-5, weight_decay=0.1)
+    assert abs(reading.lost_decay) < 0.15 and readings_of_decay("naive", 1e-5, weight_decay=0.1).lost_decay > 0.95
+
+
+@pytest.mark.parametrize(
+    ("rule", "options"),
+    [
+        (ng.AdamW, {"weight_decay": 0.0}),
+        (ng.Adam, {"weight_decay": 0.1}),
+        (ng.SGD, {"weight_decay": 0.1}),
+        (ng.optim.GradNormLoRP, {}),
+    ],
+    ids=["no decay", "Adam", "SGD", "GradNormLoRP"],
+)
+def test_decay_that_is_none_or_part_of_the_gradient_is_not_read(
+    rule: Callable[..., Any], options: dict[str, Any]
+) -> None:
+    assert math.isnan(readings_of_decay("naive", 1e-4, rule, **options).lost_decay)
+
+
+def test_a_compiled_kernel_reads_the_decay_of_its_definition() -> None:
+    found = []
+    for compile in (False, True):
+        weight = parameters("naive", [(192, 128)])[0]
+        optimizer = ng.AdamW([weight], lr=1e-5, weight_decay=0.1, storage="naive", audit_every=1, compile=compile)
+        optimizer.on_alarm = lambda alarms: None
+        for step in range(3):
+            weight.grad = step_gradients([weight], step, 1e-2)[0]
+            optimizer.step()
+        found.append(ng.audit(optimizer)["param 0"].lost_decay)
+    assert found[0] == pytest.approx(found[1], abs=1e-4) and found[0] > 0.9
 
 
 # ── whose optimizer it is ───────────────────────────────────────────────────────────────────────────────────────────

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from narrowgauge.report.figures.storage_figures import unchanged_weights, wrong_moments
+from narrowgauge.report.figures.storage_figures import lost_decay, unchanged_weights, wrong_moments
 from narrowgauge.runs.record import Run
 from report.made_pages import group_runs, page_of
 from report.test_loss_figures import mean_of
@@ -23,6 +23,15 @@ def test_unchanged_weights_are_a_curve_over_audited_steps(make_run: MakeRun) -> 
     assert (line["x"], line["y"]) == ([2, 4], [0.25, 0.75])
     assert figure is not None and "tail" in figure.how and figure.layout["yaxis"]["range"] == [0, 1]
     assert unchanged_weights(group_runs([make_run()])) is None
+
+
+def test_lost_decay_is_a_curve_that_may_scatter_below_zero(make_run: MakeRun) -> None:
+    run = make_run("bfloat16/naive", steps=4)
+    for row, share in zip(run.steps, (None, -0.125, None, 0.75), strict=True):
+        row |= {} if share is None else {"lost_decay": share}
+    line = mean_of(lost_decay(group_runs([run])), 0)
+    assert (line["x"], line["y"]) == ([2, 4], [-0.125, 0.75])
+    assert lost_decay(group_runs([make_run(more={"imprecision_share": 0.5})])) is None
 
 
 def test_the_second_moment_that_is_farthest_off_is_named_per_step(make_run: MakeRun) -> None:

@@ -279,7 +279,7 @@ class UpdateMetrics:
             own = readings.get(name)
             audited = (own.edq, own.noise, own.lost_fraction, own.unseen_fraction) if own else (None,) * 4
             sizes_of_step = (None, None) if parameter in released else (change, size)
-            shares = (own.imprecision_share,) if own else (None,)
+            shares = (own.imprecision_share, own.lost_decay) if own else (None, None)
             table[name] = [rounded(value) for value in (*audited, *sizes_of_step, *shares)]
             if own is not None:
                 table[name][0] = rounded(own.edq, keep_nan=True)  # NaN: no update was intended; None: not audited

@@ -18,19 +18,27 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.summation import flat_chunks
+from narrowgauge.spec.significance import FEWEST_SPACINGS
 
-KERNEL_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
-"""What a kernel sums over the elements of an update: D², D·E, E², D·V, V², and how many had D ≠ 0; D ≠ 0 but E = 0; D ≠ 0
-but V = 0."""
-UPDATE_SUMS = (*KERNEL_SUMS, "elements")
-"""The order of the sums of an update: the kernel's, and the number of elements that they are over, which the host knows."""
+CHANGE_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
+"""Sums over the elements of an update: D², D·E, E², D·V, V², and how many had D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
+DECAY_SUMS = ("cc", "ct")
+"""The same of its weight decay, see :func:`decay_terms`: C², C·T; zero where a rule has none that could be told apart."""
+KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
+"""What a kernel sums."""
+HOST_SUMS = ("elements", "spacings")
+"""What the host knows of an audited part: how many elements it has, and to how many spacings of the stored weights their decay
+comes, at least."""
+UPDATE_SUMS = (*KERNEL_SUMS, *HOST_SUMS)
+"""The order of the sums of an update."""
 
 _PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
 _Terms = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
-    """The eight addends of one element each, from D, E and V, for a kernel to sum: in the order of :data:`KERNEL_SUMS`.
+    """The eight addends of one element each, from D, E and V, for a kernel to sum: in the order of
+    :data:`CHANGE_SUMS`.
 
     Invariant: elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so that one kind of register sums
     all eight. Squares below the dtype's range vanish (float32: changes under 1e-23), the counts do not.
@@ -52,32 +60,48 @@ def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> _Terms:
     )
 
 
+def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """The two addends of one element each, from C and T, in the order of :data:`DECAY_SUMS`.
+
+    C = −lr · wd · w is the part of D that is decoupled weight decay. T is the part of E that there would not be without it: what
+    the store keeps of D, less what it would have kept of D − C at the same random bits. Both are of one element and one step, so
+    the difference is decay's alone, whatever the gradient's part does. Where C is weaker than a 32nd of the stored spacing, it
+    is taken to be that 32nd to a 16th (:func:`narrowgauge.optim.kernel.least_decay`).
+
+    Example:
+        >>> [term.item() for term in decay_terms(torch.tensor(-2.0), torch.tensor(-1.0))]
+        [4.0, 2.0]
+    """
+    return intended * intended, intended * stored
+
+
 def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
-    """The sums of one tensor's update, float64 ``[9]``: the reference for the kernels that compute them on the way.
+    """The sums of one tensor's update without decay, float64 ``[12]``: the reference for kernels, which compute them on the way.
 
     Invariant: products are exact in float64 and summed there, chunk by chunk; counts are exact.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
         >>> update_sums(d, d, torch.zeros(4)).tolist()
-        [6.0, 6.0, 6.0, 0.0, 0.0, 3.0, 0.0, 3.0, 4.0]
+        [6.0, 6.0, 6.0, 0.0, 0.0, 3.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
     """
     if not intended.shape == stored.shape == visible.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
         raise FormatError(f"update_sums takes three tensors of one shape, and got {shapes}.")
-    total = torch.zeros(len(KERNEL_SUMS), dtype=torch.float64, device=intended.device)
+    total = torch.zeros(len(CHANGE_SUMS), dtype=torch.float64, device=intended.device)
     for parts in flat_chunks(intended, stored, visible):
         d, e, v = (part.double() for part in parts)
         total += torch.stack([term.sum() for term in update_terms(d, e, v)])
-    return torch.cat([total, torch.full_like(total[:1], intended.numel())])
+    known = torch.tensor([0.0, 0.0, intended.numel(), 0.0], dtype=torch.float64, device=intended.device)
+    return torch.cat([total, known])
 
 
 def completed(sums: Tensor) -> Tensor:
-    """Sums ``[..., n]`` that an earlier version saved, with NaN for those that it did not have yet, ``[..., 9]``.
+    """Sums ``[..., n]`` that an earlier version saved, with NaN for those that it did not have yet, ``[..., 12]``.
 
     Example:
         >>> completed(torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0, 0.0])).tolist()[-2:]
-        [0.0, nan]
+        [nan, nan]
     """
     return torch.nn.functional.pad(sums, (0, max(0, len(UPDATE_SUMS) - sums.shape[-1])), value=torch.nan)
 
@@ -93,7 +117,7 @@ def edq(sums: Tensor) -> Tensor:
     was intended there is nothing to judge: NaN, not 1, so that it can neither hide nor raise an alarm.
 
     Args:
-        sums: float64 ``[..., 9]``, from an audit or :func:`update_sums`; add those of several steps or tensors first.
+        sums: float64 ``[..., 12]``, from an audit or :func:`update_sums`; add those of several steps or tensors first.
 
     Example:
         >>> d = torch.tensor([1.0, 1.0])
@@ -161,6 +185,22 @@ def imprecision_share(sums: Tensor) -> Tensor:
         Collage, arXiv 2405.03637, §3.2.
     """
     return 1 - _ratio(_sum(sums, "nonzero") - _sum(sums, "unseen"), _sum(sums, "elements"))
+
+
+def lost_decay(sums: Tensor) -> Tensor:
+    """1 − ⟨C,T⟩/‖C‖²: the share of the intended weight decay that the store does not take, on average.
+
+    Invariant: 0 when all of it is stored, 1 when none is; near 0 for an unbiased stochastic cut, and for a cut to the nearest
+    where the gradient's part of the update moves each weight across several spacings, which spreads the remainders evenly. NaN
+    where there is no decay, and where it comes to fewer than ``FEWEST_SPACINGS``: few roundings tell nothing.
+
+    Example:
+        >>> sums = torch.tensor([0.0] * 8 + [4.0, 1.0, 1000.0, 1000.0])
+        >>> lost_decay(sums).item()
+        0.75
+    """
+    share = 1 - _ratio(_sum(sums, "ct"), _sum(sums, "cc"))
+    return torch.where(_sum(sums, "spacings") >= FEWEST_SPACINGS, share, torch.nan)
 
 
 def visible_edq(sums: Tensor) -> Tensor:

@@ -56,6 +56,9 @@ class Reading:
         imprecision_share: the source's "imprecision percentage", 0 to 1: share of *all* elements whose visible weight did not
             change, including elements whose intended update was zero. High is healthy where the storage keeps a tail or a
             low part. NaN where a window comes from a checkpoint of version 0.1, which does not count elements.
+        lost_decay: share of the intended weight decay that was not stored, 0 to 1 but for noise: 1 − ⟨C,T⟩/‖C‖² with C = −lr·wd·w
+            and T what decay changed in the stored value (:func:`narrowgauge.numerics.update_metrics.decay_terms`). NaN where
+            nothing decays, where decay is part of the gradient (:class:`narrowgauge.Adam`), and in windows of too few elements.
     """
 
     edq: float
@@ -66,6 +69,7 @@ class Reading:
     visible_edq: float
     num_audits: int
     imprecision_share: float = math.nan
+    lost_decay: float = math.nan
 
     @property
     def stalls(self) -> bool:
@@ -116,6 +120,7 @@ def figures_of(sums: Tensor) -> dict[str, float | None]:
         "lost_fraction": update_metrics.lost_fraction(sums),
         "unseen_fraction": update_metrics.unseen_fraction(sums),
         "imprecision_share": update_metrics.imprecision_share(sums),
+        "lost_decay": update_metrics.lost_decay(sums),
     }
     return {name: None if bool(torch.isnan(value)) else float(value) for name, value in readings.items()}
 
@@ -143,11 +148,12 @@ def read(rows: Iterable[Tensor]) -> Reading:
         float(update_metrics.visible_edq(total)),
         count,
         float(update_metrics.imprecision_share(total)),
+        float(update_metrics.lost_decay(total)),
     )
 
 
-Noted = tuple[Tensor, Tensor, int]
-"""A tensor, what the kernel summed over it in one step, and the number of elements that this is over."""
+Noted = tuple[Tensor, Tensor, tuple[float, ...]]
+"""A tensor, what the kernel summed over it in one step (``KERNEL_SUMS``, or the first of them), and the ``HOST_SUMS``."""
 
 
 @dataclass
@@ -163,9 +169,12 @@ class Auditor:
     join: Callable[[list[Noted]], list[Noted]] | None = None
     _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
 
-    def add(self, parameter: Tensor, sums: Tensor, num_elements: int) -> None:
-        """Note a kernel's sums of one tensor, over so many elements; they may still be on their way from a device."""
-        self.fresh.append((parameter, sums, num_elements))
+    def add(self, parameter: Tensor, sums: Tensor, num_elements: int, spacings: float = 0.0) -> None:
+        """Note a kernel's sums of one tensor, which may still be on their way from a device, over so many elements.
+
+        ``spacings``: to how many of its weights' their decay comes.
+        """
+        self.fresh.append((parameter, sums, (float(num_elements), spacings)))
 
     def discard(self) -> None:
         """Discard the sums of this step, which was skipped."""
@@ -175,8 +184,8 @@ class Auditor:
         """Move the new sums into the windows and return their total; the host waits here for a device."""
         if not self.fresh:
             return torch.zeros(len(update_metrics.UPDATE_SUMS), dtype=torch.float64)
-        counts = torch.tensor([[count] for _, _, count in self.fresh], dtype=torch.float64)
-        table = torch.cat([torch.stack([sums for _, sums, _ in self.fresh]).cpu(), counts], 1)
+        known = torch.tensor([counts for _, _, counts in self.fresh], dtype=torch.float64)
+        table = torch.cat([torch.stack([_filled(sums) for _, sums, _ in self.fresh]).cpu(), known], 1)
         for (parameter, *_), row, (dd, de, *_) in zip(self.fresh, table, table.tolist(), strict=True):
             self.windows.setdefault(parameter, deque(maxlen=WINDOW)).append(row)
             self._products.setdefault(parameter, deque(maxlen=WINDOW)).append((dd, de))
@@ -222,6 +231,11 @@ def is_stochastic(storage: Storage) -> bool:
     return storage.weight.rounding == "stochastic"
 
 
+def _filled(sums: Tensor) -> Tensor:
+    """``KERNEL_SUMS`` of a kernel that may have left out the last of them, which are then zero."""
+    return torch.nn.functional.pad(sums, (0, len(update_metrics.KERNEL_SUMS) - len(sums)))
+
+
 def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Noted]], list[Noted]]:
     """For ``Auditor.join``: what adds up the sums of parameters whose elements are shared out over ranks.
 
@@ -229,16 +243,19 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Noted]], l
     """
 
     def join(noted: list[Noted]) -> list[Noted]:
-        mine = {parameter: (sums, count) for parameter, sums, count in noted}
-        joined: dict[Tensor, tuple[Tensor, int]] = {}
+        mine = {parameter: (sums, counts) for parameter, sums, counts in noted}
+        joined: dict[Tensor, tuple[Tensor, tuple[float, ...]]] = {}
+        own = len(update_metrics.KERNEL_SUMS)
         for groups, members in by_group(parameters):
             table = torch.zeros(len(members), len(update_metrics.UPDATE_SUMS), dtype=torch.float64)
             for row, parameter in zip(table, members, strict=True):
                 if parameter in mine:
-                    row[:-1], row[-1] = mine[parameter][0].cpu(), mine[parameter][1]
+                    sums, counts = mine[parameter]
+                    row[:own], row[own:] = _filled(sums).cpu(), torch.tensor(counts, dtype=torch.float64)
             device = local_of(members[0]).device if members else table.device
             table = add_up(table.to(device), groups, "sum").cpu()
-            joined |= {p: (row[:-1], int(row[-1])) for p, row in zip(members, table, strict=True) if row[-1] > 0}
+            rows = zip(members, table, strict=True)
+            joined |= {p: (row[:own], tuple(row[own:].tolist())) for p, row in rows if row[own] > 0}
         return [(parameter, *joined[parameter]) for parameter in parameters if parameter in joined]
 
     return join

@@ -24,7 +24,7 @@ from narrowgauge.numerics.edge_values import with_nan
 from narrowgauge.numerics.expansions import Expansion, nearest_even_bits
 from narrowgauge.numerics.rounding import quiet
 from narrowgauge.numerics.summation import chunk_size
-from narrowgauge.numerics.update_metrics import KERNEL_SUMS, update_terms
+from narrowgauge.numerics.update_metrics import CHANGE_SUMS, DECAY_SUMS, decay_terms, update_terms
 from narrowgauge.optim import codec
 from narrowgauge.optim.codec import Lane, Written
 from narrowgauge.optim.compilation import (
@@ -97,6 +97,60 @@ def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
     return advance
 
 
+Decay = Callable[[Lane, Sequence[Tensor], Scalars, Tensor, Written], tuple[Tensor, Tensor]]
+"""The weight decay of one lane's step: ``(lane, decided, scalars, seed, written) -> (intended, stored)``, see
+:func:`narrowgauge.numerics.update_metrics.decay_terms`."""
+
+
+def least_decay(storage: Storage) -> float:
+    """The share of a weight that is a 32nd to a 16th of its stored spacing; weaker decay is audited as if it were this.
+
+    A spacing arrives whole or not at all, so a decay of a thousandth of one would have to be watched over a million elements. By
+    itself a 16th is still rounded away; what arrives of it does by the gradient's part of the update, as of weaker decay.
+    """
+    return 1 / (32 * storage.weight.spacings)
+
+
+def _audited_decay(factor: Tensor, storage: Storage) -> Tensor:
+    """Of a step's factor, -lr · weight_decay, what is audited: 0 where there is no decay."""
+    return torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
+
+
+def decay_by(rule: Rule, storage: Storage) -> Decay | None:
+    """The decay of an element-wise rule: the step is taken again without it, of which a compiler computes only what differs."""
+    if not rule.decay:
+        return None
+    step = ARITHMETICS[storage.arithmetic]
+
+    def decay(
+        lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor, written: Written
+    ) -> tuple[Tensor, Tensor]:
+        factor = scalars[rule.decay]
+        audited = _audited_decay(factor, storage)
+        without = step(rule, storage, lane, {**scalars, rule.decay: factor - audited}, seed)
+        return codec.read(storage, lane, ()).weight * audited, written.changes[1] - without.changes[1]
+
+    return decay
+
+
+NEGATIVE_DECAY = "negative_decay"
+"""The scalar of a matrix rule's write, by which its audit knows the decay: −lr · wd."""
+
+
+def decay_decided(storage: Storage) -> Decay:
+    """The decay of a rule that has run already: the change is written again without it."""
+
+    def decay(
+        lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor, written: Written
+    ) -> tuple[Tensor, Tensor]:
+        old = codec.read(storage, lane, ())
+        intended = codec.read_weight(storage, lane) * _audited_decay(scalars[NEGATIVE_DECAY], storage)
+        without = codec.write(storage, lane, old, decided[0] - intended, {}, seed)
+        return intended, written.changes[1] - without.changes[1]
+
+    return decay
+
+
 # ── the step of a whole tensor ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -127,6 +181,7 @@ def make_step(
     *,
     num_decided: int = 0,
     summarize: Summarize | None = None,
+    decay: Decay | None = None,
     choose: Callable[[Tensor, Tensor, Tensor], Tensor] = torch.where,
 ) -> Step:
     """The step of a whole tensor, in words: reads and writes the planes in place.
@@ -135,6 +190,7 @@ def make_step(
         num_decided: how many float32 tensors ``advance`` takes for each lane.
         summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.update_metrics.KERNEL_SUMS`) over the words;
             ``None`` makes a step that is not audited.
+        decay: what the audit reads of weight decay; ``None`` leaves those terms out.
         choose: from whether to skip, the old words and the new ones to what is written.
     Returns:
         ``step(*words, *scales, *decided, values, seed, *outputs) -> Tensor``. The words are int32: the parts of the weight,
@@ -157,12 +213,15 @@ def make_step(
         weights = codec.lanes_of_weight(visible, words[:parts])
         gradients = codec.lanes_of_weight(visible, words[parts : 2 * parts])
         fields = codec.by_lane(storage, words[2 * parts :])
-        done = []
+        done, decayed = [], []
         for k in lanes:
             part = k // codec.per_word(storage)
             scales = {name: pairs[index * parts + part] for index, name in enumerate(scaled)}
             given = decided[k * num_decided : (k + 1) * num_decided]
-            done.append(advance(Lane(weights[k], gradients[k], fields[k], scales), given, numbers, seed))
+            lane = Lane(weights[k], gradients[k], fields[k], scales)
+            done.append(advance(lane, given, numbers, seed))
+            if summarize is not None and decay is not None:
+                decayed.append(decay_terms(*decay(lane, given, numbers, seed, done[k])))
         new = codec.words_of_weight(visible, [d.visible for d in done])
         new += codec.join_lanes(storage, [d.fields for d in done])
         skip = numbers["skip"] != 0
@@ -170,7 +229,9 @@ def make_step(
             output.copy_(choose(skip, old, value))
         if summarize is None:
             return values.new_zeros(0)
-        terms = [update_terms(*d.changes) for d in done]
+        terms: list[tuple[Tensor, ...]] = [update_terms(*d.changes) for d in done]
+        if decay is not None:
+            terms = [(*some, *more) for some, more in zip(terms, decayed, strict=True)]
         return summarize([sum(some[1:], some[0]) for some in zip(*terms, strict=True)])
 
     return step
@@ -291,13 +352,15 @@ class WordKernel:
         scalars: Sequence[str] = (),
         *,
         num_decided: int = 0,
+        decay: Decay | None = None,
         compile: bool,
     ) -> None:
         self.storage, self.compile = storage, compile
+        self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if decay is not None else 0)
         self.parts, self.num_decided, self.num_scalars = codec.num_parts(storage), num_decided, len(scalars)
         # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
-        self._definition = partial(make_step, storage, advance, scalars, num_decided=num_decided)
+        self._definition = partial(make_step, storage, advance, scalars, num_decided=num_decided, decay=decay)
         self._plain = self._definition()
         self._audited = self._definition(summarize=total_sums)
         self._titles = {audited: f"{name} audited={audited}" for audited in (False, True)}
@@ -324,7 +387,7 @@ class WordKernel:
 
     def _run(self, work: Work, values: Tensor, seed: Tensor, audited: bool, is_compiled: bool) -> Tensor | None:
         if not work.words[0].numel():
-            return values.new_zeros(len(KERNEL_SUMS), dtype=torch.float64) if audited else None
+            return values.new_zeros(self.num_sums, dtype=torch.float64) if audited else None
         run = None
         if is_compiled:
             work, run = self._with_kernel(work, values.device, audited)
@@ -444,13 +507,18 @@ class StepKernel(WordKernel):
 
     def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
         name = f"{rule.name} {storage!r} {rule_source(rule)}"
-        super().__init__(name, storage, advance_by(rule, storage), rule.scalars, compile=compile)
+        decay = decay_by(rule, storage)
+        super().__init__(name, storage, advance_by(rule, storage), rule.scalars, decay=decay, compile=compile)
         self.rule = rule
         self._by_word = self._definition(summarize=term_table)
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
         """The rule's scalars for the step of this number, under a param group's options."""
         return self.rule.prepare(options, step)
+
+    def decay(self, options: Mapping[str, Any]) -> float:
+        """The share of each weight by which a step's decay shrinks it, 0 where it cannot be told from the gradient."""
+        return float(options["lr"]) * float(options["weight_decay"]) if self.rule.decay else 0.0
 
     def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """An audited step of a bucket: float64 ``[segments, terms]``."""
@@ -487,13 +555,19 @@ class MatrixKernel(WordKernel):
 
     def __init__(self, rule: MatrixRule, storage: Storage, *, compile: bool) -> None:
         names = tuple(state for state, _ in storage.states)
-        advance = write_decided(storage, names)
-        super().__init__(f"write {names} {storage!r}", storage, advance, num_decided=1 + len(names), compile=compile)
+        advance, scalars = write_decided(storage, names), (NEGATIVE_DECAY,) if rule.decays else ()
+        decay = decay_decided(storage) if rule.decays else None
+        title = f"write {names} {scalars} {storage!r}"
+        super().__init__(title, storage, advance, scalars, num_decided=1 + len(names), decay=decay, compile=compile)
         self.rule = rule
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """None: the rule reads its options itself."""
-        return ()
+        """What the audit reads: the rule reads its options itself."""
+        return (-self.decay(options),) if self.rule.decays else ()
+
+    def decay(self, options: Mapping[str, Any]) -> float:
+        """As of :meth:`StepKernel.decay`."""
+        return float(options["lr"]) * float(options["weight_decay"]) if self.rule.decays else 0.0
 
     def compiles_for(self, device: torch.device) -> bool:
         return self.compile and device.type != "cpu"

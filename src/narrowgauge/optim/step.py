@@ -21,7 +21,7 @@ from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.shards import gathered, own_part
 from narrowgauge.optim import codec
 from narrowgauge.optim.audit import Auditor, audited_parts
-from narrowgauge.optim.kernel import MatrixKernel, StepKernel, Work
+from narrowgauge.optim.kernel import MatrixKernel, StepKernel, Work, least_decay
 from narrowgauge.optim.row_bounds import bound_rows, rescaled, set_scales
 from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState
 
@@ -116,7 +116,7 @@ class Stepper:
     def _step_audited_bucket(self, bucket: Bucket, numbers: Numbers) -> None:
         rows = bucket.kernel.run_bucket(bucket.work, numbers.values, numbers.seed, bucket.segments())
         for member, sums in zip(bucket.members, rows, strict=True):
-            self.auditor.add(member.owner, sums, member.parameter.numel())
+            self._note(member, sums, member.parameter.numel())
 
     def _step_audited(self, state: ParameterState, work: Work, numbers: Numbers) -> None:
         turn = (state.step + 1) // self.audit_every
@@ -126,7 +126,7 @@ class Stepper:
             sums = state.kernel.run(work.piece(part.start, part.stop), numbers.values, numbers.seed, audited=watched)
             if sums is not None:
                 length = max(1, first.shape[0])
-                self.auditor.add(state.owner, sums, state.parameter.numel() * (part.stop - part.start) // length)
+                self._note(state, sums, state.parameter.numel() * (part.stop - part.start) // length)
 
     def _step_pieces(self, state: ParameterState, numbers: Numbers) -> None:
         total: list[Tensor] = []
@@ -136,7 +136,13 @@ class Stepper:
                 write_back(words, piece)
             total += [] if sums is None else [sums]
         if total:
-            self.auditor.add(state.owner, torch.stack(total).sum(0), state.parameter.numel())
+            self._note(state, torch.stack(total).sum(0), state.parameter.numel())
+
+    def _note(self, state: ParameterState, sums: Tensor, num_elements: int) -> None:
+        """Give the auditor a kernel's sums over so many elements of a parameter, and what the host knows of them."""
+        decay = state.kernel.decay(self.group)
+        audited = max(decay, least_decay(state.storage)) if decay else 0.0
+        self.auditor.add(state.owner, sums, num_elements, num_elements * audited * state.storage.weight.spacings)
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -182,7 +188,7 @@ class Stepper:
             done += count
             total += [] if sums is None else [sums]
         if total and state.parameter.numel():
-            self.auditor.add(state.owner, torch.stack(total).sum(0), state.parameter.numel())
+            self._note(state, torch.stack(total).sum(0), state.parameter.numel())
 
 
 def _in_lanes(state: ParameterState, values: Tensor) -> list[Tensor]:

@@ -29,6 +29,7 @@ KINDS: dict[str, str] = {
     "first_bad_value": "the operation that made the first value that is not finite, found by replaying the step",
     "lost_updates": "a storage loses part of the updates",
     "unchanged_weights": "most weights of a storage that keeps nothing beside them stand still, before its EDQ falls",
+    "lost_decay": "a storage loses most of the weight decay",
     "noise": "a storage adds more rounding noise than update",
     "frozen_moments": "second moments no longer follow the gradients",
     "underflow": "a cast rounds much of a tensor to zero",

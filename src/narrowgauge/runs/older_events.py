@@ -11,7 +11,8 @@ from narrowgauge.runs.schema import Row
 _ONE_DETECTOR = {
     "lost_updates": "lost-updates", "noise": "noise", "frozen_moments": "frozen-moments", "underflow": "underflow",
     "overflow": "overflow", "logits": "logit-drift", "loss_spike": "loss-spike", "gradient_spike": "gradient-spike",
-    "unchanged_weights": "unchanged-weights", "loss_climb": "loss-climb", "straggler": "straggler", "first_bad_value": "replay",
+    "unchanged_weights": "unchanged-weights", "lost_decay": "lost-decay", "loss_climb": "loss-climb",
+    "straggler": "straggler", "first_bad_value": "replay",
 }  # fmt: skip
 """Kinds of events that one detector raised."""
 

@@ -134,6 +134,7 @@ _UPDATE = (
     Column("update_to_weight", "number", "rms of the visible weight's change over its rms, of the sampled rows"),
     Column("update_to_ulp", "number", "median of the visible weight's change over its spacing, of the sampled rows"),
     Column("imprecision_share", "number", "share of all elements whose visible weight did not change, over the audit's window"),
+    Column("lost_decay", "number", "share of the intended weight decay that the storage did not take, over the audit's window"),
 )  # fmt: skip
 _MOMENT = (
     Column("bias", "number", "sum of the stored second moments of the sampled row over that of an exact float32 shadow"),
@@ -166,6 +167,7 @@ def _audit(scope: str, label: str, tag: str) -> tuple[Column, ...]:
         ("lost_fraction", "share of the intended changes that left the stored value as it was", tag, "", share),
         ("unseen_fraction", "share of the intended changes that left the visible weight as it was", "", "", share),
         ("imprecision_share", "share of all elements whose visible weight did not change", tag, "", share),
+        ("lost_decay", "share of the intended weight decay that was not stored", tag, "", share),
     ]
     return tuple(
         Column(name, "number", f"{what}, {scope}", tag=under and f"{under}/{name}", label=label, show=show)

@@ -1,4 +1,4 @@
-"""Student's t, and the EDQ below which updates count as lost: shared by the comparison of seeds and the audit of steps."""
+"""Student's t, and where updates and decay count as lost: shared by the comparison of seeds and the audit of steps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from functools import lru_cache
 
 MIN_EDQ = 0.9
 """A storage whose effective descent quality lies below this loses its updates."""
+MAX_LOST_DECAY = 0.5
+"""A storage that loses at least this share of the weight decay loses most of it."""
+FEWEST_SPACINGS = 400
+"""Of how many spacings of its weights the decay of a tensor must be, all elements and steps together, before its share is read.
+
+A spacing arrives whole or not at all. Where decay arrives on average, the share's standard error over ``n`` spacings is at most
+``√(3 / n)`` for normally distributed weights: 0.09."""
 
 
 @lru_cache(maxsize=256)

@@ -58,6 +58,11 @@ class Code:
         """Bits of each part."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
+    @property
+    def spacings(self) -> float:
+        """How many of its spacings every normal value is, at least; of an expansion, of the spacings of its last part."""
+        return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
+
     def part(self, place: int) -> Code:
         """The code of one part of an expansion; the leading part is at ``place`` 0."""
         return replace(self, hold=False) if place and self.hold else self

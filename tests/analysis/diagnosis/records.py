@@ -23,6 +23,8 @@ _UPDATE = {
     "noise": 0.01,
     "lost_fraction": 0.0,
     "unseen_fraction": 0.9,
+    "imprecision_share": 0.9,
+    "lost_decay": 0.0,
     "update_to_weight": 1e-3,
     "update_to_ulp": 0.2,
 }

@@ -8,7 +8,8 @@ from torch import nn
 
 import narrowgauge as ng
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, metric_of
+from narrowgauge.spec.significance import MAX_LOST_DECAY
 
 ROWS, WIDTH, MET = 96, 32, 24
 """Rows of an embedding, their length, and how many of them the batches hold."""
@@ -42,7 +43,7 @@ def test_most_weights_that_stand_still_are_told_though_the_edq_is_good(storage: 
     (event,) = [event for event in events if event.kind == "unchanged_weights"]
     assert (event.tensor, event.threshold) == ("weight", 0.5) and event.value is not None and event.value > 0.7
     assert "'word'" in event.advice and event.step <= 20
-    assert rows[-1]["updates"]["weight"][0] > 0.95
+    assert (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
 
 
 @pytest.mark.parametrize("storage", ["word", "master", "exact", "kahan", "collage-plus", "stochastic", "float32"])
@@ -50,4 +51,17 @@ def test_what_is_kept_beside_the_weight_is_no_alarm(storage: str) -> None:
     events, rows = run(storage)
     assert [event.kind for event in events] == []
     # The number itself is as high: it counts what the model sees.
-    assert storage == "float32" or rows[-1]["updates"]["weight"][6] > 0.7
+    share, lost = (metric_of(rows[-1], "updates", "weight", name) for name in ("imprecision_share", "lost_decay"))
+    assert share is not None and (storage == "float32" or share > 0.7)
+    assert lost is not None and abs(lost) < 0.25
+
+
+@pytest.mark.parametrize("storage", ["naive", "no-master"])
+def test_decay_that_is_lost_is_told_though_updates_survive(storage: str) -> None:
+    events, rows = run(storage)
+    (event,) = [event for event in events if event.kind == "lost_decay"]
+    assert (
+        (event.tensor, event.threshold) == ("weight", MAX_LOST_DECAY) and event.value is not None and event.value > 0.6
+    )
+    assert "'word'" in event.advice and (metric_of(rows[-1], "updates", "weight", "edq") or 0.0) > 0.95
+    assert run(storage, weight_decay=0.0)[0] == []  # what nobody meant to move is not lost

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from narrowgauge.spec.computes import fallback_of
-from narrowgauge.spec.significance import MIN_EDQ
+from narrowgauge.spec.significance import MAX_LOST_DECAY, MIN_EDQ
 from narrowgauge.spec.storages import Storage
 
 Metrics = Mapping[str, float | None]
@@ -147,7 +147,8 @@ class Detector:
 MIN_SQNR_DB = 8.0
 """Below it, rounding error is more than a sixth of an operand's energy. Healthy casts stay above 12 (four bits, stochastic)."""
 MAX_UNCHANGED = 0.5
-"""Share of weights that stand still in a step: the majority. Normally distributed updates of a weight in one binade still read EDQ 1.00 there."""
+"""Share of weights that stand still in a step: the majority. Normally distributed updates of weights in one binade still read
+an EDQ of 1.00 there."""
 MAX_BIAS = 1.5
 """Factor between second moments and their exact shadow. Unbiased codes of three mantissa bits stay within 1.25."""
 
@@ -215,8 +216,9 @@ SERIOUS: dict[str, str] = {
     "dead_layer": "a part of the model takes memory and time and learns nothing",
     "nonfinite": "every step from here on may be lost",
 }
-"""The kinds of event that need immediate attention, each with the reason. The others (unchanged_weights, noise, outliers, logits, gradient_spike,
-growth) may become serious, or cost little; healthy runs with small batches have gradient spikes."""
+"""The kinds of event that need immediate attention, each with the reason. The others (unchanged_weights, lost_decay, noise,
+outliers, logits, gradient_spike, growth) may become serious, or cost little; healthy runs with small batches have gradient
+spikes."""
 
 _GRADIENTS = ("output_grad", "grad")
 _WORTSMAN = "Wortsman et al. 2023, Small-scale proxies for large-scale Transformer training instabilities (2309.14322)"
@@ -240,6 +242,12 @@ _ROWS = (
         message="leaves {value:.0%} of its weights unchanged (threshold {limit:.0%}), and nothing keeps what they did not take",
         advice="Use storage '{storage}', which keeps what this one rounds away; a smaller learning rate loses more.",
         source="imprecision percentage: Yu et al. 2024, Collage (2405.03637), section 3.2; threshold: the majority",
+    ),
+    Detector(
+        "lost-decay", "lost_decay", "updates.lost_decay", MAX_LOST_DECAY, consecutive=3,
+        message="loses {value:.0%} of its weight decay (threshold {limit:.0%}); rounding takes it even where updates survive",
+        advice="Use storage '{storage}', which keeps it: weights that do not decay grow, and updates move them less.",
+        source="Yu et al. 2024, Collage (2405.03637), section 4: decay vanishes in bfloat16; threshold: the larger part",
     ),
     Detector(
         "noise", "noise", "updates.noise", 10.0, consecutive=3,

@@ -37,6 +37,8 @@ class Rule:
             :func:`narrowgauge.numerics.expansions.sqrt`.
         squares: those of the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
+        decay: name of the scalar by which the change contains the weight itself, -lr · weight_decay: decoupled weight decay.
+            The audit steps again with 0 in its place. Empty where there is none, or where it goes through the states.
         expanded: the update in the arithmetic of expansions where a source defines one; ``None`` runs ``update`` in it.
         reduces: from a param group's options to the rule that keeps fewer states and takes the same steps under them, or
             ``None`` for this one. Called at every step, as long as a parameter has none of the states that are saved.
@@ -64,6 +66,7 @@ class Rule:
     coupled: bool = False
     expanded: Callable[..., tuple[Any, ...]] | None = None
     reduces: Callable[[Mapping[str, Any]], Rule | None] | None = None
+    decay: str = ""
 
     def under(self, group: Mapping[str, Any], kept: Collection[str] = ()) -> Rule:
         """The rule that steps a parameter under a group's options: this one, or the one that it reduces to.
@@ -122,6 +125,7 @@ ADAMW = Rule(
     _adamw_scalars,
     _adamw,
     expanded=published_adamw,
+    decay="negative_decay",
 )
 ADAM = Rule("adam", ("exp_avg", "exp_avg_sq"), (*_ADAM_SCALARS, "weight_decay"), _adam_l2_scalars, _adam, coupled=True)
 
@@ -183,6 +187,7 @@ LION = Rule(
     ("one_minus_beta1", "one_minus_beta2", "negative_lr", "negative_decay"),
     _lion_scalars,
     _lion,
+    decay="negative_decay",
 )
 
 RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, PLAIN_SGD, LION)}

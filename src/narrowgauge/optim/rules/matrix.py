@@ -65,12 +65,14 @@ class MatrixRule:
             shape (two dims or more), the number of the step from 1, and the change to add to the weight. Nothing given is
             written to; a state that did not change may come back as the same tensor.
         defaults: the group's options. ``betas`` and ``eps`` are also AdamW's, for parameters that are no matrices.
+        decays: whether the change ends in ``- lr · weight_decay · weight``: decoupled weight decay, which the audit tells apart.
     """
 
     name: str
     states: Callable[[tuple[int, ...], Options], dict[str, MatrixState]]
     update: Update
     defaults: Options
+    decays: bool = False
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -350,6 +352,7 @@ MUON = MatrixRule(
         "ns_dtype": "bfloat16",
         "adjust_lr_fn": None,
     },
+    decays=True,
 )
 ADAFACTOR = MatrixRule(
     "adafactor",
@@ -367,8 +370,9 @@ ADAFACTOR = MatrixRule(
         "scale_parameter": True,
         "relative_step": True,
     },
+    decays=True,
 )
-GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25})
+GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25}, decays=True)
 GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, {**_SUBSPACE, "scale": 1.0})
 
 MATRIX_RULES = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}

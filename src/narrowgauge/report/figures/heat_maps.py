@@ -76,6 +76,12 @@ HEAT_MAPS: dict[str, Metric] = {
         "healthy where a tail, a master copy or a low part keeps what does not show yet.",
         0.0, 1.0,
     ),
+    "decay": Metric(
+        "updates", "lost_decay", "Share of weight decay that is lost",
+        "The share of the intended weight decay that the storage did not take. A row near 1 does not decay at all, and its "
+        "weights grow; this happens in bfloat16 while EDQ is still near 1, since decay is far smaller than an update.",
+        0.0, 1.0,
+    ),
     "underflow": Metric(
         "tensors", "underflow", "Underflow of the cast",
         "The share of nonzero values that the cast into the matmul rounds to zero. A row is an operand. A row that brightens "

@@ -1,7 +1,8 @@
-"""The figures of what a storage did to a run: weights that stand still, and second moments that are wrong.
+"""The figures of what a storage did to a run: weights that stand still, decay that is lost, second moments that are wrong.
 
-The audit's EDQ is a share of what the optimizer *intended*, and that follows from the moments as they are stored. These two say
-what it cannot: how many weights the model sees unchanged, and whether the moments themselves are right.
+The audit's EDQ is a share of what the optimizer *intended*, of all of it together, and that follows from the moments as they are
+stored. These figures say what it cannot: how many weights the model sees unchanged, whether decay, which is far smaller than
+the rest of an update, arrives too, and whether the moments themselves are right.
 """
 
 from __future__ import annotations
@@ -31,6 +32,23 @@ def unchanged_weights(groups: Sequence[Group]) -> Figure | None:
         f"{dash_overlapping(curves, data, layout)}"
     )
     return Figure("unchanged-weights", "Weights that a step leaves unchanged", how, data, layout)
+
+
+def lost_decay(groups: Sequence[Group]) -> Figure | None:
+    """The share of weight decay that was not stored, over steps."""
+    curves = [curve_of(group, group.lines("steps", "lost_decay")) for group in groups]
+    data = traces_of(curves, name="lost decay")
+    if not data:
+        return None
+    layout = layout_of("step", "share of the decay")
+    layout["yaxis"] |= {"tickformat": ".3~p", "autorangeoptions": {"include": [0, 1]}}
+    how = (
+        "The share of the intended weight decay that the storage did not take, over all tensors, on audited steps: 0 where all "
+        "arrives, 1 where none does. It is read by storing each update with and without its decay. A single step scatters; only "
+        "a level counts. Half lost or more over a window raises lost_decay."
+        f"{dash_overlapping(curves, data, layout)}"
+    )
+    return Figure("lost-decay", "Weight decay that is lost", how, data, layout)
 
 
 def wrong_moments(groups: Sequence[Group]) -> Figure | None:
