@@ -124,7 +124,7 @@ class WeightNormalised:
 
 @dataclass
 class ReleasedWeightNormalised:
-    """What the authors' released optimizer does, by its description: it trains copies.
+    """What ``WeightNormGaLoreAdamW`` of the authors' release does, by its description: it trains copies.
 
     Direction and length are cloned from the weight at the first step and stepped from then on, but the line that would
     rebuild the weight from them is commented out. ``reconstruct=True`` puts it back.

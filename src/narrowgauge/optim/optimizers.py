@@ -439,7 +439,13 @@ class GradNormLoRP(_InSubspace):
 
     Invariant: a gradient along a column changes its length alone, one across it its direction alone; decay acts on lengths. A
     length that passes through zero comes out with its direction turned round, and a column of zeros takes its first step
-    as it comes. (The authors' released optimizer leaves weights unchanged: its last step is commented out.)
+    as it comes.
+
+    The authors' release (commit 66c8e76) has two optimizers under that name. ``LowRankWeightNormAdamW`` of its fine-tuning
+    command trains: it writes the weight back (``LowRankWeightNormAdamW.py``, line 171). Its lengths are of rows, and begin each
+    step as those of the directions (lines 101 to 104), so that their steps do not add up. ``WeightNormGaLoreAdamW`` of its
+    pre-training command trains copies: the line that would rebuild the weight is a comment (``wadamw.py``, line 126), and only
+    decay changes it.
 
     Args:
         params, weight_decay: as in :class:`Muon`.

@@ -158,7 +158,7 @@ def _torchao(entry: Entry, kind: str, group: Entry, whose: str) -> Tensor:
     Source: torchao 0.18, ``optim/subclass_8bit.py``, ``subclass_4bit.py``, ``subclass_fp8.py``, ``quant_utils.py``.
     """
     value = entry.get(kind)
-    if not isinstance(value, InertTensor):  # tensors of fewer than 4096 values are not quantized
+    if not isinstance(value, InertTensor):  # of fewer than 4096 values, or of no whole number of blocks: not quantized
         return _plain(entry, kind, group, whose)
     parts = value.__dict__
     codes, scales = parts["codes"], parts["scale"]
