@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -20,8 +21,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.experts import IMPLEMENTATION, GroupedLinear
+from narrowgauge.matmul.inference import QuantizedExperts, inference_bytes, quantize_for_inference
+from narrowgauge.matmul.outlier_search import find_outlier_columns, missed_outliers
 from narrowgauge.matmul.swapping import swap_experts, swap_linears
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, stored_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -30,6 +33,7 @@ SHAPE = {
     "num_key_value_heads": 2, "num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16,
 }  # fmt: skip
 EXPERTS = "model.layers.0.mlp.experts"
+OUTLIER_ROWS = ("int8-outlier+threshold=2", "int8-outlier-codes+threshold=2")
 
 
 def mixtral(dtype: torch.dtype = torch.bfloat16) -> MixtralForCausalLM:
@@ -69,7 +73,7 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         assert (ours.grad - theirs.grad).norm() <= 0.01 * theirs.grad.norm()
 
 
-@pytest.mark.parametrize("row", ["float8-row", "int8-row", "float8-tensor", "int8-outlier"])
+@pytest.mark.parametrize("row", ["float8-row", "int8-row", "float8-tensor", *OUTLIER_ROWS])
 def test_a_token_gets_the_weighted_sum_of_what_its_experts_layers_say(row: str) -> None:
     model = mixtral()
     experts, linears = model.model.layers[0].mlp.experts, swap_experts(model, row)
@@ -199,3 +203,93 @@ def test_experts_that_cannot_be_swapped_are_refused() -> None:
     spread.model.layers[0].mlp.experts._is_expert_parallel = True
     with pytest.raises(RecipeError, match="expert parallelism"):
         swap_experts(spread, "float8-row")
+
+
+# ── quantized for inference ─────────────────────────────────────────────────────────────────────────────────────────────
+
+ONLY_EXPERTS = ("*self_attn*", "lm_head")
+
+
+def gpt_oss() -> GptOssForCausalLM:
+    """Experts with biases, whose weights are stored ``[experts, in, out]``."""
+    torch.manual_seed(0)
+    model = GptOssForCausalLM(GptOssConfig(**SHAPE)).bfloat16()
+    for layer in model.model.layers:
+        for name in ("gate_up_proj", "down_proj"):
+            nn.init.normal_(getattr(layer.mlp.experts, name), std=0.2)
+            nn.init.normal_(getattr(layer.mlp.experts, f"{name}_bias"), std=0.2)
+    return model
+
+
+@pytest.mark.parametrize("make", [mixtral, gpt_oss])
+@pytest.mark.parametrize("row", ["int8-row", "float8-block", *OUTLIER_ROWS])
+def test_quantized_experts_give_what_they_gave_in_training(row: str, make: Any) -> None:
+    trained, model = make(), make()
+    swap_experts(trained, row)
+    columns = {"outlier_columns": "all"} if row == OUTLIER_ROWS[0] else {}
+    quantize_for_inference(model, row, keep=ONLY_EXPERTS, **columns)
+    x, chosen, shares = routed()
+    with torch.no_grad():
+        expected, found = (each.model.layers[0].mlp.experts(x, chosen, shares) for each in (trained, model))
+        assert torch.equal(found, expected)
+        assert torch.equal(model(tokens()).logits, trained(tokens()).logits)
+    weights = {name: own for name, own in make().named_parameters() if name.endswith("_proj") and "experts" in name}
+    assert len(weights) == 4 and not weights.keys() & model.state_dict().keys()
+    size = inference_bytes(model)
+    stacks = [own.transpose(1, 2) if make is gpt_oss else own for own in weights.values()]
+    # What is kept of a projection names its columns once, and counts once.
+    kept = [each.shape[2] if columns else 0 for each in stacks]
+    after = sum(
+        len(w) * stored_bytes(COMPUTES[row.partition("+")[0]], *w.shape[1:], k) - 4 * k * (len(w) - 1) + 8 * bool(k)
+        for w, k in zip(stacks, kept, strict=True)
+    )
+    assert size.before - size.after == sum(own.nbytes for own in weights.values()) - after
+
+
+def test_calibration_sees_the_inputs_of_experts_and_leaves_them_as_they_were() -> None:
+    model = mixtral()
+    before, config = model(tokens()).logits, model.model.layers[0].mlp.experts.config
+    row = OUTLIER_ROWS[0].replace("=2", "=1.5")
+    found = find_outlier_columns(model, [tokens()], row, keep=ONLY_EXPERTS)
+    assert sorted(found) == [
+        f"model.layers.{k}.mlp.experts.{own}" for k in (0, 1) for own in ("down_proj", "gate_up_proj")
+    ]
+    assert model.model.layers[0].mlp.experts.config is config and torch.equal(model(tokens()).logits, before)
+    assert not any("narrow" in name for name, _ in model.named_modules())
+    assert any(found.values())
+    trained = mixtral()
+    swap_experts(trained, row)
+    assert find_outlier_columns(trained, [tokens()], row, keep=ONLY_EXPERTS).keys() == found.keys()
+    with torch.no_grad():
+        first = f"{EXPERTS}.gate_up_proj"
+        for columns, missed in ((found, 0), ({}, len(found[first]))):
+            quantized = quantize_for_inference(mixtral(), row, keep=ONLY_EXPERTS, outlier_columns=columns)
+            quantized(tokens())
+            # A column is missed once for each expert whose tokens have an outlier there.
+            counted = missed_outliers(quantized)[first]
+            assert missed <= counted <= missed * SHAPE["num_local_experts"], columns
+
+
+def test_quantized_experts_are_saved_loaded_and_have_no_gradient() -> None:
+    model = quantize_for_inference(mixtral(), OUTLIER_ROWS[0], outlier_columns={f"{EXPERTS}.down_proj": [3, 40]})
+    own = model.model.layers[0].mlp.experts.narrow.down_proj
+    assert isinstance(own, QuantizedExperts) and own.outlier_weights.shape == (6, 32, 2)
+    weights = mixtral().model.layers[0].mlp.experts.down_proj
+    assert torch.equal(own.dequantize()[:, :, [3, 40]], weights[:, :, [3, 40]].float())
+    other = quantize_for_inference(mixtral(), OUTLIER_ROWS[0], outlier_columns={})
+    other.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        logits = model(tokens()).logits
+        assert torch.equal(other(tokens()).logits, logits)
+        assert torch.equal(pickle.loads(pickle.dumps(model))(tokens()).logits, logits)
+    x, chosen, shares = routed()
+    with pytest.raises(RecipeError, match="no gradients"):
+        model.model.layers[0].mlp.experts(x.requires_grad_(), chosen, shares).sum().backward()
+
+
+def test_projections_that_are_kept_stay() -> None:
+    model = quantize_for_inference(mixtral(), keep=("*.gate_up_proj", "lm_head"))
+    experts = model.model.layers[1].mlp.experts
+    assert set(experts.narrow) == {"down_proj"} and set(experts._parameters) == {"gate_up_proj"}
+    with torch.no_grad():
+        assert model(tokens()).logits.isfinite().all()

@@ -6,6 +6,7 @@ import copy
 import pickle
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,17 +18,18 @@ from transformers.pytorch_utils import Conv1D
 
 import expectations
 from narrowgauge.errors import FormatError, RecipeError
-from narrowgauge.matmul import layer_matmuls
+from narrowgauge.matmul import inference, layer_matmuls
 from narrowgauge.matmul.inference import (
     QuantizedLinear,
     cast_quantized,
+    count_missed_outliers,
     inference_bytes,
     multiply_quantized,
-    quantize_for_inference,
 )
+from narrowgauge.matmul.outlier_search import find_outlier_columns, missed_outliers
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import padded, quantize
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, stored_bytes
 from oracles.linear import ROUNDING, product
 from tensors import same_bits
 
@@ -36,6 +38,14 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SERVED = [name for name, row in expectations.COMPUTES.items() if "served" in row.has and not name.endswith("-e5m2")]
 """The forward of a row with gradients in e5m2 is that of the row without."""
 IN, OUT = 168, 40  # whole blocks of neither 32 nor 128
+KEEPING = "int8-outlier"
+
+
+def quantize_for_inference(model: nn.Module, row: Any = "int8-outlier-codes", **options: Any) -> Any:
+    """The function, with all columns in 16 bits where the row must know which."""
+    if row == KEEPING:
+        options.setdefault("outlier_columns", "all")
+    return inference.quantize_for_inference(model, row, **options)
 
 
 def holder(dtype: torch.dtype = torch.bfloat16, bias: bool = True) -> nn.ModuleDict:
@@ -67,7 +77,7 @@ def test_the_output_is_that_of_the_layer_in_training(row: str, dtype: torch.dtyp
     trained, model = holder(dtype), holder(dtype)
     swap_linears(trained, row)
     quantize_for_inference(model, row)
-    x = inputs(3, 7, dtype=dtype)
+    x = inputs(3, 7, dtype=dtype, outliers=6 if dtype == torch.bfloat16 or row != KEEPING else 0)
     y = model["fc"](x)
     assert y.dtype == dtype and torch.equal(y, trained["fc"](x))
     quantize_for_inference(trained, row)  # a narrow layer is taken as a plain one is
@@ -94,7 +104,8 @@ def test_the_output_is_the_product_of_what_the_codes_stand_for(row: str, outlier
     # Scaled and rounded; emulated, the sum was rounded before the scales.
     steps = [2.0**-24] * 3 + [ROUNDING[torch.bfloat16]]
     allowed = main.off(matmul.bound(IN), steps if "int8" in row else [ROUNDING[torch.bfloat16], *steps])
-    thin = product(x[:, columns], weight[:, columns].bfloat16())
+    met = holder(bias=False)["fc"].weight.detach() if row == KEEPING else weight
+    thin = product(x[:, columns], met[:, columns].bfloat16())
     exact = main.value + thin.value
     if columns.any():
         allowed += thin.off(IN * 2.0**-23, []) + ROUNDING[torch.bfloat16] * (exact.abs() + allowed)
@@ -148,7 +159,8 @@ def test_saved_and_loaded_it_gives_the_same_bits(row: str, tmp_path: Path) -> No
     model = quantize_for_inference(tiny_llama(), row)
     state = model.state_dict()
     own = {name.rpartition(".")[2] for name in state if "q_proj" in name}
-    assert own == {"weight_codes", "weight_scales"} and not any(name[-12:] == "_proj.weight" for name in state)
+    kept = {"outlier_columns", "outlier_weights"} if row == KEEPING else set()
+    assert own == {"weight_codes", "weight_scales"} | kept and not any(name[-12:] == "_proj.weight" for name in state)
     save_file(state, tmp_path / "model.safetensors")
     other = quantize_for_inference(tiny_llama(seed=1), row)
     with torch.no_grad():
@@ -260,7 +272,10 @@ def test_the_operators_say_their_shapes_truly(row: str) -> None:
     checks = {"test_utils": ("test_schema", "test_faketensor") if "int8" in row else ("test_faketensor",)}
     torch.library.opcheck(cast_quantized, (x, row), **checks)
     weight = (layer.weight_codes, layer.weight_scales, layer.bias.detach())
-    torch.library.opcheck(multiply_quantized, (*cast_quantized(x, row), x, *weight, row), **checks)
+    kept = layer.kept[:2] if row == KEEPING else ()
+    torch.library.opcheck(multiply_quantized, (*cast_quantized(x, row), x, *weight, row, *kept), **checks)
+    if kept:
+        torch.library.opcheck(count_missed_outliers, (layer.missed.clone(), x, kept[0], row))
 
 
 def test_tied_weights_are_quantized_once_and_an_embedding_keeps_its_own() -> None:
@@ -313,7 +328,8 @@ def test_what_cannot_be_served_is_refused() -> None:
         "num_local_experts": 2,
     }
     mixture = MixtralForCausalLM(MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=2))
-    with pytest.raises(RecipeError, match=r"experts.*keep = \[\"lm_head\", \"\*\.experts\"\]"):
+    mixture.model.layers[0].mlp.experts._is_expert_parallel = True
+    with pytest.raises(RecipeError, match=r"experts.* are sharded by expert parallelism"):
         quantize_for_inference(mixture)
     assert type(mixture.model.layers[0].self_attn.q_proj) is nn.Linear
     quantize_for_inference(mixture, keep=("lm_head", "*.experts"))
@@ -321,9 +337,130 @@ def test_what_cannot_be_served_is_refused() -> None:
 
 
 def test_a_row_of_ones_own_is_served_by_its_name() -> None:
-    own = replace(COMPUTES["int8-outlier"], name="mine")
+    own = replace(COMPUTES["int8-outlier-codes"], name="mine")
     own = replace(own, output=replace(own.output, left=replace(own.output.left, outliers=3.0)))
     x = inputs(6)
     model = quantize_for_inference(holder(), own)["fc"]
     assert layer_matmuls.REGISTERED["mine"] is own
     assert not torch.equal(model(x), quantize_for_inference(holder())["fc"](x))
+
+
+# ── weights of outlier columns in 16 bits ───────────────────────────────────────────────────────────────────────────────
+
+
+def kept(columns: list[int], dtype: torch.dtype = torch.bfloat16, row: str = KEEPING) -> Any:
+    """The layer with some columns in 16 bits."""
+    return quantize_for_inference(holder(dtype), row, outlier_columns={"fc": columns})["fc"]
+
+
+def test_columns_that_were_kept_are_in_16_bits_others_come_from_codes_and_are_counted() -> None:
+    x, weight = inputs(9, outliers=6), holder()["fc"].weight.detach()
+    by_codes = quantize_for_inference(holder())["fc"]
+    rounded = by_codes.dequantize()
+    model = kept([10, 5, 6, 100, 5])  # of 5 … 10, which hold the outliers; 100 does not
+    assert model.outlier_columns.tolist() == [5, 6, 10, 100]
+    assert same_bits(model.outlier_weights, weight[:, [5, 6, 10, 100]])
+    met = rounded.bfloat16()
+    met[:, [5, 6, 10]] = weight[:, [5, 6, 10]]
+    rest = by_codes(torch.where((x.abs() >= 6).any(0), 0, x))
+    expected = rest + x[:, 5:11] @ met[:, 5:11].t()
+    y = model(x)
+    assert (y - expected).abs().max() <= 2**-6 * expected.abs().max()
+    exact = rest.double() + x[:, 5:11].double() @ met[:, 5:11].double().t()
+    assert ((y.double() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-20 * expected.abs().max()).all()
+    assert missed_outliers(nn.ModuleDict({"fc": model})) == {"fc": 3}
+    model(x[:, :])
+    assert int(model.missed) == 6
+    assert torch.equal(kept([])(x), by_codes(x)) and torch.equal(kept(list(range(5, 11)))(x), kept(list(range(IN)))(x))
+
+
+def test_what_is_stored_is_what_the_table_says_to_the_byte() -> None:
+    for row in SERVED:
+        model = quantize_for_inference(holder(bias=False), row)
+        assert inference_bytes(model).after == stored_bytes(COMPUTES[row], OUT, IN, IN if row == KEEPING else 0) + 8 * (
+            row == KEEPING
+        ), row
+    some = nn.ModuleDict({"fc": kept([1, 2, 3])})
+    assert inference_bytes(some) == (
+        2 * IN * OUT + 2 * OUT,
+        stored_bytes(COMPUTES[KEEPING], OUT, IN, 3) + 2 * OUT + 8,
+    )
+
+
+def test_calibration_finds_the_columns_that_the_layers_will_call_outliers() -> None:
+    model = tiny_llama()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.input_layernorm.weight[[3, 9]] *= 100
+    found = find_outlier_columns(model, [tokens(), {"input_ids": tokens()[:, :5]}], keep=("lm_head", "*.mlp.*"))
+    assert len(found) == 8 and not any("mlp" in name or "lm_head" in name for name in found)
+    assert found["model.layers.0.self_attn.q_proj"] == found["model.layers.1.self_attn.k_proj"] == [3, 9]
+    quantize_for_inference(model, KEEPING, keep=("lm_head", "*.mlp.*"), outlier_columns=found)
+    with torch.no_grad():
+        model(tokens())
+        assert set(missed_outliers(model).values()) == {0} and len(missed_outliers(model)) == 8
+    usual, many = (
+        find_outlier_columns(tiny_llama(), [tokens()], f"int8-outlier{word}") for word in ("", "+threshold=0.5")
+    )
+    assert not any(usual.values()) and sum(map(len, many.values())) > 100
+
+
+def test_a_model_that_keeps_other_columns_takes_the_saved_ones() -> None:
+    source, x = kept([5, 7, 9]), inputs(4, outliers=6)
+    with torch.device("meta"):
+        empty = nn.ModuleDict({"fc": nn.Linear(IN, OUT, dtype=torch.bfloat16)})
+    inference.quantize_for_inference(empty, KEEPING)
+    empty["fc"].load_state_dict(source.state_dict(), assign=True)
+    other = kept([1])
+    other.load_state_dict(source.state_dict())
+    y = source(x)
+    for loaded in (empty["fc"], other):
+        assert torch.equal(loaded(x), y) and int(loaded.missed) == 3
+        assert loaded.outlier_columns.tolist() == [5, 7, 9]
+    assert torch.equal(pickle.loads(pickle.dumps(source))(x), y) and torch.equal(copy.deepcopy(source)(x), y)
+
+
+def test_compiled_it_counts_what_is_missed_too() -> None:
+    model, x = kept([5]), inputs(6, outliers=3)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        y = compiled(x)
+        assert int(model.missed) == 2 and torch.equal(y, model(x)) and int(model.missed) == 4
+    assert compiled(x).requires_grad and int(model.missed) == 6
+
+
+def test_a_change_of_dtype_leaves_the_kept_weights_alone() -> None:
+    model = kept([5, 6], torch.float32)
+    before = model.outlier_weights.clone()
+    assert before.dtype == torch.bfloat16
+    model.half().float()
+    assert same_bits(model.outlier_weights, before) and model.outlier_columns.dtype == torch.int32
+    model.load_state_dict(kept([5, 6]).state_dict(), strict=False)
+    assert same_bits(model.outlier_weights, before)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "message"),
+    [
+        (KEEPING, None, r"keeps the weights of outlier columns in 16 bits.*find_outlier_columns"),
+        (KEEPING, "most", r"outlier_columns = 'most'.*It is 'all'"),
+        (KEEPING, {"fd": [1]}, r"'fd', which is not quantized.*'fc'"),
+        (KEEPING, {"fc": [IN]}, rf"'fc' has {IN} columns, and outlier column {IN} was given"),
+        (KEEPING, {"fc": [-1]}, r"outlier column -1"),
+        ("int8-outlier-codes", {"fc": [1]}, r"stores no weights in 16 bits"),
+        ("int8-row", "all", r"stores no weights in 16 bits"),
+    ],
+)
+def test_outlier_columns_that_make_no_sense_are_refused(row: str, columns: Any, message: str) -> None:
+    plain = holder()
+    with pytest.raises(RecipeError, match=message):
+        inference.quantize_for_inference(plain, row, outlier_columns=columns)
+    assert type(plain["fc"]) is nn.Linear
+
+
+def test_calibration_without_outliers_or_batches_is_refused() -> None:
+    with pytest.raises(RecipeError, match="'float8-row' separates no outliers"):
+        find_outlier_columns(holder(), [inputs(2)], "float8-row")
+    with pytest.raises(RecipeError, match="no batch"):
+        find_outlier_columns(holder(), [])

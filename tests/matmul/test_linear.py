@@ -168,7 +168,7 @@ def test_with_a_scale_of_the_tensor_an_outlier_elsewhere_changes_a_token(name: s
 
 
 def test_rows_are_said_to_be_one_or_the_other() -> None:
-    of_columns = {"int8-outlier"}  # which columns multiply in 16 bits, the whole batch decides
+    of_columns = {"int8-outlier", "int8-outlier-codes"}  # which columns multiply in 16 bits, the whole batch decides
     assert {row.name for row in NARROW} - of_columns - {"float8-delayed-e5m2", "float8-block-e5m2"} == {
         *INDEPENDENT,
         *DEPENDENT,
@@ -790,6 +790,7 @@ REPRESENTATIVES = {
     "mxfp8": "the input kept and cast anew",
     "nvfp4": "filled up blocks, two levels, rotated",
     "int8-outlier": "the input beside its cast",
+    "int8-outlier-codes": "the input beside its cast",
     "tfloat32": "wide and not PyTorch's own",
 }
 

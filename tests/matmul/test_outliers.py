@@ -9,11 +9,12 @@ from matmul.scenarios import CPU, exact, gaussian, make_layer, passed, quantized
 from narrowgauge.matmul.gemm import is_native
 from narrowgauge.matmul.layer_matmuls import multiply_outliers, outlier_columns, without_outliers
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import COMPUTES, Compute
 from oracles.linear import ROUNDING, Product, product
 
-ROW = COMPUTES["int8-outlier"]
+ROW, CODES = COMPUTES["int8-outlier"], COMPUTES["int8-outlier-codes"]
 THRESHOLD = ROW.output.left.outliers
+both = pytest.mark.parametrize("row", [ROW, CODES], ids=["16 bits", "codes"])
 
 
 def with_outliers(columns: tuple[int, ...] = (3, 40), rows: int = 33) -> torch.Tensor:
@@ -31,6 +32,12 @@ def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
     assert outlier_columns(torch.zeros(0, 3), 6.0).tolist() == [False] * 3
 
 
+def test_the_threshold_is_not_rounded_to_the_format_of_the_input() -> None:
+    """4.1 lies between 4.09375 and 4.125 of bfloat16; PyTorch would compare with the first."""
+    x = torch.tensor([[4.09375, 4.125]], dtype=torch.bfloat16)
+    assert outlier_columns(x, 4.1).tolist() == [False, True]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_without_them_the_rest_is_as_it_was(dtype: torch.dtype) -> None:
     x = with_outliers().to(dtype)
@@ -42,13 +49,16 @@ def test_without_them_the_rest_is_as_it_was(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("columns", [(), (3,), (3, 40), tuple(range(65))], ids=len)
-def test_the_output_is_int8_plus_the_thin_product_in_16_bits(columns: tuple[int, ...]) -> None:
-    layer, _ = make_layer(ROW)
+@both
+def test_the_output_is_int8_plus_the_thin_product_in_16_bits(row: Compute, columns: tuple[int, ...]) -> None:
+    layer, _ = make_layer(row)
     x = with_outliers(columns)
     found = passed(layer, x, gaussian(33, 17)).output.double()
     rest, weight = without_outliers(x, THRESHOLD), layer.weight.detach()
-    narrow = product(exact(quantized(rest, ROW.output.left, 1)), exact(quantized(weight, ROW.output.right, 1)))
-    wide = product(x[:, list(columns)], weight[:, list(columns)])
+    codes = exact(quantized(weight, row.output.right, 1))
+    narrow = product(exact(quantized(rest, row.output.left, 1)), codes)
+    met = weight if row is ROW else codes.bfloat16()
+    wide = product(x[:, list(columns)], met[:, list(columns)])
     u = ROUNDING[torch.bfloat16]
     assert layer.bias is not None
     first = narrow.value + layer.bias.detach().double()
@@ -61,10 +71,37 @@ def test_the_output_is_int8_plus_the_thin_product_in_16_bits(columns: tuple[int,
     assert ((found - value).abs() <= off).all()
 
 
-def test_without_outliers_the_output_is_int8_row_s_bit_for_bit() -> None:
+@both
+def test_without_outliers_the_output_is_int8_row_s_bit_for_bit(row: Compute) -> None:
     x = gaussian(33, 65).clamp(-5, 5)
-    one, other = make_layer(ROW)[0], make_layer("int8-row")[0]
+    one, other = make_layer(row)[0], make_layer("int8-row")[0]
     assert torch.equal(one(x), other(x))
+
+
+def test_the_forms_differ_by_the_rounding_of_the_weights_that_outliers_meet() -> None:
+    """In float32, where nothing else is rounded: the error of the weights' codes, a hundred times as large as the rest."""
+    x = with_outliers().float()
+    kept, codes = (make_layer(row, bias=False, dtype=torch.float32)[0] for row in (ROW, CODES))
+    weight = kept.weight.detach()
+    rounding = exact(quantized(weight, CODES.output.right, 1)) - weight.double()
+    outliers = [3, 40]
+    expected = x[:, outliers].double() @ rounding[:, outliers].t()
+    found = (codes(x).double() - kept(x).double()).detach()
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+    whole = product(x, weight).value
+    error = {
+        name: (layer(x).detach().double() - whole).norm().item() for name, layer in (("kept", kept), ("codes", codes))
+    }
+    assert 3 * error["kept"] < error["codes"]
+
+
+@both
+def test_another_threshold_is_another_set_of_columns(row: Compute) -> None:
+    x, layers = with_outliers((3,)), [make_layer(f"{row.name}+threshold={t}")[0] for t in (2, 1000)]
+    few, none = (layer(x) for layer in layers)
+    assert torch.equal(none, make_layer("int8-row")[0](x))
+    columns = outlier_columns(x, 2.0).nonzero().view(-1).tolist()
+    assert 1 < len(columns) <= 65 and not torch.equal(few, make_layer(row)[0](x))
 
 
 def test_outliers_no_longer_cost_the_others_their_codes() -> None:

@@ -9,7 +9,7 @@ import pytest
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import known_names, parse, parse_table
+from narrowgauge.spec.notation import get_compute, known_names, parse, parse_table, parse_value
 
 VARIANTS = [name for name in computes.names() if name not in COMPUTES]
 
@@ -82,3 +82,42 @@ def test_a_variant_that_is_not_had_is_refused_with_those_that_are(name: str, adv
     assert advice in error.value.advice
     with pytest.raises(KeyError):
         computes.named(name)
+
+
+@pytest.mark.parametrize(
+    ("said", "name", "threshold"),
+    [
+        ("int8-outlier+threshold=4", "int8-outlier+threshold=4", 4.0),
+        ("INT8-outlier+threshold=2.50", "int8-outlier+threshold=2.5", 2.5),
+        ("int8-outlier+threshold=6.0", "int8-outlier", 6.0),
+        ("int8-outlier-codes+threshold=0.1", "int8-outlier-codes+threshold=0.1", 0.1),
+        ("int8-outlier+threshold=3.14159265", "int8-outlier+threshold=3.14159265", 3.14159265),
+    ],
+)
+def test_a_threshold_is_a_part_of_the_name_and_comes_back_from_it(said: str, name: str, threshold: float) -> None:
+    recipe = parse(said)
+    assert recipe.name == f"{name}/word" and recipe.compute.output.left.outliers == threshold
+    assert recipe == parse(recipe.name) == parse_table(recipe.to_dict()) == parse_value(recipe.to_value())
+    assert recipe.compute == get_compute(said) == get_compute(name)
+    base = COMPUTES[name.partition("+")[0]]
+    left = replace(recipe.compute.output.left, outliers=6.0)
+    assert replace(recipe.compute, output=replace(base.output, left=left), name=base.name, purpose=base.purpose) == base
+    assert f"columns from {threshold:g} on in 16 bits" in str(recipe.compute.output.left)
+
+
+@pytest.mark.parametrize("word", ["0", "-4", "nan", "inf", "1e999", "four", ""])
+@pytest.mark.parametrize("form", ["{}", "{}/word"])
+def test_a_threshold_that_is_no_positive_number_is_refused_in_one_line(word: str, form: str) -> None:
+    said = form.format(f"int8-outlier+threshold={word}")
+    for read in (parse, lambda text: get_compute(text.partition("/")[0])):
+        with pytest.raises(RecipeError, match=r"a threshold of outliers is a finite number above 0") as error:
+            read(said)
+        assert "'int8-outlier+threshold=4'" in error.value.advice and "\n" not in str(error.value)
+
+
+def test_a_threshold_of_a_compute_without_outliers_is_refused_with_those_that_have_them() -> None:
+    with pytest.raises(RecipeError, match="'int8-row' separates no outliers") as error:
+        parse("int8-row+threshold=4/word")
+    assert error.value.advice == "Take 'int8-outlier+threshold=4' or 'int8-outlier-codes+threshold=4'."
+    with pytest.raises(RecipeError, match="has no variant"):
+        parse("int8-outlier+limit=4/word")

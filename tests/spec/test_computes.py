@@ -114,7 +114,8 @@ def test_a_cast_is_one_that_can_be_made(cast: Cast) -> None:
     assert (cast.block is None) or cast.block == BLOCKS[cast.granularity]
     assert cast.rotation == "none" or (cast.block is not None and cast.block[1] % ROTATION_SIZE == 0)
     assert cast.scaling == "current" or cast.granularity == "tensor"
-    assert not cast.outliers or cast == COMPUTES["int8-outlier"].output.left
+    of_outliers = [COMPUTES[name].output.left for name in ("int8-outlier", "int8-outlier-codes")]
+    assert not cast.outliers or cast in of_outliers
 
 
 def test_bits_of_a_value_have_its_share_of_a_scale() -> None:
@@ -157,6 +158,7 @@ def variations(cast: Cast) -> Iterator[Cast]:
     yield replace(cast, rotation="hadamard")
     yield replace(cast, outliers=6.0)
     yield replace(cast, margin=1)
+    yield replace(cast, outlier_weights="codes")
 
 
 @exhaustive(("one", "other"), [("tensor", "tensor"), ("row", "column"), ("128x128", "128x128")])
@@ -234,6 +236,7 @@ def test_a_cast_reads_as_words() -> None:
         ("int8-row", "grad_input.left"): "int8, per row, stochastic",
         ("int8-row", "grad_weight.right"): "int8, per column",
         ("int8-outlier", "output.left"): "int8, per row, columns from 6 on in 16 bits",
+        ("int8-outlier-codes", "output.left"): "int8, per row, columns from 6 on in 16 bits, times weights from codes",
         ("nvfp4", "grad_weight.left"): "float4_e2m1fn, per 1x16, scales float8_e4m3fn, stochastic, hadamard",
         ("unit", "output.left"): "float8_e4m3fn, per tensor, static scale",
     }

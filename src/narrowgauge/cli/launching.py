@@ -21,10 +21,12 @@ import click
 
 from narrowgauge.cli.flags import SETTINGS
 from narrowgauge.distributed.launch.placement import Placement, read_placement, variables
-from narrowgauge.errors import RankError, ReportedError
+from narrowgauge.errors import RankError, RecipeError, RecordError, ReportedError
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import is_run, read_run, read_settings
 from narrowgauge.runs.writer import append_event
+from narrowgauge.spec.computes import COMPUTES, stores_codes
+from narrowgauge.spec.notation import get_compute
 
 if TYPE_CHECKING:
     from narrowgauge.analysis.comparison.comparison import Comparison
@@ -320,3 +322,25 @@ def export(launch: Launch, folder: Path, out: Path, dtype: Dtype, max_file_bytes
         require_same({"folder": folder, "out": out, "dtype": dtype, "size": max_file_bytes, **describe_rank()})
         exporting.export(folder, out, dtype, max_file_bytes, all_ranks().apart())
     return out if here.is_first else None
+
+
+def export_quantized(launch: Launch, folder: Path, out: Path, dtype: Dtype, max_file_bytes: int, compute: str) -> Path:
+    """Export 8-bit codes of the weights, which one process does."""
+    require_one_process("export --quantize")
+    if starts_ranks(launch):
+        raise RankError(
+            f"--nproc {launch.nproc} and --quantize were requested.", "One process quantizes: leave --nproc out."
+        )
+    if dtype != "visible":
+        raise RecordError(
+            f"--dtype {dtype} and --quantize {compute} were requested.",
+            "Codes are those of the weights that the model sees: leave --dtype out.",
+        )
+    if not stores_codes(made := get_compute(compute)):
+        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
+        raise RecipeError(
+            f"--quantize {made.name} was requested, whose weights are not 8-bit codes.", f"Use one of {names}."
+        )
+    from narrowgauge.trainer import quantized_export
+
+    return quantized_export.export_quantized(folder, out, made, max_file_bytes)

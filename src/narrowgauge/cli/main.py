@@ -316,9 +316,19 @@ def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
     "--max-shard-size", type=flags.Size(), default="5GB", show_default=True, metavar="SIZE",
     help="Largest file, unless one tensor is larger, as for save_pretrained: 500MB, 5GB.",
 )  # fmt: skip
+@click.option(
+    "--quantize", metavar="COMPUTE",
+    help="Store linear layers as 8-bit codes: int8-outlier, int8-outlier+threshold=4, int8-row, float8-row, … "
+    "narrowgauge sample OUT TEXT continues a text with them.",
+)  # fmt: skip
 @launching.options
 def export(
-    folder: Path, out: Path, dtype: Literal["visible", "float32"], max_shard_size: int, launch: launching.Launch
+    folder: Path,
+    out: Path,
+    dtype: Literal["visible", "float32"],
+    max_shard_size: int,
+    quantize: str | None,
+    launch: launching.Launch,
 ) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT; ranks share the files among them."""
     launching.refuse_once()
@@ -326,6 +336,9 @@ def export(
 
     resume_checks.refuse_occupied(out)
     resume_checks.require_trained(folder)
+    if quantize is not None:
+        _echo_folder(launching.export_quantized(launch, folder, out, dtype, max_shard_size, quantize))
+        return
     if launching.starts_ranks(launch):
         return launching.start(launch, {}, lambda: "Start it again.")
     _echo_folder(launching.export(launch, folder, out, dtype, max_shard_size))
@@ -426,11 +439,11 @@ show_group.add_command(diagnosing.causes_command)
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Sampling seed.")
 def sample(folder: Path, text: str, tokens: int, temperature: float, seed: int) -> None:
-    """Continue TEXT with the model of the run in DIR."""
+    """Continue TEXT with the model of the run in DIR, or of an export with --quantize."""
     launching.require_one_process("sample")
     from narrowgauge.trainer import resume_checks
 
-    resume_checks.require_trained(folder)
+    resume_checks.require_sampled(folder)
     from narrowgauge.trainer import exporting
 
     click.echo(exporting.sample(folder, text, tokens, temperature, seed))

@@ -77,7 +77,7 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def multiply(self, rows: Tensor) -> Tensor:
         """The product of ``[rows, in]``, without a gradient."""
         codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
-        return inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name)
+        return inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name, self.kept)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
@@ -114,7 +114,7 @@ class PackedLinear(FrozenLinear):
 
 
 def quantize_base(
-    model: nn.Module, compute: str | Compute = "int8-outlier", keep: tuple[str, ...] | None = None
+    model: nn.Module, compute: str | Compute = "int8-outlier-codes", keep: tuple[str, ...] | None = None
 ) -> nn.Module:
     """Store the frozen linear layers of a model with adapters as codes and scales, in place.
 

@@ -10,7 +10,7 @@ each expert got, and the graph does not break.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -43,7 +43,7 @@ def grouped_output(
     left = layer_matmuls.REGISTERED[compute].output.left
     result = x.new_zeros((x.shape[0], weights.shape[1]))
     data, outer = _empty_kept(x, weights.shape[0], compute)
-    for expert, tokens in _groups(offsets):
+    for expert, tokens in groups_of(offsets):
         own, by = state[:, expert], _history_of(history, expert, len(weights))
         group = x[tokens]
         values, scale, inner = layer_matmuls.cast_input(group, compute, None if by is None else own, by, record)
@@ -76,7 +76,7 @@ def grouped_gradients(
     """The gradients of input, weights and bias; empty where not wanted, zero for experts without tokens."""
     right = layer_matmuls.REGISTERED[compute].grad_weight.right
     grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, wanted)
-    for expert, tokens in _groups(offsets):
+    for expert, tokens in groups_of(offsets):
         own, by = state[:, expert], _history_of(history, expert, len(weights))
         group, kept, scale, inner = grad[tokens], data[tokens], outer, outer.new_empty(0)
         if outer.numel():
@@ -111,7 +111,7 @@ def _(
     return _empty_gradients(grad, weights, wanted)
 
 
-def _groups(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
@@ -350,7 +350,8 @@ def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
     """One projection, in its compute or, where it was kept, as PyTorch multiplies it."""
-    weights = getattr(experts, name).transpose(1, 2) if experts.is_transposed else getattr(experts, name)
+    weights: Any = getattr(experts, name, None)  # quantized experts have none
+    weights = weights.transpose(1, 2) if experts.is_transposed and weights is not None else weights
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     swapped = experts.get_submodule(NARROW)
     if name in swapped:
@@ -395,20 +396,32 @@ def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) ->
     computes = {own: compute for own, full in names.items() if (compute := choose(full)) is not None}
     if not computes:
         return {}
-    _check(name, module)
+    require_reachable(name, module)
     layers = {
         own: GroupedLinear(module.num_experts, names[own], compute, module.down_proj.device)
         for own, compute in computes.items()
     }
-    module.add_module(NARROW, _Projections(layers))
+    install(module, layers)
+    return {names[own]: layer for own, layer in layers.items()}
+
+
+def install(module: Any, projections: Mapping[str, nn.Module]) -> None:
+    """Let experts multiply by these projections, each called as a :class:`GroupedLinear` is; others stay PyTorch's."""
+    module.add_module(NARROW, _Projections(projections))
     _register()
     # A copy: another model of the same config, and experts that are kept, use transformers' own function.
     module.config = copy.copy(module.config)
     module.config._experts_implementation = IMPLEMENTATION
-    return {names[own]: layer for own, layer in layers.items()}
 
 
-def _check(name: str, module: Any) -> None:
+def uninstall(module: Any, config: Any) -> None:
+    """Let experts multiply as they did with this config, before :func:`install`."""
+    if NARROW in module._modules:
+        del module._modules[NARROW]
+    module.config = config
+
+
+def require_reachable(name: str, module: Any) -> None:
     """Refuse experts that transformers' registry does not reach, or that are sharded."""
     if not hasattr(module, "is_concatenated") or not hasattr(module.config, "_experts_implementation"):
         raise RecipeError(

@@ -5,7 +5,8 @@ operands, is here. The operators, inference and the profiler call these function
 
 *Outlier features* are the few columns of an input that int8 cannot hold together with the others. In large language models some
 features are hundreds of times larger than the rest, in every token; a scale per row that covers them leaves the others a handful
-of codes. Without those columns a row fits int8, and a thin 16-bit matmul adds them.
+of codes. Without those columns a row fits int8, and a thin 16-bit matmul adds them: times the weights in 16 bits (the paper), or
+times the codes of the weights, widened (bitsandbytes), as the cast says.
 Source: Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.
 """
 
@@ -21,7 +22,7 @@ from narrowgauge.matmul.gemm import multiply, operand_dtype, with_channels_back
 from narrowgauge.matmul.operand import STEP, Operand, cast_matrix, empty_operand, random_words
 from narrowgauge.numerics.tensor_stats import power_of_rms
 from narrowgauge.numerics.widening import add_product
-from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, slot_of_cast
+from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights, slot_of_cast
 
 
 def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
@@ -111,7 +112,8 @@ def multiply_slots(
 
 def outlier_columns(x: Tensor, threshold: float) -> Tensor:
     """Which columns of ``[rows, columns]`` hold a magnitude of ``threshold`` or more (or a NaN): bool ``[columns]``."""
-    return ~(x.abs().amax(0) < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
+    # In float32: PyTorch would round the threshold to the format of x first.
+    return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
 
 
 def without_outliers(x: Tensor, threshold: float) -> Tensor:
@@ -119,15 +121,27 @@ def without_outliers(x: Tensor, threshold: float) -> Tensor:
     return torch.where(outlier_columns(x, threshold), 0, x)
 
 
-def multiply_outliers(result: Tensor, x: Tensor, weight: Tensor, threshold: float) -> Tensor:
-    """``result`` plus the product of the outlier columns of ``x`` with those of ``weight [out, in]``.
+def multiply_outliers(result: Tensor, x: Tensor, weight: Tensor | Operand, threshold: float) -> Tensor:
+    """``result`` plus the product of the outlier columns of ``x`` with those of ``weight [out, in]``, or of its codes widened.
 
     Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
     """
     columns = outlier_columns(x, threshold).nonzero().view(-1)
     if not len(columns):
         return result
-    return add_product(result, x[:, columns].to(result.dtype), weight[:, columns].to(result.dtype).t())
+    thin = widened_columns(weight, columns) if isinstance(weight, Operand) else weight[:, columns]
+    return add_product(result, x[:, columns].to(result.dtype), thin.to(result.dtype).t())
+
+
+def widened_columns(codes: Operand, columns: Tensor) -> Tensor:
+    """Some columns of the weight ``[out, in]`` that codes with a scale per row stand for, in float32."""
+    assert codes.outer is not None
+    return codes.data[:, columns].float() * codes.outer
+
+
+def met_by_outliers(compute: Compute, weight: Tensor, codes: Operand) -> Tensor | Operand:
+    """What the outlier columns of the input multiply in ``output``: the weight, or its codes."""
+    return weight if keeps_outlier_weights(compute) else codes
 
 
 # ── custom operators: what a compiled model sees of a narrow linear layer ──────────────────────────────────────────────
@@ -207,7 +221,9 @@ def multiply_output(
     right = cast_weight_to_slot(weight, made, "output.right", state=state, history=history, record=record, unit=unit)
     result = multiply_slots(pack(data, outer, inner), right, made, "output", (rows, weight.shape[0]), dtype, bias)
     threshold = made.output.left.outliers
-    return result if not threshold or x is None else multiply_outliers(result, x, weight, threshold).contiguous()
+    if not threshold or x is None:
+        return result
+    return multiply_outliers(result, x, met_by_outliers(made, weight, right), threshold).contiguous()
 
 
 @torch.library.custom_op("narrowgauge::weight_unit", mutates_args=())

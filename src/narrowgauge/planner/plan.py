@@ -59,7 +59,7 @@ _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_ba
 """What one configuration for several clusters has in common; replicas and micro-batches follow from the number of chips."""
 _BATCH = ("micro_batch", "micro_batches", "recompute", "offload")
 _MOST_LAYOUTS = 8
-_TUNING = ("int8-outlier",)
+_TUNING = ("int8-outlier", "int8-outlier-codes")
 _SEQUENCE_LENGTH = 4096
 _STATE = ("weights", "gradients", "optimizer")
 

@@ -32,7 +32,14 @@ from narrowgauge._torch import inductor
 from narrowgauge.errors import ChipError
 from narrowgauge.matmul.delayed_scaling import history_for
 from narrowgauge.matmul.gemm import EmulationNotice, emulated_formats
-from narrowgauge.matmul.layer_matmuls import cast_to_slot, multiply_outliers, multiply_slots, scales_to_fold, slot_dtype
+from narrowgauge.matmul.layer_matmuls import (
+    cast_to_slot,
+    met_by_outliers,
+    multiply_outliers,
+    multiply_slots,
+    scales_to_fold,
+    slot_dtype,
+)
 from narrowgauge.matmul.linear import is_plain
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.matmul.scopes import compute_scope
@@ -246,7 +253,8 @@ def narrow_operations(
     def output() -> Tensor:
         result = product("output", (len(x), len(weight)), x.dtype)
         threshold = compute.output.left.outliers
-        return multiply_outliers(result, x, weight, threshold) if threshold else result
+        met = met_by_outliers(compute, weight, made["output.right"])
+        return multiply_outliers(result, x, met, threshold) if threshold else result
 
     def product(matmul: str, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
         return multiply_slots(made[f"{matmul}.left"], made[f"{matmul}.right"], compute, matmul, shape, dtype)

@@ -13,6 +13,7 @@ that one is cast.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,6 +27,7 @@ Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 Scaling = Literal["current", "delayed", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
+OutlierWeights = Literal["16 bits", "codes"]
 
 BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16)}
 """Shapes ``(rows, contraction)`` of the blocks that share a scale."""
@@ -49,7 +51,8 @@ class Cast:
         scaling: ``current``: from the operand's amax; ``delayed``: from an amax ring buffer of ``history`` steps;
             ``static``: 1.
         rotation: ``hadamard`` mixes blocks of 16 along the contraction by a random rotation, the same in both operands.
-        outliers: input columns with an amax of at least this stay in 16 bits (0: none).
+        outliers: input columns with an amax of at least this, compared in float32, stay in 16 bits (0: none).
+        outlier_weights: what these columns multiply: the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
         margin: a delayed scale leaves room for ``2**margin`` times the recorded amax.
         history: steps in the amax ring buffer of a delayed scale.
         smooth: divide each channel of the input by its own power of two first (``+smooth``, below).
@@ -65,6 +68,7 @@ class Cast:
     margin: int = 0
     history: int = 16
     smooth: bool = False
+    outlier_weights: OutlierWeights = "16 bits"
 
     @property
     def element(self) -> Format:
@@ -111,6 +115,7 @@ class Cast:
         words += ["channels smoothed"] * self.smooth
         if self.outliers:
             words.append(f"columns from {self.outliers:g} on in 16 bits")
+            words += ["times weights from codes"] * (self.outlier_weights == "codes")
         return ", ".join(words)
 
 
@@ -381,8 +386,15 @@ _COMPUTES = (
         "int8-outlier",
         Product(replace(_INT8, outliers=6.0), _INT8, "int32"), _wide("bfloat16"), _wide("bfloat16"),
         native="CPUs with VNNI, CUDA",
-        purpose="fine-tuning and inference: input features with outliers in 16 bits, all others in int8",
-        source="Dettmers et al. 2022, LLM.int8() (2208.07339), threshold 6",
+        purpose="fine-tuning and inference: input features with outliers and their weights in 16 bits, all others in int8",
+        source="Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.2, threshold 6",
+    ),
+    Compute(
+        "int8-outlier-codes",
+        Product(replace(_INT8, outliers=6.0, outlier_weights="codes"), _INT8, "int32"), _wide("bfloat16"), _wide("bfloat16"),
+        native="CPUs with VNNI, CUDA", fallback="int8-outlier",
+        purpose="int8-outlier as bitsandbytes has it: the weights of outlier features come from int8 codes, so a byte is all",
+        source="bitsandbytes (commit 0155ecc), int8_mixed_scaled_mm in backends/default/ops.py",
     ),
     Compute(
         "mxfp8", *_microscaled("float8_e4m3fn"), native="Blackwell",
@@ -586,6 +598,51 @@ def gathering_of(compute: Compute) -> Gathering:
     return Gathering(forward, backward)
 
 
+# ── weights without training: codes, and what is stored beside them ────────────────────────────────────────────────────
+#
+# A weight that is no longer trained is stored as its codes and scales. ``int8-outlier`` multiplies the weights of outlier
+# columns in 16 bits, so that those of the columns that are known to hold outliers are stored twice: as codes, for calls in
+# which the column is an ordinary one, and in 16 bits.
+
+
+def stores_codes(compute: Compute) -> bool:
+    """Whether a weight can be stored as one byte a value, and an input cast without knowing anything else.
+
+    Example:
+        >>> [name for name in ("int8-outlier", "float8-delayed", "nvfp4") if stores_codes(COMPUTES[name])]
+        ['int8-outlier']
+    """
+    left, right = compute.output.left, compute.output.right
+    is_one_level = right.scale != "float8_e4m3fn" and right.rotation == "none"
+    return right.element.bits == 8 and is_one_level and right.scaling == left.scaling == "current" and not left.smooth
+
+
+def keeps_outlier_weights(compute: Compute) -> bool:
+    """Whether the weights of outlier columns are multiplied, and so stored, in 16 bits.
+
+    Example:
+        >>> [keeps_outlier_weights(COMPUTES[name]) for name in ("int8-row", "int8-outlier", "int8-outlier-codes")]
+        [False, True, False]
+    """
+    return compute.output.left.outliers > 0 and compute.output.left.outlier_weights == "16 bits"
+
+
+def stored_bytes(compute: Compute, out_features: int, in_features: int, outlier_columns: int = 0) -> int:
+    """Bytes of a weight ``[out, in]`` stored as codes: the codes, their scales, and for each of ``outlier_columns`` its weights
+    in 16 bits and its index in 32.
+
+    Example:
+        >>> stored_bytes(COMPUTES["int8-outlier"], 4096, 4096) - 4096**2, stored_bytes(COMPUTES["int8-outlier"], 4096, 4096, 4)
+        (16384, 16826384)
+    """
+    right = compute.output.right
+    if right.block is not None:
+        scales = math.ceil(out_features / right.block[0]) * math.ceil(in_features / right.block[1])
+    else:
+        scales = 4 * (out_features if right.granularity == "row" else 1)
+    return out_features * in_features + scales + outlier_columns * (2 * out_features + 4)
+
+
 # ── variants, named by a suffix: ``float8-delayed+smooth`` ─────────────────────────────────────────────────────────────
 #
 # ``smooth``: Smooth-SwiGLU. Each channel of a down projection's input is divided by its own power of two before the cast, and
@@ -595,11 +652,13 @@ def gathering_of(compute: Compute) -> Gathering:
 #
 # ``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
 # cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
+#
+# ``threshold=4``: the magnitude from which a column of the input is an outlier, in a compute that separates them.
 
 
 SMOOTHED = ("down_proj", "*.down_proj")
 """Patterns of the layers whose input is the product of a gate and another projection."""
-_SMOOTH, _FRESH = "+smooth", "+fresh"
+_SMOOTH, _FRESH, _THRESHOLD = "+smooth", "+fresh", "+threshold="
 
 
 @lru_cache(None)
@@ -618,7 +677,29 @@ def find(name: str) -> Compute | None:
         return _smoothed(_fresh(compute), name)
     if plus + word == _FRESH and compute.is_delayed:
         return replace(_fresh(compute), name=name, purpose=f"{base} with current scales for weights")
+    if (plus + word).startswith(_THRESHOLD) and compute.output.left.outliers:
+        return _from_threshold(compute, _threshold(word))
     return None
+
+
+def refuse_threshold(name: str) -> None:
+    """Raise what is wrong with the threshold in a name that :func:`find` does not know; nothing where it has none.
+
+    Raises:
+        RecipeError: the compute separates no outliers, or the threshold is not a finite number above 0.
+    """
+    base, separator, word = name.partition(_THRESHOLD)
+    compute = COMPUTES.get(base)
+    if not separator or compute is None:
+        return
+    if not compute.output.left.outliers:
+        having = " or ".join(f"'{row.name}{_THRESHOLD}{word}'" for row in COMPUTES.values() if row.output.left.outliers)
+        raise RecipeError(f"'{name}' was requested, and '{base}' separates no outliers.", f"Take {having}.")
+    if not _threshold(word):
+        raise RecipeError(
+            f"'{name}' was requested; a threshold of outliers is a finite number above 0.",
+            f"For instance '{base}{_THRESHOLD}4'; without outliers it is 'int8-row'.",
+        )
 
 
 def named(name: str) -> Compute:
@@ -701,6 +782,29 @@ def _smoothed(compute: Compute, name: str) -> Compute:
         grad_weight=replace(compute.grad_weight, right=kept),
         purpose=f"{compute.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
         source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {compute.source}",
+    )
+
+
+def _threshold(word: str) -> float:
+    """The threshold after ``+threshold=``; 0 where it is none."""
+    try:
+        value = float(word.removeprefix(_THRESHOLD[1:]))
+    except ValueError:
+        return 0.0
+    return value if 0 < value < math.inf else 0.0
+
+
+def _from_threshold(compute: Compute, value: float) -> Compute | None:
+    """The compute with another threshold of outliers, under the shortest name; itself with its own threshold."""
+    left = compute.output.left
+    if not value or value == left.outliers:
+        return compute if value else None
+    text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return replace(
+        compute,
+        name=f"{compute.name}{_THRESHOLD}{text}",
+        output=replace(compute.output, left=replace(left, outliers=value)),
+        purpose=f"{compute.name} with columns from {text} on as outliers, and not from {left.outliers:g}",
     )
 
 

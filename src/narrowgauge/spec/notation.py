@@ -247,6 +247,7 @@ def get_compute(compute: str | Compute) -> Compute:
         require_one_compute(compute)
     found = computes.find(compute_name(compute)) if isinstance(compute, str) else compute
     if found is None:
+        computes.refuse_threshold(compute_name(str(compute)))
         advice = f"{suggestion(str(compute), computes.names())} (narrowgauge show recipes lists all.)".strip()
         raise RecipeError(f"no compute is named '{compute}'.", advice)
     return found
@@ -279,6 +280,7 @@ def parse(text: str | Path | Recipe) -> Recipe:
         name = alias.recipe
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and computes.find(compute) is None):
+        computes.refuse_threshold(compute)
         # A storage alone is a likely mistake, and not similar to any full name.
         near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
@@ -454,6 +456,7 @@ def _find_compute(name: str) -> Compute:
         raise RecipeError(
             f"no recipe part is named '{name}': {alias.differs}", f"Take compute '{nearest}'. {SEE_ALIASES}"
         )
+    computes.refuse_threshold(full)
     base, plus, _ = full.partition("+")
     if plus and base in COMPUTES:
         also = [known for known in computes.names() if known.startswith(f"{base}+")]

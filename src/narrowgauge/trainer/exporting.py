@@ -35,7 +35,7 @@ from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.data.tokens import load_tokenizer
 from narrowgauge.trainer.language_model import without_progress_bars
-from narrowgauge.trainer.resume_checks import refuse_occupied
+from narrowgauge.trainer.resume_checks import quantization_of, refuse_occupied
 from narrowgauge.trainer.session import SavedRun, Session, load, open_run
 
 if TYPE_CHECKING:
@@ -242,7 +242,7 @@ def _finish(run: SavedRun, folder: Path, is_narrow: bool, stack: ExitStack) -> N
 
 
 def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue a text with the newest good checkpoint of a run; returns the text and its continuation.
+    """Continue a text with the newest good checkpoint of a run, or with a quantized export; returns text and continuation.
 
     Invariant: a function of the run, the text and the arguments; the global random state is not used.
 
@@ -257,7 +257,19 @@ def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8,
 
     Cost: a forward pass for the text and one for each token.
     """
+    if quantization_of(folder) is not None:
+        from narrowgauge.trainer.quantized_export import load_quantized
+
+        return continue_text(QuantizedRun(load_quantized(folder), folder), text, tokens, temperature, seed)
     return continue_text(load(folder), text, tokens, temperature, seed)
+
+
+@dataclass(frozen=True)
+class QuantizedRun:
+    """What of a run is needed to continue a text: a model and where its tokenizer is."""
+
+    model: PreTrainedModel
+    tokenizer_path: Path | None
 
 
 def write_folder(run: Session, out: Path, dtype: Dtype = "visible", max_file_bytes: int = MAX_FILE_BYTES) -> Path:
@@ -274,7 +286,7 @@ def _require_dtype(dtype: str) -> None:
         raise RecordError(f"Cannot export as {dtype!r}.", "Use 'visible' or 'float32'.")
 
 
-def continue_text(run: Session, text: str, tokens: int, temperature: float, seed: int) -> str:
+def continue_text(run: Session | QuantizedRun, text: str, tokens: int, temperature: float, seed: int) -> str:
     """:func:`sample` for a run in memory."""
     if tokens < 0 or not 0 <= temperature < float("inf"):
         raise DataError(
@@ -365,7 +377,7 @@ def _write_generation(model: PreTrainedModel, folder: Path, end: int | None) -> 
         generation.save_pretrained(folder)
 
 
-def _tokenizer(run: Session | SavedRun) -> tuple[Tokenizer, int]:
+def _tokenizer(run: Session | SavedRun | QuantizedRun) -> tuple[Tokenizer, int]:
     if run.tokenizer_path is None:
         raise RecordError("This run has no tokenizer: its data was a token map without one.", "Export the model alone.")
     return load_tokenizer(run.tokenizer_path)

@@ -17,7 +17,7 @@ from typing import Any
 
 from narrowgauge.errors import RankError, RecordError
 from narrowgauge.runs.archive import zip_file_of
-from narrowgauge.runs.atomic_io import disk_errors
+from narrowgauge.runs.atomic_io import disk_errors, load_json
 from narrowgauge.runs.lines import json_value, restored, toml_value
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import short
@@ -141,6 +141,34 @@ def require_trained(folder: Path) -> None:
         raise RecordError(
             f"{folder} holds no good checkpoint.", f"narrowgauge resume {folder} restarts it from step 0."
         )
+
+
+QUANTIZED_BY = "narrowgauge"
+"""``quant_method`` in the ``config.json`` of a quantized export."""
+
+
+def quantization_of(folder: Path) -> dict[str, Any] | None:
+    """What the ``config.json`` of a quantized export says of its codes; ``None`` for any other folder."""
+    file = Path(folder) / "config.json"
+    with disk_errors(folder):
+        if not file.is_file():
+            return None
+        text = file.read_text(encoding="utf-8", errors="replace")
+    try:
+        config = load_json(text)
+    except ValueError:
+        return None
+    said = config.get("quantization_config") if isinstance(config, dict) else None
+    is_ours = (
+        isinstance(said, dict) and said.get("quant_method") == QUANTIZED_BY and isinstance(said.get("compute"), str)
+    )
+    return said if is_ours else None
+
+
+def require_sampled(folder: Path) -> None:
+    """Refuse a folder that is neither a run with a checkpoint nor a quantized export."""
+    if quantization_of(folder) is None:
+        require_trained(folder)
 
 
 def require_replayable(folder: Path, step: int) -> Run:

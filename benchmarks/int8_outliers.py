@@ -1,0 +1,210 @@
+"""What outlier features cost a trained model in int8, in bitsandbytes' form of LLM.int8() and in the paper's.
+
+Claim: with the weights of outlier columns in 16 bits (``int8-outlier``, the paper's form) the loss stays within 0.01 nats of
+bfloat16's however large the outliers are; ``int8-row`` and ``int8-outlier-codes`` (bitsandbytes' form, weights from int8 codes)
+do not. Asked: the difference of the loss on held-out text and the bytes of the model, for each strength of the outliers.
+
+A llama-8m is trained, and gets outliers that leave its function as it is: some channels of every norm's gain are multiplied
+by ``s``, and the columns of the layers that read them divided by ``s``. Powers of two change no bit of any product, so bfloat16
+gives the same loss at every strength, which is checked. The channels are the same in all layers, as in large models.
+
+Baseline: bfloat16, without outliers. A difference is the mean over sequences, paired, with the half width of its 95 % interval
+by Student's t: what is drawn are sequences, so the interval is one of this model's loss on this text, and not over trainings.
+``int8-outlier`` finds its columns on other held-out sequences. "kept" is how many columns of how many it keeps in 16 bits, over
+all layers; "missed" how many outlier columns of a call (a layer on one sequence) were not among them, over all calls, and came
+from codes.
+
+Run: ``./dev bench int8_outliers [--out FOLDER] [--report-only] [--quick]``. Each cell is a file under ``--out``, written when it
+is done; what is there is not computed again. The training takes 6 minutes of one core, a cell 5 to 20 seconds. ``--rounds``
+has no effect.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import Report, Row, parser
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.analysis.comparison.intervals import interval
+from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.matmul.inference import inference_bytes
+from narrowgauge.matmul.outlier_search import find_outlier_columns, missed_outliers
+from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.runs.record import read_run
+from narrowgauge.spec.notation import parse
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.dataset import open_data
+from narrowgauge.trainer.exporting import export
+from narrowgauge.trainer.language_model import loss_sum
+from narrowgauge.trainer.loop import resume, train
+
+STRENGTHS = (1, 8, 32, 128)
+FORMS = ("bfloat16", "int8-row", "int8-outlier-codes", "int8-outlier")
+CHANNELS, SEQUENCES, CALIBRATION = 4, 64, 64
+TRAINING: dict[str, Any] = {
+    "model": "llama-8m", "steps": 320, "batch_size": 8, "sequence_length": 128, "lr": 2e-3, "eval_every": 80,
+    "eval_batches": 8, "gauges_every": 0, "audit_every": 0, "checkpoint_every": 80, "keep_checkpoints": 1, "compile": False,
+}  # fmt: skip
+QUICK: dict[str, Any] = {
+    **TRAINING,
+    "model": "llama-1m",
+    "steps": 4,
+    "sequence_length": 32,
+    "eval_every": 4,
+    "checkpoint_every": 4,
+}
+READERS = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_layernorm": ("gate_proj", "up_proj")}
+"""The norms of a Llama's layer, and the linear layers that read what each gives."""
+
+
+def trained(folder: Path, options: argparse.Namespace) -> Path:
+    """The run folder of the model, trained or resumed where it is not finished."""
+    given = QUICK if options.quick else TRAINING
+    config = TrainConfig(recipe=parse("bfloat16/master"), out=str(folder), threads=options.threads, **given)
+    if not (folder / "run.toml").is_file() or read_run(folder).summary is None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            resume(folder) if (folder / "run.toml").is_file() else train(config)
+    return folder
+
+
+def with_outliers(model: Any, strength: float) -> Any:
+    """The same function with some channels of every norm ``strength`` times as large; a power of two."""
+    draw = torch.Generator().manual_seed(0)
+    channels = torch.randperm(model.config.hidden_size, generator=draw)[:CHANNELS]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            named: dict[str, nn.Module] = dict(layer.named_modules())
+            for norm, readers in READERS.items():
+                named[norm].weight[channels] *= strength  # type: ignore[operator]
+                for name in named:
+                    if name.rpartition(".")[2] in readers:
+                        named[name].weight[:, channels] /= strength  # type: ignore[index]
+    return model
+
+
+@torch.no_grad()
+def losses(model: Any, sequences: Sequence[Tensor]) -> list[float]:
+    """The mean loss of each sequence, in nats."""
+    return [float(loss_sum(model, each, chunked=False)) / (each.shape[1] - 1) for each in sequences]
+
+
+def measured(folder: Path, plain: Path, strength: float, form: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One cell: losses by sequence, bytes, and what was kept and missed."""
+    from transformers import AutoModelForCausalLM
+
+    data, length = open_data(folder), int(read_run(folder).config["sequence_length"])
+    number, calibration = (4, 4) if options.quick else (SEQUENCES, CALIBRATION)
+    held_out = [torch.from_numpy(each) for each in data.valid_batches(1, length, number + calibration)]
+    # Every other one, so that both halves are spread over the text.
+    tested, seen = held_out[::2], held_out[1::2]
+    model: Any = with_outliers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval(), strength)
+    began, kept, missed, columns = time.perf_counter(), 0, 0, None
+    if form == "int8-outlier":
+        columns = find_outlier_columns(model, [each[:, :-1] for each in seen])
+        kept = sum(map(len, columns.values()))
+    num_columns = sum(
+        each.in_features for name, each in model.named_modules() if type(each) is nn.Linear and name != "lm_head"
+    )
+    if form != "bfloat16":
+        ng.quantize_for_inference(model, form, outlier_columns=columns)
+    found = losses(model, tested)
+    if form == "int8-outlier":
+        missed = sum(missed_outliers(model).values())
+    return {
+        "losses": found, "bytes": inference_bytes(model).after, "kept": kept, "columns": num_columns, "missed": missed,
+        "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def same_function(plain: Path, strength: float, tokens: Tensor) -> float:
+    """The largest difference of the logits in float32 that the outliers make, in the largest logit."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.no_grad():
+        one, other = (
+            with_outliers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval(), each)(tokens).logits
+            for each in (1, strength)
+        )
+    return float((one - other).abs().max() / one.abs().max())
+
+
+def rows_of(cells: dict[tuple[float, str], dict[str, Any]], strengths: Sequence[float]) -> list[Row]:
+    """The table: the first cell is the baseline of all."""
+    rows: list[Row] = []
+    base = cells[strengths[0], "bfloat16"]["losses"]
+    for strength in strengths:
+        for form in FORMS:
+            if (cell := cells.get((strength, form))) is None:
+                continue
+            loss = statistics.fmean(cell["losses"])
+            mean, half = interval([[a - b for a, b in zip(cell["losses"], base, strict=True)]])
+            kept = f"{cell['kept']:,} of {cell['columns']:,}" if form == "int8-outlier" else ""
+            rows.append({
+                "outliers ×": f"{strength:g}", "form": form, "loss": f"{loss:.4f}", "difference": f"{mean:+.4f} ± {half:.4f}",
+                "perplexity": f"{math.exp(loss):.1f}", "MB": f"{cell['bytes'] / 1e6:.3f}", "kept": kept,
+                "missed": f"{cell['missed']:,}" if kept else "",
+            })  # fmt: skip
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser(__doc__, rounds=0)
+    flags.add_argument("--out", type=Path, default=Path("runs/int8-outliers"), help="folder of the run and the cells")
+    flags.add_argument("--report-only", action="store_true", help="only make the table of the cells that are there")
+    options = flags.parse_args(arguments)
+    warnings.simplefilter("ignore", EmulationNotice)
+    report = Report("int8_outliers", options, peers=("transformers",), markdown=True)
+    with contextlib.ExitStack() as stack:
+        if options.quick:
+            options.out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        strengths = (1, 32) if options.quick else STRENGTHS
+        made = options.out / "cells"
+        made.mkdir(parents=True, exist_ok=True)
+        folder = options.out / "model"
+        if not options.report_only:
+            trained(folder, options)
+            plain = stack.enter_context(tempfile.TemporaryDirectory()) + "/plain"
+            export(folder, Path(plain))
+            tokens = torch.from_numpy(next(iter(open_data(folder).valid_batches(1, 64, 1))))
+            off = same_function(Path(plain), strengths[-1], tokens)
+            report.note(f"outliers × {strengths[-1]} change the logits in float32 by {off:.1e} of the largest")
+        cells = {}
+        for strength in strengths:
+            for form in FORMS:
+                file = made / f"{form}-{strength:g}.json"
+                if not file.is_file() and not options.report_only:
+                    cell = measured(folder, Path(plain), strength, form, options)
+                    write_whole(file, json.dumps(cell).encode())
+                    print(
+                        f"× {strength:g}  {form}  loss {statistics.fmean(cell['losses']):.4f}  {cell['seconds']:.1f} s",
+                        flush=True,
+                    )
+                if file.is_file():
+                    cells[strength, form] = json.loads(file.read_text())
+        if (strengths[0], "bfloat16") not in cells:
+            report.note(f"{made} has no baseline yet")
+            return report.end()
+        wide = [cell["losses"] for (_, form), cell in cells.items() if form == "bfloat16"]
+        same = "the same bits" if all(each == wide[0] for each in wide) else "other bits"
+        report.note(f"bfloat16 gives {same} at {len(wide)} strengths")
+        report.add("loss on held-out text by strength of the outliers", rows_of(cells, strengths))
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
