@@ -418,8 +418,8 @@ FAULTS = [
         ),
         (
             "outlier-columns",
-            "return ~(x.abs().amax(0) < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)",
-            "return ~(x.abs().amin(0) < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)",
+            "return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)",
+            "return ~(x.abs().amin(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)",
             "columns with single outliers are cast to int8",
         ),
         (

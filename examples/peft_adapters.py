@@ -22,7 +22,7 @@ shape = LlamaConfig(
 tokens = torch.randint(0, 256, (4, 33))
 adapters = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
-for base in ("bfloat16", "int8-outlier", "nvfp4"):
+for base in ("bfloat16", "int8-outlier-codes", "nvfp4"):
     torch.manual_seed(1)
     model = get_peft_model(LlamaForCausalLM(shape), adapters)
     if base != "bfloat16":

@@ -190,9 +190,9 @@ def test_int8_inference_loses_little_where_outliers_stay_wide(capsys: pytest.Cap
     text = (EXAMPLES / "int8_inference.py").read_text()
     runpy.run_path(str(EXAMPLES / "int8_inference.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
-    by_row, by_outlier = (float(line.rsplit(" ", 1)[1].rstrip("%")) for line in lines[:2])
-    assert by_outlier < by_row / 2
-    assert "the same bits" in lines[2] and "it goes on with" in lines[3] and len(text.splitlines()) < 80
+    by_row, by_codes, by_outlier = (float(line.rsplit(" ", 1)[1].rstrip("%")) for line in lines[:3])
+    assert by_outlier < by_codes < by_row / 2
+    assert "the same bits" in lines[3] and "it goes on with" in lines[4] and len(text.splitlines()) < 80
 
 
 def test_a_run_of_two_ranks_goes_on_elsewhere_with_the_same_bits(capfd: pytest.CaptureFixture[str]) -> None:

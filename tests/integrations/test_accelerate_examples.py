@@ -34,7 +34,7 @@ def test_peft_adapters_learn_over_every_base_and_merge(capsys: pytest.CaptureFix
     pytest.importorskip("peft", reason="narrowgauge[huggingface] is not installed: ./dev test integrations installs it")
     *bases, merged = lines_of("peft_adapters", capsys)
     found = [line.split() for line in bases]
-    assert [words[0] for words in found] == ["bfloat16", "int8-outlier", "nvfp4"]
+    assert [words[0] for words in found] == ["bfloat16", "int8-outlier-codes", "nvfp4"]
     assert all(float(words[4]) < float(words[2]) for words in found)
     assert len({words[-2] for words in found}) == 1
     sizes = [int(words[5].replace(",", "")) for words in found]

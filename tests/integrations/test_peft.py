@@ -20,7 +20,7 @@ peft = pytest.importorskip(
 
 from narrowgauge.integrations.peft import FrozenLinear, dequantize_base, quantize_base  # noqa: E402
 
-FORMATS = ("int8-outlier", "float8-row", "nvfp4", "mxfp4")
+FORMATS = ("int8-outlier-codes", "float8-row", "nvfp4", "mxfp4")
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:
@@ -96,7 +96,7 @@ def test_a_compiled_model_over_codes_is_one_graph_with_the_same_bits() -> None:
     model: Any = peft.get_peft_model(
         layers, peft.LoraConfig(r=4, target_modules=["0", "2"], init_lora_weights=False), autocast_adapter_dtype=False
     )
-    quantize_base(model.base_model.model[0], "int8-outlier")
+    quantize_base(model.base_model.model[0], "int8-outlier-codes")
     quantize_base(model.base_model.model[2], "nvfp4")
     x, found = torch.randn(16, 64, dtype=torch.bfloat16) * 4, []
     for run in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):

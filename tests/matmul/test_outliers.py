@@ -10,6 +10,7 @@ from narrowgauge.matmul.gemm import is_native
 from narrowgauge.matmul.layer_matmuls import multiply_outliers, outlier_columns, without_outliers
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.trainer.replays.emulated_passes import Casts
 from oracles.linear import ROUNDING, Product, product
 
 ROW, CODES = COMPUTES["int8-outlier"], COMPUTES["int8-outlier-codes"]
@@ -148,3 +149,11 @@ def test_float32_streams_keep_float32_outliers() -> None:
     exactly = multiply_outliers(torch.zeros(1, 3), x, weight, THRESHOLD)
     assert torch.equal(exactly, x[:, :1] @ weight[:, :1].t())
     assert is_native(ROW.output, CPU)
+
+
+@both
+def test_a_replay_in_float32_multiplies_outliers_by_what_the_layer_does(row: Compute) -> None:
+    layer, x = make_layer(row, bias=False, dtype=torch.float32)[0], with_outliers().float()
+    found = Casts(layer, (), 1).product("output", x, layer.weight.detach())
+    expected = layer(x).detach()
+    assert (found - expected).norm() < 1e-6 * expected.norm()

@@ -187,6 +187,26 @@ def test_the_casts_of_a_recipe_in_full(capsys: pytest.CaptureFixture[str]) -> No
     assert ["native", COMPUTES["float8-tensor-e5m2"].native] in lines
 
 
+def test_a_recipe_says_what_its_weights_take_without_training(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        name: show.detail_recipe(name)["inference_bytes"]
+        for name in ("int8-outlier+threshold=4", "int8-outlier-codes", "nvfp4")
+    }
+    whole = 1 + 4 / 4096
+    assert list(found.values()) == [
+        {"weight": whole, "outlier_weight": 2},
+        {"weight": whole, "outlier_weight": 0},
+        None,
+    ]
+    tables.write(show.page_recipe("int8-outlier+threshold=4/word"))
+    out = capsys.readouterr().out
+    assert (
+        "1.001 bytes a weight as codes (4,096 × 4,096); 2 more for each weight of a column that may hold outliers"
+        in out
+    )
+    assert "columns from 4 on in 16 bits" in out and "int8-outlier+threshold=4/word" in out
+
+
 def test_what_changes_within_a_run_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(

@@ -200,7 +200,7 @@ def test_a_recipe_smooths_down_projections_and_refreshes_every_weight() -> None:
         assert row.output.right.scaling == "current" and row.grad_input.left.scaling == "delayed"
 
 
-@pytest.mark.parametrize("compute", ["int8-outlier", "int8-row", "float8-row"])
+@pytest.mark.parametrize("compute", ["int8-outlier-codes", "int8-row", "float8-row"])
 def test_a_smooth_model_is_quantized_for_inference_and_generates(compute: str) -> None:
     plain, model = llama(), llama()
     smooth(model)

@@ -114,7 +114,10 @@ class PackedLinear(FrozenLinear):
 
 
 def quantize_base(
-    model: nn.Module, compute: str | Compute = "int8-outlier-codes", keep: tuple[str, ...] | None = None
+    model: nn.Module,
+    compute: str | Compute = "int8-outlier-codes",
+    keep: tuple[str, ...] | None = None,
+    outlier_columns: inference.OutlierColumns | None = None,
 ) -> nn.Module:
     """Store the frozen linear layers of a model with adapters as codes and scales, in place.
 
@@ -122,10 +125,12 @@ def quantize_base(
 
     Args:
         model: a ``PeftModel``, or any model whose frozen weights have ``requires_grad=False``; float32 or 16 bits.
-        compute: whose cast of weights to store: ``int8-outlier`` and what else :func:`narrowgauge.quantize_for_inference`
+        compute: whose cast of weights to store: ``int8-outlier-codes`` and what else :func:`narrowgauge.quantize_for_inference`
             takes, at 1 byte a parameter, or ``nvfp4`` or ``mxfp4`` at 0.56 or 0.53.
         keep: patterns of names in the base model (shell wildcards) of layers to leave alone; ``None`` uses the compute's own,
             which is the language model's head.
+        outlier_columns: of ``int8-outlier``, as for :func:`narrowgauge.quantize_for_inference`, by the layers' names in the base
+            model: :func:`narrowgauge.matmul.find_outlier_columns` on the base model, before it gets adapters, finds them.
     Returns:
         The model, which trains and saves its adapters as before.
     Raises:
@@ -145,21 +150,26 @@ def quantize_base(
     if not is_packed:
         inference.with_codes(made)
     patterns = made.keep if keep is None else keep
-    layers = [layer for name, layer in _frozen(model) if not any(fnmatch.fnmatchcase(name, each) for each in patterns)]
+    layers = {
+        name: layer for name, layer in _frozen(model) if not any(fnmatch.fnmatchcase(name, each) for each in patterns)
+    }
     if not layers:
         raise RecipeError(
             f"{type(model).__name__} has no frozen linear layer to quantize.",
             "Give the model that get_peft_model returns, or freeze its base with requires_grad_(False).",
         )
+    columns = inference.checked_columns(
+        made, {name: inference.matrix_of(layer).detach() for name, layer in layers.items()}, outlier_columns
+    )
     shared: dict[int, Any] = {}
-    for layer in layers:
+    for name, layer in layers.items():
         if is_packed:
             _pack(layer, made, shared)
         else:
-            inference.quantize_layer(layer, made, shared, layer.weight.nbytes)
+            inference.quantize_layer(layer, made, shared, layer.weight.nbytes, columns[name])
             layer.__class__ = FrozenLinear
     if not is_packed:
-        warn_if_emulated(made, layers[0].weight_codes.device)
+        warn_if_emulated(made, next(iter(layers.values())).weight_codes.device)
     return model
 
 

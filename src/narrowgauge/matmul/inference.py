@@ -347,14 +347,14 @@ def quantize_for_inference(
         name: each for name, each in model.named_modules() if is_linear(each) and choose(name) is not None
     }
     experts = _chosen_experts(model, choose)
-    weights = {name: _matrix(each).detach() for name, each in layers.items()}
+    weights = {name: matrix_of(each).detach() for name, each in layers.items()}
     weights |= {f"{name}.{own}": stack for name, found in experts.items() for own, stack in _stacks(*found).items()}
     if not weights:
         raise RecipeError(
             f"{type(model).__name__} has no linear layer to quantize.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
-    columns = _checked_columns(made, weights, outlier_columns)
+    columns = checked_columns(made, weights, outlier_columns)
     uses = Counter(id(own) for each in model.modules() for own in each._parameters.values())
     uses.subtract(id(each.weight) for each in layers.values())
     shared: dict[int, tuple[Tensor, Tensor]] = {}
@@ -415,7 +415,7 @@ def with_codes(compute: str | Compute) -> Compute:
     return made
 
 
-def _checked_columns(
+def checked_columns(
     compute: Compute, layers: Mapping[str, Tensor], given: OutlierColumns | None
 ) -> dict[str, Sequence[int] | None]:
     """The columns to keep of each layer, whose weights are ``[…, out, in]``: ``None`` where the compute keeps none."""
@@ -469,7 +469,7 @@ def quantize_layer(
         replaced_bytes: what :func:`inference_bytes` counts as saved here.
         columns: ascending, of those whose weights are kept in 16 bits; ``None`` where the compute keeps none.
     """
-    weight, bias, matrix = module._parameters["weight"], module._parameters["bias"], _matrix(module)
+    weight, bias, matrix = module._parameters["weight"], module._parameters["bias"], matrix_of(module)
     if id(weight) not in shared:
         shared[id(weight)] = _codes_of(matrix.detach(), compute.output.right)
     kept = None if columns is None else _kept(matrix.detach(), columns)
@@ -499,7 +499,7 @@ def _kept(weight: Tensor, columns: Sequence[int]) -> Kept:
         return Kept(index, weight[..., index].to(dtype).contiguous(), missed)
 
 
-def _matrix(module: Any) -> Tensor:
+def matrix_of(module: Any) -> Tensor:
     """The weight ``[out, in]`` of a linear layer."""
     weight: Tensor = module.weight
     return weight.t() if is_transposed(module) else weight

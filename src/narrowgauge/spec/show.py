@@ -101,6 +101,7 @@ def _compute_row(compute: Compute) -> Row:
         },
         "accumulation": {place: product.accumulation for place, product in compute.products.items()},
         "kept_bytes": compute.kept_bytes,
+        "inference_bytes": _inference_bytes(compute),
         "stochastic": compute.is_stochastic,
         "delayed": compute.is_delayed,
         "scales_loss": compute.scales_loss,
@@ -110,6 +111,24 @@ def _compute_row(compute: Compute) -> Row:
         "purpose": compute.purpose,
         "source": compute.source,
     }
+
+
+_SIDE = 4096
+
+
+def _inference_bytes(compute: Compute) -> dict[str, float] | None:
+    """Bytes of a weight that is stored as codes, in a matrix of 4,096 × 4,096: of each, and of one kept in 16 bits beside it."""
+    if not computes.stores_codes(compute):
+        return None
+    beside = 2 if computes.keeps_outlier_weights(compute) else 0
+    return {"weight": computes.stored_bytes(compute, _SIDE, _SIDE) / _SIDE**2, "outlier_weight": beside}
+
+
+def _inference_text(found: dict[str, float] | None) -> str:
+    if found is None:
+        return ""
+    beside = "; 2 more for each weight of a column that may hold outliers" if found["outlier_weight"] else ""
+    return f"{found['weight']:.4g} bytes a weight as codes ({_SIDE:,} × {_SIDE:,}){beside}"
 
 
 def _operands(*places: str) -> Callable[[Row], str]:
@@ -323,7 +342,8 @@ def detail_recipe(name: str) -> Row:
     Returns:
         Its row of ``rows("recipes")`` and: ``stored`` (a dict per part: what, format, bytes per parameter, rounding),
         ``vectors`` (the storage of norm gains and biases), ``casts`` and ``accumulation`` (by matmul), ``kept_bytes`` (saved
-        for backward per element of a layer's input), ``linears_kept`` (patterns that the compute leaves plain), ``dtypes``,
+        for backward per element of a layer's input), ``inference_bytes`` (by
+        :func:`narrowgauge.quantize_for_inference`), ``linears_kept`` (patterns that the compute leaves plain), ``dtypes``,
         ``keep``, ``overrides``, ``phases``, ``evaluation``, and ``example_memory_bytes`` at ``example_parameters``.
     Example:
         >>> [part["bytes"] for part in detail_recipe("bfloat16/word")["stored"]]
@@ -340,6 +360,7 @@ def detail_recipe(name: str) -> Row:
         "casts": {place: str(cast) for place, cast in compute.casts.items()},
         "accumulation": {place: product.accumulation for place, product in compute.products.items()},
         "kept_bytes": compute.kept_bytes,
+        "inference_bytes": _inference_bytes(compute),
         "transform": compute.transform,
         "linears_kept": list(compute.keep),
         "dtypes": recipe.dtypes,
@@ -399,6 +420,7 @@ def _facts(row: Row) -> dict[str, str]:
         "transform": row["transform"],
         "norm gains, biases": f"stored as {row['vectors']['storage']}, {cell_text(row['vectors']['bytes_per_param'])} bytes each",
         "memory": f"{memory}, before activations",
+        "quantized": _inference_text(row["inference_bytes"]),
         "linears left plain": ", ".join(row["linears_kept"]),
         "kept in float32": ", ".join(row["keep"]),
         "stored otherwise": ", ".join(f"{o['pattern']} as {o['storage']}" for o in row["overrides"] if o["storage"]),

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec.computes import COMPUTES, stored_bytes
 
 Part = Literal["attention", "mlp", "experts", "head"]
 Split = Literal["column", "row", "none"]
@@ -57,9 +58,18 @@ class LatentAttention:
     value_dim: int
 
 
-BASE_BYTES = {"bfloat16": 2.0, "int8": 1.0, "float8": 1.0, "nf4": 0.5 + 0.127 / 8, "nvfp4": 0.5 + 1 / 16}
+_SIDE, _OUTLIER_COLUMNS = 4096, 4
+BASE_BYTES = {
+    "bfloat16": 2.0,
+    "int8": 1.0,
+    "int8-outlier": stored_bytes(COMPUTES["int8-outlier"], _SIDE, _SIDE, _OUTLIER_COLUMNS) / _SIDE**2,
+    "float8": 1.0,
+    "nf4": 0.5 + 0.127 / 8,
+    "nvfp4": 0.5 + 1 / 16,
+}
 """Bytes a parameter of a frozen base: nf4 with doubly quantized scales (QLoRA, arXiv 2305.14314, section 3: 0.127 bits), nvfp4
-with a scale of 8 bits for each 16."""
+with a scale of 8 bits for each 16, int8-outlier with 0.1 % of the columns in 16 bits too (LLM.int8(), arXiv 2208.07339, section
+3.2: at most that share of the features), of a matrix of 4,096 × 4,096."""
 
 
 @dataclass(frozen=True, slots=True)

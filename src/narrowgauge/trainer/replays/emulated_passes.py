@@ -28,7 +28,7 @@ from narrowgauge.matmul.layer_matmuls import cast_to_slot, outlier_columns, scal
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
 from narrowgauge.matmul.operand import Operand
 from narrowgauge.numerics.quantization import padded, rotate
-from narrowgauge.spec.computes import SLOTS, slot_of_cast
+from narrowgauge.spec.computes import SLOTS, keeps_outlier_weights, slot_of_cast
 from narrowgauge.trainer.session import Session
 
 PLACES = {"input": "inputs", "weight": "weights", "gradient": "output-gradients"}
@@ -55,6 +55,9 @@ class Casts:
             self._values(slots[0], left, self._operand(slots[0], left, fold), fold),
             self._values(slots[1], right, made),
         )
+        compute = self.layer.compute
+        if matmul == "output" and made is not None and keeps_outlier_weights(compute):
+            b = torch.where(outlier_columns(left, compute.output.left.outliers), right, b)
         rows, columns = left.shape[1 - SLOTS[slots[0]].dim], right.shape[1 - SLOTS[slots[1]].dim]
         a, b = a if SLOTS[slots[0]].dim == 1 else a.t(), b.t() if SLOTS[slots[1]].dim == 1 else b
         return (a @ b)[:rows, :columns]
