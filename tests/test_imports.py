@@ -179,6 +179,7 @@ READERS_OF_RECIPES = {
     "integrations.peft",
     "matmul.experts",
     "matmul.inference",
+    "matmul.outlier_search",
     "matmul.swapping",
 }  # fmt: skip
 """Modules at an edge: public functions that accept names, flags, and readers of files. All others get values."""

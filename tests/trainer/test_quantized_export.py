@@ -115,7 +115,7 @@ def test_the_command_line_exports_and_samples(run: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--quantize", "bf16"), "--quantize bfloat16 was requested, whose weights are not 8-bit codes"),
+        (("--quantize", "bf16"), "compute 'bfloat16' was requested for inference, and its weights are not 8-bit codes"),
         (("--quantize", "int8-outlier+threshold=0"), "a threshold of outliers is a finite number above 0"),
         (("--quantize", "int9"), "no compute is named 'int9'"),
         (("--quantize", "int8-row", "--dtype", "float32"), "leave --dtype out"),

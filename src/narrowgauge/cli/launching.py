@@ -21,12 +21,10 @@ import click
 
 from narrowgauge.cli.flags import SETTINGS
 from narrowgauge.distributed.launch.placement import Placement, read_placement, variables
-from narrowgauge.errors import RankError, RecipeError, RecordError, ReportedError
+from narrowgauge.errors import RankError, RecordError, ReportedError
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import is_run, read_run, read_settings
 from narrowgauge.runs.writer import append_event
-from narrowgauge.spec.computes import COMPUTES, stores_codes
-from narrowgauge.spec.notation import get_compute
 
 if TYPE_CHECKING:
     from narrowgauge.analysis.comparison.comparison import Comparison
@@ -336,11 +334,6 @@ def export_quantized(launch: Launch, folder: Path, out: Path, dtype: Dtype, max_
             f"--dtype {dtype} and --quantize {compute} were requested.",
             "Codes are those of the weights that the model sees: leave --dtype out.",
         )
-    if not stores_codes(made := get_compute(compute)):
-        names = ", ".join(name for name, row in COMPUTES.items() if stores_codes(row))
-        raise RecipeError(
-            f"--quantize {made.name} was requested, whose weights are not 8-bit codes.", f"Use one of {names}."
-        )
     from narrowgauge.trainer import quantized_export
 
-    return quantized_export.export_quantized(folder, out, made, max_file_bytes)
+    return quantized_export.export_quantized(folder, out, compute, max_file_bytes)

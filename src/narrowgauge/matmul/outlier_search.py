@@ -104,8 +104,13 @@ def _visible_experts(model: nn.Module) -> Iterator[dict[str, nn.Module]]:
 def missed_outliers(model: nn.Module) -> dict[str, int]:
     """How many outlier columns met the widened codes since the model was quantized, as their weights were not kept in 16 bits.
 
+    Args:
+        model: quantized by :func:`narrowgauge.quantize_for_inference` or not.
     Returns:
         By the name of the layer, summed over its calls; layers of other computes than ``int8-outlier`` are left out.
+    Example:
+        >>> missed_outliers(nn.Linear(2, 2))
+        {}
     """
     layers = (
         (name, each) for name, each in model.named_modules() if isinstance(each, (QuantizedLinear, QuantizedExperts))
