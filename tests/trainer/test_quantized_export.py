@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
 from narrowgauge.errors import RecipeError, RecordError
-from narrowgauge.matmul.inference import QuantizedLinear, inference_bytes, quantize_for_inference
+from narrowgauge.matmul.inference import QuantizedLinear, inference_bytes, quantize_for_inference, with_codes
 from narrowgauge.matmul.outlier_search import find_outlier_columns, missed_outliers
 from narrowgauge.spec.computes import COMPUTES, stored_bytes
-from narrowgauge.trainer import exporting, loop
+from narrowgauge.trainer import exporting, loop, quantized_export
 from narrowgauge.trainer.data.dataset import open_data
 from narrowgauge.trainer.quantized_export import export_quantized, load_quantized
 from trainer.tiny_runs import call, settings
@@ -35,6 +35,10 @@ def plain(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def held_out(run: Path, number: int = 64) -> list[torch.Tensor]:
     return [torch.from_numpy(each)[:, :-1] for each in open_data(run).valid_batches(1, 16, number)]
+
+
+def held_out_like() -> torch.Tensor:
+    return torch.randint(0, 64, (2, 20), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.parametrize("row", [PAPER, "int8-outlier-codes", "float8-block"])
@@ -73,6 +77,32 @@ def test_other_software_does_not_take_it_for_a_model_of_random_weights(run: Path
     with pytest.raises(OSError, match=r"no file named model\.safetensors"):
         AutoModelForCausalLM.from_pretrained(out)
     assert AutoTokenizer.from_pretrained(out).decode(AutoTokenizer.from_pretrained(out).encode("def")) == "def"
+
+
+def test_a_mixture_is_written_and_loaded_with_its_experts(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_local_experts": 3,
+    }
+    made, tokens = (
+        MixtralForCausalLM(MixtralConfig(**shape, num_attention_heads=2, num_key_value_heads=2)),
+        held_out_like(),
+    )
+    made.bfloat16().eval().save_pretrained(tmp_path / "plain")
+    model, row = quantized_export._loaded(tmp_path / "plain"), with_codes(PAPER)
+    columns = find_outlier_columns(model, [tokens], row)
+    assert columns["model.layers.0.mlp.experts.gate_up_proj"]
+    quantize_for_inference(model, row, outlier_columns=columns)
+    (tmp_path / "out").mkdir()
+    quantized_export._write(model, tmp_path / "plain", tmp_path / "out", row, 1 << 30)
+    loaded = load_quantized(tmp_path / "out")
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+    assert inference_bytes(loaded).after == inference_bytes(model).after
 
 
 def test_several_files_are_read_as_one(run: Path, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def load_quantized(folder: str | Path) -> PreTrainedModel:
     del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
     _drop_weights(model, made)
-    quantize_for_inference(model, made)
+    quantize_for_inference(model, made, outlier_columns={} if keeps_outlier_weights(made) else None)
     state: dict[str, Tensor] = {}
     with disk_errors(folder):
         for file in sorted(folder.glob(f"{_STEM}*.safetensors")):
