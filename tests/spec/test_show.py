@@ -17,6 +17,7 @@ from narrowgauge.spec.computes import COMPUTES, PLACES
 from narrowgauge.spec.frameworks import FRAMEWORKS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES
+from narrowgauge.spec.update_rules import UPDATE_RULES
 
 NAMES = {
     "formats": list(formats.FORMATS),
@@ -28,6 +29,7 @@ NAMES = {
     "chips": list(CHIPS),
     "models": list(MODELS),
     "frameworks": list(FRAMEWORKS),
+    "rules": list(UPDATE_RULES),
 }
 
 

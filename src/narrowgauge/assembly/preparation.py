@@ -36,12 +36,14 @@ from narrowgauge.matmul.scopes import compute_in_scope
 from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart, linear_names, swap_linears
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
+from narrowgauge.optim import optimizers
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.validation import HOW_TORCH_STEPS
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.update_rules import get_rule
 
 Made = TypeVar("Made", bound=Optimizer, default=AdamW)
 
@@ -61,11 +63,35 @@ def no_options(name: str) -> Mapping[str, Any]:
     return {}
 
 
+def outer_names(model: nn.Module) -> set[str]:
+    """Names of the embeddings and of the output head: matrices by shape, of which each row is a token or a position.
+
+    Matrix rules are meant for the matrices between them; give these ``{"rule": "adamw"}`` in ``options_of``.
+
+    Source: Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    outer = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    members = {parameter for module in outer for parameter in module.parameters()}
+    return {name for name, parameter in model.named_parameters() if parameter in members}
+
+
+def class_of(rule: str) -> type[Any]:
+    """The class of optimizer that has the rule of that name.
+
+    Raises:
+        RecipeError: no rule has it.
+    """
+    found: type[Any] = getattr(optimizers, get_rule(rule).optimizer)
+    return found
+
+
 def prepare(
     model: nn.Module,
     recipe: str | Path | Recipe = "bfloat16/word",
     *,
     optimizer: Callable[..., Made] = AdamW,  # type: ignore[assignment]  # mypy compares it with the bound of Made
+    rule: str | None = None,
     lr: float | Tensor | None = None,
     betas: tuple[float, float] | None = None,
     eps: float | None = None,
@@ -99,6 +125,7 @@ def prepare(
             since bits that were rounded away earlier cannot be recovered.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
+        rule: or its name in ``narrowgauge show rules``, such as ``"muon"``, with the class's own defaults.
         lr, betas, eps, weight_decay: of the optimizer; its own defaults if ``None``, for AdamW those of
             ``torch.optim.AdamW``: 1e-3, (0.9, 0.999), 1e-8 and a decoupled decay of 0.01.
         decays: whether a parameter is decayed, by its name and itself; by default all are, as in PyTorch. For matrices alone:
@@ -145,6 +172,12 @@ def prepare(
         >>> model.weight.dtype
         torch.bfloat16
     """
+    if rule is not None:
+        if optimizer is not AdamW:
+            raise RecipeError(
+                f"rule = '{rule}' was requested beside an optimizer, which has a rule.", "Give one of the two."
+            )
+        optimizer = class_of(rule)
     _require_maker(optimizer)
     policy, inner = parse(recipe), inner_of(model)
     require_summable(model, policy, mesh)

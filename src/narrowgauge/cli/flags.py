@@ -24,6 +24,7 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, SPELLINGS, compute_name
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS
+from narrowgauge.spec.update_rules import UPDATE_RULES
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.3 on
@@ -161,6 +162,7 @@ def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | Non
     completed = {
         "model": models, "recipe": recipes, "data": of(["stdlib"], "file"), "tokenizer": of([], "file"), "out": of([], "dir"),
         "schedule": of(SCHEDULES), "on_spike": of(SPIKE_ACTIONS), "accumulation_dtype": of(ACCUMULATIONS),
+        "rule": of({name: row.purpose for name, row in UPDATE_RULES.items()}),
     }  # fmt: skip
     flags: list[click.Parameter] = []
     for field in dataclasses.fields(TrainConfig):

@@ -41,7 +41,6 @@ from narrowgauge.optim.state_dict import (
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
     USUAL_STORAGE,
-    Range,
     check_one_device,
     check_options,
     check_real,
@@ -54,6 +53,7 @@ from narrowgauge.optim.validation import (
     warn_of_slow_matmuls,
 )
 from narrowgauge.spec.storages import Storage
+from narrowgauge.spec.update_rules import Range
 
 Returned = TypeVar("Returned")
 

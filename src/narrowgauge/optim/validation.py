@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,91 +16,12 @@ from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.machine.processor import care_for, is_left_slow
-from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, SGD, Rule
-from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, LR_SCALES, MUON, MatrixRule
-from narrowgauge.optim.rules.subspaces import PROJECTIONS
+from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
+from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.spec.storages import STORAGES, Storage, find
+from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
 
-
-@dataclass(frozen=True)
-class Range:
-    """An option that is a number in ``[low, high)``, or in ``(low, high)`` where ``above``; NaN is outside of all."""
-
-    low: float = 0.0
-    high: float = math.inf
-    above: bool = False
-    or_none: bool = False
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse a value outside; of a pair, either."""
-        parts = value if isinstance(value, (tuple, list)) else (value,)
-        for place, part in enumerate(parts):
-            own = name if part is value else f"{_SINGULAR.get(name, name)}{place + 1}"
-            if part is None and self.or_none:
-                continue
-            try:
-                number = float(part)
-            except (TypeError, ValueError, RuntimeError):
-                raise RecipeError(f"{own} = {part!r} was requested; it must be one number, {self}.") from None
-            if not (self.low < number if self.above else self.low <= number) or not number < self.high:
-                found = part if isinstance(part, (int, float)) else number
-                raise RecipeError(f"{own} = {found} was requested; it must be {self} and finite.")
-
-    def __str__(self) -> str:
-        low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
-        return " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])]) or "a number"
-
-
-_SINGULAR = {"betas": "beta"}
-
-
-@dataclass(frozen=True)
-class Choice:
-    """An option that is one of some names."""
-
-    names: tuple[str, ...]
-    or_none: bool = False
-
-    def check(self, name: str, value: Any) -> None:
-        if value not in self.names and not (value is None and self.or_none):
-            listed = ", ".join(f"'{known}'" for known in self.names)
-            near = suggestion(value, self.names) if isinstance(value, str) else ""
-            raise RecipeError(f"{name} = {value!r} was requested; it is one of {listed}.", near)
-
-
-Laws = dict[str, Range | Choice]
-_RATE: Laws = {"lr": Range(), "weight_decay": Range()}
-_ADAM: Laws = {**_RATE, "betas": Range(0, 1), "eps": Range()}
-_SUBSPACE: Laws = {
-    **_ADAM,
-    "rank": Range(1),
-    "update_proj_gap": Range(1),
-    "scale": Range(),
-    "proj_type": Choice(tuple(PROJECTIONS)),
-}
-LAWS: dict[str, Laws] = {
-    ADAMW.name: _ADAM,
-    ADAM.name: _ADAM,
-    SGD.name: {**_RATE, "momentum": Range()},
-    LION.name: _ADAM,
-    MUON.name: {
-        **_ADAM,
-        "momentum": Range(0, 1),
-        "ns_steps": Range(1),
-        "adjust_lr_fn": Choice(tuple(LR_SCALES), or_none=True),
-        "ns_dtype": Choice(("bfloat16", "float32")),
-    },
-    ADAFACTOR.name: {
-        **_ADAM,
-        "eps": Range(or_none=True),
-        "adam_eps": Range(),
-        "beta1": Range(0, 1, or_none=True),
-        "beta2_decay": Range(-math.inf, 0, above=True),
-        "clip_threshold": Range(0, above=True),
-    },
-    GALORE.name: _SUBSPACE,
-    GRADNORM_LORP.name: _SUBSPACE,
-}
+LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """What the options of each rule may be; a rule that is not here checks its own."""
 
 _FLAGS = {

@@ -85,9 +85,11 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
     ]
     config = run.run.get("config")
     recipe = config.get("recipe") if isinstance(config, dict) else None
+    rule = config.get("rule", "adamw") if isinstance(config, dict) else "adamw"
+    stepped = f"by {rule}" if rule != "adamw" else ""
     return _document(
         heading=found.name,
-        subtitle=" · ".join(str(word) for word in (recipe, f"{len(run.steps):,} steps") if word),
+        subtitle=" · ".join(str(word) for word in (recipe, stepped, f"{len(run.steps):,} steps") if word),
         lead=found.verdict[:1].upper() + found.verdict[1:],
         sentences=[f"{capitalized(finding.cause.title)}: {finding.cause.effect}." for finding in found.findings],
         parts=parts,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from narrowgauge.spec.notation import ALIASES, Alias
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts, width_of
 from narrowgauge.spec.tables import Column, Row, Table, cell_text, name_columns, number_columns, text_columns
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
 
 def rows(name: str) -> list[Row]:
@@ -155,6 +156,17 @@ def _storage_row(storage: Storage) -> Row:
     }
 
 
+def _rule_row(rule: UpdateRule) -> Row:
+    plain = {name: value for name, value in _fields(rule).items() if name != "options"}
+    defaults, trained = ({o.name: getattr(o, how) for o in rule.options} for how in ("default", "in_training"))
+    laws = {option.name: str(option.law) for option in rule.options}
+    return {**plain, "options": defaults, "trained": trained, "must_be": laws}
+
+
+def _assigned(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={option_text(value)}" for name, value in options.items())
+
+
 def _gather_row(compute: Compute) -> Row:
     row = computes.gathering_of(compute)
     return {"name": compute.name, **_fields(row), "codes": compute.casts[row.forward].format if row.is_narrow else ""}
@@ -227,6 +239,7 @@ _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "computes": lambda: [_compute_row(computes.named(name)) for name in computes.names()],
     "gathers": lambda: [_gather_row(row) for row in COMPUTES.values()],
     "scales": lambda: [{**_fields(row), "measures": list(row.measures)} for row in propagation.RULES.values()],
+    "rules": lambda: [_rule_row(row) for row in UPDATE_RULES.values()],
     "storages": lambda: [_storage_row(row) for row in storages.STORAGES.values()],
     "reductions": lambda: [_reduction_row(row) for row in sums.REDUCTIONS.values()],
     "chips": _chip_rows,
@@ -272,6 +285,14 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
     "storages": (
         *name_columns(storage="name"), *text_columns(weight="weight", first_moment="exp_avg", second_moment="exp_avg_sq"), _BYTES,
         *text_columns(vectors="vectors", loses="loses"),
+    ),
+    "rules": (
+        *name_columns(rule="name", optimizer="optimizer"), *text_columns(steps_by="purpose"),
+        Column("steps", lambda row: "matrices; AdamW the rest" if row["is_matrix"] else "everything"),
+        Column("settings in training", lambda row: _assigned(row["settings"])),
+        Column("own options", lambda row: _assigned(row["trained"])),
+        Column("usual rate", lambda row: "none: set --lr" if row["rate"] is None else f"{row['rate']:.2g} × AdamW's"),
+        *text_columns(because="rate_because", source="source"),
     ),
     "reductions": (
         *name_columns(reduction="name"), Column("travels as", lambda row: row["wire"] or "the gradient's own format"),

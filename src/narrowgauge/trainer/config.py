@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -25,6 +25,7 @@ from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, rule_title
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
 _KIND_NAMES: dict[type, str] = {
@@ -34,7 +35,7 @@ _KIND_NAMES: dict[type, str] = {
 
 def described(help: str, constraint: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
     """Metadata of a setting: its help, and its constraint as text and as a predicate."""
-    return {"help": help, "constraint": constraint, "holds": holds}
+    return {"help": help, "constraint": constraint, "holds": holds, "names": ()}
 
 
 def config_field(default: Any, *description: Any) -> Any:
@@ -42,9 +43,23 @@ def config_field(default: Any, *description: Any) -> Any:
     return dataclasses.field(default=default, metadata=described(*description))
 
 
+def name_field(default: str, help: str, names: Collection[str]) -> Any:
+    """A field that holds one of some names."""
+    metadata = {**described(help, f"one of {', '.join(names)}", lambda value: value in names), "names": tuple(names)}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
 def count_field(default: int | None, help: str, least: int = 1) -> Any:
     """A field that holds a number from ``least`` on."""
     return config_field(default, help, f"at least {least}", lambda value: least <= value < 2**63)
+
+
+def of_rules(name: str, help: str, *constraint: Any) -> Any:
+    """A field whose default is its update rule's; the help says AdamW's, and each other one."""
+    usual = UPDATE_RULES["adamw"].settings[name]
+    others = {row.name: row.settings.get(name) for row in UPDATE_RULES.values()}
+    told = [f"{rule} {'has none' if value is None else value}" for rule, value in others.items() if value != usual]
+    return config_field(None, f"{help}  [default: {'; '.join([str(usual), *told])}]", *constraint)
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
@@ -68,7 +83,7 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
     if not field.metadata["holds"](value):
         raise NarrowgaugeError(
             f"{field.name} = {value!r} was requested{where}; it must be {field.metadata['constraint']}.",
-            f"Change {flag}, or omit it.",
+            suggestion(str(value), field.metadata["names"]) or f"Change {flag}, or omit it.",
         )
 
 
@@ -169,6 +184,14 @@ class TrainConfig:
         default=parse("bfloat16/word"),
         metadata=described("A recipe (narrowgauge show recipes) or a .toml file with one."),
     )
+    rule: str = name_field(
+        "adamw",
+        "Update rule (narrowgauge show rules); matrix rules leave embeddings and vectors to AdamW.",
+        UPDATE_RULES,
+    )
+    rule_options: str | None = config_field(
+        None, "The rule's own options, such as momentum=0.9,nesterov=false.  [default: those of narrowgauge show rules]"
+    )
     steps: int = count_field(400, "Optimizer steps.")
     batch_size: int = count_field(8, "Sequences per optimizer step.")
     sequence_length: int = count_field(256, "Tokens per sequence.")
@@ -176,15 +199,12 @@ class TrainConfig:
     lr: float | None = config_field(
         None,
         "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003; unit-scaled models: 0.5]",
+        "0.0003; unit-scaled models: 0.5; times the factor of the rule]",
         "above 0 and finite",
         lambda value: 0 < value < math.inf,
     )
-    schedule: str = config_field(
-        "cosine",
-        "Decay of the learning rate after the warm-up: cosine, linear or constant.",
-        f"one of {', '.join(SCHEDULES)}",
-        lambda value: value in SCHEDULES,
+    schedule: str = name_field(
+        "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", SCHEDULES
     )
     warmup_steps: int | None = count_field(
         None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0
@@ -192,11 +212,17 @@ class TrainConfig:
     min_lr_ratio: float = config_field(
         0.1, "Final learning rate as a fraction of the peak.", "from 0 to 1", lambda value: 0 <= value <= 1
     )
-    beta1: float = config_field(0.9, "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
-    beta2: float = config_field(0.95, "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1)
-    eps: float = config_field(1e-8, "AdamW's epsilon.", "at least 0 and finite", lambda value: 0 <= value < math.inf)
-    weight_decay: float = config_field(
-        0.1, "Decoupled weight decay of matrices.", "at least 0 and finite", lambda value: 0 <= value < math.inf
+    beta1: float | None = of_rules(
+        "beta1", "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1
+    )
+    beta2: float | None = of_rules(
+        "beta2", "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1
+    )
+    eps: float | None = of_rules(
+        "eps", "AdamW's epsilon.", "at least 0 and finite", lambda value: 0 <= value < math.inf
+    )
+    weight_decay: float | None = of_rules(
+        "weight_decay", "Weight decay of matrices.", "at least 0 and finite", lambda value: 0 <= value < math.inf
     )
     max_grad_norm: float = config_field(
         1.0, "Maximum gradient norm for clipping; inf disables it.", "above 0", lambda value: value > 0
@@ -215,11 +241,10 @@ class TrainConfig:
     eval_batches: int = count_field(8, "Batches per validation.")
     checkpoint_every: int = count_field(100, "Steps between checkpoints; 0: only at the end.", 0)
     keep_checkpoints: int = count_field(2, "Number of latest checkpoints to keep.")
-    accumulation_dtype: str = config_field(
+    accumulation_dtype: str = name_field(
         "float32",
         f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.",
-        f"one of {', '.join(ACCUMULATIONS)}",
-        lambda value: value in ACCUMULATIONS,
+        ACCUMULATIONS,
     )
     audit_every: int = count_field(10, "Steps between audits of the update; 0: never.", 0)
     gauges_every: int = count_field(20, "Steps between samples of the gauges; 0: none.", 0)
@@ -229,12 +254,11 @@ class TrainConfig:
     verify_every: int = count_field(
         1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0
     )
-    on_spike: str = config_field(
+    on_spike: str = name_field(
         "report",
         "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and skip "
         "the data since, or stop.",
-        f"one of {', '.join(SPIKE_ACTIONS)}",
-        lambda value: value in SPIKE_ACTIONS,
+        SPIKE_ACTIONS,
     )
     max_rollbacks: int = count_field(3, "Rollbacks after which a spike stops the run.", 0)
     tensorboard: bool = config_field(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
@@ -252,11 +276,8 @@ class TrainConfig:
     compile: bool | None = config_field(
         None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]"
     )
-    shard: str = config_field(
-        "full",
-        "On several ranks, share weights, gradients and states out over them: full or none.",
-        f"one of {', '.join(SHARDINGS)}",
-        lambda value: value in SHARDINGS,
+    shard: str = name_field(
+        "full", "On several ranks, share weights, gradients and states out over them: full or none.", SHARDINGS
     )
     replicas: int = count_field(1, "Copies of the sharded model; must divide the number of ranks.")
     offload: bool = config_field(False, "On several ranks, keep shards in the host's memory.")
@@ -268,8 +289,29 @@ class TrainConfig:
     )
 
     @property
-    def betas(self) -> tuple[float, float]:
-        return self.beta1, self.beta2
+    def update_rule(self) -> UpdateRule:
+        """The row of the run's update rule."""
+        return UPDATE_RULES[self.rule]
+
+    @property
+    def betas(self) -> tuple[float, float] | None:
+        """The decay rates of both moments; ``None`` for a rule that takes none."""
+        taken = {**self.update_rule.settings, **self._given_settings()}
+        return (taken["beta1"], taken["beta2"]) if "beta1" in taken else None
+
+    @property
+    def optimizer_options(self) -> dict[str, Any]:
+        """The arguments of the rule's optimizer, but for the learning rate."""
+        taken: dict[str, Any] = {**self.update_rule.settings, **self._given_settings()}
+        options = {"weight_decay": taken["weight_decay"], **self.update_rule.in_training(self.rule_options or "")}
+        if self.betas is not None:
+            options["betas"] = self.betas
+        return options | ({self.update_rule.eps_option: taken["eps"]} if "eps" in taken else {})
+
+    def _given_settings(self) -> dict[str, Any]:
+        """Those of the settings that rules take which are not left to the rule."""
+        found = {name: getattr(self, name) for name in UPDATE_RULES["adamw"].settings}
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def loggers(self) -> tuple[str, ...]:
@@ -311,27 +353,39 @@ class TrainConfig:
         return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
-        """The same settings with ``lr``, ``warmup_steps`` and ``compile`` filled in by their rules where they are None.
+        """The same settings with those filled in that are None: by the model, by the steps, and by the update rule.
 
         Args:
             num_parameters: size of the model; None uses that of a preset. Without either, ``lr`` and ``compile`` may
-                stay None.
+                stay None. A setting that the rule does not take stays None.
         Example:
             >>> TrainConfig(model="llama-125m").filled().lr
             0.0006
         """
         if num_parameters is None and self.model in MODELS:
             num_parameters = MODELS[self.model].num_parameters
-        filled = self
+        rule = self.update_rule
+        filled = replace(self, **{**rule.settings, **self._given_settings()})
+        if rule.options:
+            filled = replace(filled, rule_options=rule.text(rule.in_training(self.rule_options or "")))
         if self.warmup_steps is None:
             filled = replace(filled, warmup_steps=min(self.steps // 10, 100))
-        if self.lr is None and self.recipe.compute.transform == "unit":
-            filled = replace(filled, lr=UNIT_LEARNING_RATE)
-        elif self.lr is None and num_parameters is not None:
-            filled = replace(filled, lr=usual_rate(num_parameters))
+        if self.lr is None and not self._why_no_rate():
+            if self.recipe.compute.transform == "unit":
+                filled = replace(filled, lr=UNIT_LEARNING_RATE)
+            elif num_parameters is not None:
+                filled = replace(filled, lr=usual_rate(num_parameters) * (rule.rate or 1.0))
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
             filled = replace(filled, compile=self._is_worth_compiling(num_parameters) and not _compiler_missing())
         return filled
+
+    def _why_no_rate(self) -> str:
+        """Why a size of the model gives no learning rate, or an empty string."""
+        if self.update_rule.rate is None:
+            return self.update_rule.rate_because
+        # Unit scaling multiplies the rate of each matrix for steps of AdamW's kind and size.
+        is_other = self.recipe.compute.transform == "unit" and self.rule != "adamw"
+        return "the usual rate of unit-scaled models is AdamW's" if is_other else ""
 
     def _is_worth_compiling(self, num_parameters: int | None) -> bool:
         return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
@@ -374,8 +428,16 @@ class TrainConfig:
         named.require_compiler()
         named._require_sources()
         return replace(
-            named, out=free_folder(named.model, self.recipe.name) if named.out is None else named._free_out()
+            named, out=free_folder(named.model, self._named_recipe()) if named.out is None else named._free_out()
         )
+
+    def _named_recipe(self) -> str:
+        return self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
+
+    @property
+    def title(self) -> str:
+        """The recipe's title, and the rule where it is not AdamW."""
+        return rule_title(self.recipe.title, self.rule)
 
     def located(self) -> TrainConfig:
         """The same settings with full paths, so that a run or a comparison can be resumed from any folder.
@@ -439,6 +501,7 @@ class TrainConfig:
 
     def require_agreement(self) -> None:
         """Refuse settings that contradict each other."""
+        self._require_rule()
         if self.batch_size % self.gradient_accumulation_steps:
             raise NarrowgaugeError(
                 f"a batch of {self.batch_size} sequences cannot be split into {self.gradient_accumulation_steps} equal "
@@ -468,6 +531,28 @@ class TrainConfig:
                 f"{model.max_positions} positions.",
                 f"Use --sequence-length {model.max_positions} or less, or another --model.",
             )
+
+    def _require_rule(self) -> None:
+        """Refuse settings that the update rule does not take, a rate that it needs, and a storage that it cannot step."""
+        rule = self.update_rule
+        rule.read(self.rule_options or "")
+        for name, value in self._given_settings().items():
+            if name not in rule.settings:
+                raise RecipeError(
+                    f"{name} = {value:g} was requested with rule '{rule.name}', which has none.",
+                    f"Omit --{name.replace('_', '-')}.",
+                )
+        if self.lr is None and (reason := self._why_no_rate()):
+            raise RecipeError(
+                f"rule '{rule.name}' was requested without a learning rate: {reason}.", "Set --lr; try several."
+            )
+        for storage in (self.recipe.storage, *(each.storage for each in self.recipe.overrides if each.storage)):
+            if rule.is_matrix and storage.arithmetic != "float32":
+                raise RecipeError(
+                    f"rule '{rule.name}' was requested with storage '{storage.name}', in whose arithmetic of expansions a "
+                    "matrix product is not defined.",
+                    f"Take '{storage.fallback}', or an elementwise rule.",
+                )
 
     def _require_sources(self) -> None:
         """Require that text and tokenizer exist; both are read later."""

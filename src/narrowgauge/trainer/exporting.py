@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +24,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
+from narrowgauge.assembly.preparation import class_of
 from narrowgauge.checkpoints.checkpoint_files import SavedTensor, load_whole, saved_tensors, write_one_by_one
 from narrowgauge.checkpoints.conversion.folders import new_folder
 from narrowgauge.checkpoints.saving import Checkpoint
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
-from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.tokens import load_tokenizer
 from narrowgauge.trainer.language_model import without_progress_bars
 from narrowgauge.trainer.resume_checks import quantization_of, refuse_occupied
-from narrowgauge.trainer.session import SavedRun, Session, load, open_run
+from narrowgauge.trainer.session import SavedRun, Session, load, open_run, stepped_by_adamw
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -52,14 +52,17 @@ class WeightSource:
 
     Args:
         names: of the parameters, in the model's order.
+        config: the run's settings: its recipe and update rule.
         is_exact: export the stored weights in float32, tails included, and not the visible ones.
+        outer: names of matrices that AdamW steps, whatever the rule.
     """
 
     checkpoint: Checkpoint
     saved: Mapping[str, SavedTensor]
     names: tuple[str, ...]
-    recipe: Recipe
+    config: TrainConfig
     is_exact: bool
+    outer: Collection[str] = ()
 
     def shapes(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of each weight as exported."""
@@ -77,10 +80,13 @@ class WeightSource:
         tensors = load_whole(path, [key, *states])
         entry = {state.removeprefix(prefix): tensors[state] for state in states}
         parameter = nn.Parameter(tensors[key], requires_grad=tensors[key].is_floating_point())
-        storage = self.recipe.storage_of(name, parameter.ndim)
-        optimizer = AdamW([{"params": [(name, parameter)], "storage": storage}], audit_every=0, compile=False)
+        storage = self.config.recipe.storage_of(name, parameter.ndim)
+        group = {"params": [(name, parameter)], "storage": storage} | ({"rule": "adamw"} if name in self.outer else {})
+        made_by, options = class_of(self.config.rule), self.config.optimizer_options
+        optimizer = made_by([group], **options, audit_every=0, compile=False)
         optimizer.load_states({parameter: entry} if entry else {})
-        return optimizer.stored(parameter)
+        stored: Tensor = optimizer.stored(parameter)
+        return stored
 
 
 def can_stream(model: PreTrainedModel, saved: Mapping[str, SavedTensor]) -> bool:
@@ -220,7 +226,8 @@ def export(
             )
         return write_folder(load(folder), Path(out), dtype, max_file_bytes)
     names = tuple(name for name, _ in run.model.named_parameters())
-    source = WeightSource(run.checkpoint, saved, names, run.config.recipe, dtype == "float32")
+    outer = stepped_by_adamw(run.config, run.model)
+    source = WeightSource(run.checkpoint, saved, names, run.config, dtype == "float32", outer)
     return _stream(run, source, Path(out), max_file_bytes, ranks)
 
 

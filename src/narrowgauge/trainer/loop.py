@@ -124,7 +124,7 @@ def _train(config: TrainConfig, folder: Path, absent: list[Path], lent: bool, sc
             )
         for note in [*data.notes, *session.notes]:
             writer.event(Event("note", 0, note))
-        writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.recipe.title}"))
+        writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.title}"))
         _run(session, writer, screen)
     return folder
 
@@ -264,7 +264,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
         recovery = Recovery(session, reporter)
-        console.start(config.recipe.title, session.step)
+        console.start(config.title, session.step)
 
         def save() -> None:
             session.verifier.verify_state(session.step)
@@ -318,7 +318,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
 
 
 def _announce(session: Session, console: Screen) -> None:
-    console.say(f"{Path(session.config.model).name} · {session.config.recipe.title} · {session.folder}")
+    console.say(f"{Path(session.config.model).name} · {session.config.title} · {session.folder}")
     if session.here.is_first and session.step == 0 and session.config.model.strip().lower() not in MODELS:
         weights = session.initial_weights
         drawn = f"drawn from seed {session.config.seed}; the model's folder holds none"

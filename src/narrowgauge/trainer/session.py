@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.assembly.preparation import DifferenceNotice, is_matrix, prepare
+from narrowgauge.assembly.preparation import DifferenceNotice, is_matrix, outer_names, prepare
 from narrowgauge.checkpoints.checkpoint_files import saved_tensors
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, require_same_model, restore_tensors, state_tensors
@@ -42,7 +42,7 @@ from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS, completed
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
-from narrowgauge.optim.optimizers import AdamW
+from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.state_dict import kept_tensors
 from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import read_run
@@ -84,7 +84,7 @@ class Session:
     folder: Path
     data: Dataset
     model: PreTrainedModel
-    optimizer: AdamW
+    optimizer: Optimizer
     loss: Callable[[Tensor], Tensor]
     accumulator: GradientAccumulator | None = None
     linears: NarrowLayers | None = None
@@ -236,6 +236,13 @@ class Session:
         """Load a checkpoint that was found good; refused if it is another model's, or gives other weights than were saved."""
         state, where = checkpoint.state(), f"checkpoint {checkpoint.path.name} of {checkpoint.path.parents[1]}"
 
+        began_with = state.get("settings", {}).get("rule", "adamw")
+        if began_with != self.config.rule:
+            raise RecordError(
+                f"{where} holds the states of rule '{began_with}', and rule '{self.config.rule}' was requested.",
+                f"Restore rule = '{began_with}' in run.toml: states of one rule mean nothing to another.",
+            )
+
         def load_checked() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
                 saved = saved_tensors(checkpoint.path)
@@ -280,6 +287,7 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
     config = config.filled(language_model.num_parameters(model))
     config.require_compiler()
     assert config.lr is not None
+    outer = stepped_by_adamw(config, model)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     nn.Module.to(model, device)
     if config.activation_checkpointing:
@@ -292,11 +300,11 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
         _, optimizer = prepare(
             model,
             config.recipe,
+            rule=config.rule,
             lr=config.lr,
-            betas=config.betas,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
+            **config.optimizer_options,
             decays=is_matrix,
+            options_of=lambda name: {"rule": "adamw"} if name in outer else {},
             max_grad_norm=config.max_grad_norm,
             seed=config.seed,
             audit_every=config.audit_every,
@@ -326,6 +334,11 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
         fix_batch(model, sequence_length=config.sequence_length, tokens=config.tokens_per_step)
     loss = _loss(model, config)
     return Session(config, folder, data, model, optimizer, loss, accumulator, linears, reduction, here, initial_weights)
+
+
+def stepped_by_adamw(config: TrainConfig, model: nn.Module) -> set[str]:
+    """Names of the matrices that AdamW steps although the rule is for matrices: embeddings and the output head."""
+    return outer_names(model) if config.update_rule.is_matrix else set()
 
 
 def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:

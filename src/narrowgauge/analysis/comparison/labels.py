@@ -1,6 +1,7 @@
 """The labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
 
-A recipe's label is its full name, followed by its own name or by what its table overrides. Runs that differ only in their
+A recipe's label is its full name, followed by its own name or by what its table overrides, and by the update rule where that is
+not AdamW. Runs that differ only in their
 seed share a label. Where one recipe was run twice with one seed, the settings that differ become part of the label; where
 none differs, the folder does. A label is for people: nothing parses it back to a recipe or a seed.
 """
@@ -14,6 +15,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.update_rules import rule_title
 
 MOST_SETTINGS = 4
 """Most settings in a label; runs that differ in more are told apart by their folders."""
@@ -74,7 +76,12 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
         ['bfloat16/word, lr 0.001', 'bfloat16/word, lr 0.0001']
     """
     # A folder may have the name of a recipe that it does not hold.
-    labels = [recipe_name(run.config["recipe"]) if "recipe" in run.config else run.path.name for run in runs]
+    labels = [
+        rule_title(recipe_name(run.config["recipe"]), str(run.config.get("rule", "adamw")))
+        if "recipe" in run.config
+        else run.path.name
+        for run in runs
+    ]
     for distinguish in (_by_settings, _by_folder):
         for label in sorted(_repeated(labels, runs)):
             places = [place for place, name in enumerate(labels) if name == label]

@@ -23,6 +23,7 @@ from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, number, step_of
 from narrowgauge.spec.notation import parse_value
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule
 
 Series = dict[str, list[tuple[int, list[float | None]]]]
 """By tensor: the steps that were sampled, each with the metrics of the table."""
@@ -221,6 +222,11 @@ class Evidence:
         code = self.recipe.storage.exp_avg_sq
         mantissa_bits = code.parts * (code.mantissa_bits + 1) - 1
         return beta2 is None or 1 - beta2 < 2.0 ** -(mantissa_bits + 1)
+
+    @property
+    def rule(self) -> UpdateRule | None:
+        """The update rule; AdamW where none is recorded, ``None`` where the name is no rule's."""
+        return UPDATE_RULES.get(str(self.setting("rule") or "adamw"))
 
     def is_unit_scaled(self) -> bool:
         """Whether the model is known to be unit-scaled, where each tensor has a scale and a rate of its own."""

@@ -23,10 +23,10 @@ from narrowgauge.integrations.check.set_up import SetUp, set_up_of, storage_of, 
 from narrowgauge.integrations.check.table import found_in
 from narrowgauge.integrations.check.watch import Seen, Watch
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.validation import Range
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.finding import SEVERITIES, Finding
 from narrowgauge.spec.tables import Table, name_columns, text_columns
+from narrowgauge.spec.update_rules import Range
 
 
 class SetUpWarning(UserWarning):

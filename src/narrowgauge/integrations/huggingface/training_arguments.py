@@ -15,18 +15,14 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import check_target_module_exists
 
-from narrowgauge.assembly.preparation import prepare
+from narrowgauge.assembly.preparation import class_of, prepare
 from narrowgauge.assembly.resumption import carry_state_and_audit
 from narrowgauge.distributed.sharding import begin_alike
 from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.optimizers import SGD, Adafactor, AdamW, GaLore, Lion
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
-
-
-def _flag(word: str) -> bool:
-    return word.lower() in ("true", "1", "yes")
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule
 
 
 @dataclass(frozen=True)
@@ -34,25 +30,35 @@ class Optim:
     """How a name of ``TrainingArguments(optim=…)`` is understood.
 
     Args:
-        words: the names in ``optim_args``, and how the value of each is read.
-        fixed: options that the name implies.
+        rule: the update rule that it means; its own options are the names in ``optim_args``.
+        words: further such names, and how the value of each is read.
         in_targets: whether the rule steps only ``optim_target_modules``, and AdamW the rest.
     """
 
-    optimizer: type[Optimizer]
+    rule: UpdateRule
     words: Mapping[str, Callable[[str], Any]] = field(default_factory=dict)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
     in_targets: bool = False
 
+    @property
+    def optimizer(self) -> type[Optimizer]:
+        return class_of(self.rule.name)
 
-OPTIMS = {
-    "adamw_torch": Optim(AdamW),
-    "adamw_torch_fused": Optim(AdamW),
-    "lion_32bit": Optim(Lion),
-    "sgd": Optim(SGD, {"momentum": float, "dampening": float, "weight_decay": float, "nesterov": _flag}),
-    "adafactor": Optim(Adafactor, fixed={"scale_parameter": False, "relative_step": False}),
-    "galore_adamw": Optim(GaLore, {"rank": int, "update_proj_gap": int, "scale": float}, in_targets=True),
+    @property
+    def readers(self) -> dict[str, Callable[[str], Any]]:
+        """The names in ``optim_args``, and how the value of each is read."""
+        return {**{option.name: option.read for option in self.rule.options}, **self.words}
+
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """Options that the name implies: a Trainer has a rate and a schedule of its own, as ``narrowgauge train`` has."""
+        return {option.name: option.trained for option in self.rule.options if option.trained is not None}
+
+
+_MORE: dict[str, dict[str, Any]] = {
+    "sgd": {"words": {"weight_decay": float}},  # as transformers reads it
+    "galore_adamw": {"in_targets": True},
 }
+OPTIMS = {name: Optim(rule, **_MORE.get(name, {})) for rule in UPDATE_RULES.values() for name in rule.huggingface}
 """Names of ``TrainingArguments(optim=…)`` that a recipe can be combined with."""
 
 Chosen = tuple[Any, Mapping[str, Any]]
@@ -190,9 +196,9 @@ def _read_words(text: str, name: str, optim: Optim) -> dict[str, Any]:
     for word in text.replace(" ", "").split(",") if text else ():
         key, _, value = word.partition("=")
         try:
-            read[key] = optim.words[key](value)
+            read[key] = optim.readers[key](value)
         except (KeyError, ValueError):
-            known = ", ".join(optim.words) or "none"
+            known = ", ".join(optim.readers) or "none"
             raise RecipeError(
                 f"optim_args gives '{word}' to optim='{name}', whose names are: {known}.", "Each is NAME=NUMBER."
             ) from None

@@ -74,8 +74,9 @@ _ROWS = (
     Reason(
         "optimizer-settings", "other settings of the optimizer",
         (
-            "config.lr", "config.schedule", "config.warmup_steps", "config.min_lr_ratio", "config.steps", "config.beta1",
-            "config.beta2", "config.eps", "config.weight_decay", "config.max_grad_norm", "config.on_spike",
+            "config.rule", "config.rule_options", "config.lr", "config.schedule", "config.warmup_steps", "config.min_lr_ratio",
+            "config.steps", "config.beta1", "config.beta2", "config.eps", "config.weight_decay",
+            "config.max_grad_norm", "config.on_spike",
         ),
         ("rate", "skip", "clip", "update", "loss"), "any", 1.0,
         "Give both runs the same settings.",

@@ -177,6 +177,8 @@ def _at_floor(evidence: Evidence) -> Observation:
 
 
 def _below_eps(evidence: Evidence) -> Observation:
+    if evidence.rule is None or evidence.rule.is_matrix:
+        return UNKNOWN  # epsilon is AdamW's
     eps = evidence.number_of("eps") or 0.0
     grads = evidence.metric("tensors", "rms", "grad")
     medians = _medians({name: [row for row in samples if row[1] > 0] for name, samples in grads.items()})
@@ -400,6 +402,8 @@ def _below_rate(evidence: Evidence) -> Observation:
             rate, size = rates.get(step), sizes.get(f"weight:{name}", {}).get(step)
             if rate and size and "norm" not in name and stored.get(name, {}).get(step, 1.0) >= MIN_EDQ:
                 ratios.setdefault(step, []).append(value * size / rate)
+    if evidence.rule is None or evidence.rule.name not in ("adamw", "adam"):
+        return UNKNOWN
     if len(ratios) < 2 or evidence.is_unit_scaled():  # whose rates are those of each tensor
         return UNKNOWN
     levels = [(step, "", median(values)) for step, values in ratios.items()]

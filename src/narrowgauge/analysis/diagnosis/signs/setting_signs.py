@@ -77,7 +77,11 @@ def _usual_rate(evidence: Evidence) -> tuple[float, float] | None:
     rate = evidence.number_of("lr")
     if not isinstance(size, int) or rate is None or rate <= 0:
         return None
-    return rate, usual_rate(size, is_unit=evidence.recipe is not None and evidence.recipe.compute.transform == "unit")
+    is_unit = evidence.recipe is not None and evidence.recipe.compute.transform == "unit"
+    factor = evidence.rule.rate if evidence.rule is not None else None
+    if factor is None or (is_unit and factor != 1):
+        return None  # the usual rates are AdamW's
+    return rate, usual_rate(size, is_unit=is_unit) * factor
 
 
 def _rate_is_high(evidence: Evidence) -> Observation:

@@ -1,0 +1,336 @@
+"""The update rules by name: which optimizer has each, the trainer's settings that it takes, and its own options.
+
+``--rule`` of ``narrowgauge train`` and ``compare``, ``prepare(…, rule=…)``, ``TrainingArguments(optim=…)``, the checks of options
+and ``narrowgauge show rules`` read this table: a new rule is a row, and a class in :mod:`narrowgauge.optim.optimizers`.
+
+A rule is written as a name and a text of options, ``momentum=0.9,nesterov=false``, whose order does not count. What a run does
+not say is filled in from here, so that its record is complete.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from narrowgauge.errors import RecipeError, suggestion
+
+# ── what an option may be ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Range:
+    """An option that is a number in ``[low, high)``, or in ``(low, high)`` where ``above``; NaN is outside of all."""
+
+    low: float = 0.0
+    high: float = math.inf
+    above: bool = False
+    or_none: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse a value outside; of a pair, either."""
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        for place, part in enumerate(parts):
+            own = name if part is value else f"{_SINGULAR.get(name, name)}{place + 1}"
+            if part is None and self.or_none:
+                continue
+            try:
+                number = float(part)
+            except (TypeError, ValueError, RuntimeError):
+                raise RecipeError(f"{own} = {part!r} was requested; it must be one number, {self}.") from None
+            if not (self.low < number if self.above else self.low <= number) or not number < self.high:
+                found = part if isinstance(part, (int, float)) else number
+                raise RecipeError(f"{own} = {found} was requested; it must be {self} and finite.")
+
+    def __str__(self) -> str:
+        low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
+        return " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])]) or "a number"
+
+
+_SINGULAR = {"betas": "beta"}
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option that is one of some names."""
+
+    names: tuple[str, ...]
+    or_none: bool = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse any other name."""
+        if value not in self.names and not (value is None and self.or_none):
+            near = suggestion(value, self.names) if isinstance(value, str) else ""
+            raise RecipeError(f"{name} = {value!r} was requested; it is one of {self}.", near)
+
+    def __str__(self) -> str:
+        return ", ".join(f"'{known}'" for known in self.names)
+
+
+class Flag:
+    """An option that is true or false; any value counts as one of them, as in ``torch.optim``."""
+
+    or_none = False
+
+    def check(self, name: str, value: Any) -> None:
+        """Refuse nothing."""
+
+    def __str__(self) -> str:
+        return "true or false"
+
+
+Laws = dict[str, Range | Choice | Flag]
+
+# ── the rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Option:
+    """An option of one rule's own.
+
+    Args:
+        default: that of the optimizer's class.
+        law: what it may be.
+        trained: the trainer's default, where it is another; see ``UpdateRule.trained_because``.
+    """
+
+    name: str
+    default: Any
+    law: Range | Choice | Flag
+    trained: Any = None
+
+    @property
+    def in_training(self) -> Any:
+        """The trainer's default."""
+        return self.default if self.trained is None else self.trained
+
+    def read(self, text: str) -> Any:
+        """The value that a text says: ``0.9``, ``8``, ``true``, a name, ``none`` where it may be; a pair as ``1e-30/0.001``.
+
+        Raises:
+            RecipeError: the text says none, or one that the option may not be.
+        """
+        word = text.strip()
+        try:
+            value = self._value(word)
+        except ValueError:
+            raise RecipeError(f"{self.name} = {word!r} was requested; it must be {self._wanted()}.") from None
+        self.law.check(self.name, value)
+        return value
+
+    def _value(self, word: str) -> Any:
+        if self.law.or_none and word.lower() == "none":
+            return None
+        if isinstance(self.law, Flag):
+            return _FLAGS[word.lower()] if word.lower() in _FLAGS else float("")
+        if isinstance(self.law, Choice):
+            return word
+        if isinstance(self.default, tuple):
+            parts = tuple(self._one(part) for part in word.split("/"))
+            return parts if len(parts) == len(self.default) else float("")
+        return int(word) if isinstance(self.default, int) else float(word)
+
+    def _one(self, word: str) -> float | None:
+        return None if self.law.or_none and word.strip().lower() == "none" else float(word)
+
+    def _wanted(self) -> str:
+        if isinstance(self.law, Flag):
+            return str(self.law)
+        count = "two numbers with a slash between" if isinstance(self.default, tuple) else "a number"
+        return f"{'an integer' if type(self.default) is int else count}, {self.law}"
+
+
+_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+
+
+def option_text(value: Any) -> str:
+    """An option's value as :meth:`Option.read` takes it.
+
+    Example:
+        >>> [option_text(value) for value in (True, None, 0.9, (1e-30, 1e-3))]
+        ['true', 'none', '0.9', '1e-30/0.001']
+    """
+    if isinstance(value, tuple):
+        return "/".join(map(option_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else f"{value}"
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """One update rule.
+
+    Args:
+        optimizer: its class in ``narrowgauge.optim.optimizers``.
+        purpose: one line.
+        settings: of the trainer's ``beta1``, ``beta2``, ``eps`` and ``weight_decay`` those that it takes, with their defaults.
+        options: its own.
+        rate: the trainer's usual peak learning rates, which are AdamW's, times this; ``None`` where they mean nothing.
+        rate_because: why, or the source of the factor.
+        trained_because: why the trainer has other defaults of the rule's own options.
+        is_matrix: whether it steps whole matrices, and AdamW vectors, embeddings and output heads.
+        huggingface: names of ``TrainingArguments(optim=…)`` that mean this rule.
+        source: the paper.
+    """
+
+    name: str
+    optimizer: str
+    purpose: str
+    settings: Mapping[str, float]
+    options: tuple[Option, ...] = ()
+    rate: float | None = 1.0
+    rate_because: str = ""
+    trained_because: str = ""
+    is_matrix: bool = False
+    huggingface: tuple[str, ...] = ()
+    source: str = field(default="", kw_only=True)
+
+    @property
+    def laws(self) -> Laws:
+        """What the options of a param group may be."""
+        found: Laws = {"lr": Range(), "weight_decay": Range()}
+        if "beta1" in self.settings:
+            found["betas"] = Range(0, 1)
+        if "eps" in self.settings:
+            found[self.eps_option] = Range()
+        return found | {option.name: option.law for option in self.options}
+
+    @property
+    def eps_option(self) -> str:
+        """The optimizer's option for AdamW's epsilon: another where the rule has an ``eps`` of its own."""
+        return "adam_eps" if any(option.name == "eps" for option in self.options) else "eps"
+
+    def read(self, text: str, where: str = "rule_options") -> dict[str, Any]:
+        """The options that a text gives, ``"momentum=0.9, nesterov=false"``, by name; ``where`` says where the text is from.
+
+        Raises:
+            RecipeError: an option that the rule lacks, one given twice or without a value, or a value that it may not be.
+        """
+        known = {option.name: option for option in self.options}
+        found: dict[str, Any] = {}
+        for word in text.split(",") if text.strip() else ():
+            name, equals, value = (part.strip() for part in word.partition("="))
+            if name not in known:
+                have = f"has {', '.join(known)}" if known else "has no options of its own"
+                raise RecipeError(
+                    f"{where} gives {name!r} to rule '{self.name}', which {have}.",
+                    _own_flag(name) or suggestion(name, known) or "narrowgauge show rules lists the options of each.",
+                )
+            if not equals or name in found:
+                raise RecipeError(
+                    f"{where} gives {name!r} {'twice' if name in found else 'without a value'}.",
+                    f"Write {name}={option_text(known[name].in_training)}.",
+                )
+            found[name] = known[name].read(value)
+        return found
+
+    def in_training(self, text: str) -> dict[str, Any]:
+        """All own options of a run, those that ``text`` leaves out with the trainer's defaults."""
+        return {option.name: option.in_training for option in self.options} | self.read(text)
+
+    def text(self, options: Mapping[str, Any]) -> str:
+        """Options as :meth:`read` takes them, in the table's order."""
+        return ", ".join(f"{o.name}={option_text(options[o.name])}" for o in self.options if o.name in options)
+
+
+def _own_flag(name: str) -> str:
+    """The advice where an option is a setting of the trainer."""
+    flag = {"betas": "beta1", "adam_eps": "eps", "learning_rate": "lr"}.get(name, name)
+    is_setting = flag in ("lr", "beta1", "beta2", "eps", "weight_decay")
+    return f"It is a setting of its own: --{flag.replace('_', '-')}." if is_setting else ""
+
+
+_ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_LIKE_ADAM = "its steps are divided by the root of second moments, as AdamW's are"
+_SUBSPACE = (Option("rank", 128, Range(1)), Option("update_proj_gap", 200, Range(1)))
+_PROJ_TYPE = Option("proj_type", "std", Choice(("std", "full")))
+_IN_SUBSPACE = "an AdamW's step in the subspace, times scale; vectors and embeddings share the rate"
+
+_RULES = (
+    UpdateRule(
+        "adamw", "AdamW", "two moments, decoupled decay", _ADAM,
+        rate_because="the usual rates are for it", huggingface=("adamw_torch", "adamw_torch_fused"),
+        source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
+    ),
+    UpdateRule(
+        # An L2 penalty of 0.1 would outweigh most gradients: none by default, as in torch.optim.
+        "adam", "Adam", "two moments, decay as a penalty in the gradient", {**_ADAM, "weight_decay": 0.0},
+        rate_because="AdamW without decay", source="Kingma & Ba, ICLR 2015 (1412.6980)",
+    ),
+    UpdateRule(
+        "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
+        (
+            Option("momentum", 0.0, Range()), Option("dampening", 0.0, Range(-math.inf, above=True)),
+            Option("nesterov", False, Flag()),
+        ),
+        rate=None, rate_because="its steps are as large as the gradient, which no rule of a model's size knows",
+        huggingface=("sgd",), source="Sutskever et al., ICML 2013",
+    ),
+    UpdateRule(
+        "lion", "Lion", "one moment, of which the sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
+        rate=1 / 3, rate_because="3 to 10 times smaller than AdamW's, and decay as many times larger (2302.06675, section 5)",
+        huggingface=("lion_32bit",), source="Chen et al., NeurIPS 2023 (2302.06675)",
+    ),
+    UpdateRule(
+        "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
+        (
+            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, Flag()), Option("ns_steps", 5, Range(1)),
+            Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw"), or_none=True), trained="match_rms_adamw"),
+            Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
+        ),
+        rate_because="with match_rms_adamw its steps are as large as AdamW's (2502.16982, section 2.2)",
+        trained_because="one rate serves the matrices and what AdamW steps",
+        is_matrix=True, source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
+    ),
+    UpdateRule(
+        "adafactor", "Adafactor", "second moments as one value per row and per column", _ADAM,
+        (
+            Option("beta2_decay", -0.8, Range(-math.inf, 0, above=True)),
+            Option("eps", (1e-30, 1e-3), Range(or_none=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
+            Option("beta1", None, Range(0, 1, or_none=True)),
+            Option("scale_parameter", True, Flag(), trained=False), Option("relative_step", True, Flag(), trained=False),
+        ),
+        rate_because=_LIKE_ADAM, trained_because="the run has a rate and a schedule of its own",
+        is_matrix=True, huggingface=("adafactor",), source="Shazeer & Stern, ICML 2018 (1804.04235)",
+    ),
+    UpdateRule(
+        "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,
+        (*_SUBSPACE, Option("scale", 0.25, Range()), _PROJ_TYPE),
+        rate_because=_IN_SUBSPACE, is_matrix=True, huggingface=("galore_adamw",), source="Zhao et al., ICML 2024 (2403.03507)",
+    ),
+    UpdateRule(
+        "gradnorm_lorp", "GradNormLoRP", "lengths and low-rank directions of columns apart", _ADAM,
+        (*_SUBSPACE, Option("scale", 1.0, Range()), _PROJ_TYPE),
+        rate_because=_IN_SUBSPACE, is_matrix=True, source="Huang et al., AAAI 2025 (2412.19616)",
+    ),
+)  # fmt: skip
+
+UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}
+"""The rules by name."""
+
+
+def get_rule(name: str) -> UpdateRule:
+    """The rule of that name.
+
+    Raises:
+        RecipeError: no rule has it.
+    Example:
+        >>> get_rule("muon").optimizer
+        'Muon'
+    """
+    key = str(name).strip().lower().replace("-", "_")
+    found = UPDATE_RULES.get(key)
+    if found is None:
+        near = suggestion(key, UPDATE_RULES) or f"Known: {', '.join(UPDATE_RULES)}."
+        raise RecipeError(f"no update rule is named {name!r}.", f"{near} (narrowgauge show rules describes them.)")
+    return found
+
+
+def rule_title(recipe: str, rule: str) -> str:
+    """A recipe's title with the rule that steps it, where that is not AdamW.
+
+    Example:
+        >>> rule_title("bfloat16/word", "adamw"), rule_title("bfloat16/word", "muon")
+        ('bfloat16/word', 'bfloat16/word by muon')
+    """
+    return recipe if rule == "adamw" else f"{recipe} by {rule}"

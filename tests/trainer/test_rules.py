@@ -1,0 +1,216 @@
+"""Trainings by every update rule: what steps which parameter, the record, the same bits after a resume, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+from safetensors.torch import load_file
+
+from narrowgauge.analysis.comparison.labels import run_labels
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
+from narrowgauge.trainer import exporting, loop, session
+from narrowgauge.trainer.config import TrainConfig
+from trainer.tiny_runs import assert_same_run, call, settings, words_of
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+INNER, OUTER = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight"
+STATES = {
+    "adamw": {"exp_avg", "exp_avg_sq"},
+    "adam": {"exp_avg", "exp_avg_sq"},
+    "sgd": {"momentum_buffer"},
+    "lion": {"exp_avg"},
+    "muon": {"momentum_buffer"},
+    "adafactor": {"exp_avg_sq_row", "exp_avg_sq_col"},
+    "galore": {"projector", "projected_exp_avg", "projected_exp_avg_sq"},
+    "gradnorm_lorp": {
+        "projector", "projected_exp_avg", "projected_exp_avg_sq", "magnitude_exp_avg", "magnitude_exp_avg_sq",
+    },
+}  # fmt: skip
+CASES: dict[str, dict[str, Any]] = {
+    **{rule: {"rule": rule} for rule in UPDATE_RULES},
+    "sgd": {"rule": "sgd", "rule_options": "momentum=0.9", "lr": 0.3},
+    # The subspace is found anew at steps 4 and 7, of which a resume after step 4 must not make another.
+    "galore": {"rule": "galore", "rule_options": "rank=4,update_proj_gap=3"},
+    "gradnorm_lorp": {"rule": "gradnorm_lorp", "rule_options": "rank=4,update_proj_gap=3"},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """A training by each rule, through the command line."""
+    folder, made = tmp_path_factory.mktemp("rules"), {}
+    for rule, changes in CASES.items():
+        result = call(*words_of(settings(place, folder / rule, recipe="bfloat16/word", **changes)))
+        assert result.exit_code == 0, result.stderr
+        made[rule] = read_run(folder / rule)
+    return made
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_a_rule_steps_matrices_and_adamw_what_is_left_to_it(rule: str, trained: dict[str, Run]) -> None:
+    run = trained[rule]
+    optimizer = session.load(run.path).optimizer
+    parameters = {name: parameter for parameter, name in optimizer.parameter_names().items()}
+
+    def states(parameter: str) -> set[str]:
+        return set(optimizer.state[parameters[parameter]]) - {"step", "master", "packed", "tail"}
+
+    assert states(INNER) == STATES[rule]
+    assert states(OUTER) == STATES["adamw" if get_rule(rule).is_matrix else rule]
+    losses = [row["loss"] for row in run.steps]
+    assert losses[-1] < losses[0] - 0.01
+    gauged = [row["updates"] for row in run.gauges if "updates" in row]
+    assert not gauged or INNER in gauged[-1]
+
+
+@pytest.mark.parametrize("rule", UPDATE_RULES)
+def test_the_record_says_the_rule_and_all_that_it_was_given(rule: str, trained: dict[str, Run]) -> None:
+    run, row = trained[rule], get_rule(rule)
+    assert run.config["rule"] == rule
+    assert {name for name in ("beta1", "beta2", "eps", "weight_decay") if name in run.config} == set(row.settings)
+    options = row.in_training(str(CASES[rule].get("rule_options", "")))
+    assert row.read(run.config.get("rule_options", "")) == options
+    label = "bfloat16/word" if rule == "adamw" else f"bfloat16/word by {rule}"
+    assert run_labels([run]) == [label]
+    assert next(event["message"] for event in run.events if event["kind"] == "start").endswith(f" in {label}")
+
+
+def test_every_rule_trains_otherwise(trained: dict[str, Run]) -> None:
+    fingerprints = {
+        rule: json.loads((run.path / "checkpoints" / "step-00000008" / "state.json").read_text())["fingerprint"]
+        for rule, run in trained.items()
+    }
+    assert len(set(fingerprints.values())) == len(UPDATE_RULES)
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    record = tomllib.loads((folder / "run.toml").read_text())
+    (folder / "run.toml").write_text(tomli_w.dumps({**record, "config": {**record["config"], **changes}}))
+
+
+@pytest.mark.parametrize("rule", ["galore", "gradnorm_lorp", "muon"])
+def test_a_matrix_rule_goes_on_with_the_same_bits(
+    rule: str, place: Path, trained: dict[str, Run], tmp_path: Path
+) -> None:
+    made = settings(place, tmp_path / "run", recipe="bfloat16/word", **CASES[rule], stop_after=4)
+    loop.train(made)
+    assert call("resume", str(tmp_path / "run")).exit_code == 0
+    assert_same_run(read_run(tmp_path / "run"), trained[rule], gauges=False)
+
+
+def test_another_rule_is_refused_at_a_resume_even_where_changes_are_accepted(place: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    loop.train(settings(place, folder, recipe="bfloat16/word", **CASES["galore"], stop_after=4))
+    shutil.copytree(folder, tmp_path / "other")
+    edit(folder, rule="gradnorm_lorp")
+    for words in ((), ("--accept-changes",)):
+        result = call("resume", str(folder), *words)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert "holds the states of rule 'galore', and rule 'gradnorm_lorp' was requested" in result.stderr
+    edit(tmp_path / "other", rule_options="rank=3, update_proj_gap=3, scale=0.25")
+    result = call("resume", str(tmp_path / "other"))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
+
+
+@pytest.mark.parametrize("rule", ["muon", "galore", "lion"])
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_an_export_holds_the_stored_weights(
+    rule: str, is_streamed: bool, trained: dict[str, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_streamed:
+        monkeypatch.setattr(exporting, "can_stream", lambda *_: False)
+    exporting.export(trained[rule].path, tmp_path / "out", "float32")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    run = session.load(trained[rule].path)
+    for name, parameter in run.named_parameters():
+        assert torch.equal(found[name], run.optimizer.stored(parameter)), name
+
+
+# ── the settings ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def refusal(**changes: Any) -> str:
+    with pytest.raises(NarrowgaugeError) as refused:
+        TrainConfig(out="new", **changes).validated()
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_what_a_rule_does_not_take_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "it must be one of adamw, adam, sgd" in (said := refusal(rule="moun")) and "Did you mean 'muon'?" in said
+    assert "beta1 = 0.8 was requested with rule 'sgd', which has none. Omit --beta1." in refusal(rule="sgd", beta1=0.8)
+    assert "eps = 1e-08 was requested with rule 'lion', which has none" in refusal(rule="lion", eps=1e-8)
+    assert "rule 'sgd' was requested without a learning rate" in (said := refusal(rule="sgd")) and "Set --lr" in said
+    assert "Did you mean 'momentum'?" in refusal(rule="muon", rule_options="momentom=0.5")
+    result = call("train", "--rule", "galore", "--recipe", "bfloat16/collage-plus")
+    assert result.exit_code == 2 and "a matrix product is not defined. Take 'split'" in result.stderr
+    assert not list(tmp_path.iterdir())
+    assert TrainConfig(out="new", rule="sgd", lr=0.1).validated().lr == 0.1
+
+
+def test_a_unit_scaled_models_usual_rate_is_adamws() -> None:
+    recipe = session.TrainConfig(recipe=settings(Path(), Path(), recipe="unit/float32").recipe)
+    assert recipe.filled().lr == 0.5
+    assert "unit-scaled models is AdamW's" in refusal(rule="lion", recipe=recipe.recipe)
+
+
+def test_defaults_are_the_rules() -> None:
+    adamw, lion, sgd = (TrainConfig(rule=rule, lr=None).filled() for rule in ("adamw", "lion", "sgd"))
+    assert (adamw.lr, adamw.betas, adamw.eps, adamw.weight_decay, adamw.rule_options) == (
+        3e-3,
+        (0.9, 0.95),
+        1e-8,
+        0.1,
+        None,
+    )
+    assert (lion.lr, lion.betas, lion.eps, lion.weight_decay) == (pytest.approx(1e-3), (0.9, 0.99), None, 0.3)
+    assert (sgd.lr, sgd.betas, sgd.weight_decay) == (None, None, 0.0)
+    galore = TrainConfig(rule="galore", rule_options="scale=1.0,rank=8").filled()
+    assert galore.rule_options == "rank=8, update_proj_gap=200, scale=1.0"
+    assert galore.filled() == galore and TrainConfig.from_dict(galore.to_dict()) == galore
+
+
+def test_a_comparison_trains_all_recipes_by_its_rule(place: Path, tmp_path: Path) -> None:
+    made = settings(place, tmp_path / "out", rule="muon", rule_options="momentum=0.9").to_dict()
+    words = [
+        word
+        for name, value in made.items()
+        if name not in ("recipe", "seed") and not isinstance(value, bool)
+        for word in (f"--{name.replace('_', '-')}", str(value))
+    ]
+    result = call("compare", "--recipes", "bfloat16/word,bfloat16/states8", *words)
+    assert result.exit_code == 0, result.stderr
+    runs = [read_run(folder) for folder in sorted((tmp_path / "out").glob("*-seed0"))]
+    assert run_labels(runs) == ["bfloat16/states8 by muon", "bfloat16/word by muon"]
+    assert {(run.config["rule"], run.config["rule_options"].split(",")[0]) for run in runs} == {
+        ("muon", "momentum=0.9")
+    }
+    assert "bfloat16/word by muon" in result.stdout
+    again = call(
+        "compare",
+        "--recipes",
+        "bfloat16/word,bfloat16/states8",
+        "--out",
+        str(tmp_path / "out"),
+        "--rule",
+        "lion",
+        "--rule-options",
+        "",
+    )
+    assert again.exit_code == 2 and "--rule muon" in again.stderr and "--rule lion" in again.stderr
