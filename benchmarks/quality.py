@@ -285,7 +285,8 @@ class Result:
 
 def common(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings in which all runs of a table agree."""
-    return {key: value for key, value in sorted(config.items()) if key not in _VARIED}
+    # A run of a version that had no other rule does not name it.
+    return {key: value for key, value in sorted({"rule": "adamw", **config}.items()) if key not in _VARIED}
 
 
 def results_in(out: Path) -> tuple[list[Result], int]:

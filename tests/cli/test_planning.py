@@ -87,7 +87,10 @@ def refusal(*words: str) -> str:
         (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--largest", "contxt"), "contxt"),
         (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--base", "nf4"), "--base goes with --lora"),
         (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--lora", "8", "--toml"), "which runs no adapters"),
-        (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "muon", "--toml"), "steps with AdamW"),
+        (
+            ("run", "--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "adafactor", "--toml"),
+            "leaves embedding and head to AdamW",
+        ),
         ((*EIGHT, "--largest", "context", "--toml"), "which has 8,192 positions"),
         (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--lora", "0"), "--lora"),
         (("run", "--model", "llama-8b", "--chip", "H100-SXM", "--optimizer", "moun"), "moun"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import narrowgauge as ng
+from narrowgauge.assembly.preparation import class_of
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.inputs.architectures import Adapters, Architecture
@@ -34,11 +35,10 @@ def held(optimizer: Optimizer, weight: torch.nn.Parameter) -> float:
 
 
 @pytest.mark.parametrize("storage", ["word", "master", "exact", "compact", "states8", "split"])
-@pytest.mark.parametrize("name", ["adamw", "muon", "adafactor"])
+@pytest.mark.parametrize("name", ["adamw", "adam", "lion", "muon", "adafactor"])
 def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> None:
     weight = torch.nn.Parameter(torch.zeros(ROWS, COLS, dtype=torch.bfloat16))
-    kinds = {"adamw": ng.AdamW, "muon": ng.Muon, "adafactor": ng.Adafactor}
-    kept = held(kinds[name]([weight], lr=1e-3, storage=storage), weight)  # type: ignore[operator]
+    kept = held(class_of(name)([weight], lr=1e-3, storage=storage), weight)
     # Of a model with twice the MLP's size two matrices more: up, and down.
     recipe = with_optimizer(parse(f"bfloat16/{storage}"), name)
     small, large = (Architecture("one", 1, COLS, 1, 1, COLS, size, 1, is_gated=False) for size in (ROWS, 2 * ROWS))

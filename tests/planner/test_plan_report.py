@@ -11,7 +11,7 @@ import pytest
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.inputs.clusters import Cluster, Nodes
 from narrowgauge.planner.inputs.efficiency import RESTARTS
-from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan, fits_text, train_settings
 from narrowgauge.spec.chips import get_chip
@@ -160,6 +160,13 @@ def test_settings_are_those_of_the_trainer() -> None:
     # Each rank has as many micro-batches as planned.
     assert config.gradient_accumulation_steps == 8 * 3 and config.replicas == 2 and config.activation_checkpointing
     assert config.steps == round(1e9 / option.tokens_per_step) and config.recipe.name == "bfloat16/word"
+
+
+def test_settings_name_the_rule_whose_states_were_planned() -> None:
+    trained = {**NAMED_LAYOUTS["fsdp2"], "offload": "none"}
+    planned = plan("llama-8b", recipes=["bfloat16/word"], chip="B200", chips=8, optimizer="muon", layout=trained)
+    table = tomllib.loads(train_settings(planned))
+    assert table["rule"] == "muon" and TrainConfig.from_dict(table).validated().rule == "muon"
 
 
 @pytest.mark.parametrize(

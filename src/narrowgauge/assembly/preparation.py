@@ -125,7 +125,8 @@ def prepare(
             since bits that were rounded away earlier cannot be recovered.
         recipe: a name such as ``"bfloat16/word"``, a ``.toml`` file, or a :class:`narrowgauge.Recipe`.
         optimizer: one of Narrowgauge's classes.
-        rule: or its name in ``narrowgauge show rules``, such as ``"muon"``, with the class's own defaults.
+        rule: or its name in ``narrowgauge show rules``, such as ``"muon"``, with the class's own defaults. (A type checker takes
+            the result for an AdamW then: give the class where that matters.)
         lr, betas, eps, weight_decay: of the optimizer; its own defaults if ``None``, for AdamW those of
             ``torch.optim.AdamW``: 1e-3, (0.9, 0.999), 1e-8 and a decoupled decay of 0.01.
         decays: whether a parameter is decayed, by its name and itself; by default all are, as in PyTorch. For matrices alone:
@@ -155,12 +156,12 @@ def prepare(
         To resume with the same bits, the model's and the optimizer's ``state_dict()`` suffice; the model's is that of the
         plain model.
     Raises:
-        RecipeError: an unknown recipe; a ``keep`` pattern or override that matches nothing, or only one name of a tied
-            parameter; a model of another dtype, without trainable parameters, or with sparse gradients; a batch norm or a group
-            of shards that would mix dtypes; a mesh for a sharded model, or a float32 parameter to be sharded that is not
-            contiguous; narrow gathers that no layer allows, or of a recipe whose compute changes; with an order-invariant
-            reduction, a batch norm or dropout. What else a loop may not do with such a reduction is refused as it happens: see
-            :func:`~narrowgauge.reduce_gradients_with`.
+        RecipeError: an unknown recipe or rule; a rule beside an optimizer; a ``keep`` pattern or override that matches
+            nothing, or only one name of a tied parameter; a model of another dtype, without trainable parameters, or with
+            sparse gradients; a batch norm or a group of shards that would mix dtypes; a mesh for a sharded model, or a
+            float32 parameter to be sharded that is not contiguous; narrow gathers that no layer allows, or of a recipe
+            whose compute changes; with an order-invariant reduction, a batch norm or dropout. What else a loop may not do
+            with such a reduction is refused as it happens: see :func:`~narrowgauge.reduce_gradients_with`.
 
     Cost: a temporary float32 copy of the weights, on every rank.
 

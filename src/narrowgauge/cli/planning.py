@@ -22,6 +22,7 @@ from narrowgauge.planner.inputs.model_configs import PRESETS
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.update_rules import UPDATE_RULES
 
 if TYPE_CHECKING:
     from narrowgauge.profiling.profile_report import Profile
@@ -160,9 +161,11 @@ _layout_option = click.option(
     help="Layouts to consider: values of data, shard, zero, tensor, pipeline, …; fsdp2 (what train runs); ddp.  [default: all]",
 )
 _optimizer = click.option(
+    "--rule",
     "--optimizer",
-    type=click.Choice(["adamw", "muon", "adafactor"]),
-    help="Whose states are counted.  [default: adamw]",
+    "optimizer",
+    type=click.Choice([name for name, row in UPDATE_RULES.items() if row.moments is not None]),
+    help="The update rule whose states are counted.  [default: adamw]",
 )
 _explain = click.option(
     "--explain", is_flag=True, help="Print every term of the best option: formula, numbers, interval, source."

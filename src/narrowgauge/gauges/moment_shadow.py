@@ -288,7 +288,7 @@ class UpdateMetrics:
 
 def _has_adam_moments(group: Mapping[str, Any], *moments: Tensor | None) -> bool:
     """Whether a param group is of an Adam variant, whose moments determine the intended change."""
-    betas, eps = group.get("betas", ()), group.get("eps")
+    betas, eps = group.get("betas", ()), group.get("adam_eps", group.get("eps"))
     return len(betas) == 2 and isinstance(eps, (int, float)) and all(moment is not None for moment in moments)
 
 

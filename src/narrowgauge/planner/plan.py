@@ -114,7 +114,7 @@ def plan(
         days, budget: a deadline in days and a limit in dollars for ``tokens``: numbers of chips are tried, up to ``chips`` where
             it is given; the best has the fewest that meet the deadline, or with a budget alone is the fastest that meets it.
         largest: ``"context"`` or ``"batch"``: the longest sequences, or the most sequences at once, that fit for certain.
-        optimizer: whose states are counted: ``"adamw"``, ``"muon"`` or ``"adafactor"``.
+        optimizer: whose states are counted: ``"adamw"``, ``"adam"``, ``"lion"``, ``"muon"`` or ``"adafactor"``.
         lora: rank of adapters over a frozen model, which alone are trained; None trains all parameters.
         base: how the frozen layers are kept: a key of :data:`~narrowgauge.planner.inputs.architectures.BASE_BYTES`; ``"nf4"`` is
             QLoRA.

@@ -401,6 +401,8 @@ def _about_training(plan: Plan) -> Iterator[str]:
             "Muon keeps one moment of the matrices in layers; AdamW steps embedding, head and vectors. The time of its "
             "orthogonalisation is not in the plan."
         )
+    if plan.question.optimizer == "lion":
+        yield "Lion keeps one moment of every parameter."
     if plan.question.optimizer == "adafactor":
         yield "Adafactor keeps a value for each row and column of a matrix and no first moment; AdamW steps vectors."
 
@@ -652,6 +654,8 @@ def train_settings(plan: Plan) -> str:
     }
     if plan.question.num_tokens is not None:
         settings["steps"] = max(1, round(plan.question.num_tokens / best.tokens_per_step))
+    if plan.question.optimizer != "adamw":
+        settings["rule"] = plan.question.optimizer
     if layout.accumulation_dtype != "float32":
         settings["accumulation_dtype"] = layout.accumulation_dtype
     if layout.shard > 1:
@@ -664,10 +668,11 @@ def train_settings(plan: Plan) -> str:
 def _require_trainable(plan: Plan, best: Option) -> None:
     if not best.fits:
         raise NarrowgaugeError(f"settings were requested, and nothing fits: {best.reason}.", best.advice)
-    if plan.question.optimizer != "adamw":
+    if plan.question.optimizer == "adafactor":
         raise NarrowgaugeError(
-            f"settings were requested for states of {plan.question.optimizer}, and narrowgauge train steps with AdamW.",
-            "Leave --optimizer out.",
+            "settings were requested for Adafactor, planned for every matrix, and narrowgauge train leaves embedding and head to "
+            "AdamW.",
+            "Leave --rule out here, and give it to narrowgauge train.",
         )
     if best.runs_with != OURS:
         raise NarrowgaugeError(

@@ -169,6 +169,8 @@ class UpdateRule:
         rate_because: why, or the source of the factor.
         trained_because: why the trainer has other defaults of the rule's own options.
         is_matrix: whether it steps whole matrices, and AdamW vectors, embeddings and output heads.
+        moments: the states that it keeps of each element of a matrix, with the storage's code for each, where that is all that a
+            plan needs; ``None`` where it depends on options. (Adafactor's values by row and column are beside them.)
         huggingface: names of ``TrainingArguments(optim=…)`` that mean this rule.
         source: the paper.
     """
@@ -182,6 +184,7 @@ class UpdateRule:
     rate_because: str = ""
     trained_because: str = ""
     is_matrix: bool = False
+    moments: tuple[tuple[str, str], ...] | None = None
     huggingface: tuple[str, ...] = ()
     source: str = field(default="", kw_only=True)
 
@@ -241,6 +244,7 @@ def _own_flag(name: str) -> str:
 
 
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+_MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 _LIKE_ADAM = "its steps are divided by the root of second moments, as AdamW's are"
 _SUBSPACE = (Option("rank", 128, Range(1)), Option("update_proj_gap", 200, Range(1)))
 _PROJ_TYPE = Option("proj_type", "std", Choice(("std", "full")))
@@ -249,13 +253,13 @@ _IN_SUBSPACE = "an AdamW's step in the subspace, times scale; vectors and embedd
 _RULES = (
     UpdateRule(
         "adamw", "AdamW", "two moments, decoupled decay", _ADAM,
-        rate_because="the usual rates are for it", huggingface=("adamw_torch", "adamw_torch_fused"),
+        rate_because="the usual rates are for it", moments=_MOMENTS, huggingface=("adamw_torch", "adamw_torch_fused"),
         source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
     ),
     UpdateRule(
         # An L2 penalty of 0.1 would outweigh most gradients: none by default, as in torch.optim.
         "adam", "Adam", "two moments, decay as a penalty in the gradient", {**_ADAM, "weight_decay": 0.0},
-        rate_because="AdamW without decay", source="Kingma & Ba, ICLR 2015 (1412.6980)",
+        rate_because="AdamW without decay", moments=_MOMENTS, source="Kingma & Ba, ICLR 2015 (1412.6980)",
     ),
     UpdateRule(
         "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
@@ -268,8 +272,8 @@ _RULES = (
     ),
     UpdateRule(
         "lion", "Lion", "one moment, of which the sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
-        rate=1 / 3, rate_because="3 to 10 times smaller than AdamW's, and decay as many times larger (2302.06675, section 5)",
-        huggingface=("lion_32bit",), source="Chen et al., NeurIPS 2023 (2302.06675)",
+        rate=1 / 3, rate_because="3 to 10 times smaller than AdamW's, and decay as many times larger (2302.06675)",
+        moments=_MOMENTS[:1], huggingface=("lion_32bit",), source="Chen et al., NeurIPS 2023 (2302.06675)",
     ),
     UpdateRule(
         "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
@@ -278,9 +282,9 @@ _RULES = (
             Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw"), or_none=True), trained="match_rms_adamw"),
             Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
         ),
-        rate_because="with match_rms_adamw its steps are as large as AdamW's (2502.16982, section 2.2)",
+        rate_because="with match_rms_adamw its steps are as large as AdamW's (2502.16982)",
         trained_because="one rate serves the matrices and what AdamW steps",
-        is_matrix=True, source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
+        is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
     ),
     UpdateRule(
         "adafactor", "Adafactor", "second moments as one value per row and per column", _ADAM,
@@ -291,7 +295,7 @@ _RULES = (
             Option("scale_parameter", True, Flag(), trained=False), Option("relative_step", True, Flag(), trained=False),
         ),
         rate_because=_LIKE_ADAM, trained_because="the run has a rate and a schedule of its own",
-        is_matrix=True, huggingface=("adafactor",), source="Shazeer & Stern, ICML 2018 (1804.04235)",
+        is_matrix=True, moments=(), huggingface=("adafactor",), source="Shazeer & Stern, ICML 2018 (1804.04235)",
     ),
     UpdateRule(
         "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,

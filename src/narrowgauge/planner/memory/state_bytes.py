@@ -17,6 +17,7 @@ from narrowgauge.planner.inputs.architectures import Adapters, Architecture, Mat
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
+from narrowgauge.spec.update_rules import UPDATE_RULES
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +40,8 @@ class Bytes:
         return self.weights + self.gradients + self.optimizer
 
 
-OPTIMIZER_STATES: dict[str, tuple[tuple[str, str], ...]] = {
-    "adamw": (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")),
-    "muon": (("momentum_buffer", "exp_avg"),),
-    "adafactor": (),
-}
-"""The states that optimizers keep of each element of a matrix, as in ``optim/rules``, with the storage's code for each."""
+OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
+"""The states that optimizers keep of each element of a matrix, with the storage's code for each."""
 _FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
 
 
@@ -56,7 +53,7 @@ def is_stepped(storage: Storage, optimizer: str) -> bool:
         >>> is_stepped(STORAGES["kahan"], "muon"), is_stepped(STORAGES["collage-plus"], "muon")
         (True, False)
     """
-    return optimizer == "adamw" or storage.arithmetic == "float32"
+    return not UPDATE_RULES[optimizer].is_matrix or storage.arithmetic == "float32"
 
 
 def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
@@ -67,8 +64,8 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
 
     Example:
         >>> from narrowgauge.spec.notation import parse
-        >>> [with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES]
-        [16.0, 12.0, 8.0]
+        >>> {name: with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES}
+        {'adamw': 16.0, 'adam': 16.0, 'lion': 12.0, 'muon': 12.0, 'adafactor': 8.0}
     """
     if optimizer not in OPTIMIZER_STATES:
         raise RecipeError(
