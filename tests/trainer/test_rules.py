@@ -55,7 +55,8 @@ def trained(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     """A training by each rule, through the command line."""
     folder, made = tmp_path_factory.mktemp("rules"), {}
     for rule, changes in CASES.items():
-        result = call(*words_of(settings(place, folder / rule, recipe="bfloat16/word", **changes)))
+        made_of = settings(place, folder / rule, recipe="bfloat16/word", gauges_every=4, **changes)
+        result = call(*words_of(made_of))
         assert result.exit_code == 0, result.stderr
         made[rule] = read_run(folder / rule)
     return made
@@ -72,10 +73,11 @@ def test_a_rule_steps_matrices_and_adamw_what_is_left_to_it(rule: str, trained: 
 
     assert states(INNER) == STATES[rule]
     assert states(OUTER) == STATES["adamw" if get_rule(rule).is_matrix else rule]
+    own = get_rule(rule).in_training(str(CASES[rule].get("rule_options", "")))
+    assert all({name: group[name] for name in own} == own for group in optimizer.param_groups)
     losses = [row["loss"] for row in run.steps]
     assert losses[-1] < losses[0] - 0.01
-    gauged = [row["updates"] for row in run.gauges if "updates" in row]
-    assert not gauged or INNER in gauged[-1]
+    assert INNER in run.gauges[-1]["updates"]
 
 
 @pytest.mark.parametrize("rule", UPDATE_RULES)
@@ -107,8 +109,7 @@ def edit(folder: Path, **changes: Any) -> None:
 def test_a_matrix_rule_goes_on_with_the_same_bits(
     rule: str, place: Path, trained: dict[str, Run], tmp_path: Path
 ) -> None:
-    made = settings(place, tmp_path / "run", recipe="bfloat16/word", **CASES[rule], stop_after=4)
-    loop.train(made)
+    loop.train(settings(place, tmp_path / "run", recipe="bfloat16/word", gauges_every=4, **CASES[rule], stop_after=4))
     assert call("resume", str(tmp_path / "run")).exit_code == 0
     assert_same_run(read_run(tmp_path / "run"), trained[rule], gauges=False)
 

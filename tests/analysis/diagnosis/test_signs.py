@@ -336,3 +336,28 @@ def test_a_validation_loss_that_parts_from_the_training_loss_is_a_sign() -> None
     run.evals[-1]["val_loss"] += 0.5
     seen = observe(gather(run))[sign]
     assert seen.state == "present" and seen.step == 120 and seen.value == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize(
+    ("rule", "lr", "low", "high"),
+    [
+        ("adamw", 0.003, "absent", "absent"),
+        ("lion", 0.001, "absent", "absent"),
+        ("lion", 0.016, "absent", "present"),  # 16 times Lion's usual rate, and 5 times AdamW's
+        ("adamw", 0.016, "absent", "absent"),
+        ("sgd", 0.3, "unknown", "unknown"),  # whose rates no size of a model knows
+    ],
+)
+def test_a_rate_is_held_against_that_of_its_rule(rule: str, lr: float, low: str, high: str) -> None:
+    run = healthy_run(rule=rule, lr=lr)
+    assert (state(run, "rate-is-low"), state(run, "rate-is-high")) == (low, high)
+
+
+def test_signs_of_adamws_steps_are_not_read_of_other_rules() -> None:
+    for sign, of_rule, expected in (
+        ("updates-below-rate", "adamw", {"absent", "present"}),
+        ("updates-below-rate", "lion", {"unknown"}),
+        ("gradients-below-eps", "adamw", {"absent", "present"}),
+        ("gradients-below-eps", "galore", {"unknown"}),
+    ):
+        assert state(healthy_run(rule=of_rule), sign) in expected, (sign, of_rule)
