@@ -8,6 +8,8 @@ Baseline: ``adamw`` over ``word`` at the best of its rates. Every row is at the 
 loss, marked ``edge`` where it is the first or the last that was tried, so that a better one may lie outside. Both were
 chosen by the losses that are compared. The difference is the mean over seeds with the half width of its 95 % interval
 (Student's t); one seed has none.
+One rate serves embedding and matrices: a rule whose steps of matrices are smaller (GaLore's) leaves the embedding a larger
+one, which is part of a difference.
 
 Bytes are counted from the tensors of the optimizer after a step, per parameter and without the visible weight and the
 gradient (four bytes): ``state B`` of the matrices in layers, which the rule steps, and ``model B`` of the whole model, of

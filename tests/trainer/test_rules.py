@@ -183,7 +183,7 @@ def test_defaults_are_the_rules() -> None:
     assert (lion.lr, lion.betas, lion.eps, lion.weight_decay) == (pytest.approx(1e-3), (0.9, 0.99), None, 0.3)
     assert (sgd.lr, sgd.betas, sgd.weight_decay) == (None, None, 0.0)
     galore = TrainConfig(rule="galore", rule_options="scale=1.0,rank=8").filled()
-    assert galore.rule_options == "rank=8, update_proj_gap=200, scale=1.0"
+    assert galore.rule_options == "rank=8, update_proj_gap=200, scale=1.0, proj_type=std"
     assert galore.filled() == galore and TrainConfig.from_dict(galore.to_dict()) == galore
 
 
