@@ -20,10 +20,14 @@ import torch
 
 @dataclass(frozen=True)
 class Chip:
-    """What CUDA reports of a device.
+    """What CUDA or ROCm reports of a device.
+
+    Args:
+        threads: of a multiprocessor, at most.
+        architecture: AMD's name of it; empty for NVIDIA's.
 
     Source: NVIDIA's data sheets of the A100, H100 and B200, of the RTX 5090, and the tables of compute capabilities in its
-    CUDA programming guide.
+    CUDA programming guide; AMD's data sheet of the MI300X and its CDNA 3 instruction set.
     """
 
     name: str
@@ -32,18 +36,27 @@ class Chip:
     multiprocessors: int
     shared_memory: int
     level2: int
+    threads: int = 2048
+    architecture: str = ""
 
     @property
     def capability(self) -> int:
         return 10 * self.major + self.minor
+
+    @property
+    def warp(self) -> int:
+        """Threads that run together."""
+        return 64 if self.architecture else 32
 
 
 CHIPS = {
     "sm_80": Chip("NVIDIA A100-SXM4-80GB", 8, 0, 108, 164 << 10, 40 << 20),
     "sm_90": Chip("NVIDIA H100 80GB HBM3", 9, 0, 132, 228 << 10, 50 << 20),
     "sm_100": Chip("NVIDIA B200", 10, 0, 148, 228 << 10, 126 << 20),
-    "sm_120": Chip("NVIDIA GeForce RTX 5090", 12, 0, 170, 100 << 10, 96 << 20),
+    "sm_120": Chip("NVIDIA GeForce RTX 5090", 12, 0, 170, 100 << 10, 96 << 20, 1536),
+    "gfx942": Chip("AMD Instinct MI300X", 9, 4, 304, 64 << 10, 4 << 20, architecture="gfx942"),
 }
+"""NVIDIA's have PTX, which the tests run; AMD's machine code is read alone."""
 
 GUARD = """
 // A device guard that does nothing lets a PyTorch without CUDA index fake tensors of CUDA.
@@ -88,11 +101,11 @@ def pretend(chip: Chip) -> None:
         shared_memory_per_multiprocessor=chip.shared_memory,
         L2_cache_size=chip.level2,
         total_memory=80 << 30,
-        warp_size=32,
-        max_threads_per_multi_processor=2048 if chip.major != 12 else 1536,
+        warp_size=chip.warp,
+        max_threads_per_multi_processor=chip.threads,
         max_threads_per_block=1024,
         regs_per_multiprocessor=1 << 16,
-        gcnArchName="",
+        gcnArchName=chip.architecture,
         uuid="GPU-0",
         is_integrated=0,
     )
@@ -125,7 +138,10 @@ def pretend(chip: Chip) -> None:
         _cuda_maybeExchangeDevice=0,
         _ensureCUDADeviceGuardSet=None,
     )
-    torch.version.cuda = "12.8"
+    if chip.architecture:
+        torch.version.hip = "7.0"
+    else:
+        torch.version.cuda = "12.8"
     _pretend_to_inductor(chip, properties)
     _pretend_to_triton(chip)
 
@@ -166,6 +182,8 @@ def _pretend_to_triton(chip: Chip) -> None:
     from triton.runtime.driver import driver
 
     target = GPUTarget("cuda", chip.capability, 32)
+    if chip.architecture:
+        target = GPUTarget("hip", chip.architecture, chip.warp)
     answers = {
         "get_current_target": target,
         "get_active_torch_device": torch.device("cuda", 0),

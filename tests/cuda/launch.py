@@ -38,8 +38,10 @@ class EmulatedKernel:
     def run(self, *arguments: Any, stream: object) -> None:
         names = [name for name in self.kernel.signature if name not in self.kernel.config]
         given = dict(zip(names, arguments, strict=True))
-        blocks = -(-int(given["xnumel"]) // self.kernel.config["XBLOCK"])
-        assert "ynumel" not in given, "a grid of two dimensions"
+        grid = [
+            -(-int(given.get(f"{axis}numel", 1)) // self.kernel.config.get(f"{axis.upper()}BLOCK", 1)) for axis in "xyz"
+        ]
+        assert grid[2] == 1, "a grid of three dimensions"
         tensors = [*self.in_table, *(value for value in arguments if isinstance(value, Tensor))]
         storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
         contents = {place: torch.empty(0, dtype=torch.uint8).set_(storage) for place, storage in storages.items()}
@@ -52,6 +54,8 @@ class EmulatedKernel:
                 continue
             if isinstance(value, Tensor):
                 raw.append(_moved(value.data_ptr(), contents, addresses))
+            elif isinstance(value, float):
+                raw.append(int(np.float64(value).view(np.uint64)))
             else:
                 raw.append(int(value))
         if "table" in given:
@@ -59,7 +63,7 @@ class EmulatedKernel:
             there = np.array([_moved(int(number), contents, addresses) for number in own])
             memory.bytes[raw[0] : raw[0] + own.nbytes] = there.view(np.uint8)
         raw += [0] * (len(self.program.params) - len(raw))  # scratch memory that no kernel here asks for
-        self.program.run(memory, raw, (blocks, 1), shared=max(self.kernel.shared, 1))
+        self.program.run(memory, raw, (grid[0], grid[1]), shared=max(self.kernel.shared, 1))
         traffic = {}
         for place, content in contents.items():
             own = slice(addresses[place], addresses[place] + len(content))
@@ -68,7 +72,7 @@ class EmulatedKernel:
                 content.copy_(torch.from_numpy(memory.get(addresses[place], len(content))))
         touched = sum(int(count.sum()) for pair in traffic.values() for count in pair)
         assert touched == int(memory.reads.sum() + memory.writes.sum()), "memory that belongs to no tensor is touched"
-        self.launches.append(Launch(self.kernel, blocks, traffic))
+        self.launches.append(Launch(self.kernel, grid[0] * grid[1], traffic))
 
 
 def _moved(number: int, contents: Mapping[int, Tensor], addresses: Mapping[int, int]) -> int:
@@ -77,6 +81,13 @@ def _moved(number: int, contents: Mapping[int, Tensor], addresses: Mapping[int, 
         if place <= number < place + len(content):
             return addresses[place] + number - place
     return number
+
+
+def _given(arguments: Sequence[Tensor], place: int, number: float | None = None) -> Any:
+    """What a module's function takes: an argument, the length of one of its sides, or a number."""
+    if place == -2:
+        return torch.tensor(number, dtype=torch.float64)
+    return number if place == -1 else arguments[place] if number is None else arguments[place].shape[int(number)]
 
 
 class _Nothing:
@@ -110,6 +121,13 @@ def emulated(lowered: Lowered) -> tuple[Callable[[list[Tensor]], list[Tensor]], 
     module.__dict__.update(Compile=Compile, empty_strided_cuda=empty, Nothing=_Nothing)
     exec(compile(text, "lowered", "exec"), module.__dict__)
 
+    if lowered.inputs:
+
+        def call(arguments: list[Tensor]) -> list[Tensor]:
+            given = [_given(arguments, *taken) for taken in lowered.inputs]
+            return list(module.call(given))
+
+        return call, launches
     run = function_of(module, lowered.text)
     if isinstance(run, ManyTensors):
         kernel, launch = next(iter(launched)), run.launch

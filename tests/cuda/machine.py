@@ -113,7 +113,7 @@ class Program:
             return _Threads(self, memory, arguments, grid, shared).run(limit)
 
 
-WIDTHS = {"pred": 1, "s16x2": 32, "u16x2": 32, "f32x2": 64}
+WIDTHS = {"pred": 1, "s16x2": 32, "u16x2": 32, "f32x2": 64, "bf16": 16, "bf16x2": 32, "e4m3x2": 16, "e5m2x2": 16}
 """Of types that do not end with their width."""
 
 
@@ -177,6 +177,8 @@ class _Threads:
         if operand in self.special:
             return self.special[operand].astype(UNSIGNED[bits])
         if operand.startswith("%"):
+            if operand not in self.registers:
+                self.write(operand, np.zeros(self.count, np.uint64), np.zeros(self.count, bool))
             value = self.registers[operand]
             return value if bits == 1 else value.astype(UNSIGNED[bits], copy=False)
         if operand[:2] in ("0f", "0d"):
@@ -195,6 +197,8 @@ class _Threads:
         raw = self.read(operand, bits)
         if kind == "pred":
             return raw
+        if kind == "bf16":
+            return (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
         if kind[0] == "f" and bits not in FLOAT:
             raise Refused(f"arithmetic of {kind}")
         if kind.endswith("x2"):
@@ -229,6 +233,8 @@ class _Threads:
             assert ((waiting == living) | (waiting == 0)).all(), "not all threads of a block wait at the barrier"
         elif op[0] == "createpolicy":
             self.write(operands[0], np.zeros(self.count, np.uint64), active)  # a hint to the caches
+        elif op[0] == "stmatrix":
+            self.store_matrices(op, operands, active)
         elif op[0] in ("ld", "st"):
             self.access(op, operands, active)
         elif op[0] == "mov":
@@ -243,6 +249,9 @@ class _Threads:
         elif op[0] == "cvt":
             self.write(operands[0], self.convert(op, operands), active)
         else:
+            if op == ("abs", "bf16x2"):
+                self.write(operands[0], self.read(operands[1], 32) & np.uint32(0x7FFF7FFF), active)
+                return
             family = FLOATING if op[-1][0] == "f" else INTEGER
             if op[0] not in family:
                 raise Refused("no exact definition")
@@ -278,7 +287,7 @@ class _Threads:
     def compare(self, op: tuple[str, ...], operands: Sequence[str]) -> Array:
         kind, how = op[-1], op[1]
         one, other = (self.values(operand, kind) for operand in operands[1:3])
-        if kind[0] != "f":
+        if kind[0] != "f" and kind != "bf16":
             found = COMPARISONS[{"lo": "lt", "ls": "le", "hi": "gt", "hs": "ge"}.get(how, how)](one, other)
         else:
             unordered = np.isnan(one) | np.isnan(other)
@@ -295,14 +304,16 @@ class _Threads:
     def shuffle(self, op: tuple[str, ...], operands: Sequence[str], active: Array) -> Array:
         """The same register of another lane; a source that takes no part has no defined value."""
         offset = self.values(operands[2], "u32").astype(np.int64)
-        if op[2] != "bfly" or not operands[3].isdigit() or int(operands[3]) != WARP - 1:
-            raise Refused("a shuffle that is no butterfly of a whole warp")
-        source = np.arange(self.count) - self.lane + (self.lane ^ offset)
+        if op[2] not in ("bfly", "idx") or not operands[3].isdigit() or int(operands[3]) != WARP - 1:
+            raise Refused("a shuffle of another kind than a butterfly, or of named lanes, of a whole warp")
+        source = np.arange(self.count) - self.lane + (self.lane ^ offset if op[2] == "bfly" else offset % WARP)
         assert active[source[active]].all(), "a lane that takes no part is read"
         return self.read(operands[1], 32)[source]
 
     def convert(self, op: tuple[str, ...], operands: Sequence[str]) -> Array:
         to, of = op[-2], op[-1]
+        if to in NARROW or of in NARROW:
+            return self.convert_narrow(op, operands)
         if "ftz" in op or "sat" in op or not all(re.fullmatch(r"[suf](8|16|32|64)", kind) for kind in (to, of)):
             raise Refused(f"from {of} to {to}")
         value, bits = self.values(operands[1], of), bits_of(to)
@@ -318,12 +329,28 @@ class _Threads:
             return value.astype(FLOAT[bits])
         if of[0] == "f":
             (mode,) = (mode for mode in op if mode in WHOLE)
-            assert not np.isnan(value).any(), "a NaN becomes an integer"
             kind = (SIGNED if to[0] == "s" else UNSIGNED)[bits]
             ends = np.iinfo(kind)
+            assert not (np.isnan(value).any() and (bits == 64 or of == "f64")), "a NaN becomes an integer"
+            value = np.where(np.isnan(value), value.dtype.type(0), value)
             whole_value = np.clip(WHOLE[mode](value).astype(np.longdouble), ends.min, ends.max)
             return np.asarray(whole_value.astype(kind))
         return np.asarray(value.astype((SIGNED if to[0] == "s" else UNSIGNED)[bits]))
+
+    def convert_narrow(self, op: tuple[str, ...], operands: Sequence[str]) -> Array:
+        """Between formats of 16 or 8 bits and wider ones; of two numbers in a register the first operand's is the upper."""
+        to, of = op[-2:]
+        values = [self.read(operand, bits_of(of)) for operand in operands[1:]]
+        if (op[1:-2], to, of) == ((), "f32", "bf16"):
+            return values[0].astype(np.uint32) << np.uint32(16)
+        if of != "f32" or to not in NARROW or op[1:-2] != (("rn", "satfinite") if to in EIGHT_BITS else ("rn",)):
+            raise Refused(f"from {of} to {to}")
+        codes = [NARROW[to](np.ascontiguousarray(value).view(np.float32)) for value in values]
+        if len(codes) == 1:
+            return codes[0]
+        width = 8 * codes[0].dtype.itemsize
+        wide = UNSIGNED[2 * width]
+        return codes[0].astype(wide) << wide(width) | codes[1].astype(wide)
 
     # ── memory ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -356,6 +383,20 @@ class _Threads:
                 self.memory.bytes[places] = kept
             else:
                 self.shared[self.block[active][:, None], places] = kept
+
+    def store_matrices(self, op: tuple[str, ...], operands: Sequence[str], active: Array) -> None:
+        """``stmatrix``: 8 × 8 numbers of 16 bits for each register; four lanes hold a row, another has its address."""
+        place, names = operands[0].strip("[] "), [name.strip() for name in operands[1].strip("{} ").split(",")]
+        if op[1:4] != ("sync", "aligned", "m8n8") or op[5:] != ("shared", "b16") or not re.fullmatch(r"%\w+", place):
+            raise Refused("matrices stored in another way")
+        assert op[4] == f"x{len(names)}" and active.reshape(-1, WARP).all(1)[active.reshape(-1, WARP).any(1)].all()
+        address, first = self.read(place, 64).astype(np.int64), np.arange(self.count) - self.lane
+        for number, name in enumerate(names):
+            begins = address[first + 8 * number + self.lane // 4]
+            assert (begins[active] % 16 == 0).all(), "an address that is not aligned"
+            places = (begins + 4 * (self.lane % 4))[active][:, None] + np.arange(4)
+            kept = np.ascontiguousarray(self.read(name, 32)[active]).view(np.uint8).reshape(-1, 4)
+            self.shared[self.block[active][:, None], places] = kept
 
 
 # ── definitions ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,10 +448,24 @@ def _multiplied(op: tuple[str, ...], one: Array, other: Array) -> Array:
         return one * other
     bits = 8 * one.dtype.itemsize
     if bits == 64:
-        raise Refused("the upper half of 128 bits")
+        if "wide" in op:
+            raise Refused("a product of 128 bits")
+        return _upper_half(one, other)
     wide = (SIGNED if one.dtype.kind == "i" else UNSIGNED)[2 * bits]
     product = one.astype(wide) * other.astype(wide)
     return product if "wide" in op else (product >> wide(bits)).astype(one.dtype)
+
+
+def _upper_half(one: Array, other: Array) -> Array:
+    """The upper 64 of the 128 bits of a product, from those of its 32-bit halves."""
+    half, mask = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a, b = one.view(np.uint64), other.view(np.uint64)
+    low, middle = (a & mask) * (b & mask), (a >> half) * (b & mask)
+    cross = (a & mask) * (b >> half) + (middle & mask) + (low >> half)
+    found = (a >> half) * (b >> half) + (middle >> half) + (cross >> half)
+    if one.dtype.kind == "i":  # a negative number is its bits less 2^64
+        found = found - np.where(one < 0, b, 0).astype(np.uint64) - np.where(other < 0, a, 0).astype(np.uint64)
+    return found.view(one.dtype)
 
 
 def _shifted(op: tuple[str, ...], value: Array, count: Array) -> Array:
@@ -441,6 +496,19 @@ def _funnel(op: tuple[str, ...], low: Array, high: Array, count: Array) -> Array
     return ((both << count) >> np.uint64(32) if "l" in op else both >> count).astype(np.uint32)
 
 
+def _bytes(op: tuple[str, ...], one: Array, other: Array, selector: Array) -> Array:
+    """``prmt``: each byte one of the eight of two registers, or eight copies of its sign."""
+    if op != ("prmt", "b32"):
+        raise Refused("bytes chosen in another mode")
+    both, found = one.astype(np.uint64) | other.astype(np.uint64) << np.uint64(32), np.zeros_like(one)
+    for place in range(4):
+        chosen = selector >> np.uint32(4 * place)
+        byte = both >> (np.uint64(8) * (chosen & np.uint32(7)).astype(np.uint64)) & np.uint64(0xFF)
+        byte = np.where(chosen & np.uint32(8), np.where(byte >> np.uint64(7), 0xFF, 0), byte).astype(np.uint32)
+        found |= byte << np.uint32(8 * place)
+    return found
+
+
 def _remainder(op: tuple[str, ...], one: Array, other: Array) -> Array:
     assert (other != 0).all(), "division by zero"
     return np.fmod(one, other)
@@ -448,6 +516,35 @@ def _remainder(op: tuple[str, ...], one: Array, other: Array) -> Array:
 
 def _quotient(op: tuple[str, ...], one: Array, other: Array) -> Array:
     return ((one - _remainder(op, one, other)) // other).astype(one.dtype)
+
+
+def _bfloat16(value: Array) -> Array:
+    """The codes of the nearest bfloat16 numbers, ties to even; any NaN is the canonical one."""
+    bits = value.view(np.uint32)
+    rounded = ((bits + np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(value), np.uint16(0x7FFF), rounded)
+
+
+def _eight_bits(exponent_bits: int, largest: int, nan: int) -> Callable[[Array], Array]:
+    """The codes of the nearest numbers of an 8-bit format, ties to even; what is beyond the largest becomes that."""
+    mantissa_bits = 7 - exponent_bits
+    bias = (1 << (exponent_bits - 1)) - 1
+
+    def codes(value: Array) -> Array:
+        magnitude = np.abs(value).astype(np.float64)
+        exponent = np.where(magnitude > 0, np.maximum(np.frexp(magnitude)[1] - 1, 1 - bias), 1 - bias)
+        steps = np.rint(np.ldexp(magnitude, mantissa_bits - exponent))  # of the number's binade, the carry included
+        code = np.ldexp(exponent + bias - 1, mantissa_bits) + steps
+        code = np.where(np.isnan(value), nan, np.minimum(code, largest))
+        sign = np.where(np.signbit(value) & ~np.isnan(value), 0x80, 0)
+        return code.astype(np.uint8) | sign.astype(np.uint8)
+
+    return codes
+
+
+EIGHT_BITS = {"e4m3x2": _eight_bits(4, 0x7E, 0x7F), "e5m2x2": _eight_bits(5, 0x7B, 0x7F)}
+NARROW: dict[str, Callable[[Array], Array]] = {"bf16": _bfloat16, "bf16x2": _bfloat16, **EIGHT_BITS}
+"""What float32 numbers become in narrower formats."""
 
 
 Operation = Callable[..., Array]
@@ -484,6 +581,7 @@ INTEGER: dict[str, Operation] = {
     "shr": _shifted,
     "bfe": _field,
     "shf": _funnel,
+    "prmt": _bytes,
     "rem": _remainder,
     "div": _quotient,
 }

@@ -298,12 +298,108 @@ def test_conversions() -> None:
         run("cvt.rzi.s64.f64 %rd3, %rd11;", [(0x7FF8000000000000,)])
 
 
+def test_the_upper_half_of_a_product_of_64_bits() -> None:
+    numbers = [0, 1, 2**31, 2**32 - 1, 2**32, 2**62 + 12345, 2**63 - 1, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15]
+    pairs = list(itertools.product(numbers, numbers))
+    for kind in ("s64", "u64"):
+        given = [tuple(wrapped(each, 64, kind == "s64") for each in pair) for pair in pairs]
+        assert run(f"mul.hi.{kind} %rd3, %rd11, %rd12;", pairs) == [(a * b >> 64) % (1 << 64) for a, b in given]
+
+
+def test_a_nan_becomes_the_integer_zero() -> None:
+    assert run("cvt.rzi.s32.f32 %r4, %r11;\ncvt.u64.u32 %rd3, %r4;", [(0x7FC00000,), (0xFFC00000,)]) == [0, 0]
+
+
+def numbers_32() -> list[tuple[int]]:
+    """Float32 numbers of every magnitude, ties of narrower formats and their neighbours, infinities and NaN."""
+    drawn = np.random.default_rng(0).integers(0, 1 << 32, 400, dtype=np.uint64).tolist()
+    places = itertools.product((0, 1 << 31), range(0, 2000, 27), (-1, 0, 1))
+    ties = [sign | 0x3C000000 + place * (1 << 15) + off for sign, place, off in places]
+    return [(x,) for x in (*drawn, *ties, 0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001)]
+
+
+@pytest.mark.parametrize("kind", ["bf16", "e4m3", "e5m2"])
+def test_narrow_formats_are_those_of_ml_dtypes(kind: str) -> None:
+    """To the nearest, ties to even; in eight bits what is too large becomes the largest. The first operand is the upper half."""
+    import ml_dtypes
+
+    given = numbers_32()
+    values = np.array(given, np.uint32)[:, 0].view(np.float32)
+    with np.errstate(all="ignore"):
+        if kind == "bf16":
+            found = run(
+                "cvt.rn.bf16x2.f32 %r4, %r11, %r12;\ncvt.u64.u32 %rd3, %r4;", [(x, 0x3F800000) for (x,) in given]
+            )
+            assert {x & 0xFFFF for x in found} == {0x3F80}
+            wanted, upper, nan = values.astype(ml_dtypes.bfloat16).view(np.uint16), 16, 0x7FFF
+        else:
+            lines = f"cvt.rn.satfinite.{kind}x2.f32 %rs1, %r11, %r12;\ncvt.u32.u16 %r4, %rs1;\ncvt.u64.u32 %rd3, %r4;"
+            found = run(lines, [(x, 0x3F800000) for (x,) in given])
+            assert len({x & 0xFF for x in found}) == 1
+            dtype = ml_dtypes.float8_e4m3fn if kind == "e4m3" else ml_dtypes.float8_e5m2
+            largest = np.float32(ml_dtypes.finfo(dtype).max)
+            wanted, upper, nan = np.clip(values, -largest, largest).astype(dtype).view(np.uint8), 8, 0x7F
+    for value, code, result in zip(values, wanted, found, strict=True):
+        assert result >> upper == (nan if math.isnan(value) else code), value
+
+
+def test_a_bfloat16_is_widened_by_zeros_and_loses_its_sign() -> None:
+    halves = [0, 0x8000, 0x3F80, 0xBF81, 0x7F80, 0xFF80, 0x7FC0, 1, 0x8001]
+    lines = "cvt.u16.u32 %rs1, %r11;\ncvt.f32.bf16 %r4, %rs1;\ncvt.u64.u32 %rd3, %r4;"
+    assert run(lines, [(x,) for x in halves]) == [x << 16 for x in halves]
+    pairs = [(x | y << 16,) for x, y in itertools.product(halves, halves)]
+    assert run("abs.bf16x2 %r4, %r11;\ncvt.u64.u32 %rd3, %r4;", pairs) == [x & 0x7FFF7FFF for (x,) in pairs]
+
+
+def test_a_nan_of_bfloat16_is_found() -> None:
+    lines = "cvt.u16.u32 %rs1, %r11;\nsetp.nan.bf16 %p1, %rs1, %rs1;\nselp.b64 %rd3, 1, 0, %p1;"
+    halves = [0x7F80, 0x7F81, 0xFF80, 0xFFC0, 0, 0x8000, 0x7FFF]
+    assert run(lines, [(x,) for x in halves]) == [0, 1, 0, 1, 0, 0, 1]
+
+
+def test_bytes_are_chosen_from_two_registers() -> None:
+    given = (0x83128005, 0xFE7001C4)
+    both = given[0] | given[1] << 32
+    selectors = [0x3210, 0x7654, 0x7770, 0x5410, 0x8888, 0xFEDC, 0x0008]
+    found = run("prmt.b32 %r4, %r11, %r12, %r13;\ncvt.u64.u32 %rd3, %r4;", [(*given, each) for each in selectors])
+
+    def byte(choice: int) -> int:
+        own = both >> 8 * (choice & 7) & 0xFF
+        return (0xFF if own >> 7 else 0) if choice & 8 else own
+
+    assert found == [sum(byte(each >> 4 * k & 15) << 8 * k for k in range(4)) for each in selectors]
+
+
 # ── threads ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_butterfly_gives_each_lane_its_partners_value() -> None:
     found = run("shfl.sync.bfly.b32 %r4, %r11, 5, 31, -1;\ncvt.u64.u32 %rd3, %r4;", [(100 + k,) for k in range(64)])
     assert found == [100 + (k - k % 32) + (k % 32 ^ 5) for k in range(64)]
+
+
+def test_a_lane_is_named_whose_value_is_taken() -> None:
+    lines = "mul.lo.s32 %r5, %r11, 7;\nshfl.sync.idx.b32 %r4, %r11, %r5, 31, -1;\ncvt.u64.u32 %rd3, %r4;"
+    found = run(lines, [(k,) for k in range(64)])
+    assert found == [k - k % 32 + 7 * k % 32 for k in range(64)]
+
+
+def test_matrices_are_stored_by_the_addresses_of_their_rows() -> None:
+    """Four matrices of 8 × 8: lane l holds two numbers of row l / 4, from 2 (l mod 4) on; lane 8 m + r has where row r lies."""
+    lines = """
+    mul.wide.u32 %rd4, %r1, 16;
+    xor.b64 %rd4, %rd4, 16;
+    add.s32 %r5, %r11, 1000;
+    add.s32 %r6, %r11, 2000;
+    add.s32 %r7, %r11, 3000;
+    stmatrix.sync.aligned.m8n8.x4.shared.b16 [%rd4], {%r11, %r5, %r6, %r7};
+    bar.sync 0;
+    ld.shared.b32 %r8, [%rd4];
+    cvt.u64.u32 %rd3, %r8;
+    """
+    found = run(lines, [(k,) for k in range(32)], shared=512)
+    # Lane 8 m + r reads where it said that row r of matrix m is to lie: the first two numbers of it, which lane 4 r held.
+    assert found == [1000 * (k // 8) + 4 * (k % 8) for k in range(32)]
 
 
 def test_threads_that_part_meet_again() -> None:
@@ -356,7 +452,7 @@ def test_what_was_never_written_is_no_zero() -> None:
         "abs.ftz.f32 %r4, %r11;",
         "cvt.rz.f32.f64 %r4, %rd11;",
         "cvt.rn.ftz.f32.f64 %r4, %rd11;",
-        "mul.hi.u64 %rd4, %rd11, %rd12;",
+        "mul.wide.u64 %rd4, %rd11, %rd12;",
         "bfe.s64 %rd4, %rd11, %r12, %r13;",
         "shfl.sync.up.b32 %r4, %r11, 1, 0, -1;",
         "add.rn.f16 %r4, %r11, %r12;",

@@ -333,6 +333,11 @@ def known_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if is_known(name)}
 
 
+def gpu_options() -> dict[str, Any]:
+    """Inductor's options for :func:`compile_any_shape` on a GPU: what bits depend on, and no constant made on the device."""
+    return known_options({**_AS_EAGER, "joint_graph_constant_folding": False})
+
+
 def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
     """``torch.compile`` of a function for tensors of any shape, apart from what else was compiled of the same lines.
 
@@ -343,9 +348,9 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
         The function itself, with a warning, where this release lacks an option without which the bits on CUDA may differ:
         nothing compares these with their definitions.
     """
-    wanted = _AS_EAGER if torch.cuda.is_available() else _TRUST_COMPILER
-    options = known_options(wanted)
-    if wanted is _AS_EAGER and (lacking := sorted(wanted.keys() - options.keys())):
+    has_gpu = torch.cuda.is_available()
+    options = gpu_options() if has_gpu else known_options(_TRUST_COMPILER)
+    if has_gpu and (lacking := sorted(_AS_EAGER.keys() - options.keys())):
         warnings.warn(
             f"PyTorch {torch.__version__} lacks the option {' and '.join(lacking)} of its compiler: casts run uncompiled, with "
             "the same bits but slower.",

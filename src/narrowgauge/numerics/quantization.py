@@ -345,7 +345,9 @@ def rotate(x: Tensor, dim: int) -> Tensor:
             "Fill it up with zeros: padded(x, cast, dim).",
         )
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
-    places = [blocks.select(dim + 1, place) * sign for place, sign in enumerate(_SIGNS)]
+    places = [blocks.select(dim + 1, place) for place in range(ROTATION_SIZE)]
+    # Negated, not times -1: a compiler takes numbers out of a list for arguments, 16 float64 scalars in each launch on a GPU.
+    places = [-values if place in _NEGATED else values for place, values in enumerate(places)]
     # Sixteen tensors, not one of sixteen rows: compiled, each is loaded once, and 64 additions make all results.
     for size in (2, 4, 8, 16):
         half = size // 2
@@ -356,8 +358,8 @@ def rotate(x: Tensor, dim: int) -> Tensor:
     return torch.stack([place * 0.25 for place in places], dim + 1).flatten(dim, dim + 1)
 
 
-# The bits of 0x9E37, the golden ratio's.
-_SIGNS = [1.0 if 0x9E37 >> place & 1 else -1.0 for place in range(ROTATION_SIZE)]
+# The bits of 0x9E37, the golden ratio's, that are 0.
+_NEGATED = frozenset(place for place in range(ROTATION_SIZE) if not 0x9E37 >> place & 1)
 
 
 def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
