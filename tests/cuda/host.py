@@ -93,9 +93,10 @@ class Kernel(ManyTensors):
         self.trace.given.append(f"kernel {self.name}")
 
 
-def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[str, list[str]]:
-    """The last step of an optimizer over a model of so many layers; as a planted fault, each copy ``waits``."""
-    trace, places = Trace(), dict[int, int]()
+def stand_in(stack: ExitStack, trace: Trace) -> Callable[[FakeTensorMode], None]:
+    """Put in the place of kernels, streams and memory what fake tensors can have; gives what tells kernels the fake mode."""
+    places: dict[int, int] = {}
+    modes: list[FakeTensorMode] = []
 
     def address(tensor: Tensor) -> int:
         own = tensor.untyped_storage()._cdata
@@ -103,7 +104,7 @@ def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[st
 
     @lru_cache
     def kernel_of(name: str) -> Kernel:
-        return Kernel(name.split("Storage")[0], trace, fake)
+        return Kernel(name.split("Storage")[0], trace, modes[-1])
 
     def compiled(name: str, _: object, define: Callable[[], Definition]) -> Kernel:
         run = kernel_of(name)
@@ -118,21 +119,28 @@ def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[st
         SimpleNamespace(record=lambda stream: None),
         SimpleNamespace(current_stream=lambda device: SimpleNamespace(stream_id=0)),
     )
+    for module in (kernel, clip, accumulation, row_bounds):
+        stack.enter_context(patch.object(module, "compiled", compiled))
+    for place, name, answer in (
+        (kernel.StepKernel, "compile_audit_elsewhere", lambda *_: None),
+        (FakeTensor, "data_ptr", address),
+        (Tensor, "pin_memory", lambda tensor: tensor),
+        (transfers, "torch", SimpleNamespace(Event=lambda _: event, empty_like=empty_like, accelerator=streams)),
+        (transfers.Reading, "item", lambda reading: 0.0),
+    ):
+        stack.enter_context(patch.object(place, name, answer, create=True))
+    return modes.append
+
+
+def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[str, list[str]]:
+    """The last step of an optimizer over a model of so many layers; as a planted fault, each copy ``waits``."""
+    trace = Trace()
     with ExitStack() as stack:
-        for module in (kernel, clip, accumulation, row_bounds):
-            stack.enter_context(patch.object(module, "compiled", compiled))
-        for place, name, answer in (
-            (kernel.StepKernel, "compile_audit_elsewhere", lambda *_: None),
-            (FakeTensor, "data_ptr", address),
-            (Tensor, "pin_memory", lambda tensor: tensor),
-            (transfers, "torch", SimpleNamespace(Event=lambda _: event, empty_like=empty_like, accelerator=streams)),
-            (transfers.Reading, "item", lambda reading: 0.0),
-        ):
-            stack.enter_context(patch.object(place, name, answer, create=True))
+        begin = stand_in(stack, trace)
         if waits:
             real = Tensor.to
             stack.enter_context(patch.object(Tensor, "to", lambda tensor, *to, **_: real(tensor, *to)))
-        fake = stack.enter_context(FakeTensorMode())
+        begin(stack.enter_context(FakeTensorMode()))
         params = [torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device="cuda")) for s in shapes(layers)]
         optimizer = AdamW(params, lr=1e-3, compile=True, **options)
         for step in range(NUM_STEPS):
