@@ -27,7 +27,7 @@ import narrowgauge as ng
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.checksums import fingerprint_all
-from narrowgauge.numerics.update_metrics import KERNEL_SUMS
+from narrowgauge.numerics.update_metrics import HOST_SUMS, KERNEL_SUMS
 from narrowgauge.optim.audit import joined_over_ranks
 from narrowgauge.spec.notation import parse_table
 from ranks import run_ranks
@@ -188,17 +188,18 @@ def fingerprint_by_columns(line: Any) -> str:
     return sharding.fingerprint_whole({n: distribute_tensor(value, line, [Shard(1)]) for n, value in matrices.items()})
 
 
-def audited(rank: int, line: Any) -> dict[str, tuple[list[float], int]]:
-    """What an audit adds up where each rank noted ``rank + 1`` in every sum and in the count, and of ``lone`` the first alone."""
+def audited(rank: int, line: Any) -> dict[str, tuple[list[float], tuple[float, ...]]]:
+    """What an audit adds up where each rank noted ``rank + 1`` in every sum and count, and of ``lone`` the first alone."""
     net = nn.Module()
     for name, value in cut_tensors().items():
         net.register_parameter(name, nn.Parameter(value))
     fully_shard(net, mesh=line)
     names = {parameter: name for name, parameter in net.named_parameters()}
     mine = torch.full((len(KERNEL_SUMS),), rank + 1.0, dtype=torch.float64)
-    noted = [(parameter, mine, rank + 1) for parameter, name in names.items() if rank == 0 or name != "lone"]
+    counts = (rank + 1.0,) * len(HOST_SUMS)
+    noted = [(parameter, mine, counts) for parameter, name in names.items() if rank == 0 or name != "lone"]
     joined = joined_over_ranks(list(names))(noted)
-    return {names[parameter]: (sorted(set(sums.tolist())), count) for parameter, sums, count in joined}
+    return {names[parameter]: (sorted(set(sums.tolist())), counts) for parameter, sums, counts in joined}
 
 
 def cut_tensors() -> dict[str, Tensor]:
@@ -283,7 +284,7 @@ def test_fingerprints_of_tensors_cut_by_columns_are_those_of_the_whole(found: li
 
 
 def test_an_audit_adds_up_what_the_ranks_saw_of_each_tensor(found: list[Any]) -> None:
-    both, first = ([3.0], 3), ([1.0], 1)
+    both, first = ([3.0], (3.0, 3.0)), ([1.0], (1.0, 1.0))
     for result in found:
         assert result["audited"] == {"even": both, "uneven": both, "lone": first, "vector": both}
 

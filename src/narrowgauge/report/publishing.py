@@ -86,8 +86,10 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
 
 def _resolve_of(paths: Sequence[str | Path]) -> float | None:
     """The difference that the one comparison named was to resolve."""
+    if len(paths) != 1:
+        return None
     file = Path(paths[0]) / DEFINITION_FILE
-    found = read_bytes(file) if len(paths) == 1 else None
+    found = read_bytes(file)
     try:
         resolve = None if found is None else load_toml(found.decode()).get("resolve")
         return None if resolve is None else float(resolve)

@@ -19,10 +19,12 @@ from torch import Tensor
 
 from narrowgauge.numerics.expansions import sqrt
 from narrowgauge.optim.rules.collage import published_adamw
+from narrowgauge.spec.rows import loads_older
 
 Scalars = Mapping[str, Tensor]
 
 
+@loads_older(lambda: RULES)
 @dataclass(frozen=True, slots=True)
 class Rule:
     """An update rule.
@@ -190,7 +192,7 @@ LION = Rule(
     decay="negative_decay",
 )
 
-RULES = {rule.name: rule for rule in (ADAMW, ADAM, SGD, PLAIN_SGD, LION)}
+RULES: dict[str, Rule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, PLAIN_SGD, LION)}
 
 
 def rule_source(rule: Rule) -> str:
