@@ -289,6 +289,14 @@ def test_any_optimizer_takes_a_recipe_with_its_own_defaults_and_options_per_para
         ng.prepare(Net(), "bfloat16/word", storage="exact")
 
 
+@pytest.mark.parametrize("chosen", [{"rule": "sgd"}, {"optimizer": ng.SGD}], ids=["by name", "by class"])
+def test_an_option_that_an_optimizer_lacks_is_refused_before_the_model_is_changed(chosen: dict[str, Any]) -> None:
+    net = Net()
+    with pytest.raises(ng.RecipeError, match=r"betas = .* was requested of SGD, which has no such option"):
+        ng.prepare(net, "bfloat16/word", betas=(0.9, 0.9), **chosen)
+    assert {p.dtype for p in net.parameters()} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

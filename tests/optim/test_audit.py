@@ -387,6 +387,31 @@ def test_weak_decay_is_audited_as_a_32nd_of_a_spacing() -> None:
     assert ng.audit(optimizer)["param 0"].lost_decay == pytest.approx(float(exact), abs=1e-5)
 
 
+def test_the_decay_of_a_rule_is_the_scalar_that_it_names() -> None:
+    """Its options may be called anything, and the decay need not contain the rate."""
+
+    def learned(options: dict[str, float], shrinks: Callable[[dict[str, float]], float]) -> Reading:
+        rule = Rule(
+            "another",
+            (),
+            ("rate", "shrinking"),
+            lambda group, step: (-group["rate"], -shrinks(group)),
+            lambda w, g, s: (g * s["rate"] + w * s["shrinking"],),
+            decay="shrinking",
+        )
+        weight = parameters("naive", [(192, 128)])[0]
+        optimizer = Optimizer([weight], rule, options, storage="naive", audit_every=1, compile=False)
+        optimizer.on_alarm = lambda alarms: None
+        for step in range(12):
+            weight.grad = step_gradients([weight], step, 1e-2)[0]
+            optimizer.step()
+        return ng.audit(optimizer)["param 0"]
+
+    apart = learned({"lr": 1.0, "rate": 1e-3, "share": 2.0**-12}, lambda group: group["share"])
+    joined = learned({"lr": 1.0, "rate": 1e-3, "wd": 2.0**-12 / 1e-3}, lambda group: group["rate"] * group["wd"])
+    assert 0.0 < apart.lost_decay < 1.0 and apart.lost_decay == pytest.approx(joined.lost_decay, abs=1e-3)
+
+
 def readings_of_decay(storage: str, lr: float, rule: Callable[..., Any] = ng.AdamW, **options: Any) -> Reading:
     weight = parameters(storage, [(192, 128)])[0]
     optimizer = rule([weight], lr=lr, storage=storage, audit_every=1, compile=False, **options)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.optim.replicated_state import ReplicatedState
+from narrowgauge.optim.rules.matrix import MATRIX_RULES, MatrixRule
 from narrowgauge.spec.storages import STORAGES, Storage, bytes_alone
 from tensors import assert_same_bits, bits, gaussian, parameters_of, take_steps
 
@@ -132,8 +133,10 @@ def test_float32_states_of_before_are_taken_over(storage: str, proj_type: str) -
     older = copy.deepcopy(optimizer.state_dict())
     entry, names = older["state"][0], list(optimizer._registry.states[weight].extras)
     for name in names:
-        entry[name] = optimizer.state[weight][name].clone()
-        entry.pop(f"{name}_bound", None)
+        value = optimizer.state[weight][name].clone()
+        for part in optimizer._registry.states[weight].extras[name].tensors:
+            entry.pop(part)
+        entry[name] = value
     assert len(names) == (3 if proj_type == "std" else 4)
     assert {entry[name].dtype for name in names} == {torch.float32}
     twin = stepped(storage, proj_type=proj_type)
@@ -143,11 +146,35 @@ def test_float32_states_of_before_are_taken_over(storage: str, proj_type: str) -
         assert torch.equal(twin.state[parameters_of(twin)[0]][name], entry[name])
 
 
+@EVERY
+@ROLES
+def test_integers_are_saved_under_names_of_their_own(storage: Storage, role: str) -> None:
+    """A distributed checkpoint is read into the tensors that are there: float32 of the plain name must not end in integers."""
+    tensors = zeros(role, storage).tensors
+    assert all(name.endswith("_codes") is not tensor.is_floating_point() for name, tensor in tensors.items())
+
+
+def test_states_without_a_projection_are_of_the_usual_one() -> None:
+    older = stepped("word").state_dict()
+    assert "proj_type" not in older["param_groups"][0]
+    twin = stepped("word", proj_type="full")
+    twin.load_state_dict(older)
+    assert twin.param_groups[0]["proj_type"] == "std"
+    take_steps(twin, range(3, 4))
+
+
+@pytest.mark.parametrize("rule", MATRIX_RULES.values(), ids=MATRIX_RULES)
+def test_a_rule_that_was_pickled_before_it_had_all_fields_is_completed(rule: MatrixRule) -> None:
+    older: MatrixRule = object.__new__(MatrixRule)
+    older.__setstate__([rule.name, rule.states, rule.update, rule.defaults])  # type: ignore[attr-defined]
+    assert older == rule
+
+
 def test_what_is_written_in_place_is_stored() -> None:
     optimizer = stepped("word")
     (weight,) = parameters_of(optimizer)
     optimizer.state[weight]["projected_exp_avg"].fill_(0.25)
-    assert optimizer.state_dict()["state"][0]["projected_exp_avg"].dtype is torch.int16
+    assert optimizer.state_dict()["state"][0]["projected_exp_avg_codes"].dtype is torch.int16
     assert torch.equal(optimizer.stored(weight, "projected_exp_avg"), torch.full((3, 20), 0.25))
 
 

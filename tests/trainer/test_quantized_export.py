@@ -48,7 +48,9 @@ def test_what_is_loaded_has_the_bits_of_the_quantized_model(row: str, run: Path,
     expected = AutoModelForCausalLM.from_pretrained(plain, dtype="auto").eval()
     columns = find_outlier_columns(expected, held_out(run), row) if row == PAPER else None
     quantize_for_inference(expected, row, outlier_columns=columns)
+    before = torch.get_rng_state()
     loaded, tokens = load_quantized(out), held_out(run)[0]
+    assert torch.equal(torch.get_rng_state(), before)
     assert not loaded.training and loaded.lm_head.weight is loaded.model.embed_tokens.weight
     with torch.no_grad():
         assert torch.equal(loaded(tokens).logits, expected(tokens).logits)

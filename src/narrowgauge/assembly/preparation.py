@@ -37,7 +37,7 @@ from narrowgauge.matmul.swapping import NarrowLayers, keep_ranks_apart, linear_n
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import own_part
 from narrowgauge.optim import optimizers
-from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.optimizer import Optimizer, Options
 from narrowgauge.optim.optimizers import AdamW
 from narrowgauge.optim.validation import HOW_TORCH_STEPS
 from narrowgauge.spec.computes import Compute
@@ -180,10 +180,12 @@ def prepare(
             )
         optimizer = class_of(rule)
     _require_maker(optimizer)
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    named = {name: value for name, value in settings.items() if value is not None}
+    _require_options(optimizer, {**named, **options})
     policy, inner = parse(recipe), inner_of(model)
     require_summable(model, policy, mesh)
     converted = convert_model(inner, policy, seed=seed, mesh=mesh, shard=shard, offload=offload)
-    named = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
     made = optimizer_for(
         converted,
         optimizer,
@@ -194,7 +196,7 @@ def prepare(
         audit_every=audit_every,
         compile=compile,
         loss_scaler=loss_scaler,
-        **{name: value for name, value in named.items() if value is not None},
+        **named,
         **options,
     )
     if narrow_gather:
@@ -207,6 +209,20 @@ def prepare(
     carry_state(made, inner)
     say_what_differs(made, policy)
     return model, made
+
+
+def _require_options(optimizer: Callable[..., Any], given: Mapping[str, Any]) -> None:
+    """Refuse options that one of the named optimizers does not have, before the model is changed."""
+    if getattr(optimizers, getattr(optimizer, "__name__", ""), None) is not optimizer:
+        return  # of another's, only its maker knows
+    named = inspect.signature(optimizer).parameters.values()
+    known = [*(one.name for one in named if one.kind is not one.VAR_KEYWORD), *Options.__annotations__]
+    for name in given:
+        if name not in known:
+            raise RecipeError(
+                f"{name} = {given[name]!r} was requested of {optimizer.__name__}, which has no such option.",
+                suggestion(name, known) or "Leave it out.",
+            )
 
 
 class DifferenceNotice(UserWarning):

@@ -516,9 +516,11 @@ class StepKernel(WordKernel):
         """The rule's scalars for the step of this number, under a param group's options."""
         return self.rule.prepare(options, step)
 
-    def decay(self, options: Mapping[str, Any]) -> float:
+    def decay(self, options: Mapping[str, Any], step: int) -> float:
         """The share of each weight by which a step's decay shrinks it, 0 where it cannot be told from the gradient."""
-        return float(options["lr"]) * float(options["weight_decay"]) if self.rule.decay else 0.0
+        if not self.rule.decay:
+            return 0.0
+        return -float(dict(zip(self.rule.scalars, self.scalars(options, step), strict=True))[self.rule.decay])
 
     def run_bucket(self, work: Work, values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
         """An audited step of a bucket: float64 ``[segments, terms]``."""
@@ -563,9 +565,9 @@ class MatrixKernel(WordKernel):
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
         """What the audit reads: the rule reads its options itself."""
-        return (-self.decay(options),) if self.rule.decays else ()
+        return (-self.decay(options, step),) if self.rule.decays else ()
 
-    def decay(self, options: Mapping[str, Any]) -> float:
+    def decay(self, options: Mapping[str, Any], step: int) -> float:
         """As of :meth:`StepKernel.decay`."""
         return float(options["lr"]) * float(options["weight_decay"]) if self.rule.decays else 0.0
 

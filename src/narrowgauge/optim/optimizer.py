@@ -483,7 +483,7 @@ class Optimizer(torch.optim.Optimizer):
         self._states.take_writes()
         state = self._registry.get(parameter)
         if state is not None and (name == "weight" or name in state.shapes_of_states):
-            return placed_like(parameter, state.stored(name))
+            return state.stored(name) if name in state.extras else placed_like(parameter, state.stored(name))
         group = self._registry.group_of(parameter)
         if group is None:
             raise KeyError("this tensor is not one of the optimizer's parameters")

@@ -18,6 +18,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, LION, Rule
 from narrowgauge.optim.rules.elementwise import SGD as MOMENTUM_SGD
 from narrowgauge.optim.rules.matrix import ADAFACTOR, GALORE, GRADNORM_LORP, MUON, MatrixRule
+from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -224,16 +225,17 @@ class _InSubspace(Optimizer):
         options: Options,
     ) -> None:
         rank, update_proj_gap, scale, proj_type = subspace
-        defaults = {
+        defaults: dict[str, Any] = {
             "lr": lr,
             "rank": rank,
             "update_proj_gap": update_proj_gap,
             "scale": scale,
-            "proj_type": proj_type,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
         }
+        if proj_type != USUAL_PROJECTION:
+            defaults["proj_type"] = proj_type
         super().__init__(params, rule, defaults, **options)
 
 

@@ -25,8 +25,10 @@ class ReplicatedState:
 
     Args:
         storage: a row that has this state and no other.
-        tensors: by name, those of its parts, each of the state's shape, and of a code that is scaled by row ``…_bound``, the
-            largest magnitude of each row, float32 ``[…, 1]``.
+        tensors: by the names under which they are saved, those of its parts, each of the state's shape, and of a code that is
+            scaled by row ``…_bound``, the largest magnitude of each row, float32 ``[…, 1]``. Integers are saved as ``…_codes``: a
+            distributed checkpoint that holds float32 values under the plain name, as before there were codes, is refused, and not
+            cast to integers.
     """
 
     name: str
@@ -41,7 +43,7 @@ class ReplicatedState:
         row = (STORAGES["float32"] if role is None else storage).keeping(((name, role or "exp_avg"),))
         code = row.code(name)
         tensors = {
-            part: torch.zeros(tuple(shape), dtype=_dtype(code), device=device)
+            _saved_as(part, code): torch.zeros(tuple(shape), dtype=_dtype(code), device=device)
             for part in (name, *low_parts(name, code))
         }
         if code.scaled:
@@ -54,7 +56,7 @@ class ReplicatedState:
 
     @property
     def shape(self) -> torch.Size:
-        return self.tensors[self.name].shape
+        return self.tensors[_saved_as(self.name, self.code)].shape
 
     def value(self) -> Tensor:
         """The float32 values; of a state that is stored in float32 its own memory."""
@@ -73,8 +75,8 @@ class ReplicatedState:
         lane = self._lane({**self.tensors, **tensors})
         fields = codec.write_state(self.storage, lane, self.name, value, _addend(code, value, seed))
         for part, bits in fields.items():
-            dtype = self.tensors[part].dtype
-            tensors[part] = bits.to(codec.INTEGER[dtype.itemsize * 8]).view(dtype)
+            dtype = _dtype(code)
+            tensors[_saved_as(part, code)] = bits.to(codec.INTEGER[dtype.itemsize * 8]).view(dtype)
         return tensors
 
     def put(self, values: Tensor, seed: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -84,11 +86,10 @@ class ReplicatedState:
             old.copy_(new if skip is None else torch.where(skip, old, new))
 
     def _lane(self, tensors: dict[str, Tensor]) -> codec.Lane:
-        fields = {
-            part: (tensor.view(codec.INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0)
-            for part, tensor in tensors.items()
-            if not part.endswith("_bound")
-        }
+        fields = {}
+        for part in (self.name, *low_parts(self.name, self.code)):
+            tensor = tensors[_saved_as(part, self.code)]
+            fields[part] = tensor.view(codec.INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0
         bound = tensors.get(f"{self.name}_bound")
         scales = {} if bound is None else {self.name: codec.multipliers(self.code, bound)}
         word = fields[self.name][0]
@@ -98,6 +99,10 @@ class ReplicatedState:
 def _dtype(code: Code) -> torch.dtype:
     """PyTorch's dtype of the same bits, where there is one: code that reads ``float32`` as values may rely on it."""
     return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or codec.INTEGER[width_alone(code)]
+
+
+def _saved_as(part: str, code: Code) -> str:
+    return part if _dtype(code).is_floating_point else f"{part}_codes"
 
 
 def _addend(code: Code, value: Tensor, seed: Tensor | None) -> Tensor | int:

@@ -407,7 +407,12 @@ class StateEntry(MutableMapping[str, Any]):
 
 
 def _names(state: ParameterState) -> list[str]:
-    return [*_readable(state), *_packed(state), *state.tensors_of_extras(), *state.notes]
+    return [
+        *_readable(state),
+        *_packed(state),
+        *dict.fromkeys([*state.extras, *state.tensors_of_extras()]),
+        *state.notes,
+    ]
 
 
 def _readable(state: ParameterState) -> list[str]:

@@ -140,8 +140,8 @@ class Stepper:
 
     def _note(self, state: ParameterState, sums: Tensor, num_elements: int) -> None:
         """Give the auditor a kernel's sums over so many elements of a parameter, and what the host knows of them."""
-        decay = state.kernel.decay(self.group)
-        audited = max(decay, least_decay(state.storage)) if decay else 0.0
+        decay = state.kernel.decay(self.group, state.step + 1 - state.begun)
+        audited = max(decay, least_decay(state.storage)) if decay > 0 else 0.0
         self.auditor.add(state.owner, sums, num_elements, num_elements * audited * state.storage.weight.spacings)
 
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -105,9 +105,10 @@ def load_quantized(folder: str | Path) -> PreTrainedModel:
     made = with_codes(said["compute"])
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     del config.quantization_config
-    model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
-    _drop_weights(model, made)
-    quantize_for_inference(model, made, outlier_columns={} if keeps_outlier_weights(made) else None)
+    with torch.random.fork_rng(devices=[]):  # what is drawn here is overwritten
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype, trust_remote_code=False)
+        _drop_weights(model, made)
+        quantize_for_inference(model, made, outlier_columns={} if keeps_outlier_weights(made) else None)
     state: dict[str, Tensor] = {}
     with disk_errors(folder):
         for file in sorted(folder.glob(f"{_STEM}*.safetensors")):

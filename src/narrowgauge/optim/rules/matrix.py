@@ -31,7 +31,8 @@ from torch import Tensor
 from narrowgauge.numerics.rounding import sqrt
 from narrowgauge.numerics.widening import add_product, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule
-from narrowgauge.optim.rules.subspaces import PROJECTIONS, is_tall
+from narrowgauge.optim.rules.subspaces import is_tall, projection_of
+from narrowgauge.spec.rows import loads_older
 from narrowgauge.spec.storages import FLOAT32, Storage, bytes_alone
 
 Options = Mapping[str, Any]
@@ -55,6 +56,7 @@ class MatrixState:
     beside: bool = False
 
 
+@loads_older(lambda: MATRIX_RULES)
 @dataclass(frozen=True, slots=True)
 class MatrixRule:
     """An update rule for whole matrices.
@@ -259,7 +261,7 @@ def adam_step(
 
 def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     rows, cols = matrix_shape(shape)
-    rank, projection = min(options["rank"], rows, cols), PROJECTIONS[options["proj_type"]]
+    rank, projection = min(options["rank"], rows, cols), projection_of(options)
     coordinates = projection.coordinates(rows, cols, rank)
     return {
         **{name: MatrixState(basis, "exp_avg") for name, basis in projection.bases(rows, cols, rank).items()},
@@ -270,7 +272,7 @@ def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, Matrix
 
 def _step_in_subspace(g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Adam's step for ``g`` in the subspace, lifted back, and the new states."""
-    projection = PROJECTIONS[options["proj_type"]]
+    projection = projection_of(options)
     names = projection.bases(g.shape[0], g.shape[1], options["rank"])
     bases = projection.refreshed({name: states[name] for name in names}, g, step, options["update_proj_gap"])
     m, v = states["projected_exp_avg"], states["projected_exp_avg_sq"]
@@ -375,4 +377,4 @@ ADAFACTOR = MatrixRule(
 GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25}, decays=True)
 GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, {**_SUBSPACE, "scale": 1.0})
 
-MATRIX_RULES = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}
+MATRIX_RULES: dict[str, MatrixRule] = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}

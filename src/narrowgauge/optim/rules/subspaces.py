@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -156,3 +157,10 @@ PROJECTIONS: dict[str, Projection] = {
     "full": Projection(_both_shapes, lambda rows, cols, rank: (rank, rank), _find_both, _project_both, _lift_both),
 }
 """Projections by their names in GaLore's released code, ``proj_type``."""
+USUAL_PROJECTION = "std"
+"""The one of a group that names none. Groups leave it out, so that states saved before there was another have the same names."""
+
+
+def projection_of(options: Mapping[str, Any]) -> Projection:
+    """The projection that a group's options name."""
+    return PROJECTIONS[options.get("proj_type", USUAL_PROJECTION)]

@@ -155,8 +155,10 @@ class ExperimentConfig:
             yield self._length(), other._length()
         if self.num_evals != other.num_evals:
             yield self._validations(), other._validations()
+        # Filled in: what a rule settles was spelled out before rules had names.
+        bases = [one.base.filled() for one in (self, other)]
         for setting in fields(TrainConfig):
-            found, wanted = (getattr(one.base, setting.name) for one in (self, other))
+            found, wanted = (getattr(base, setting.name) for base in bases)
             spread = setting.name == "eval_every" and self.num_evals is not None
             if found != wanted and not spread and setting.name not in (*OF_A_RUN, *CHANGEABLE_ON_RESUME):
                 yield _flag(setting.name, found), _flag(setting.name, wanted)
