@@ -48,7 +48,7 @@ FEW = (
     ("plain sgd", "stochastic", ""),
 )
 """Steps that are proved on each push."""
-MAX_SPILLS = 72
+MAX_SPILLS = 88
 """Bytes for which a thread of an audit, a norm or an odd length may lack registers; compact's at odd lengths lacks most."""
 OTHERS = (
     "norm bfloat16",
@@ -228,7 +228,9 @@ def is_plain(name: str) -> bool:
     return name.startswith("step") and name.endswith(" wide") and "audited" not in name
 
 
-@pytest.mark.parametrize("chip", [pytest.param(chip, marks=whole) for chip in CHIPS if chip != CHIP])
+@pytest.mark.parametrize(
+    "chip", [pytest.param(chip, marks=whole) for chip in CHIPS if chip.startswith("sm_") and chip != CHIP]
+)
 @pytest.mark.parametrize("name", [name_of("adamw", "word", "wide"), "norm bfloat16"])
 def test_the_same_bits_on_other_chips(name: str, chip: str) -> None:
     definition, found = definition_of(name, CPU), compiled(name, chip)

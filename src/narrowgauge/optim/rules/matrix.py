@@ -97,7 +97,7 @@ def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, stor
         >>> for name in ("float32", "states8"):
         ...     [round(state_bytes(rule, (4096, 4096), {}, STORAGES[name]) / 4096**2, 3) for rule in MATRIX_RULES.values()]
         [4.0, 0.002, 0.375, 0.377]
-        [1.0, 0.002, 0.096, 0.098]
+        [1.0, 0.002, 0.097, 0.099]
     """
     total = 0
     for kept in rule.states(shape, {**rule.defaults, **options}).values():
