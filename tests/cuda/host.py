@@ -152,7 +152,8 @@ def traced(layers: int, options: dict[str, Any], waits: bool = False) -> dict[st
     return {"given": trace.given, "waits": trace.waits}
 
 
-def main() -> None:
+def main(traced: Callable[..., dict[str, Any]]) -> None:
+    """Trace the cases of the command line and print what was given in each."""
     folder, chip, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     device.load_guard(folder)
     device.pretend(device.CHIPS[chip])
@@ -160,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(traced)

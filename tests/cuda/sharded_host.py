@@ -8,10 +8,7 @@ computed: what FSDP2 itself sends is not seen here.
 
 from __future__ import annotations
 
-import json
-import sys
 from contextlib import ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -20,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from cuda import device, host
+from cuda import host
 
 RANKS = 8
 SHAPES = ((4096, 1024), (33, 64), (5, 48), (1024,), (3,), (512, 130))
@@ -120,12 +117,5 @@ def _give_gradients(group: Any) -> None:
         each.sharded_param.grad = each.to_sharded_dtensor(local)
 
 
-def main() -> None:
-    folder, chip, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
-    device.load_guard(folder)
-    device.pretend(device.CHIPS[chip])
-    print(json.dumps([traced(**case) for case in cases]))
-
-
 if __name__ == "__main__":
-    main()
+    host.main(traced)

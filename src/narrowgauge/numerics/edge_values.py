@@ -12,8 +12,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from narrowgauge.numerics.rounding import QUIET_NANS
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_QUIET = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000}
 _TIES = (
     1.0,
     1.5,
@@ -53,7 +54,7 @@ def with_nan(values: Tensor, seed: int = 0) -> Tensor:
 
     They are of both signs and of several payloads: the quiet one, the least, which signals, and all ones.
     """
-    width, quiet = 8 * values.dtype.itemsize, _QUIET[values.dtype]
+    width, quiet = 8 * values.dtype.itemsize, QUIET_NANS[values.dtype]
     infinity = quiet & (quiet << 1)
     patterns = [quiet, infinity + 1, (1 << (width - 1)) - 1]
     signed = torch.tensor([*patterns, *(bits - (1 << (width - 1)) for bits in patterns)], dtype=torch.int64)

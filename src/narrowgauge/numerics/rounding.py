@@ -33,7 +33,7 @@ from narrowgauge.spec.formats import Format, get_format
 
 QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
-_QUIET = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
+QUIET_NANS = {torch.float32: QUIET_NAN, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 # The exponent bits of a float32: what is left of a number when its mantissa is cleared.
 EXPONENT = 0x7F800000
 
@@ -158,7 +158,7 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype is torch.float32:
         return quiet(x)
-    return x.to(dtype).view(torch.int16).masked_fill(x != x, _QUIET[dtype]).view(dtype)
+    return x.to(dtype).view(torch.int16).masked_fill(x != x, QUIET_NANS[dtype]).view(dtype)
 
 
 Rounding = Literal["nearest", "stochastic", "toward_zero"]

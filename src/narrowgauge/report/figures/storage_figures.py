@@ -8,6 +8,8 @@ the rest of an update, arrives too, and whether the moments themselves are right
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -19,36 +21,39 @@ from narrowgauge.report.recipe_groups import Group, Samples
 
 def unchanged_weights(groups: Sequence[Group]) -> Figure | None:
     """The source's imprecision percentage over steps."""
-    curves = [curve_of(group, group.lines("steps", "imprecision_share")) for group in groups]
-    data = traces_of(curves, name="unchanged weights")
-    if not data:
-        return None
-    layout = layout_of("step", "share of all weights")
-    layout["yaxis"] |= {"tickformat": ".3~p", "range": [0, 1]}
     how = (
         "The share of all elements whose visible weight a step left as it was, on audited steps. High is healthy where "
         "something beside the visible weight (a tail, a master copy, a low part) keeps what does not show yet; where nothing "
         "does, what was intended there is lost. It is the imprecision percentage of the Collage paper (2405.03637)."
-        f"{dash_overlapping(curves, data, layout)}"
     )
-    return Figure("unchanged-weights", "Weights that a step leaves unchanged", how, data, layout)
+    empty = Figure(
+        "unchanged-weights", "Weights that a step leaves unchanged", how, [], layout_of("step", "share of all weights")
+    )
+    return _share_over_steps(groups, "imprecision_share", "unchanged weights", empty, {"range": [0, 1]})
 
 
 def lost_decay(groups: Sequence[Group]) -> Figure | None:
     """The share of weight decay that was not stored, over steps."""
-    curves = [curve_of(group, group.lines("steps", "lost_decay")) for group in groups]
-    data = traces_of(curves, name="lost decay")
-    if not data:
-        return None
-    layout = layout_of("step", "share of the decay")
-    layout["yaxis"] |= {"tickformat": ".3~p", "autorangeoptions": {"include": [0, 1]}}
     how = (
         "The share of the intended weight decay that the storage did not take, over all tensors, on audited steps: 0 where all "
         "arrives, 1 where none does. It is read by storing each update with and without its decay. A single step scatters; only "
         "a level counts. Half lost or more over a window raises lost_decay."
-        f"{dash_overlapping(curves, data, layout)}"
     )
-    return Figure("lost-decay", "Weight decay that is lost", how, data, layout)
+    empty = Figure("lost-decay", "Weight decay that is lost", how, [], layout_of("step", "share of the decay"))
+    return _share_over_steps(groups, "lost_decay", "lost decay", empty, {"autorangeoptions": {"include": [0, 1]}})
+
+
+def _share_over_steps(
+    groups: Sequence[Group], column: str, name: str, empty: Figure, axis: dict[str, Any]
+) -> Figure | None:
+    """``empty`` with a curve of each group's ``column`` of audited steps; ``None`` where no run has it."""
+    curves = [curve_of(group, group.lines("steps", column)) for group in groups]
+    data = traces_of(curves, name=name)
+    if not data:
+        return None
+    layout = empty.layout
+    layout["yaxis"] |= {"tickformat": ".3~p", **axis}
+    return replace(empty, how=f"{empty.how}{dash_overlapping(curves, data, layout)}", data=data, layout=layout)
 
 
 def wrong_moments(groups: Sequence[Group]) -> Figure | None:
