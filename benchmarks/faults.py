@@ -317,6 +317,10 @@ _ROWS = (
         settings={"recipe": "bfloat16/naive", "lr": 1e-5}, from_start=True,
     ),
     Fault(
+        "lost weight decay", nothing, ("lost_decay",), "model.*", samples=4,
+        settings={"recipe": "bfloat16/naive", "lr": 1e-3, "weight_decay": 0.1}, from_start=True,
+    ),
+    Fault(
         "noise above the updates", nothing, ("noise",), "model.*", samples=12,
         settings={"recipe": "bfloat16/stochastic", "lr": 1e-5}, from_start=True,
     ),
