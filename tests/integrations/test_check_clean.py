@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import narrowgauge as ng
-from narrowgauge.integrations.check.set_up import optimizers_of, told
+from narrowgauge.integrations.check.set_up import optimizers_of, storage_of, told
 from narrowgauge.runs.events import on_event
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore:.*cannot.*:UserWarning")
@@ -190,6 +190,20 @@ def test_an_optimizer_that_keeps_a_master_copy_or_rounds_stochastically_loses_no
     assert_clean(ng.check(model, master))
     kahan = torch.optim.SGD([{"params": list(model.parameters()), "kahan_sum": None}], lr=1e-3)
     assert_clean(ng.check(model, kahan))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("library", ["TransformerEngine", "Apex"])
+def test_a_fused_adam_steps_a_master_copy_except_apexs_for_bfloat16(library: str, dtype: torch.dtype) -> None:
+    """Both say ``master_weights``; Apex's has ``param_groups_master``, and steps bfloat16 weights without them."""
+    weight = nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    optimizer.master_weights = True
+    if library == "Apex":
+        optimizer.param_groups_master = [{"params": [weight.detach().float()]}]
+    lost = library == "Apex" and dtype is torch.bfloat16
+    kept = "master" if dtype is torch.bfloat16 else "float16/master"
+    assert storage_of(optimizer, optimizer.param_groups[0], weight).name == ("naive" if lost else kept)
 
 
 # ── watching changes nothing ────────────────────────────────────────────────────────────────────────────────────────

@@ -111,7 +111,7 @@ def test_aliases_lead_to_full_names() -> None:
         ("32-true", "float32/float32"), ("32", "float32/float32"), ("amp", "float16/float32"),
         ("O0", "float32/float32"), ("O1", "float16/float32"), ("O2", "float16/master"), ("o3", "float16/naive"),
         ("fp8", "float8-row/word"), ("FP8/master", "float8-row/master"), ("int8", "int8-row/word"),
-        ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor/word"),
+        ("int8/exact", "int8-row/exact"), ("fp8-rowwise", "float8-row/word"), ("tensorwise", "float8-tensor-e5m2/word"),
         ("MXFP8BlockScaling", "mxfp8/word"), ("DelayedScaling/fp32", "float8-delayed-e5m2/float32"),
         ("amp_bf16", "bfloat16/float32"), ("mixed_float16", "float16/float32"), ("pure_bf16", "bfloat16/naive"),
     ],
@@ -147,7 +147,7 @@ def test_names_from_elsewhere_are_none_of_ours() -> None:
     [
         *((said, ("bfloat16/float32", "bfloat16/master", "bfloat16/word")) for said in ("bf16", "BF16", "bfloat16")),
         *((said, ("float16/float32", "float16/master", "float16/split")) for said in ("fp16", "16", "half", "float16")),
-        ("float8", ("float8-row", "float8-tensor", "float8/collage-plus")),
+        ("float8", ("float8-row", "float8-tensor-e5m2", "float8/collage-plus")),
         ("mixed", ("bfloat16/float32", "float16/float32")),
         ("fp8-mixed", ("float8-row/float32", "float8-delayed-e5m2/float32")),
     ],

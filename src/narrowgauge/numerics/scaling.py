@@ -71,7 +71,8 @@ class LossScaler:
 
     Source:
         Micikevicius et al. 2018, Mixed Precision Training, arXiv:1710.03740. Hysteresis is Megatron-LM's, whose words
-        ("consecutive") are obeyed here; its code brings lives back only when the scale grows.
+        ("consecutive") are obeyed here; its code brings lives back only when the scale grows. Lives that come back after
+        every step without an overflow are DeepSpeed's ``consecutive_hysteresis``, off there by default.
     """
 
     def __init__(

@@ -312,7 +312,8 @@ class Adafactor(Optimizer):
     at step ``t`` is ``1 - t^beta2_decay``, so it needs no bias correction. A step whose root mean square is above
     ``clip_threshold`` is scaled down to it.
 
-    As it stands, ``lr`` bounds a relative step: as in the paper, with the defaults of ``torch.optim.Adafactor``. For a rate
+    As it stands, ``lr`` bounds a relative step: as in the paper, with the defaults of ``torch.optim.Adafactor`` but for
+    ``eps``, which there is a bound of another quantity (below). For a rate
     and schedule of your own, as often with ``transformers.Adafactor``, give ``scale_parameter=False, relative_step=False``
     and an AdamW's rate. The first moment, where requested, averages clipped steps *before* the rate is multiplied in: the
     same under a constant rate, and a schedule is obeyed at once.
@@ -321,8 +322,9 @@ class Adafactor(Optimizer):
         params, weight_decay: as in :class:`Muon`.
         lr: learning rate, or its bound where ``relative_step``.
         beta2_decay: exponent of the second moments' decay rate, below 0.
-        eps: a pair as in torch and transformers: what is added to every squared gradient (``None`` is 1e-30), and the least
-            root mean square that a weight is taken to have where ``scale_parameter``.
+        eps: a pair as in transformers: what is added to every squared gradient (``None`` is 1e-30), and the least
+            root mean square that a weight is taken to have where ``scale_parameter``. ``torch.optim.Adafactor`` adds nothing: its
+            first is the least root of a second moment, by default the machine epsilon of the weight's format.
         clip_threshold: largest root mean square of a step; torch's ``d``.
         beta1: decay rate of a first moment; ``None`` keeps none.
         scale_parameter: multiply ``lr`` by the weight's root mean square.

@@ -336,7 +336,7 @@ _COMPUTES = (
         "float8-tensor", *_uniform("float8_e4m3fn", "tensor"), native=_SM89,
         fallback="float8-row",
         purpose="the fastest float8: one scale per tensor, from its amax; an outlier costs all values range",
-        source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, current scaling; torchao, tensorwise",
+        source=f"{_TE}, current scaling, E4M3; Micikevicius et al. 2022 (2209.05433) have e5m2 for gradients",
     ),
     Compute(
         "float8-delayed", *_uniform("float8_e4m3fn", "tensor", scaling="delayed"), native=_SM89,
@@ -348,7 +348,7 @@ _COMPUTES = (
         "float8-row", *_uniform("float8_e4m3fn", "row"), native=_SM89,
         fallback="float8-block",
         purpose="the safe float8: a scale per token and per output, so that rows are independent",
-        source="torchao, rowwise",
+        source="torchao, rowwise, where scales are powers of two",
     ),
     Compute(
         "float8-block", *_blocks(), native="blocks of 128 on Hopper",
@@ -359,7 +359,7 @@ _COMPUTES = (
         "float8-tensor-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2"), native=_SM89,
         fallback="float8-row-e5m2",
         purpose="float8-tensor with gradients in e5m2: one bit of precision less, more range",
-        source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, HYBRID",
+        source=f"Micikevicius et al. 2022 (2209.05433); {_TE}, current scaling, HYBRID; torchao, tensorwise",
     ),
     Compute(
         "float8-delayed-e5m2", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="delayed"), native=_SM89,

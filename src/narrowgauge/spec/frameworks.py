@@ -118,8 +118,8 @@ FRAMEWORKS: dict[str, Framework] = {
         Framework(
             "FusedAdam",
             "TransformerEngine at d0067d0, Apex",
-            "optimizer.state_dict(): float32 moments, also of float16 and float8 ones, which it unscales on saving; masters of "
-            "float32 or as 16-bit remainders",
+            "optimizer.state_dict(): float32 moments, also of float16 and float8 ones, which it unscales on saving; "
+            "TransformerEngine's masters of float32 or as 16-bit remainders (Apex's state_dict leaves masters out)",
             "",
             "nothing: a remainder and the bfloat16 weight are the float32, as in our storage exact",
             "a pickled optimizer object with Float8Tensors, whose code is not run: save state_dict()",

@@ -74,12 +74,20 @@ SPELLINGS: dict[str, str] = {
 """Short spellings of formats at the beginning of a name, up to a dash."""
 
 _NONE_OF_64_BITS = "there is no compute in 64 bits."
-_TE = "it is float8 with delayed scales and does not specify a storage (there, weights in 16 bits, which lose updates)."
+_TE = "it is float8 with delayed scales and does not specify a storage"
+_TE_LIGHTNING = f"{_TE} (there, weights in 16 bits, which lose updates)."
+_TE_BY_CHIP = "it names a library, whose default scales depend on the chip, and does not specify a storage."
+_TE_BLACKWELL = (("mxfp8/word", "on Blackwell"),)
+_TE_ALONE = "it is float8 with delayed scales in TransformerEngine's own layers, and what is around them is not cast."
+_INT8_TRAINED = "it is a matmul over float16 weights that are trained without a master, and does not specify a storage."
 _FROZEN = "it is a format of frozen weights, and here all weights are trained."
 _STATES = "it is a format of optimizer states and does not specify a compute."
 _SIXTEEN_BITS = "it names a format, and libraries store weights and moments in different ways by that name."
 _SCALED8 = "it does not specify how float8 is scaled."
-_MIXED8 = (("float8-tensor/float32", "a scale per tensor"), ("float8-delayed-e5m2/float32", "TransformerEngine"))
+_MIXED8 = (
+    ("float8-tensor/float32", "a scale per tensor"),
+    ("float8-delayed-e5m2/float32", "TransformerEngine's default before Blackwell"),
+)
 _HOW_MIXED = "it does not say which format is mixed with float32."
 _TWO_FLOAT8 = "float8 matmuls and weights that are stored in float8 both go by that name."
 _BY_FLOAT16 = (
@@ -93,21 +101,22 @@ _BY_BFLOAT16 = (
     ("bfloat16/word", "8 bytes per parameter, no update lost"),
 )
 _MATMULS8 = (
-    ("float8-tensor", "float8 matmuls, a scale per tensor"),
-    ("float8-delayed-e5m2", "TransformerEngine"),
+    ("float8-tensor-e5m2", "a scale per tensor; torchao: tensorwise, Accelerate: fp8"),
+    ("float8-delayed-e5m2", "TransformerEngine's default before Blackwell"),
     ("float8/collage-plus", "bfloat16 matmuls of weights stored in float8"),
 )
+_E4M3_ALONE = (("float8-row", "a scale per row"), ("float8-tensor", "a scale per tensor"))
 
 _TORCHAO, _ENGINE = "torchao, torchtitan", "TransformerEngine"
 
 _ALIASES = (
-    Alias("fp8", "float8-row", "Accelerate: fp8"),
+    Alias("fp8", "float8-row", "here alone; Accelerate's fp8 is float8-tensor-e5m2 or float8-delayed-e5m2"),
     Alias("int8", "int8-row", "torchao: int8_mixed_precision_training"),
     Alias("rowwise", "float8-row", f"{_TORCHAO}: rowwise"),
-    Alias("tensorwise", "float8-tensor", f"{_TORCHAO}: tensorwise"),
+    Alias("tensorwise", "float8-tensor-e5m2", f"{_TORCHAO}: tensorwise"),
     Alias("float8-rowwise", "float8-row", f"{_TORCHAO}: rowwise"),
-    Alias("float8-tensorwise", "float8-tensor", f"{_TORCHAO}: tensorwise"),
-    Alias("blockwise", "float8-block", "Megatron: --fp8-recipe blockwise"),
+    Alias("float8-tensorwise", "float8-tensor-e5m2", f"{_TORCHAO}: tensorwise"),
+    Alias("blockwise", "float8-block", "Megatron: --fp8-format e4m3 --fp8-recipe blockwise"),
     Alias("delayedscaling", "float8-delayed-e5m2", f"{_ENGINE}: DelayedScaling"),
     Alias("float8currentscaling", "float8-tensor-e5m2", f"{_ENGINE}: Float8CurrentScaling"),
     Alias("float8blockscaling", "float8-block", f"{_ENGINE}: Float8BlockScaling"),
@@ -120,10 +129,10 @@ _ALIASES = (
     Alias("float32-true", "float32/float32", "Lightning: 32-true"),
     Alias("collage-light", "bfloat16/collage-light", "Collage"),
     Alias("collage-plus", "bfloat16/collage-plus", "Collage"),
-    Alias("o0", "float32/float32", "apex: O0"),
-    Alias("o1", "float16/float32", "apex: O1"),
-    Alias("o2", "float16/master", "apex: O2"),
-    Alias("o3", "float16/naive", "apex: O3"),
+    Alias("o0", "float32/float32", "apex until May 2025: O0"),
+    Alias("o1", "float16/float32", "apex until May 2025: O1"),
+    Alias("o2", "float16/master", "apex until May 2025: O2"),
+    Alias("o3", "float16/naive", "apex until May 2025: O3"),
     Alias("amp", "float16/float32", "OpenCLIP: amp"),
     Alias("amp_fp16", "float16/float32", "Composer: amp_fp16"),
     Alias("amp_bf16", "bfloat16/float32", "Composer, OpenCLIP: amp_bf16"),
@@ -133,26 +142,26 @@ _ALIASES = (
     Alias("mixed_float16", "float16/float32", "Keras: mixed_float16"),
     Alias("mixed_bfloat16", "bfloat16/float32", "Keras: mixed_bfloat16"),
     Alias("bfloat16", "bfloat16/float32", "Transformers, Accelerate, Lightning: bf16", _SIXTEEN_BITS, _BY_BFLOAT16),
-    Alias("float16", "float16/float32", "Transformers, Accelerate, Lightning: fp16", _SIXTEEN_BITS, _BY_FLOAT16),
-    Alias("float8", "float8-row", "Accelerate: fp8", _TWO_FLOAT8, _MATMULS8),
+    Alias("float16", "float16/float32", "Transformers, Accelerate: fp16, Lightning: 16", _SIXTEEN_BITS, _BY_FLOAT16),
+    Alias("float8", "float8-row", "float8 matmuls, a scale per row", _TWO_FLOAT8, _MATMULS8),
     Alias("mixed", "bfloat16/float32", "bf16-mixed", _HOW_MIXED, (("float16/float32", "fp16-mixed"),)),
     Alias("autocast", "bfloat16/float32", "bf16-mixed", _HOW_MIXED, (("float16/float32", "fp16-mixed"),)),
     Alias("mixed-precision", "bfloat16/float32", "bf16-mixed", _HOW_MIXED, (("float16/float32", "fp16-mixed"),)),
     Alias("float8-mixed", "float8-row/float32", "float8 matmuls, float32 weights", _SCALED8, _MIXED8),
     Alias("float8-hybrid", "float8-tensor-e5m2/word", "TransformerEngine: HYBRID", _SCALED8),
-    Alias("e4m3", "float8-row", "Megatron: --fp8-format e4m3", _SCALED8, _MATMULS8[:2]),
-    Alias("float8_e4m3fn", "float8-row", "PyTorch", _SCALED8, _MATMULS8[:2]),
+    Alias("e4m3", "float8-delayed", "Megatron: --fp8-format e4m3, delayed by default", _SCALED8, _E4M3_ALONE),
+    Alias("float8_e4m3fn", "float8-row", "PyTorch: the format", _SCALED8, _E4M3_ALONE[1:]),
     Alias("int4", "mxfp4/word", "torchao: int4", "there is no compute of int4.", (("nvfp4/word", "four bits too"),)),
     Alias("float64", "float32/float32", "Lightning: 64", _NONE_OF_64_BITS),
     Alias("float64-true", "float32/float32", "Lightning: 64-true", _NONE_OF_64_BITS),
     Alias("no", "float32/float32", "Accelerate: no", "it does not specify a recipe."),
-    Alias("none", "float32/float32", "Accelerate: none", "it does not specify a recipe."),
-    Alias("transformer-engine", "float8-delayed-e5m2/word", "Lightning: transformer-engine", _TE),
-    Alias("transformer-engine-float16", "float8-delayed-e5m2/word", "Lightning: transformer-engine-float16", _TE),
-    Alias("transformerengine", "float8-delayed-e5m2/word", "TransformerEngine", _TE),
-    Alias("te", "float8-delayed-e5m2/word", "TransformerEngine: te", _TE),
-    Alias("amp_fp8", "float8-delayed-e5m2/float32", "Composer: amp_fp8", _SCALED8),
-    Alias("hybrid", "float8-tensor-e5m2/word", "Megatron: --fp8-format hybrid", _SCALED8),
+    Alias("none", "float32/float32", "Accelerate: no", "it does not specify a recipe."),
+    Alias("transformer-engine", "float8-delayed-e5m2/word", "Lightning: transformer-engine", _TE_LIGHTNING),
+    Alias("transformer-engine-float16", "float8-delayed-e5m2/word", "Lightning: transformer-engine-float16", _TE_LIGHTNING),
+    Alias("transformerengine", "float8-delayed-e5m2/word", f"{_ENGINE} before Blackwell", _TE_BY_CHIP, _TE_BLACKWELL),
+    Alias("te", "float8-delayed-e5m2/word", "Accelerate: fp8_backend te", f"{_TE}."),
+    Alias("amp_fp8", "float8-delayed-e5m2/float32", "Composer: amp_fp8", _TE_ALONE),
+    Alias("hybrid", "float8-delayed-e5m2/word", "Megatron: --fp8-format hybrid, delayed by default", _SCALED8),
     Alias("adamw_8bit", "bfloat16/compact", "Transformers: adamw_8bit", _STATES),
     Alias("adamw_bnb_8bit", "bfloat16/compact", "Transformers: adamw_bnb_8bit", _STATES),
     Alias("8bit", "int8-outlier/word", "Transformers: load_in_8bit", _FROZEN),
@@ -161,7 +170,7 @@ _ALIASES = (
     Alias("nf4-dq", "nvfp4/word", "Lightning: nf4-dq", _FROZEN),
     Alias("float4", "nvfp4/word", "bitsandbytes: fp4", "there are two float4 computes here, nvfp4 and mxfp4."),
     Alias("float4-dq", "nvfp4/word", "Lightning: fp4-dq", _FROZEN),
-    Alias("int8-training", "int8-outlier/word", "Lightning: int8-training", _FROZEN),
+    Alias("int8-training", "int8-outlier/word", "Lightning: int8-training", _INT8_TRAINED),
 )  # fmt: skip
 
 ALIASES: dict[str, Alias] = {alias.name: alias for alias in _ALIASES}

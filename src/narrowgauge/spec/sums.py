@@ -56,7 +56,7 @@ ACCUMULATIONS: dict[str, Accumulation] = {
         Accumulation(
             "float32", ("float32",), ("bfloat16", "float16"), 2.0**-24,
             loses="2^-24 of the sum per addition; one rounding at the end",
-            source="Micikevicius et al. 2018; Megatron's and DeepSpeed's float32 gradient buffers",
+            source="Micikevicius et al. 2018; Megatron-LM's buffers for bf16, and DeepSpeed's where grad_accum_dtype is fp32",
         ),
         Accumulation(
             "bfloat16", (), ("bfloat16",), 2.0**-8,
@@ -140,7 +140,7 @@ REDUCTIONS: dict[str, Reduction] = {
             keeps="nothing",
             order_invariant=False,
             purpose="the backend's own sum, followed by one division",
-            source="PyTorch's FSDP2 and DDP; their AVG multiplies by a rounded 1 / ranks, up to 0.2 % off in bfloat16",
+            source="PyTorch's FSDP2 and DDP; FSDP2's AVG (NCCL) multiplies by a rounded 1 / ranks, up to 0.2 % off in bfloat16",
         ),
         Reduction(
             "float32", "float32", "float32",
@@ -148,7 +148,7 @@ REDUCTIONS: dict[str, Reduction] = {
             keeps="nothing",
             order_invariant=False,
             purpose="16-bit gradients that overflow, or lose their smaller addends, in their own format",
-            source="Megatron-LM's grad_reduce_in_fp32; FSDP2's reduce_dtype",
+            source="Megatron-LM's grad_reduce_in_fp32, its command's default for bf16; FSDP2's reduce_dtype",
         ),
         Reduction(
             "reproducible", "", "two float64 words on a fixed grid",

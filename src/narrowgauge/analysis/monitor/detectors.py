@@ -271,7 +271,7 @@ _ROWS = (
         "overflow", "overflow", "tensors.overflow", 1e-3, condition="drowned",
         message="overflows: {value:.2%} of its values saturate in its cast (threshold {limit:.2%})",
         advice="Use compute '{compute}', whose scales are current, or " + _KEEP + ".",
-        source="delayed scales are stale after a jump; Peng et al. 2023, FP8-LM (2310.18313)",
+        source="TransformerEngine: delayed scales are of earlier steps, and what exceeds one is clipped",
     ),
     Detector(
         "growing-outliers", "outliers", "tensors.outlier", 4.0, relative=True, lowest=True, floor=16.0, window=10,

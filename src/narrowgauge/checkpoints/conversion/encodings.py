@@ -8,8 +8,8 @@ bitsandbytes           8-bit codes of a map, times the largest value of each blo
 torchao                tensors of its own class: 8-bit or 4-bit codes of a map, or float8, times a scale per block
 FlashOptim             int8 codes, softsign or square root, times a float16 scale per 32; a weight corrected by error bits
 optimi                 moments divided by their bias correction already; a weight and what Kahan summation still owes it
-FusedAdam              TransformerEngine's and Apex's: one step for a group; float32 masters, or the 16 bits that the bfloat16
-                       weight lacks
+FusedAdam              TransformerEngine's and Apex's: one step for a group; of TransformerEngine float32 masters, or the 16 bits
+                       that the bfloat16 weight lacks (Apex keeps its masters outside of its ``state_dict``)
 =====================  ===================================================================================================
 
 Decoding is exact in float32 unless the row says what rounds. What a library lost before it saved is not known here.

@@ -9,7 +9,7 @@
     optimizer/optimizer_pp-0-of-1_tp-0-of-2_exp-0-of-1.pt                      ``_dp-0-of-2`` too under ZeRO-1
 
 A state's ``names`` map its numbers to parameters. Under ZeRO-1 a rank holds a range of each flattened parameter; the config
-says which. The float32 weights are the state of the gradient accumulator.
+says which. The float32 weights are the state of the gradient accumulator, which ``accumulate_grad_in_fp32`` makes.
 
 Source: nanotron at 2411b02, ``serialize/weights.py``, ``serialize/optimizer.py``, ``optim/zero.py``, ``parallel/parameters.py``.
 """

@@ -41,7 +41,6 @@ KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
     ("use_kahan_summation", (True,), "kahan"),  # AnyPrecisionAdamW
     ("bf16_stochastic_round", (True,), "stochastic"),  # torchao
     ("stochastic_rounding", (True,), "stochastic"),
-    ("master_weights", (True,), "master"),  # apex and TransformerEngine
     ("master_weight_bits", (24,), "split8"),  # FlashOptim
     ("master_weight_bits", (32,), "exact"),
 )
@@ -118,7 +117,7 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
     if isinstance(optimizer, Optimizer):
         return optimizer._registry.storage_of(group, parameter)
     if parameter.dtype in NARROW:
-        if _has_master(optimizer, parameter):
+        if _has_master(optimizer, parameter) or _says_master(optimizer, group, parameter):
             return STORAGES[MASTER[parameter.dtype]]
         for option, values, name in KEEPERS:
             value = group.get(option, getattr(optimizer, option, ...))
@@ -136,6 +135,18 @@ def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
             if weight.count_nonzero() and bool(is_near.all()):
                 return True
     return False
+
+
+def _says_master(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
+    """Whether an optimizer says that it steps a master copy: ``FusedAdam`` of TransformerEngine or Apex.
+
+    Apex's makes a copy of each weight, and steps bfloat16 weights without it.
+
+    Source: Apex at 6424da3, ``optimizers/fused_adam.py``, lines 104 to 115, 219 to 223 and 274 to 288.
+    """
+    is_apex = hasattr(optimizer, "param_groups_master")
+    said = group.get("master_weights", getattr(optimizer, "master_weights", None))
+    return said is True and not (is_apex and parameter.dtype is torch.bfloat16)
 
 
 def sample(tensor: Tensor) -> Tensor:

@@ -398,7 +398,8 @@ def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
 
     A bucket has 40 million parameters, or a million a rank if that is more, so that latency does not decide.
 
-    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``.
+    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``, with ``overlap_grad_reduce``
+    (without it one bucket holds all).
 
     Example:
         >>> _buckets(8e9, 64, 32), _buckets(8e9, 2048, 32)
