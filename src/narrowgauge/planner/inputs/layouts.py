@@ -92,7 +92,7 @@ class Layout:
     def num_sharing(self) -> int:
         """Ranks that share a replica's state under ZeRO: those with other sequences, and those with other parts of the same ones.
 
-        Source: torchtitan, docs/fsdp.md and parallel_dims.py (``dp_shard_cp``); Megatron-LM's distributed optimizer.
+        Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``); Megatron-LM's distributed optimizer.
         """
         return self.shard * self.context
 
