@@ -11,6 +11,9 @@ gives the mean of the cells' means; cells are what was chosen and only seeds are
 cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite's degrees of freedom rounded down. "within
 0.01" asks whether that last interval lies inside ± 0.01 nats.
 
+``--storages`` also takes published 8-bit states, such as ``published/fp8-lm`` (``_published_training.py``); ``published`` stands
+for all of them.
+
 With ``--computes`` the rows of computes are compared, over ``word``, with ``bfloat16/word`` as baseline. Claim: float8-*,
 mxfp8 and int8-row end within 1 % of its loss. (Where others train at a peak rate of 1e-3, unit-scaled models take the
 trainer's own for them: their rates count in other units.) A second table compares *at equal time*: both validated every so many
@@ -45,6 +48,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _published_training import NAMES, keeping, of_folder, published
 from timing import Report, Row, parser
 
 from narrowgauge.analysis.comparison.intervals import interval
@@ -103,6 +107,8 @@ class Job:
     @property
     def recipe(self) -> str:
         """A storage of another compute says so in its name."""
+        if published(self.storage):
+            return f"bfloat16/{STORED.name}"
         return self.storage if "/" in self.storage else f"bfloat16/{self.storage}"
 
     @property
@@ -220,9 +226,9 @@ def finished(folder: Path) -> bool:
     return (folder / "run.toml").is_file() and read_run(folder).summary is not None
 
 
-def perform(config: TrainConfig, folder: Path, out: Path) -> None:
+def perform(config: TrainConfig, folder: Path, out: Path, storage: str) -> None:
     """Train, or go on where a killed process stopped; what only a resume needs is removed in the end."""
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(io.StringIO()), keeping(storage, folder):
         if (folder / "run.toml").is_file():
             resume(folder)
         else:
@@ -257,7 +263,7 @@ def train_all(wanted: Sequence[Job], options: argparse.Namespace) -> int:
                 continue
             began = time.perf_counter()
             try:
-                perform(config, folder, options.out)
+                perform(config, folder, options.out, job.storage)
             except Exception as error:  # a storage that fails must not keep the others from being measured
                 failures += 1
                 reason = (str(error).strip() or "no reason given").splitlines()[0]
@@ -299,7 +305,9 @@ def results_in(out: Path) -> tuple[list[Result], int]:
             continue
         c = run.config
         storage, cell = str(c["recipe"]).removeprefix("bfloat16/"), (float(c["beta2"]), nominal_lr(file.parent))
-        results.append(Result(storage, cell, int(c["seed"]), tuple(common(c).items()), run.summary, run))
+        storage, figures = of_folder(file.parent) or (storage, {})
+        summary = {**run.summary, **figures}
+        results.append(Result(storage, cell, int(c["seed"]), tuple(common(c).items()), summary, run))
     return results, unfinished
 
 
@@ -330,7 +338,7 @@ def _percent(mean: float, half: float) -> str:
 
 def _storages(results: Sequence[Result]) -> list[str]:
     """Storages that have results, in the order of the tables of storages and of computes; unknown ones last."""
-    order = {name: place for place, name in enumerate((*STORAGES, *COMPUTES))}
+    order = {name: place for place, name in enumerate((*STORAGES, *NAMES, *COMPUTES))}
 
     def place(name: str) -> tuple[int, str]:
         return order.get(name, order.get(name.partition("/")[0], len(order))), name
@@ -449,7 +457,8 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="folder of the runs (default runs/quality; --quick: a temporary one)")
     made.add_argument("--report-only", action="store_true", help="only the tables of what is there")
     what = made.add_mutually_exclusive_group()
-    what.add_argument("--storages", nargs="+", choices=list(STORAGES), metavar="NAME", help="default: all")
+    known = [*STORAGES, "published", *NAMES]
+    what.add_argument("--storages", nargs="+", choices=known, metavar="NAME", help="default: all of ours")
     what.add_argument("--computes", nargs="+", choices=["all", *COMPUTES], metavar="NAME", help="over word, or all")
     made.add_argument("--betas", nargs="+", type=float, metavar="BETA2", help="default: 0.95 0.999; computes: 0.95")
     made.add_argument(
@@ -482,6 +491,7 @@ def fill(options: argparse.Namespace) -> None:
         options.storages = [COMPUTED.name, *(over_word(compute) for compute in asked if compute != "bfloat16")]
     elif not options.storages:
         options.storages = ["master", "word", "naive"] if options.quick else list(STORAGES)
+    options.storages = [each for name in options.storages for each in (NAMES if name == "published" else (name,))]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -6,14 +6,16 @@ and states8, zeros at most 0.1 %. Gradients are ~N(0, s²); s differs from row t
 
 - even: not at all;
 - spread 0.5, spread 2: by e^(0.5 z), e^(2 z), z ~N(0,1);
-- falling: by e^(0.5 z), and all of it falls tenfold in the course of the run.
+- falling: by e^(0.5 z), and all of it falls tenfold in the course of the run;
+- alike: not at all, and neither do the rows: all are 1e-2. One scale for a tensor is enough here.
 
 Columns: mean, median and 1st to 99th percentile of v/exact; zeros among v; and how far m/√v is off, root mean square
 and 99th percentile, in units of the root mean square of the exact one. That ratio is taken as the next step takes it,
 with its gradient taken in: where a second moment is kept as zero, the new gradient's share is all that the step divides by.
 
-Baseline: the same recursions in float64. Beside ours: FlashOptim's codes (``tests/oracles/flashoptim.py``), and a plain
-linear code of m and of √v to the nearest, 8 bits each with a float32 scale per 32 elements.
+Baseline: the same recursions in float64. Beside ours: published 8-bit states (``tests/oracles/published_states.py``), each
+regime a tensor of its own, and a plain linear code of m and of √v to the nearest, 8 bits each with a float32 scale per 32
+elements.
 
 Our recursions run in our optimizer, at a learning rate of 0. Both moments begin near their limits, so that runs may be
 shorter than the memory of a second moment: at beta2 0.9999 what begins is still there in the end, and only the errors of
@@ -37,10 +39,10 @@ import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES, Storage
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from oracles import flashoptim
 from oracles.adamw import directions
+from oracles.published_states import PUBLISHED, Kept
 
-REGIMES = {"even": 0.0, "spread 0.5": 0.5, "spread 2": 2.0, "falling": 0.5}
+REGIMES = {"even": 0.0, "spread 0.5": 0.5, "spread 2": 2.0, "falling": 0.5, "alike": 0.0}
 BETA1 = 0.9
 STEPS = {0.95: 400, 0.999: 4000, 0.9999: 4000}
 SAMPLES = 10
@@ -65,7 +67,9 @@ class Gradients:
         generator = torch.Generator().manual_seed(4)
         sigma = torch.tensor(list(REGIMES.values()))[:, None, None]
         inside = (sigma * torch.randn(len(REGIMES), rows, width, generator=generator)).exp()
-        return cls(10 ** torch.linspace(-4, -1, rows)[:, None] * inside, steps)
+        scale = 10 ** torch.linspace(-4, -1, rows)[:, None] * inside
+        scale[list(REGIMES).index("alike")] = 1e-2
+        return cls(scale, steps)
 
     def limit(self) -> Tensor:
         """A gradient whose square is where the second moment will stay: bfloat16, ``[rows of all, width]``."""
@@ -134,18 +138,18 @@ def linear(x: Tensor, steps: int) -> Tensor:
     return torch.where(scale > 0, (blocks / scale).round() * scale, 0.0).flatten(-2)
 
 
-def published_first(m: Tensor) -> Tensor:
-    """FlashOptim's code of the first moment, there and back."""
-    return flashoptim.decode_first(*flashoptim.encode_first(m), m.shape)
+def by_regime(x: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each regime."""
+    return x.chunk(len(REGIMES))
 
 
-def published_second(v: Tensor) -> Tensor:
-    """FlashOptim's code of the second moment, there and back."""
-    return flashoptim.decode_second(*flashoptim.encode_second(v), v.shape)
+def published(kept: Kept) -> Callable[[Tensor], Tensor]:
+    """A published code, there and back, of each regime as a tensor of its own."""
+    return lambda x: torch.cat([kept.there_and_back(part) for part in by_regime(x)])
 
 
 def contenders(names: Sequence[str], shape: torch.Size) -> list[Exact | Ours]:
-    """Ours, a row for each pair of codes, and the linear codes."""
+    """Ours, a row for each pair of codes, the published ones, and the linear codes."""
     alike: dict[object, list[str]] = {}
     for name in names:
         row = STORAGES[name]
@@ -156,7 +160,10 @@ def contenders(names: Sequence[str], shape: torch.Size) -> list[Exact | Ours]:
     ours = [Ours(", ".join(members), STORAGES[members[0]], shape) for members in alike.values()]
     return [
         *ours,
-        Exact("FlashOptim's codes", published_first, published_second),
+        *(
+            Exact(f"published {row.name}", published(row.exp_avg), published(row.exp_avg_sq))
+            for row in PUBLISHED.values()
+        ),
         Exact("linear codes", lambda m: linear(m, 127), lambda v: linear(v.sqrt(), 255).square()),
     ]
 
@@ -213,9 +220,6 @@ def errors_of(gradients: Gradients, beta2: float, running: Sequence[Exact | Ours
 def _look(
     errors: dict[tuple[str, str], Errors], exact: Exact, running: Sequence[Exact | Ours], g: Tensor, beta2: float
 ) -> None:
-    def by_regime(x: Tensor) -> tuple[Tensor, ...]:
-        return x.chunk(len(REGIMES))
-
     wanted = by_regime(exact.moments[1]), by_regime(directions(*exact.moments, g, (BETA1, beta2)))
     for one in running:
         m, v = one.moments

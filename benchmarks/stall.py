@@ -5,8 +5,9 @@ stochastically rounded, keep them moving. Weights ~N(0,1), gradients 0.05 + 0.1 
 beta2 0.999, 400 steps; the figure is the error of the stored weights' displacement, ‖moved − wanted‖ / ‖wanted‖: 0 is
 perfect, 1 a weight that never moved; what is asked of ours stands beside it.
 
-Baseline: the same AdamW in float64. Beside ours: every optimizer of ``peers.py``, over bfloat16 weights. A float16
-storage is fed the same numbers in float16, which holds all but the smallest of them.
+Baseline: the same AdamW in float64. Beside ours: published 8-bit states by their formulas
+(``tests/oracles/published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
+the same numbers in float16, which holds all but the smallest of them.
 
 Run: ``./dev bench stall [--quick]``. No times are taken, so ``--rounds`` has no effect.
 """
@@ -17,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.spec.storages import STORAGES, Storage
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from oracles.published_states import PUBLISHED, CodedAdamW, PublishedStates
 
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50
@@ -116,6 +121,19 @@ def our_row(case: Stall, storage: str | Storage) -> Row:
     }
 
 
+def published_row(case: Stall, published: PublishedStates) -> Row:
+    """Error of states that are kept by published formulas."""
+    weight = nn.Parameter(case.start.clone())
+    kept = CodedAdamW(published, case.start, LR, **OPTIONS)
+
+    def step() -> None:
+        assert weight.grad is not None
+        kept.step(weight.grad)
+
+    error = case.error(Trainee(weight, step, lambda: kept.weight))
+    return {"": f"published {published.name}", "bytes per parameter": kept.bytes_per_param(), "error": error}
+
+
 def peer_row(case: Stall, peer: Peer) -> Row:
     """Error of a peer, or why there is none."""
     row: Row = {"": peer.name, "bytes per parameter": peer.bytes_per_param}
@@ -141,6 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = [our_row(case, storage) for storage in STORAGES]
     for row in rows if options.quick else ():
         del row["asked"]
+    rows += [published_row(case, published) for published in PUBLISHED.values()]
     rows += [peer_row(case, peer) for peer in PEERS]
     side = case.start.shape[0]
     report.add(f"error of the stored displacement, {side} × {side}, lr {LR:g}, {case.steps} steps", rows)
