@@ -234,11 +234,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--storages", nargs="+", choices=list(STORAGES), default=list(STORAGES), metavar="NAME")
     flags.add_argument("--betas", nargs="+", type=float, choices=list(STEPS), default=list(STEPS), metavar="BETA2")
     flags.add_argument("--width", type=int, default=256, help="elements per row, a multiple of 32 (default 256)")
+    flags.add_argument("--rows", type=int, default=32, help="rows of each regime (default 32)")
+    flags.add_argument("--steps", type=int, help="default: 400 at beta2 0.95, 4000 above")
     options = flags.parse_args(arguments)
     report = Report("second moments", options)
-    rows, width = (4, 64) if options.quick else (32, options.width)
+    rows, width = (4, 64) if options.quick else (options.rows, options.width)
     for beta2 in options.betas:
-        gradients = Gradients.make(rows, width, 40 if options.quick else STEPS[beta2])
+        gradients = Gradients.make(rows, width, 40 if options.quick else options.steps or STEPS[beta2])
         running = contenders(options.storages, gradients.limit().shape)
         for regime, table in errors_of(gradients, beta2, running).items():
             report.add(f"{regime}, beta2 {beta2:g}, {rows} × {width}, {gradients.steps} steps", table)
