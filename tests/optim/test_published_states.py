@@ -210,6 +210,33 @@ def test_where_nothing_is_unusual_theirs_are_finer() -> None:
         assert followed(CodedAdamW(PUBLISHED[name], start, 1e-4), gradients, start).direction < ours.direction, name
 
 
+def test_coat_keeps_unequal_neighbours_closer_than_compact() -> None:
+    """Its groups have a range of their own; second moments of ours end 2^-33 below the largest of their row."""
+    start, gradients = normal(16, 256, scale=0.02).bfloat16(), unequal(60)
+    theirs = followed(CodedAdamW(PUBLISHED["coat"], start, 1e-4), gradients, start)
+    assert theirs.zeros == 0
+    assert theirs.direction < followed(StoredWeight("compact", start, 1e-4), gradients, start).direction
+
+
+def second_moments(name: str, steps: int, beta2: float = 0.999) -> float:
+    """The mean of a row's second moments over exact ones: stationary gradients of one scale, begun at their limit."""
+    kept, generator = PUBLISHED[name].exp_avg_sq, torch.Generator().manual_seed(7)
+    exact = torch.ones(8, 256, dtype=torch.float64)
+    found = kept.there_and_back(exact.float())
+    for _ in range(steps):
+        square = torch.randn(8, 256, generator=generator).square()
+        exact = beta2 * exact + (1 - beta2) * square
+        found = kept.there_and_back(beta2 * found + (1 - beta2) * square)
+    return float((found / exact).mean())
+
+
+@pytest.mark.parametrize("name", ["fp8-moments", "torchao-fp8"])
+def test_equal_second_moments_in_fp8_follow_the_luckiest(name: str) -> None:
+    """A change of a thousandth is rounded away, so codes stay, and values go where the scale goes: with the largest of all."""
+    assert second_moments(name, 400) > 2
+    assert 0.9 < second_moments("bitsandbytes", 400) < 1.15
+
+
 # ── in training ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
