@@ -58,6 +58,7 @@ from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.atomic_io import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.computes import names as compute_names
 from narrowgauge.spec.models import UNIT_LEARNING_RATE
 from narrowgauge.spec.notation import default_storage, parse
 from narrowgauge.spec.storages import STORAGES
@@ -459,7 +460,9 @@ def flags() -> argparse.ArgumentParser:
     what = made.add_mutually_exclusive_group()
     known = [*STORAGES, "published", *NAMES]
     what.add_argument("--storages", nargs="+", choices=known, metavar="NAME", help="default: all of ours")
-    what.add_argument("--computes", nargs="+", choices=["all", *COMPUTES], metavar="NAME", help="over word, or all")
+    what.add_argument(
+        "--computes", nargs="+", choices=["all", *compute_names()], metavar="NAME", help="over word, or all"
+    )
     made.add_argument("--betas", nargs="+", type=float, metavar="BETA2", help="default: 0.95 0.999; computes: 0.95")
     made.add_argument(
         "--lrs", nargs="+", type=float, metavar="LR", help="peak rates; default: 1e-3 1e-4; computes: 1e-3"

@@ -9,9 +9,78 @@ import pytest
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.kernels import kernel_for
 from narrowgauge.spec.notation import get_compute, known_names, parse, parse_table, parse_value
 
-VARIANTS = [name for name in computes.names() if name not in COMPUTES]
+NAMES = [name for name in computes.names() if name not in COMPUTES]
+OF_FOUR_BITS = {
+    "mxfp4+deterministic": {
+        slot: {"rounding": "nearest", "rotation": "hadamard-plain"} for slot in ("grad_weight.left", "grad_weight.right")
+    },
+    "mxfp4+two-scales": {
+        slot: {"fit": "least-error"} for slot in ("output.left", "output.right", "grad_input.right", "grad_weight.right")
+    },
+}  # fmt: skip
+OF_FOUR_BITS["nvfp4+four-over-six"] = OF_FOUR_BITS["mxfp4+two-scales"]
+OF_FOUR_BITS["nvfp4+eden"] = {
+    slot: {"rounding": "eden", "rotation": "hadamard-drawn"}
+    for slot in ("grad_input.left", "grad_input.right", "grad_weight.left", "grad_weight.right")
+}
+OF_FOUR_BITS["nvfp4+four-over-six+eden"] = {
+    **OF_FOUR_BITS["nvfp4+eden"],
+    **{slot: {"fit": "least-error"} for slot in ("output.left", "output.right")},
+}
+OF_FOUR_BITS["nvfp4+uniform"] = {slot: {"format": "int4", "rotation": "hadamard"} for slot in COMPUTES["nvfp4"].casts}
+VARIANTS = [name for name in NAMES if name not in OF_FOUR_BITS]
+
+
+def test_each_name_is_a_variant_of_a_row() -> None:
+    assert set(NAMES) == {*VARIANTS, *OF_FOUR_BITS} and set(NAMES) <= set(known_names())
+
+
+@pytest.mark.parametrize("name", OF_FOUR_BITS)
+def test_a_form_of_four_bits_changes_the_casts_of_its_table_and_no_other(name: str) -> None:
+    base = COMPUTES[name.partition("+")[0]]
+    row, changed = computes.named(name), OF_FOUR_BITS[name]
+    assert row.casts == {slot: replace(cast, **changed.get(slot, {})) for slot, cast in base.casts.items()}  # type: ignore[arg-type]
+    assert row.products["output"].accumulation == base.output.accumulation
+    same = replace(
+        base, name=row.name, purpose=row.purpose, source=row.source, native=row.native,
+        output=row.output, grad_input=row.grad_input, grad_weight=row.grad_weight,
+    )  # fmt: skip
+    assert same == row and row.is_stochastic and row.purpose != base.purpose and base.source in row.source
+    recipe = parse(name)
+    assert recipe.name == f"{name}/word" and parse_table(recipe.to_dict()) == recipe == parse(recipe.name)
+    assert len({str(cast) for cast in (*row.casts.values(), *base.casts.values())}) == len(
+        {*row.casts.values(), *base.casts.values()}
+    )
+
+
+@pytest.mark.parametrize("name", OF_FOUR_BITS)
+def test_chips_that_multiply_the_row_multiply_its_forms_unless_codes_are_others(name: str) -> None:
+    """Signs and scales are chosen before the kernel sees them; of equally spaced codes there is no kernel."""
+    base, row = COMPUTES[name.partition("+")[0]], computes.named(name)
+    is_native = all(cast.format == "float4_e2m1fn" for cast in row.casts.values())
+    for chip in ("sm90", "sm100", "sm120", "gfx950"):
+        for place, product in row.products.items():
+            expected = kernel_for(base.products[place], chip) if is_native else None
+            assert kernel_for(product, chip) == expected
+    assert (row.native == base.native) == is_native == bool(row.native)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4+eden+four-over-six", "nvfp4+eden+eden", "mxfp4+four-over-six", "mxfp4+eden", "nvfp4+uniform+four-over-six",
+        "mxfp8+four-over-six", "nvfp4+", "nvfp4+deterministic",
+    ],
+)  # fmt: skip
+def test_a_form_that_a_row_has_not_is_refused_with_those_that_it_has(name: str) -> None:
+    base = name.partition("+")[0]
+    with pytest.raises(RecipeError, match="has no variant") as error:
+        parse(f"{name}/word")
+    having = [f"'{known}'" for known in NAMES if known.startswith(f"{base}+")]
+    assert all(known in error.value.advice for known in having) or f"take '{base}'" in error.value.advice
 
 
 def test_variants_are_of_rows_whose_input_shares_one_scale() -> None:
@@ -23,7 +92,6 @@ def test_variants_are_of_rows_whose_input_shares_one_scale() -> None:
         "float8-delayed-e5m2+smooth",
         "float8-delayed-e5m2+fresh",
     ]
-    assert set(VARIANTS) <= set(known_names())
 
 
 @pytest.mark.parametrize("name", VARIANTS)

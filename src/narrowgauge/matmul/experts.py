@@ -82,7 +82,7 @@ def grouped_gradients(
         if outer.numel():
             scale = outer[_scales_of("grad_weight.right", compute, expert, tokens)]
         elif wanted[1] and not _keeps_data(compute) and not right.is_wide:
-            kept, scale, inner = layer_matmuls.cast_kept(kept, compute, own if right.rounding == "stochastic" else None)
+            kept, scale, inner = layer_matmuls.cast_kept(kept, compute, own if right.needs_bits else None)
         by_token, by_output = layer_matmuls.gradients(
             group, kept, scale, inner, weights[expert], compute, own, by, sequence_length, wanted[:2], record
         )

@@ -19,7 +19,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import cast_weight
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.gemm import multiply, operand_dtype, with_channels_back
-from narrowgauge.matmul.operand import STEP, Operand, cast_matrix, empty_operand, random_words
+from narrowgauge.matmul.operand import STEP, Operand, cast_matrix, drawn_signs, empty_operand, random_words
 from narrowgauge.numerics.tensor_stats import power_of_rms
 from narrowgauge.numerics.widening import add_product
 from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights, slot_of_cast
@@ -46,7 +46,7 @@ def cast_to_slot(
     """Cast a tensor of a layer to the operand that a slot takes.
 
     Args:
-        state: the layer's; needed where the cast is stochastic or delayed.
+        state: the layer's; needed where the cast takes random bits or is delayed.
         history: the layer's amax history; without one, a delayed scale comes from ``x``.
         record: write the amax of ``x`` into the history.
         sequence_length: rows per sequence, which key random bits.
@@ -60,6 +60,9 @@ def cast_to_slot(
     if state is not None:
         length = 0 if which.tensor == "weight" else sequence_length
         words = random_words(cast, x, which.dim, state, which.random_key, length)
+    signs = drawn_signs(cast, x.shape[which.dim], which.dim, state, which.matmul)
+    if signs is not None:
+        fold = signs if fold is None else fold * signs
     source = without_outliers(x, cast.outliers) if cast.outliers else x
     return cast_matrix(source, cast, which.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
 
@@ -167,10 +170,10 @@ def register(compute: Compute) -> str:
     Raises:
         RecipeError: the cast of the input for ``output``, which layers share, would need random bits or scales of one layer.
     """
-    if compute.output.left.rounding == "stochastic":
+    if compute.output.left.needs_bits:
         raise RecipeError(
-            f"compute '{compute.name}' rounds the input of output stochastically, in a cast that several layers share.",
-            "Round it to nearest; weights and gradients may be stochastic.",
+            f"compute '{compute.name}' takes random bits for the input of output, in a cast that several layers share.",
+            "Round it to nearest, rotated without random signs or not at all; weights and gradients may be stochastic.",
         )
     if compute.output.right.granularity == "column":
         raise RecipeError(

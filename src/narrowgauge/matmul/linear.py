@@ -62,7 +62,7 @@ class _Product(torch.autograd.Function):
             outer = inner = grad.new_empty(0, dtype=torch.float32)
             right = compute.grad_weight.right
             if wanted[1] and not right.is_wide:
-                drawn = state if right.rounding == "stochastic" else None
+                drawn = state if right.needs_bits else None
                 data, outer, inner = _cast_kept(state, data, ctx.name, drawn)
         if any(wanted):
             found = layer_matmuls.gradients(

@@ -19,9 +19,9 @@ from torch import Tensor
 from narrowgauge.numerics import quantization
 from narrowgauge.numerics.code_layouts import four_bit_codes, four_bit_values, packed_pairs, unpacked_pairs
 from narrowgauge.numerics.fusion import fused
-from narrowgauge.numerics.quantization import blocked, padded, sides_of, smoothing, spread, words_of
+from narrowgauge.numerics.quantization import blocked, padded, random_signs, sides_of, smoothing, spread, words_of
 from narrowgauge.numerics.rounding import random_bits
-from narrowgauge.spec.computes import Cast
+from narrowgauge.spec.computes import PLACES, Cast, Rotation
 
 Words = tuple[Tensor, Tensor]
 PAIRS = torch.uint8
@@ -78,8 +78,8 @@ def cast_matrix(
         return Operand(data, scale / fold if cast.smooth else scale)
     if fold is not None:
         x = x.float() * fold
-    if cast.rotation == "hadamard":
-        x = fused(x.numel(), _rotation(dim), x)
+    if cast.rotation != "none":
+        x = fused(x.numel(), _rotation(dim, cast.rotation), x)
     sides = sides_of(cast, dim)
     chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
     data, outer, inner, _ = fused(x.numel(), _blocks(cast, dtype), blocked(x, sides), *chances, amax)
@@ -156,9 +156,9 @@ def _smoothing(cast: Cast) -> Callable[..., Any]:
 
 
 @lru_cache(None)
-def _rotation(dim: int) -> Callable[..., Any]:
+def _rotation(dim: int, rotation: Rotation) -> Callable[..., Any]:
     def rotate_blocks(x: Tensor) -> Tensor:
-        return quantization.rotate(x, dim)
+        return quantization.rotate(x, dim, rotation)
 
     return rotate_blocks
 
@@ -209,6 +209,16 @@ def random_words(cast: Cast, x: Tensor, dim: int, state: Tensor, operand: int, s
     other, length = _number(operand, x.device), _number(sequence_length, x.device)
     words: Words = fused(x.numel(), state_words, row, column, state, other, length)
     return words
+
+
+def drawn_signs(cast: Cast, size: int, dim: int, state: Tensor | None, matmul: str) -> Tensor | None:
+    """The signs that a rotation takes anew in each step, along ``size`` places; ``None`` for rotations that draw none.
+
+    They belong to the step and the matmul, not to the layer: layers that share a weight share its cast.
+    """
+    if cast.rotation != "hadamard-drawn" or state is None:
+        return None
+    return random_signs(size, dim, random_bits(_number(PLACES.index(matmul), state.device), state[STEP_SEED]))
 
 
 def state_words(row: Tensor, column: Tensor, state: Tensor, operand: Tensor, sequence_length: Tensor) -> Words:

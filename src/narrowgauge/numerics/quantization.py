@@ -21,11 +21,13 @@ from torch import Tensor
 
 from narrowgauge.errors import FormatError
 from narrowgauge.numerics.rounding import EXPONENT, bits_of, float_of, power_below, random_bits
-from narrowgauge.spec.computes import ROTATION_SIZE, Cast
+from narrowgauge.spec.computes import ROTATION_SIZE, Cast, Rotation
 from narrowgauge.spec.formats import Format, get_format
 
 TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")
+_ROOMY_END = 256.0
+"""The largest e4m3 scale of a cast that may make it larger later: by a half (``least-error``), or as ``eden`` needs."""
 _OTHER = 0x2545F491
 
 
@@ -70,7 +72,8 @@ def quantize(
         x: made of whole blocks along ``dim``, for square blocks along both (see :func:`padded`).
         dim: the dimension that the matmul contracts: ``row`` means one scale for all of it.
         words: for stochastic rounding, from :func:`random_words`.
-        fold: float32, broadcastable: multiplied into ``x`` first; the other operand's ``column`` scales.
+        fold: float32, broadcastable: multiplied into ``x`` first; the other operand's ``column`` scales, or the signs of a
+            rotation that are drawn.
         amax: float32 ``[1, 1]``: the largest magnitude to make a tensor's scale from, in place of the tensor's own.
     Raises:
         FormatError: a stochastic cast without words, or a matrix that is not made of whole blocks.
@@ -80,11 +83,11 @@ def quantize(
         >>> q.codes
         tensor([[  64., -127.,   19.]])
     """
-    if cast.rounding == "stochastic" and words is None:
+    if cast.rounding != "nearest" and words is None:
         raise FormatError(f"a cast to {cast} was requested without random words.", "Give words = random_words(…).")
     values = x if fold is None else x.float() * fold
-    if cast.rotation == "hadamard":
-        values = rotate(values, dim)
+    if cast.rotation != "none":
+        values = rotate(values, dim, cast.rotation)
     if cast.block is None:
         factors, amax = smoothing(values, cast, amax)
         codes, outer = quantize_whole(values, cast, dim, words, fold=factors, amax=amax)
@@ -126,10 +129,84 @@ def quantize_blocks(
     Returns:
         Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, what values were multiplied by, and
         the outer scale or ``None``.
+    Raises:
+        FormatError: a stochastic cast was to choose between two scales, or ``eden`` to correct one that is no e4m3 number.
     """
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)
-    return _codes(values, inverse, cast, words), inner, inverse, outer
+    codes = _codes(values, inverse, cast, words)
+    if cast.fit == "least-error":
+        codes, inner, inverse = _better_scale(values, codes, inner, inverse, outer, cast)
+    if cast.rounding == "eden":
+        inner = _lengthened_scale(values * inverse, codes, inner, cast, words)
+    return codes, inner, inverse, outer
+
+
+def _better_scale(
+    values: Tensor, codes: Tensor, inner: Tensor, inverse: Tensor, outer: Tensor | None, cast: Cast
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and their inverses of each block under these scales or larger ones, whichever gives the smaller error.
+
+    The errors are counted in squares of the smaller scale, to 2^-20 of one for each value. Ties stay.
+
+    Source: Cook et al. 2025, Four Over Six (2512.02010): of e2m1 under e4m3 scales.
+    """
+    if cast.rounding == "stochastic":
+        raise FormatError(
+            f"a cast to {cast} was requested: the smaller of two random errors is biased.",
+            "Round to nearest, or take fit='end'.",
+        )
+    ratio: Tensor | float = 2.0
+    if outer is None:
+        larger = inner * 2
+        other = larger.reciprocal()
+    else:
+        # The amax goes to the format's next smaller number: to 4 of e2m1's 6.
+        row, largest = cast.element, values.abs().amax((1, 3), keepdim=True)
+        second = row.max - row.spacing(row.max)
+        larger = _e4m3_scale(largest * (1 / second) * outer.view(-1, 1, 1, 1).reciprocal(), up=False)
+        other = (larger * outer.view(-1, 1, 1, 1)).reciprocal()
+        ratio = larger * inner.reciprocal()
+    again = _codes(values, other, cast, None)
+    before, after = values * inverse - codes, (values * other - again) * ratio
+    is_better = _sum_of_block(after * after) < _sum_of_block(before * before)
+    return (
+        torch.where(is_better, again, codes),
+        torch.where(is_better, larger, inner),
+        torch.where(is_better, other, inverse),
+    )
+
+
+def _lengthened_scale(
+    scaled: Tensor, codes: Tensor, inner: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """E4m3 scales under which codes, projected on what they were rounded from, are on average as long as that.
+
+    With v the scaled values of a block and q its codes, the scale is multiplied by |v|² / (v · q) and rounded
+    stochastically, so that the mean of scale · (v · q) is the first scale · |v|²: rounding shrinks nothing. What of q is not
+    along v averages out over rotations with random signs. A block whose codes are all zero stays zero.
+
+    Source: Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; Vargaftik et al. 2022, EDEN (2108.08842).
+    """
+    if cast.scale != "float8_e4m3fn" or words is None:
+        raise FormatError(
+            f"a cast to {cast} was requested: 'eden' corrects e4m3 scales of blocks, with random words.",
+            "Take a cast with scale='float8_e4m3fn', as nvfp4's.",
+        )
+    along, length = _sum_of_block(scaled * codes), _sum_of_block(scaled * scaled)
+    factor = torch.where(along > 0, length.float() * along.float().reciprocal(), 1.0)
+    meant = (inner * factor).clamp_max(_E4M3.max)
+    return round_stochastic(meant, _E4M3, uniform((words[0][:, :1], words[1][:, :, :, :1])))
+
+
+def _sum_of_block(x: Tensor) -> Tensor:
+    """Sums over the blocks of ``[row blocks, rows, column blocks, columns]``, int32, in units of 2^-20 cut off toward zero.
+
+    Sums of integers do not depend on their order, so every build gives the same bits. Magnitudes up to 64, and blocks of up to
+    32 values, do not overflow; larger magnitudes and NaN count as 64.
+    """
+    held = torch.where(x.abs() < 64.0, x, 64.0)
+    return (held * 2.0**20).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
 
 
 def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
@@ -178,14 +255,15 @@ def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tens
         inner = power_of_two_scale(largest, cast.element, up=unbiased or cast.scale == "power-of-two")
         return inner.reciprocal(), inner, None
     whole = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
-    outer = _or_nan(whole.clamp_min(TINY) * (1 / (_E4M3.max * cast.element.max)), whole)
+    end = _E4M3.max if cast.fit == "end" and cast.rounding != "eden" else _ROOMY_END
+    outer = _or_nan(whole.clamp_min(TINY) * (1 / (end * cast.element.max)), whole)
     inner = _e4m3_scale(largest * (1 / cast.element.max) * outer.reciprocal(), up=unbiased)
     return (inner * outer).reciprocal(), inner, outer.view(-1, 1)
 
 
 def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tensor, Tensor] | None) -> Tensor:
     scaled = values if inverse is None else values * inverse
-    if cast.rounding == "nearest" or words is None:
+    if cast.rounding != "stochastic" or words is None:
         return round_nearest(scaled, cast.element)
     return round_stochastic(scaled, cast.element, uniform(words))
 
@@ -331,11 +409,13 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
     return torch.where(amax < torch.inf, scale, torch.nan)
 
 
-def rotate(x: Tensor, dim: int) -> Tensor:
-    """Each 16 consecutive places along ``dim`` mixed by a random Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
+def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
+    """Each 16 consecutive places along ``dim`` mixed by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
 
-    The signs repeat every 16 places and never change, as in the published recipe; two operands that are both rotated multiply to
-    what they did before. The dimension must be a multiple of 16 long (see :func:`padded`).
+    The signs of ``hadamard`` are random numbers that repeat every 16 places and never change, as in the published recipe. The
+    other rotations have none here: those of ``hadamard-drawn`` are multiplied into ``x`` first, see :func:`random_signs`. Two
+    operands that are both rotated multiply to what they did before. The dimension must be a multiple of 16 long (see
+    :func:`padded`).
 
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
@@ -347,7 +427,8 @@ def rotate(x: Tensor, dim: int) -> Tensor:
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
     places = [blocks.select(dim + 1, place) for place in range(ROTATION_SIZE)]
     # Negated, not times -1: a compiler takes numbers out of a list for arguments, 16 float64 scalars in each launch on a GPU.
-    places = [-values if place in _NEGATED else values for place, values in enumerate(places)]
+    negated = _NEGATED if rotation == "hadamard" else ()
+    places = [-values if place in negated else values for place, values in enumerate(places)]
     # Sixteen tensors, not one of sixteen rows: compiled, each is loaded once, and 64 additions make all results.
     for size in (2, 4, 8, 16):
         half = size // 2
@@ -356,6 +437,17 @@ def rotate(x: Tensor, dim: int) -> Tensor:
                 low, high = places[place], places[place + half]
                 places[place], places[place + half] = low + high, low - high
     return torch.stack([place * 0.25 for place in places], dim + 1).flatten(dim, dim + 1)
+
+
+def random_signs(size: int, dim: int, key: Tensor) -> Tensor:
+    """Random signs of a rotation, the same for each 16 places: float32 ``[1, size]`` along dim 1, ``[size, 1]`` along dim 0.
+
+    Args:
+        key: 0-d int32, as for :func:`random_words`; the same for both operands of a product.
+    """
+    place = torch.arange(size, dtype=torch.int32, device=key.device) % ROTATION_SIZE
+    signs = torch.where(random_bits(place, key) < 0, -1.0, 1.0).float()
+    return signs[None, :] if dim == 1 else signs[:, None]
 
 
 # The bits of 0x9E37, the golden ratio's, that are 0.

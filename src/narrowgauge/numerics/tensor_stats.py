@@ -146,11 +146,11 @@ def cast_and_sum(
     """:func:`cast_sums`, and the outer scale by which the values were cast."""
     meant = padded(x, cast, dim).float()
     words = None
-    if cast.rounding == "stochastic":
+    if cast.rounding != "nearest":
         words = random_words(meant.shape[0], meant.shape[1], torch.zeros((), dtype=torch.int32, device=x.device))
     quantized = quantize(meant, cast, dim, words=words, fold=fold, amax=amax)
     meant = meant if fold is None else meant * fold
-    meant = meant if cast.rotation == "none" else rotate(meant, dim)
+    meant = meant if cast.rotation == "none" else rotate(meant, dim, cast.rotation)
     scaled = meant if quantized.inner is None else meant / spread(quantized.inner, meant.shape)
     scaled = scaled if quantized.outer is None else scaled / quantized.outer
     kept = quantized.values()

@@ -21,6 +21,7 @@ from typing import Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
+from narrowgauge.spec.four_bit_forms import FORMS, Form
 from narrowgauge.spec.rows import loads_older
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
@@ -28,11 +29,14 @@ Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 Scaling = Literal["current", "delayed", "static"]
 Accumulation = Literal["float32", "promoted", "fast", "int32"]
 OutlierWeights = Literal["16 bits", "codes"]
+Rounding = Literal["nearest", "stochastic", "eden"]
+Rotation = Literal["none", "hadamard", "hadamard-plain", "hadamard-drawn"]
+Fit = Literal["end", "least-error"]
 
 BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), "1x32": (1, 32), "1x16": (1, 16)}
 """Shapes ``(rows, contraction)`` of the blocks that share a scale."""
 ROTATION_SIZE = 16
-"""Consecutive elements of the contraction that one random Hadamard rotation mixes."""
+"""Consecutive elements of the contraction that one Hadamard rotation mixes."""
 PLACES = ("output", "grad_input", "grad_weight")
 
 
@@ -48,27 +52,39 @@ class Cast:
             at which nothing saturates. ``float8_e8m0fnu``: the OCP rule, the exponent of amax minus the format's largest
             exponent. ``float8_e4m3fn``: two levels, a float32 per tensor and an e4m3 per block.
         rounding: ``nearest`` (ties to even) or ``stochastic``; stochastic casts round scales up, so that nothing saturates.
+            ``eden``: values to the nearest, then the block's e4m3 scale is multiplied by what makes the block's projection on
+            its values as long as they are, and rounded stochastically.
         scaling: ``current``: from the operand's amax; ``delayed``: from an amax ring buffer of ``history`` steps;
             ``static``: 1.
-        rotation: ``hadamard`` mixes blocks of 16 along the contraction by a random rotation, the same in both operands.
+        rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs;
+            ``hadamard-plain`` without signs; ``hadamard-drawn`` after signs that are drawn anew in each step.
         outliers: input columns with an amax of at least this, compared in float32, stay in 16 bits (0: none).
         outlier_weights: what these columns multiply: the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
         margin: a delayed scale leaves room for ``2**margin`` times the recorded amax.
         history: steps in the amax ring buffer of a delayed scale.
         smooth: divide each channel of the input by its own power of two first (``+smooth``, below).
+        fit: which scale a block takes. ``end``: what ``scale`` says. ``least-error``: that, or the one that takes the amax to the
+            next smaller number of the format (of e2m1: to 4, not 6), whichever gives the smaller squared error; where scales
+            are powers of two, that or its double. Not with stochastic rounding.
     """
 
     format: str
     granularity: Granularity = "none"
     scale: Scale = "float32"
-    rounding: Literal["nearest", "stochastic"] = "nearest"
+    rounding: Rounding = "nearest"
     scaling: Scaling = "current"
-    rotation: Literal["none", "hadamard"] = "none"
+    rotation: Rotation = "none"
     outliers: float = 0.0
     margin: int = 0
     history: int = 16
     smooth: bool = False
     outlier_weights: OutlierWeights = "16 bits"
+    fit: Fit = "end"
+
+    @property
+    def needs_bits(self) -> bool:
+        """Whether it needs random bits, for its rounding or for the signs of its rotation."""
+        return self.rounding != "nearest" or self.rotation == "hadamard-drawn"
 
     @property
     def element(self) -> Format:
@@ -111,6 +127,7 @@ class Cast:
             words.append(f"scales {self.scale}")
         if self.scaling != "current":
             words.append(f"{self.scaling} scale")
+        words += ["the better of two scales"] * (self.fit == "least-error")
         words += [word for word in (self.rounding, self.rotation) if word not in ("nearest", "none")]
         words += ["channels smoothed"] * self.smooth
         if self.outliers:
@@ -213,7 +230,7 @@ class Compute:
     @property
     def is_stochastic(self) -> bool:
         """Whether any cast needs random bits, for its rounding or its rotation."""
-        return any(cast.rounding == "stochastic" or cast.rotation != "none" for cast in self.casts.values())
+        return any(cast.needs_bits for cast in self.casts.values())
 
     @property
     def is_delayed(self) -> bool:
@@ -654,6 +671,9 @@ def stored_bytes(compute: Compute, out_features: int, in_features: int, outlier_
 # cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
 #
 # ``threshold=4``: the magnitude from which a column of the input is an outlier, in a compute that separates them.
+#
+# ``four-over-six``, ``eden``, ``deterministic`` and others: published forms of the four-bit computes, rows of
+# :data:`narrowgauge.spec.four_bit_forms.FORMS`; ``nvfp4+four-over-six+eden`` is two of them.
 
 
 SMOOTHED = ("down_proj", "*.down_proj")
@@ -679,7 +699,7 @@ def find(name: str) -> Compute | None:
         return replace(_fresh(compute), name=name, purpose=f"{base} with current scales for weights")
     if (plus + word).startswith(_THRESHOLD) and compute.output.left.outliers:
         return _from_threshold(compute, _threshold(word))
-    return None
+    return _in_forms(compute, word.split("+"))
 
 
 def refuse_threshold(name: str) -> None:
@@ -723,7 +743,8 @@ def fallback_of(name: str) -> str:
 
 def names() -> list[str]:
     """All names that :func:`find` knows: computes, then variants."""
-    return [*COMPUTES, *(name for compute in COMPUTES for word in (_SMOOTH, _FRESH) if find(name := compute + word))]
+    words = [_SMOOTH, _FRESH, *(f"+{'+'.join(words)}" for form in FORMS for words in form.sequences)]
+    return [*COMPUTES, *(name for compute in COMPUTES for word in words if find(name := compute + word))]
 
 
 def at_layer(compute: Compute, layer: str) -> Compute:
@@ -805,6 +826,38 @@ def _from_threshold(compute: Compute, value: float) -> Compute | None:
         name=f"{compute.name}{_THRESHOLD}{text}",
         output=replace(compute.output, left=replace(left, outliers=value)),
         purpose=f"{compute.name} with columns from {text} on as outliers, and not from {left.outliers:g}",
+    )
+
+
+def _in_forms(compute: Compute, words: list[str]) -> Compute | None:
+    """A four-bit compute in the forms of these names, each of which may follow the one before; ``None`` if one may not."""
+    before, known = "", {form.word: form for form in FORMS}
+    for word in words:
+        form = known.get(word)
+        if form is None or form.base != compute.name.partition("+")[0] or before not in form.after:
+            return None
+        compute, before = _in_form(compute, form), word
+    return compute
+
+
+def _in_form(compute: Compute, form: Form) -> Compute:
+    def changed(place: str) -> Product:
+        product = compute.products[place]
+        left, right = (
+            replace(cast, **form.changes_of(f"{place}.{side}"))  # type: ignore[arg-type]
+            for side, cast in (("left", product.left), ("right", product.right))
+        )
+        return replace(product, left=left, right=right)
+
+    return replace(
+        compute,
+        name=f"{compute.name}+{form.word}",
+        purpose=form.purpose,
+        source=f"{form.source}; over {compute.source}",
+        native=compute.native if form.is_native else "",
+        output=changed("output"),
+        grad_input=changed("grad_input"),
+        grad_weight=changed("grad_weight"),
     )
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, outlier_columns, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
-from narrowgauge.matmul.operand import Operand
+from narrowgauge.matmul.operand import Operand, drawn_signs
 from narrowgauge.numerics.quantization import padded, rotate
 from narrowgauge.spec.computes import SLOTS, keeps_outlier_weights, slot_of_cast
 from narrowgauge.trainer.session import Session
@@ -78,13 +78,19 @@ class Casts:
         cast = self.layer.compute.casts[slot]
         is_rotated = cast.rotation != "none"
         if made is None:
-            return rotate(padded(x, cast, SLOTS[slot].dim), SLOTS[slot].dim) if is_rotated else x
+            return self._rotated(slot, x) if is_rotated else x
         found = made.data.float() if made.outer is None else made.data.float() * made.outer
         if is_rotated:
             return found
         found = found[: x.shape[0], : x.shape[1]]
         found = found if fold is None else found / fold
         return torch.where(outlier_columns(x, cast.outliers), x, found) if cast.outliers else found
+
+    def _rotated(self, slot: str, x: Tensor) -> Tensor:
+        """``x`` rotated as the cast of a slot rotates it, and not rounded."""
+        cast, dim = self.layer.compute.casts[slot], SLOTS[slot].dim
+        signs = drawn_signs(cast, x.shape[dim], dim, self.layer.state, SLOTS[slot].matmul)
+        return rotate(padded(x if signs is None else x * signs, cast, dim), dim, cast.rotation)
 
 
 class EmulatedProduct(torch.autograd.Function):

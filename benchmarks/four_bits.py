@@ -1,0 +1,186 @@
+"""What the four-bit computes and their newer forms lose, measured on the tensors of a model in training.
+
+Claim: none; it shows which form loses less. A llama-1m is trained for some steps in bfloat16. Then, at these weights and on the
+same batches:
+
+* each of a layer's three matmuls is computed from the casts of its input, weight and gradient. "error" is the length of the
+  result's error over the length of the result, of one draw of the random bits; "of the mean" that of the mean over draws, which
+  is what stays when errors average out over steps; "along" how much longer (or shorter) the mean is along the exact result: the
+  shrinkage. Lengths are summed over all layers and batches. Forms that change no cast of a matmul have the row's figures.
+* the whole model computes its loss and gradients. "loss" is its loss less that of bfloat16; of the gradient of all narrow layers
+  the same three figures, which hold what the forward pass has changed, too.
+
+Baseline: the exact products; bfloat16's loss and gradients. Training itself: ``./dev bench quality --computes nvfp4
+nvfp4+eden``. Run: ``./dev bench four_bits [--quick]``; 2 minutes of one free core. ``--rounds`` has no effect.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from timing import Report, Row, parser
+from torch import Tensor, nn
+
+from narrowgauge.matmul.gemm import EmulationNotice
+from narrowgauge.matmul.layer_matmuls import cast_to_slot, multiply_slots
+from narrowgauge.matmul.operand import STEP_SEED, new_state
+from narrowgauge.matmul.swapping import swap_linears
+from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.spec import computes
+from narrowgauge.spec.computes import COMPUTES, PLACES, SLOTS, Compute
+from narrowgauge.spec.notation import parse
+from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.dataset import prepare_data
+from narrowgauge.trainer.language_model import loss_sum, vocabulary_size
+from narrowgauge.trainer.session import build
+from narrowgauge.trainer.step import train_step
+
+NAMES = [name for name in computes.names() if name.partition("+")[0] in ("mxfp4", "nvfp4")]
+SETTING: dict[str, Any] = {
+    "model": "llama-1m", "batch_size": 4, "sequence_length": 128, "lr": 1e-3, "beta2": 0.95, "audit_every": 0,
+    "compile": False,
+}  # fmt: skip
+Tensors = dict[str, Tensor]
+
+
+def added(sums: Tensor, found: Sequence[Tensor], exact: Tensor) -> Tensor:
+    """The sums of some draws of one result, added: of squares of errors of one and of the mean, along it, and of it."""
+    mean = torch.stack([each.double() for each in found]).mean(0)
+    exact = exact.double()
+    of_one = torch.stack([(each.double() - exact).square().sum() for each in found]).mean()
+    return sums + torch.stack([of_one, (mean - exact).square().sum(), (mean * exact).sum(), exact.square().sum()])
+
+
+def figures(sums: Tensor) -> Row:
+    """What a table shows of them."""
+    of_one, of_mean, along, length = sums.tolist()
+    return {
+        "error": f"{(of_one / length) ** 0.5:.4f}",
+        "of the mean": f"{(of_mean / length) ** 0.5:.4f}",
+        "along": f"{along / length - 1:+.4f}",
+    }
+
+
+def product(compute: Compute, matmul: str, tensors: Tensors, draw: int) -> Tensor:
+    """One matmul of a layer in a compute's casts, float32."""
+    state = new_state(["layer"])[:, 0].clone()
+    state[STEP_SEED] = step_seed(0, draw)
+    slots = [f"{matmul}.{side}" for side in ("left", "right")]
+    left, right = (cast_to_slot(tensors[SLOTS[slot].tensor], compute, slot, state=state) for slot in slots)
+    shape = tuple(tensors[SLOTS[slot].tensor].shape[1 - SLOTS[slot].dim] for slot in slots)
+    return multiply_slots(left, right, compute, matmul, shape, torch.float32)  # type: ignore[arg-type]
+
+
+def product_rows(layers: Sequence[Tensors], draws: int) -> list[Row]:
+    """A row for each compute and matmul whose casts no row before it has."""
+    rows, seen = list[Row](), set[Any]()
+    for name in NAMES:
+        compute = computes.named(name)
+        for matmul in PLACES:
+            casts = compute.products[matmul]
+            if (matmul, casts) in seen:
+                continue
+            seen.add((matmul, casts))
+            number = draws if casts.left.needs_bits or casts.right.needs_bits else 1
+            sums = torch.zeros(4, dtype=torch.float64)
+            for tensors in layers:
+                exact = product(COMPUTES["float32"], matmul, tensors, 0)
+                sums = added(sums, [product(compute, matmul, tensors, draw) for draw in range(number)], exact)
+            rows.append({"": name, "matmul": matmul, "draws": number, **figures(sums)})
+            print(*rows[-1].values(), flush=True)
+    return rows
+
+
+def parts_of(model: nn.Module, tokens: Tensor) -> Iterator[Tensors]:
+    """Input, weight and gradient of each narrow layer, of one pass in bfloat16, in float32."""
+    kept: dict[str, Tensors] = {}
+
+    def keep(name: str, module: Any, x: Tensor, y: Tensor) -> None:
+        kept[name] = {"input": x.detach().flatten(0, -2).float(), "weight": module.weight.detach().float()}
+        y.register_hook(lambda grad: kept[name].update(gradient=grad.flatten(0, -2).float()))
+
+    def hook(name: str) -> Any:
+        return lambda module, given, result: keep(name, module, given[0], result)
+
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"}
+    handles = [module.register_forward_hook(hook(name)) for name, module in linears.items()]
+    loss_and_gradients(model, tokens)
+    for handle in handles:
+        handle.remove()
+    yield from kept.values()
+
+
+def loss_and_gradients(model: nn.Module, tokens: Tensor) -> tuple[float, Tensor]:
+    """The mean loss of some sequences, and the gradient of all weights of linear layers but the head, in one vector."""
+    model.zero_grad(set_to_none=True)
+    loss = loss_sum(model, tokens, chunked=False) / (tokens.numel() - len(tokens))  # type: ignore[arg-type]
+    loss.backward()
+    linears = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "lm_head"]
+    return float(loss), torch.cat([m.weight.grad.flatten().float() for m in linears if m.weight.grad is not None])
+
+
+def model_rows(fresh: Any, batches: Sequence[Tensor], draws: int) -> list[Row]:
+    """A row for each compute: its loss at the model's weights, and its gradients."""
+    wide = fresh()
+    swap_linears(wide, "bfloat16")
+    exact = [loss_and_gradients(wide, tokens) for tokens in batches]
+    rows = []
+    for name in NAMES:
+        model, sums, losses = fresh(), torch.zeros(4, dtype=torch.float64), []
+        layers = swap_linears(model, name).layers.values()
+        for tokens, (loss, gradient) in zip(batches, exact, strict=True):
+            found = []
+            for draw in range(draws):
+                for layer in layers:
+                    layer.set_step(draw, 0)
+                found.append(loss_and_gradients(model, tokens))
+            losses.append(found[0][0] - loss)
+            sums = added(sums, [each for _, each in found], gradient)
+        rows.append({"": name, "loss": f"{sum(losses) / len(losses):+.4f}", **figures(sums)})
+        print(*rows[-1].values(), flush=True)
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    flags = parser(__doc__, rounds=0)
+    flags.add_argument("--steps", type=int, default=100, help="steps that the model is trained first")
+    flags.add_argument("--draws", type=int, default=16, help="draws of the random bits")
+    flags.add_argument("--batches", type=int, default=3, help="batches of 4 × 128 tokens of the second table")
+    options = flags.parse_args(arguments)
+    if options.quick:
+        options.steps, options.draws, options.batches = 2, 2, 1
+    warnings.simplefilter("ignore", EmulationNotice)
+    report = Report("four_bits", options, peers=("transformers",), markdown=True)
+    with tempfile.TemporaryDirectory() as folder:
+        config = TrainConfig(recipe=parse("bfloat16/word"), steps=options.steps, out=folder, **SETTING)
+        data = prepare_data(config.data, Path(folder), vocab_size=vocabulary_size(config.model), seed=config.seed)
+        session = build(replace(config), Path(folder), data)
+        for _ in range(options.steps):
+            train_step(session)
+        weights = {name: value.detach().clone() for name, value in session.model.state_dict().items()}
+        held_out = data.valid_batches(SETTING["batch_size"], SETTING["sequence_length"], options.batches)
+        batches = [torch.from_numpy(each) for each in held_out]
+
+        def fresh() -> Any:
+            model = type(session.model)(session.model.config).bfloat16()
+            model.load_state_dict(weights)
+            return model
+
+        layers = list(parts_of(fresh(), batches[0]))
+        report.add(
+            f"each matmul, over {len(layers)} layers after {options.steps} steps", product_rows(layers, options.draws)
+        )
+        draws = max(1, options.draws // 2)
+        report.add(f"the whole model, mean of {draws} draws", model_rows(fresh, batches, draws))
+    return report.end()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
