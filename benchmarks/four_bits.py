@@ -11,7 +11,7 @@ same batches:
   the same three figures, which hold what the forward pass has changed, too.
 
 Baseline: the exact products; bfloat16's loss and gradients. Training itself: ``./dev bench quality --computes nvfp4
-nvfp4+eden``. Run: ``./dev bench four_bits [--quick]``; 2 minutes of one free core. ``--rounds`` has no effect.
+nvfp4+eden``. Run: ``./dev bench four_bits [--quick]``; some minutes of one core. ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
