@@ -66,6 +66,7 @@ class Storage:
 _WORD = {"weight": (0, 8), "exp_avg": (2, 18), "exp_avg_sq": (14, 18)}
 _COMPACT = {"weight": (0, 8), "exp_avg": (0, 20), "exp_avg_sq": (12, 20)}
 _STATES8 = {"weight": (26, 16), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
+_WEIGHT8 = {"weight": (22, 20), "exp_avg": (1, 20), "exp_avg_sq": (12, 20)}
 _LOW, _LOWER = ("weight_low",), ("weight_low", "weight_low2")
 
 STORAGES: dict[str, Storage] = {
@@ -77,6 +78,9 @@ STORAGES: dict[str, Storage] = {
     "word": Storage(8, 0.1, 0, 8, ("tail",), dealt=_WORD, stands_for="three fields in one word, stochastic, flat"),
     "compact": Storage(7, 0.15, 8, 8, ("tail",), dealt=_COMPACT, stands_for="four lanes, scales by row, stochastic"),
     "states8": Storage(6, "noisy", 8, dealt=_STATES8, stands_for="scales by row, and nothing beside the weight"),
+    "weight8": Storage(
+        6, "noisy", 12, dealt=_WEIGHT8, stands_for="nothing beside a weight that is scaled by row, stochastic"
+    ),
     "float32-states8": Storage(
         10, 0.15, 8, dealt={"exp_avg": (28, 20), "exp_avg_sq": (12, 20)},
         stands_for="two halves of rows of whole words, scales by row",

@@ -335,9 +335,7 @@ def write(
         fields["weight_low"] = encode(storage.weight, total - moved, addend["weight"], shift)
         taken = moved + (decode(storage.weight, fields["weight_low"], shift) - old.low)
     else:
-        visible, field, kept = encode_weight(storage, old.weight + change, addend["weight"])
-        if field is not None:
-            fields = _placed(storage, lane, field)
+        visible, fields, kept = _cut_weight(storage, lane, old.weight + change, addend["weight"])
         taken = kept - old.weight
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
@@ -388,8 +386,20 @@ def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | i
         shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
         first = decode(code, fields.pop("weight"), shift, _inverse(into))
         return encode_visible(storage, first, 0), fields
-    visible, field, _ = encode_weight(storage, value, addend)
-    return visible, {} if field is None else _placed(storage, lane, field)
+    return _cut_weight(storage, lane, value, addend)[:2]
+
+
+def _cut_weight(
+    storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """The visible bits of a weight of one part, its field in its place, and the float32 value that they stand for."""
+    if storage.weight.scaled:
+        # Few bits, all of them visible: a value of the code in its row is one of the visible format too.
+        into = _into(storage.weight, lane.scales, "weight", 0)
+        kept = decode(storage.weight, encode(storage.weight, value, addend, 0, into), 0, _inverse(into))
+        return encode_visible(storage, kept, 0), {}, kept
+    visible, field, kept = encode_weight(storage, value, addend)
+    return visible, {} if field is None else _placed(storage, lane, field), kept
 
 
 def _placed(storage: Storage, lane: Lane, field: Tensor) -> dict[str, Tensor]:

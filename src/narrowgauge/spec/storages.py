@@ -101,6 +101,7 @@ SECOND8 = Code("e5m3", 5, 3, signed=False, rounding="stochastic", lowest=-30, ho
 FLOAT16_SCALED = Code("float16 of its row", 5, 10, lowest=-30, scaled=True)
 FLOAT16_SCALED_HELD = Code("float16 of its row", 5, 10, signed=False, lowest=-30, hold=True, scaled=True)
 FLOAT8 = Code("float8_e4m3fn", 4, 3, lowest=-14, scaled=True)
+FLOAT8_DITHERED = Code("float8_e4m3fn", 4, 3, rounding="stochastic", lowest=-14, scaled=True)
 FLOAT8_TRIPLE = Code("float8_e4m3fn × 3", 4, 3, lowest=-14, scaled=True, parts=3)
 
 WEIGHT_CODES: dict[str, Code] = {
@@ -242,7 +243,7 @@ class Storage:
     def tail_bits(self) -> int:
         """Bits of the tail: those of the stored weight that no visible weight, master copy or low part holds."""
         own = self.master or self.visible == "float32" or self.weight.parts > 1
-        return 0 if own else VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits)
+        return 0 if own else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
     @property
     def beside(self) -> tuple[str, ...]:
@@ -366,6 +367,11 @@ STORAGES: dict[str, Storage] = {
             "states8", "bfloat16", BFLOAT16_DITHERED, MOMENT8, SECOND8,
             loses="16 bits of the weight, 20 of each moment, all stochastic: no bias, noise of 2^-8 per step",
             source="Narrowgauge; the bytes that FP8 end-to-end training claims",
+        ),
+        Storage(
+            "weight8", "bfloat16", FLOAT8_DITHERED, MOMENT8, SECOND8, fallback="states8",
+            loses="20 bits of the weight and of each moment, all stochastic: no bias, noise of 2^-4 per step",
+            source="Narrowgauge; FP8-LM (Peng et al. 2023, 2310.18313) trains no weight of 8 bits: its copy of 16 takes the updates",
         ),
         Storage(
             "float32-states8", "float32", FLOAT32, MOMENT8, SECOND8, vectors="float32", fallback="float32",
