@@ -18,7 +18,7 @@ from narrowgauge.machine.cpp_compiler import compiler_missing
 from narrowgauge.numerics.rounding import step_seed
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.summation import CHUNK
-from narrowgauge.optim import accumulation
+from narrowgauge.optim import accumulation, codec
 from narrowgauge.optim.accumulation import (
     ACCUMULATIONS,
     ADDITIONS,
@@ -36,6 +36,9 @@ from tensors import bits
 
 ROWS = tuple(ACCUMULATIONS)
 OURS = tuple(name for name, row in ACCUMULATIONS.items() if row.planes)
+SCALED = tuple(name for name, row in ACCUMULATIONS.items() if row.code is not None)
+"""Rows of 8 bits: the first gradient is rounded too, and one that is not finite spoils the scale of its tensor."""
+NUMBERS = tuple(name for name in ROWS if name not in SCALED)
 SHAPES = [(), (0,), (1,), (7,), (64,), (5, 9), (3, 4, 6)]
 
 
@@ -69,7 +72,8 @@ def singles(parts: Sequence[Tensor]) -> list[oracle.Singles]:
 
 
 @pytest.mark.parametrize(
-    ("row", "expected"), [("bfloat16", 256.0), ("float32", 1000.0), ("kahan", 1000.0), ("bfloat16-stochastic", None)]
+    ("row", "expected"),
+    [("bfloat16", 256.0), ("float32", 1000.0), ("kahan", 1000.0), ("bfloat16-stochastic", None), ("float8_e5m2", 16.0)],
 )
 def test_a_thousand_ones(row: str, expected: float | None) -> None:
     """Through autograd itself. The stochastic sum of one value is one random number: here it only has to go on."""
@@ -204,13 +208,13 @@ def test_k_micro_batches_equal_one_batch_within_the_bound(row: str, k: int) -> N
     found = weight.grad.double()
     assert ((found - exact).abs() <= allowed).all()
     # One micro-batch left out is far outside.
-    assert ((found - exact + pieces[0]).abs() > allowed).double().mean() > 0.5
+    assert row in SCALED or ((found - exact + pieces[0]).abs() > allowed).double().mean() > 0.5
 
 
 # ── laws ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", NUMBERS)
 def test_one_micro_batch_comes_back_bit_for_bit(row: str) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     numbers = every[~every.isnan()]
@@ -280,7 +284,7 @@ def test_compiled_sums_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(bits(eager), bits(fast)) and eager.isnan().any()
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", NUMBERS)
 @pytest.mark.parametrize("place", [0, 3, 6])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_stays_so_in_its_element_alone(row: str, place: int, value: float) -> None:
@@ -335,6 +339,93 @@ def test_the_random_bits_belong_to_seed_step_and_micro_batch() -> None:
     assert not torch.equal(step(GradientAccumulator([parameter], "bfloat16-stochastic", seed=5)), sums[0])
 
 
+# ── sums of 8 bits, relative to a power of two per tensor ───────────────────────────────────────────────────────────
+
+
+def e5m2_values(amax: float) -> np.ndarray:
+    """The magnitudes of five exponent and two mantissa bits up to the power of two above ``amax``, by definition."""
+    end = 2.0 ** math.ceil(math.log2(amax))
+    steps = [mantissa * 2.0**-32 for mantissa in range(4)]  # of the end: numbers below the normal ones
+    steps += [(1 + mantissa / 4) * 2.0**exponent for exponent in range(-30, 1) for mantissa in range(4)]
+    return np.array(steps) * end
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.accumulation.AccumulationWarning")
+@pytest.mark.parametrize("row", SCALED)
+@pytest.mark.parametrize("amax", [1e-20, 3e-4, 1.0, 5.5, 1e9])
+def test_a_gradient_is_held_as_one_of_the_two_neighbours_in_8_bits(row: str, amax: float) -> None:
+    part = gradients((4000,), 1)[0]
+    part = (part / part.abs().max() * amax).bfloat16()
+    weight = torch.nn.Parameter(gradients((4000,), 1, seed=1)[0])  # whose bits tell equal gradients apart
+    weight.grad = part.clone()
+    accumulator = GradientAccumulator([weight], row)
+    accumulator.finish()
+    held = weight.grad.double().numpy()
+    exact = part.double().numpy()
+    values = e5m2_values(float(part.abs().max()))
+    above = np.searchsorted(values, np.abs(exact))
+    low, high = values[np.maximum(above - 1, 0)], values[above]
+    if row == "float8_e5m2":
+        expected = np.where(np.abs(exact) - low < high - np.abs(exact), low, high) * np.sign(exact)
+        assert np.array_equal(held, expected)
+        return
+    assert np.logical_or(np.abs(held) == low, np.abs(held) == high).all() and not (held * exact < 0).any()
+    share = np.where(high > low, (np.abs(exact) - low) / (high - low), 0.0)
+    # As many go up as their places between the neighbours ask for: |z| < 5.
+    assert abs(((np.abs(held) == high) - share)[share > 0].sum()) < 5 * math.sqrt((share * (1 - share)).sum())
+
+
+def test_one_stochastic_addition_of_8_bits_has_the_sum_as_its_mean() -> None:
+    """Exactly: over all addends that the dither can have, of sums anywhere in the window."""
+    code = ACCUMULATIONS["float8_e5m2-stochastic"].code
+    assert code is not None
+    dropped = codec.dropped_bits(code)
+    into, back = codec.multipliers(code, torch.tensor(1.0))
+    every = torch.arange(1 << dropped, dtype=torch.int32)
+    for total in (1.0, 0.9, -0.3, 2.0**-9 * 1.37, -(2.0**-29) * 1.9, 2.0**-31 * 1.1):
+        word = codec.encode(code, torch.tensor(total).expand(1 << dropped), every, 0, into)
+        mean = float(codec.decode(code, word, 0, back).double().mean())
+        assert mean == pytest.approx(float(torch.tensor(total)), rel=2.0**-18)
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.accumulation.AccumulationWarning")
+@pytest.mark.parametrize("row", SCALED)
+def test_the_scale_follows_the_sum_up_and_down(row: str) -> None:
+    """A sum that grows a thousandfold saturates nowhere, and one that cancels leaves its rest with all of its bits."""
+    grows = [torch.full((64,), 2.0**k).bfloat16() for k in (0, 4, 10)]
+    assert (summed(row, grows).float() - 1041.0).abs().max() <= 256.0
+    parts = [torch.tensor([4096.0, 1.0]).bfloat16(), torch.tensor([-4096.0, 2.0**-26]).bfloat16()]
+    assert summed(row, parts)[0] == 0.0 and 0.75 <= float(summed(row, parts)[1]) <= 1.25
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.accumulation.AccumulationWarning")
+@pytest.mark.parametrize("row", SCALED)
+def test_a_sum_above_the_largest_window_is_not_finite(row: str) -> None:
+    large = torch.tensor([2.0**30, 1.0]).bfloat16()
+    assert summed(row, [large]).tolist() == [2.0**30, 1.0]
+    assert summed(row, [large, large]).isnan().all()
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.optim.accumulation.AccumulationWarning")
+@pytest.mark.parametrize("row", SCALED)
+@pytest.mark.parametrize("place", [0, 3, 6])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_spoils_its_tensor_until_the_step_ends(row: str, place: int, value: float) -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(11).bfloat16()) for _ in range(2)]
+    accumulator = GradientAccumulator(parameters, row)
+    for j, part in enumerate(gradients((11,), 7)):
+        for parameter in parameters:
+            parameter.grad = part.clone()
+        if j == place:
+            parameters[0].grad[5] = value  # type: ignore[index]
+        accumulator.accumulate()
+    accumulator.finish()
+    assert parameters[0].grad.isnan().all() and parameters[1].grad.isfinite().all()  # type: ignore[union-attr]
+    parameters[0].grad = torch.ones(11).bfloat16()
+    accumulator.finish()
+    assert parameters[0].grad.tolist() == [1.0] * 11
+
+
 # ── parameters of all kinds ─────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -379,9 +470,10 @@ def test_bytes_are_counted_and_as_the_table_says(row: str) -> None:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         accumulator.accumulate()
-    assert accumulator.bytes_per_param() == ACCUMULATIONS[row].bytes_per_param
-    accumulator.finish()
-    assert accumulator.bytes_per_param() == ACCUMULATIONS[row].bytes_per_param  # kept for the next step
+    scales = 3 * 4 / (64 * 3 + 5 + 1) if row in SCALED else 0.0
+    assert accumulator.bytes_per_param() == pytest.approx(ACCUMULATIONS[row].bytes_per_param + scales, rel=1e-12)
+    accumulator.finish()  # the buffers are kept for the next step
+    assert accumulator.bytes_per_param() == pytest.approx(ACCUMULATIONS[row].bytes_per_param + scales, rel=1e-12)
 
 
 @pytest.mark.parametrize("row", OURS)
@@ -486,9 +578,12 @@ def test_the_naive_sum_warns_once_from_where_it_loses_more_than_the_storage() ->
         warnings.simplefilter("error")
         GradientAccumulator([weight], "bfloat16", num_micro_batches=9)
         for row in OURS:
-            GradientAccumulator([weight], row, num_micro_batches=10_000)
+            most = ACCUMULATIONS[row].most_micro_batches
+            GradientAccumulator([weight], row, num_micro_batches=10_000 if most is None else most)
     with pytest.warns(AccumulationWarning, match=r"^10 micro-batches .* 4% of the gradient.*'float32'"):
         told = GradientAccumulator([weight], "bfloat16", num_micro_batches=10)
+    with pytest.warns(AccumulationWarning, match=r"^2 micro-batches .* 27% .* at 16: .*'float8_e5m2-stochastic' .* 1 byte a"):
+        GradientAccumulator([weight], "float8_e5m2", num_micro_batches=2)
     untold = GradientAccumulator([weight], "bfloat16")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -502,7 +597,7 @@ def test_what_cannot_be_summed_is_refused() -> None:
     half = torch.nn.Parameter(torch.ones(2).half())
     with pytest.raises(RecipeError, match=r"no accumulation is named 'khan'\. Did you mean 'kahan'"):
         GradientAccumulator([half], "khan")
-    for row in ("bfloat16", "bfloat16-stochastic", "kahan"):
+    for row in ("bfloat16", "bfloat16-stochastic", "kahan", *SCALED):
         with pytest.raises(RecipeError, match=rf"'{row}' sums bfloat16 gradients.*is float16"):
             GradientAccumulator([half], row)
     quantized = torch.nn.Parameter(torch.zeros(2, dtype=torch.int16), requires_grad=False)
@@ -518,9 +613,10 @@ def test_what_cannot_be_summed_is_refused() -> None:
 
 def test_the_table_says_what_it_costs() -> None:
     assert {name: row.bytes_per_param for name, row in ACCUMULATIONS.items()} == {
-        "float32": 4, "bfloat16": 0, "bfloat16-stochastic": 2, "kahan": 4,
+        "float32": 4, "bfloat16": 0, "bfloat16-stochastic": 2, "kahan": 4, "float8_e5m2": 1, "float8_e5m2-stochastic": 1,
     }  # fmt: skip
-    assert all(row.bound(1) == 0 and row.loses and row.source for row in ACCUMULATIONS.values())
+    assert all(row.bound(1) == (row.addition if row.code else 0) for row in ACCUMULATIONS.values())
+    assert all( row.loses and row.source for row in ACCUMULATIONS.values())
     assert replace(ACCUMULATIONS["bfloat16"], addition=0.5).bound(3) == 1.25
 
 

@@ -363,6 +363,8 @@ def test_pairs_hand_what_they_saved_to_the_seen_weight(name: str) -> None:
         ("states8", 2.0**-18),
         ("states8", 2.0**-21),
         ("stochastic", 2.0**-18),
+        ("weight8", 2.0**-12),
+        ("weight8", 2.0**-15),
     ],
 )
 def test_random_cuts_take_updates_of_any_size_on_average(name: str, change: float) -> None:

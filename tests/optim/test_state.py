@@ -316,6 +316,11 @@ def test_what_does_not_fit_is_copied(storage: Storage, shape: tuple[int, ...]) -
 
 def expected_weight(storage: Storage, values: Tensor) -> Tensor:
     """What a weight of one part is to the nearest, float64."""
+    if storage.weight.scaled:
+        bound = values.abs().amax(-1, keepdim=True).clamp(min=2.0**-9).double() * 2
+        floor = bound.log2().ceil() + storage.weight.lowest
+        spacing = 2.0 ** (values.double().abs().log2().floor().maximum(floor) - storage.weight.mantissa_bits)
+        return values.sign() * (values.double().abs() / spacing + 0.5).floor() * spacing
     if storage.master or storage.visible == "float32":
         return values.double()
     if storage.visible == "float16" and not storage.tail_bits:
@@ -348,7 +353,8 @@ def test_adopt_keeps_the_nearest_and_shows_what_the_model_sees(
         assert torch.equal(kept.double(), expected_weight(storage, values))
     if storage.weight.scaled:
         bound = values.reshape(-1, shape[-1]).abs().amax(1, keepdim=True).expand(-1, shape[-1]).reshape(shape)
-        assert ((kept - values).abs() <= 2.0**-12 * values.abs() + 2.0**-22 * bound).all()
+        digits = storage.weight.parts * (storage.weight.mantissa_bits + 1)
+        assert ((kept - values).abs() <= 2.0**-digits * values.abs() + 2.0 ** -(10 + digits) * bound).all()
         assert ((shown - values).abs() <= 2.0**-4 * values.abs() + 2.0**-13 * bound).all()
     else:
         seen = 2.0 ** {"float32": -149, "bfloat16": -8, "float16": -11}[storage.visible]

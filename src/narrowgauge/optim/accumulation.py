@@ -36,6 +36,7 @@ from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, 
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
+from narrowgauge.optim.codec import decode, dropped_bits, encode, multipliers
 from narrowgauge.optim.compilation import (
     Compiled,
     Definition,
@@ -49,6 +50,7 @@ from narrowgauge.optim.kernel import INDEXABLE
 from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of, refuse_capture
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.storages import Code
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
 
 MANTISSA, INFINITY, UPPER = 0x7FFFFF, rounding.EXPONENT, -65536
@@ -79,6 +81,27 @@ def add_kahan(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[
     # The difference is exact, unless the sum is infinite or NaN: then only the first plane is.
     rest = cut(total - float_of(high), 16, half(16))
     return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, rest, 0)]
+
+
+def add_scaled(
+    code: Code, gradient: Tensor, plane: Tensor, weight: Tensor, scales: Sequence[Tensor], seed: Tensor
+) -> Tensor:
+    """A sum in a code with a scale plus a gradient: int32, the bits of the code.
+
+    ``scales`` are the multiplier out of the code's window as the plane has it, and the one into the window of the sum. The
+    first gradient is rounded too, and has 128 mantissas: the ``weight`` that it belongs to tells elements apart.
+    """
+    total = sum_of_scaled(code, gradient, plane, scales[0])
+    dropped, addend = dropped_bits(code), half(dropped_bits(code))
+    if code.rounding == "stochastic":
+        key = (bits_of(total) & MANTISSA) ^ (bits_of(gradient) << 9) ^ ((bits_of(weight) >> 16) & 0xFFFF)
+        addend = dither(random_bits(key, seed), 0, dropped, dropped)
+    return encode(code, total, addend, 0, scales[1])
+
+
+def sum_of_scaled(code: Code, gradient: Tensor, plane: Tensor, back: Tensor) -> Tensor:
+    """The sum itself, float32, before it is cut."""
+    return decode(code, plane.view(torch.int8).to(torch.int32), 0, back) + gradient
 
 
 Addition = Callable[[Tensor, Sequence[Tensor], Tensor], list[Tensor]]
@@ -120,6 +143,14 @@ def define_addition(row: Accumulation, device: torch.device) -> Definition:
     )
 
 
+def scale_out(code: Code, bound: Tensor) -> Tensor:
+    """The multiplier out of the window of a sum whose largest magnitude is ``bound`` (0-d): NaN where that is not finite.
+
+    Neither is what lies above the largest window, 2^30: a sum that would saturate makes the optimizer skip.
+    """
+    return torch.where(bound <= 2.0**-code.lowest, multipliers(code, bound)[1], torch.nan)
+
+
 def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """What the planes hold, as a float32 rounded once to a 16-bit gradient's format, to the nearest, ties away from zero."""
     if planes[0].dtype is dtype and len(planes) == 1:
@@ -138,8 +169,10 @@ class GradientAccumulator:
     :meth:`finish` puts the sums into ``p.grad``, as a backward pass over the whole batch would have.
 
     Invariant: the sum of an element is a function of (seed, step, its gradients in their order) alone, within
-    ``ACCUMULATIONS[dtype].bound(k)``; one micro-batch comes back bit for bit (in ``kahan`` -0 as +0). An infinity or a
-    NaN stays not finite, so that the optimizer skips.
+    ``ACCUMULATIONS[dtype].bound(k)``; one micro-batch comes back bit for bit (in ``kahan`` -0 as +0, in 8 bits rounded).
+    An infinity or a NaN stays not finite, so that the optimizer skips. A sum with a scale per tensor takes the power of two
+    above its own largest magnitude, anew in each addition: there is no history to save, and nothing overflows. That
+    scale is of this rank's shard; it decides only what lies under 2^-30 of the largest.
 
     Args:
         parameters: a tied one counts once, frozen ones and those without a gradient are skipped.
@@ -186,6 +219,7 @@ class GradientAccumulator:
         # Those whose gradients are summed here and not by autograd.
         self._mine = [p for p in self.parameters if _takes(self.row, p) and self.row.planes]
         self._planes: dict[Tensor, list[Tensor]] = {}
+        self._bounds: dict[Tensor, Tensor] = {}  # of sums that have a scale, their largest magnitude: float32, 0-d
         self._filled: set[Tensor] = set()
         self._micro_step, self._warned = 0, False
         self._compile = compile if compile is not None else sum(p.numel() for p in self._mine) >= COMPILE_ELEMENTS
@@ -223,6 +257,9 @@ class GradientAccumulator:
                 together.setdefault(run, []).extend([*piece, seed, *piece[1:]] for piece in pieces)
             elif self.row.name in ADDITIONS:
                 self._add(ADDITIONS[self.row.name], gradient, planes, seed)
+            elif self.row.code is not None:
+                weight = local_of(parameter.detach())
+                self._add_scaled(self.row.code, gradient, planes[0], weight, self._bounds[parameter], seed)
             else:
                 for plane, chunk in flat_chunks(*planes, gradient):
                     plane += chunk
@@ -240,9 +277,12 @@ class GradientAccumulator:
             self.accumulate()
         for parameter in self._mine:
             if parameter in self._filled:
-                planes = self._planes[parameter]
+                planes, code = self._planes[parameter], self.row.code
                 gradient = torch.empty(planes[0].shape, dtype=parameter.dtype, device=planes[0].device)
                 for chunk, *parts in flat_chunks(gradient, *planes):
+                    if code is not None:
+                        back = scale_out(code, self._bounds[parameter])
+                        parts = [decode(code, parts[0].view(torch.int8).to(torch.int32), 0, back)]
                     chunk.copy_(nearest(parts, chunk.dtype))
                 parameter.grad = placed_like(parameter, gradient)
         self._filled.clear()
@@ -258,7 +298,8 @@ class GradientAccumulator:
 
     def bytes_per_param(self) -> float:
         """Bytes per parameter of the planes, counted from live tensors."""
-        kept = sum(t.numel() * t.element_size() for planes in self._planes.values() for t in planes)
+        tensors = [t for planes in self._planes.values() for t in planes] + list(self._bounds.values())
+        kept = sum(t.numel() * t.element_size() for t in tensors)
         return kept / max(1, sum(local_of(p).numel() for p in self.parameters))
 
     def _planes_of(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
@@ -266,8 +307,12 @@ class GradientAccumulator:
         if parameter not in self._planes:
             formats = [getattr(torch, name) for name in self.row.planes]
             self._planes[parameter] = [torch.empty(like.shape, dtype=f, device=like.device) for f in formats]
+            if self.row.code is not None:
+                self._bounds[parameter] = torch.zeros((), dtype=torch.float32, device=like.device)
         if parameter not in self._filled:
             self._filled.add(parameter)
+            if self.row.code is not None:
+                self._bounds[parameter].zero_()
             for plane in self._planes[parameter]:
                 plane.fill_(-0.0)
         return self._planes[parameter]
@@ -289,14 +334,36 @@ class GradientAccumulator:
             for part, bits in zip(parts, addition(chunk.float(), [p.float() for p in parts], seed), strict=True):
                 part.copy_(narrowed(float_of(bits), part.dtype))
 
+    @staticmethod
+    def _add_scaled(
+        code: Code, gradient: Tensor, plane: Tensor, weight: Tensor, bound: Tensor, seed: Tensor
+    ) -> None:
+        """:meth:`_add` for a plane with a scale: the largest magnitude of the sum is found first, and is the new ``bound``."""
+        back = scale_out(code, bound)
+        peaks = [
+            sum_of_scaled(code, chunk.float(), part, back).abs().amax()
+            for part, chunk in flat_chunks(plane, gradient)
+            if chunk.numel()
+        ]
+        if not peaks:
+            return
+        bound.copy_(torch.stack(peaks).amax())
+        scales = back, multipliers(code, bound)[0]
+        for part, chunk, own in flat_chunks(plane, gradient, weight):
+            bits = add_scaled(code, chunk.float(), part, own.float(), scales, seed)
+            part.view(torch.int8).copy_(bits)
+
     def _warn(self, num_micro_batches: int) -> None:
-        if self._warned or self.row.name != "bfloat16" or num_micro_batches <= naive_limit():
+        row, limit = self.row, self.row.most_micro_batches
+        if self._warned or limit is None or num_micro_batches <= limit:
             return
         self._warned = True
+        random = ACCUMULATIONS[f"{row.name}-stochastic"]
         warnings.warn(
-            f"{num_micro_batches} micro-batches are summed in bfloat16, which may round away "
-            f"{min(self.row.bound(num_micro_batches), 1):.0%} of the gradient, and equal ones stop adding up at 256: "
-            "accumulation_dtype 'bfloat16-stochastic' keeps the average for 2 bytes a parameter, 'float32' all for 4.",
+            f"{num_micro_batches} micro-batches are summed in {row.name}, which may round away "
+            f"{min(row.bound(num_micro_batches), 1):.0%} of the gradient, and equal ones stop adding up at {row.stalls_at}: "
+            f"accumulation_dtype '{random.name}' keeps the average for {random.bytes_per_param:.0f} "
+            f"byte{'s' * (random.bytes_per_param > 1)} a parameter, 'float32' all for 4.",
             AccumulationWarning,
             stacklevel=4,
         )

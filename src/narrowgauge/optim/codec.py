@@ -168,7 +168,7 @@ def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
 
 
 def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Cut a weight of one part into the visible weight and its tail.
+    """Cut a weight of one part, not scaled by row, into the visible weight and its tail.
 
     Returns:
         ``(visible, field, stored)``: the visible weight's bits (see :func:`visible_value`), the signed tail or the bits
@@ -324,7 +324,7 @@ def write(
     ``old`` is what :func:`read` found in the lane, ``change`` what to add to its weight, ``states`` the new ones by name. The
     lane's gradient is part of the key of the random bits.
     """
-    addend = addends(storage, old.weight, lane.gradient, seed)
+    addend = addends(storage, _told_apart(storage, lane, old.weight), lane.gradient, seed)
     fields: dict[str, Tensor] = {}
     if old.low is not None:
         # Kahan's order: the compensation is added to the change first, so that neither is lost beside the weight.
@@ -340,6 +340,22 @@ def write(
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
     return Written(visible, fields, (change, taken, visible_value(storage.visible, visible) - old.visible))
+
+
+def _told_apart(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
+    """The weight as part of the key of random bits: one of 8 bits has the codes of its states in the bits that it lacks.
+
+    There are some hundred such weights, and thousands of elements would round alike. The states are read before the step, so a
+    step that is taken again without decay draws the same bits.
+    """
+    if not storage.weight.scaled:
+        return weight
+    key, widths = bits_of(weight), dict(storage.fields)
+    for place, (name, _) in enumerate(storage.states):
+        word, shift = lane.fields[name]
+        # Above the gradient's mantissa, and mostly below the weight's.
+        key = key ^ (((word >> shift) & ((1 << min(widths[name], 8)) - 1)) << (7 + 5 * place))
+    return float_of(key)
 
 
 def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ from narrowgauge.optim import codec
 from narrowgauge.optim.audit import Auditor, audited_parts
 from narrowgauge.optim.kernel import MatrixKernel, StepKernel, Work, least_decay
 from narrowgauge.optim.row_bounds import bound_rows, rescaled, set_scales
-from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState
+from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState, weight_bound
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -172,6 +172,8 @@ class Stepper:
                 extra.put(new[name], numbers.seed, skip)
         parts = [own_part(owner, value) for value in (change, *(new[name] for name in own))]
         peaks = {n: state.peaks_of(part) for n, part in zip(own, parts[1:], strict=True) if n in state.bounds}
+        if "weight" in state.bounds:
+            peaks["weight"] = weight_bound(state.peaks_of(state.parameter.detach()))
         if peaks:
             scales = {n: rescaled(state.storage.code(n), state.bounds[n], peak, skip) for n, peak in peaks.items()}
             set_scales([state], scales)

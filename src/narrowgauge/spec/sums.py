@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.rows import loads_older
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.storages import STORAGES, Code
 
 SHARDINGS = ("full", "none")
 """How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
@@ -31,6 +31,8 @@ class Accumulation:
         addition: the largest error of one addition, relative to its result.
         loses: what is lost, in a few words.
         source: the publication or library.
+        stalls_at: the sum of equal gradients, in units of one, that one more does not change; 0 where there is none.
+        code: of a plane that is relative to a power of two, one per tensor; ``None`` where planes are numbers.
     """
 
     name: str
@@ -39,15 +41,35 @@ class Accumulation:
     addition: float
     loses: str
     source: str
+    stalls_at: int = 0
+    code: Code | None = None
 
     @property
     def bytes_per_param(self) -> float:
-        """Bytes per parameter of the buffers."""
+        """Bytes per parameter of the buffers; where they have a scale, 4 bytes per tensor come on top."""
         return sum(get_format(plane).bits for plane in self.planes) / 8
 
     def bound(self, num_micro_batches: int) -> float:
-        """The largest error of a sum before the final rounding, relative to the sum of magnitudes."""
-        return float((1 + self.addition) ** (num_micro_batches - 1) - 1)
+        """The largest error of a sum before the final rounding, relative to the sum of magnitudes.
+
+        A plane of fewer bits than the gradient rounds the first one too. One with a scale loses up to 2^-32 of the tensor's
+        largest sum besides, in each addition.
+        """
+        return float((1 + self.addition) ** (num_micro_batches - (self.code is None)) - 1)
+
+    @property
+    def most_micro_batches(self) -> int | None:
+        """The number of micro-batches from which a sum that stalls loses more than the storage does; ``None`` for any number.
+
+        ``word`` stores the first moment with 5 mantissa bits, so a gradient error of 2^-5 is within its spacing. The k - 1
+        roundings of a sum in bfloat16, each up to 2^-8 of it, exceed that at k = 10.
+        """
+        spacing = 2.0 ** -STORAGES["word"].exp_avg.mantissa_bits
+        return 1 + int(spacing / self.addition) if self.stalls_at else None
+
+
+FLOAT8_E5M2 = Code("float8_e5m2", 5, 2, lowest=-30, scaled=True)
+FLOAT8_E5M2_DITHERED = Code("float8_e5m2", 5, 2, rounding="stochastic", lowest=-30, scaled=True)
 
 
 ACCUMULATIONS: dict[str, Accumulation] = {
@@ -62,6 +84,7 @@ ACCUMULATIONS: dict[str, Accumulation] = {
             "bfloat16", (), ("bfloat16",), 2.0**-8,
             loses="2^-8 of the sum per addition, always in the same direction: 256 ones and any number more sum to 256",
             source="PyTorch's autograd, which adds into the gradient itself",
+            stalls_at=256,
         ),
         Accumulation(
             "bfloat16-stochastic", ("bfloat16",), ("bfloat16",), 2.0**-7 + 2.0**-23,
@@ -73,17 +96,28 @@ ACCUMULATIONS: dict[str, Accumulation] = {
             loses="2^-17 of the sum per addition: float32's bytes and 128 times its error",
             source="Kahan 1965: a bfloat16 sum and a bfloat16 compensation",
         ),
+        # The release of FP8-LM (MS-AMP) adds to a sum in e4m3; e5m2 reaches down to 2^-32 of the largest instead of 2^-17.
+        Accumulation(
+            "float8_e5m2", ("float8_e5m2",), ("bfloat16",), 2.0**-3,
+            loses="2^-3 of each gradient and of the sum per addition, always in the same direction: 16 ones and any more sum to 16",
+            source="FP8-LM, Peng et al. 2023 (2310.18313), section 2.1: gradients kept in 8 bits with a scale per tensor",
+            stalls_at=16, code=FLOAT8_E5M2,
+        ),
+        Accumulation(
+            "float8_e5m2-stochastic", ("float8_e5m2",), ("bfloat16",), 2.0**-2 + 2.0**-23,
+            loses="up to 2^-2 of each gradient and of the sum per addition, at random and without bias: a quarter of float32's bytes",
+            source="as float8_e5m2, with the rounding of bfloat16-stochastic",
+            code=FLOAT8_E5M2_DITHERED,
+        ),
     )
 }  # fmt: skip
 
 
 def naive_limit() -> int:
-    """The number of micro-batches from which a sum in bfloat16 loses more than the storage does.
-
-    ``word`` stores the first moment with 5 mantissa bits, so a gradient error of 2^-5 is within its spacing. The k - 1 roundings
-    of a sum, each up to 2^-8 of it, exceed that at k = 10.
-    """
-    return 1 + int(2.0 ** -STORAGES["word"].exp_avg.mantissa_bits / ACCUMULATIONS["bfloat16"].addition)
+    """:attr:`Accumulation.most_micro_batches` of a sum in bfloat16."""
+    limit = ACCUMULATIONS["bfloat16"].most_micro_batches
+    assert limit is not None
+    return limit
 
 
 # ── reductions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
