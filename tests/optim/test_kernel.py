@@ -174,6 +174,7 @@ def test_a_kernel_takes_two_multipliers_for_each_code_and_part_of_the_rows() -> 
         "states8": 4,
         "float32-states8": 8,
         "scalify-float16/scaled16": 4,
+        "weight8": 6,
         "float8/collage-plus": 6,
     }
     assert found == {name: by_rows.get(name, 0) for name in REPRESENTATIVES}

@@ -53,6 +53,7 @@ CASES = [
     *(f"lion {storage}" for storage in KEPT),
     "adamw float32-states8",
     "adamw float8/collage-light",
+    "adamw weight8",
     "muon word",
     "muon compact",
     "galore exact",

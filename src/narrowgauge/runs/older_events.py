@@ -18,6 +18,7 @@ _ONE_DETECTOR = {
 
 # Of several phrases in one sentence the first counts.
 _PHRASES: dict[str, tuple[tuple[str, str], ...]] = {
+    "noise": (("most of that is rounding noise", "weight-noise"),),
     "outliers": (
         ("has outliers:", "growing-outliers"),
         ("times the rms of all", "growing-feature"),

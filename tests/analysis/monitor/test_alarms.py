@@ -91,6 +91,8 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
                           "unchanged_weights", WEIGHT, 440),
     "lost-decay": (NAIVE, sampled(update={"edq": 0.97, "lost_decay": 0.8}), [], "lost_decay", WEIGHT, 440),
     "noise": (NAIVE, sampled(update={"noise": 20.0}), [], "noise", WEIGHT, 440),
+    "weight-noise": (parse("bfloat16/weight8"), sampled(update={"noise": 2.5, "update_to_weight": 0.02}), [], "noise", WEIGHT,
+                     440),
     "frozen-moments": (NAIVE, sampled(moment={"frozen_fraction": 0.9}), [], "frozen_moments", WEIGHT, 440),
     "underflow": (FLOAT8, sampled(output_grad={"underflow": 0.3, "sqnr_db": 4.0}), [], "underflow", f"output_grad:{LAYER}", 420),
     "overflow": (FLOAT8, sampled(input={"overflow": 0.02, "sqnr_db": 2.0}), [], "overflow", f"input:{LAYER}", 400),
@@ -178,6 +180,9 @@ def test_a_healthy_run_is_silent(recipe: Recipe | None) -> None:
         # Stochastic rounding: a small tensor's EDQ is uncertain, and the optimizer's audit knows by how much.
         (NAIVE, {"update": {"edq": 0.5, "noise": 8.0}}),
         (parse("bfloat16/stochastic"), {"update": {"edq": 0.0, "noise": 1.0}}),
+        # Updates that are large, and noise that is large beside small updates alone.
+        (parse("bfloat16/weight8"), {"update": {"noise": 0.9, "update_to_weight": 0.05}}),
+        (parse("bfloat16/states8"), {"update": {"noise": 9.0, "update_to_weight": 0.005}}),
         # Stochastic second moments move seldom and are right on average; wide codes of any kind follow.
         (parse("bfloat16/word"), {"moment": {"frozen_fraction": 0.9, "bias": 1.2}}),
         (parse("bfloat16/naive"), {"moment": {"frozen_fraction": 0.4, "bias": 1.2}}),
