@@ -76,8 +76,12 @@ RULES = {
     "adamw": Row(ng.AdamW, {"lr": 0.3}, 0.026),
     "adam": Row(ng.Adam, {"lr": 0.3, "weight_decay": 1e-3}, 0.029),
     "sgd": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8}, 3.4e-3, {"weight8": 1.7}),
-    "nesterov": Row(ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4, dict.fromkeys(FLOAT8, 4.5) | {"weight8": 9.5}),
-    "plain sgd": Row(ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | dict.fromkeys(FLOAT8, 2.3) | {"weight8": 3.0}),
+    "nesterov": Row(
+        ng.SGD, {"lr": 0.2, "momentum": 0.8, "nesterov": True}, 3.1e-4, dict.fromkeys(FLOAT8, 4.5) | {"weight8": 9.5}
+    ),
+    "plain sgd": Row(
+        ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | dict.fromkeys(FLOAT8, 2.3) | {"weight8": 3.0}
+    ),
     "lion": Row(ng.Lion, {"lr": 0.2}, 0.03),
     "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
     "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),

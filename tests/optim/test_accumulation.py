@@ -582,7 +582,9 @@ def test_the_naive_sum_warns_once_from_where_it_loses_more_than_the_storage() ->
             GradientAccumulator([weight], row, num_micro_batches=10_000 if most is None else most)
     with pytest.warns(AccumulationWarning, match=r"^10 micro-batches .* 4% of the gradient.*'float32'"):
         told = GradientAccumulator([weight], "bfloat16", num_micro_batches=10)
-    with pytest.warns(AccumulationWarning, match=r"^2 micro-batches .* 27% .* at 16: .*'float8_e5m2-stochastic' .* 1 byte a"):
+    with pytest.warns(
+        AccumulationWarning, match=r"^2 micro-batches .* 27% .* at 16: .*'float8_e5m2-stochastic' .* 1 byte a"
+    ):
         GradientAccumulator([weight], "float8_e5m2", num_micro_batches=2)
     untold = GradientAccumulator([weight], "bfloat16")
     with warnings.catch_warnings(record=True) as caught:
@@ -616,7 +618,7 @@ def test_the_table_says_what_it_costs() -> None:
         "float32": 4, "bfloat16": 0, "bfloat16-stochastic": 2, "kahan": 4, "float8_e5m2": 1, "float8_e5m2-stochastic": 1,
     }  # fmt: skip
     assert all(row.bound(1) == (row.addition if row.code else 0) for row in ACCUMULATIONS.values())
-    assert all( row.loses and row.source for row in ACCUMULATIONS.values())
+    assert all(row.loses and row.source for row in ACCUMULATIONS.values())
     assert replace(ACCUMULATIONS["bfloat16"], addition=0.5).bound(3) == 1.25
 
 

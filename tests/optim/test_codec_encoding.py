@@ -338,7 +338,7 @@ def test_the_mean_over_all_addends_is_the_value_relative_to_any_row(code: Code, 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-WHOLE = [r for r in (*STORAGES.values(), *COMPOSED) if r.master or r.weight.parts == 1 and not r.weight.scaled]
+WHOLE = [r for r in (*STORAGES.values(), *COMPOSED) if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
 IN_BFLOAT16 = [row for row in WHOLE if row.visible != "float16"]
 IN_FLOAT16 = [row for row in WHOLE if row.visible == "float16"]
 row_ids = {"ids": lambda row: row.name}

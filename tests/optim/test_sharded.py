@@ -318,9 +318,10 @@ def test_what_is_handed_out_is_placed_like_the_parameter(case: str, num_ranks: i
 
 @EVERY
 def test_each_rank_audits_its_own_rows(case: str, found: Found) -> None:
+    near = 0.4 if "weight8" in case else 0.1  # spacings 16 times those of bfloat16: four times the noise
     for result in found[2]:
         heard = result[case]["audit"]
-        assert heard.keys() - {"lone"} == {"", *SHAPES} - {"lone"} and abs(heard[""] - 1) < 0.1
+        assert heard.keys() - {"lone"} == {"", *SHAPES} - {"lone"} and abs(heard[""] - 1) < near
         assert (result[case]["rows"][2] == 1) == math.isfinite(heard.get("lone", math.nan))
 
 

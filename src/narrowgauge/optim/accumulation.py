@@ -51,7 +51,7 @@ from narrowgauge.optim.state import as_words
 from narrowgauge.optim.validation import gradient_of, refuse_capture
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Code
-from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation, naive_limit
+from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation
 
 MANTISSA, INFINITY, UPPER = 0x7FFFFF, rounding.EXPONENT, -65536
 
@@ -92,7 +92,8 @@ def add_scaled(
     first gradient is rounded too, and has 128 mantissas: the ``weight`` that it belongs to tells elements apart.
     """
     total = sum_of_scaled(code, gradient, plane, scales[0])
-    dropped, addend = dropped_bits(code), half(dropped_bits(code))
+    dropped = dropped_bits(code)
+    addend: Tensor | int = half(dropped)
     if code.rounding == "stochastic":
         key = (bits_of(total) & MANTISSA) ^ (bits_of(gradient) << 9) ^ ((bits_of(weight) >> 16) & 0xFFFF)
         addend = dither(random_bits(key, seed), 0, dropped, dropped)
@@ -335,9 +336,7 @@ class GradientAccumulator:
                 part.copy_(narrowed(float_of(bits), part.dtype))
 
     @staticmethod
-    def _add_scaled(
-        code: Code, gradient: Tensor, plane: Tensor, weight: Tensor, bound: Tensor, seed: Tensor
-    ) -> None:
+    def _add_scaled(code: Code, gradient: Tensor, plane: Tensor, weight: Tensor, bound: Tensor, seed: Tensor) -> None:
         """:meth:`_add` for a plane with a scale: the largest magnitude of the sum is found first, and is the new ``bound``."""
         back = scale_out(code, bound)
         peaks = [

@@ -110,6 +110,8 @@ WEIGHT_CODES: dict[str, Code] = {
     "bfloat16-pair": BFLOAT16_PAIR,
     "tail8": TAIL8,
     "tail16": TAIL16,
+    "float8-row": FLOAT8,
+    "float8-row-stochastic": FLOAT8_DITHERED,
 }
 """Codes of a weight that the model sees as bfloat16, by the names that compose a storage."""
 MOMENT_CODES: dict[str, Code] = {
@@ -371,7 +373,7 @@ STORAGES: dict[str, Storage] = {
         Storage(
             "weight8", "bfloat16", FLOAT8_DITHERED, MOMENT8, SECOND8, fallback="states8",
             loses="20 bits of the weight and of each moment, all stochastic: no bias, noise of 2^-4 per step",
-            source="Narrowgauge; FP8-LM (Peng et al. 2023, 2310.18313) trains no weight of 8 bits: its copy of 16 takes the updates",
+            source="Narrowgauge; 8-bit master weights as in FP8-LM's ablation (Peng et al. 2023, 2310.18313, table 6, #3)",
         ),
         Storage(
             "float32-states8", "float32", FLOAT32, MOMENT8, SECOND8, vectors="float32", fallback="float32",

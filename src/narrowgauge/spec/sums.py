@@ -99,13 +99,13 @@ ACCUMULATIONS: dict[str, Accumulation] = {
         # The release of FP8-LM (MS-AMP) adds to a sum in e4m3; e5m2 reaches down to 2^-32 of the largest instead of 2^-17.
         Accumulation(
             "float8_e5m2", ("float8_e5m2",), ("bfloat16",), 2.0**-3,
-            loses="2^-3 of each gradient and of the sum per addition, always in the same direction: 16 ones and any more sum to 16",
+            loses="2^-3 of each gradient and of the sum per addition, always in the same direction: 16 ones and more sum to 16",
             source="FP8-LM, Peng et al. 2023 (2310.18313), section 2.1: gradients kept in 8 bits with a scale per tensor",
             stalls_at=16, code=FLOAT8_E5M2,
         ),
         Accumulation(
             "float8_e5m2-stochastic", ("float8_e5m2",), ("bfloat16",), 2.0**-2 + 2.0**-23,
-            loses="up to 2^-2 of each gradient and of the sum per addition, at random and without bias: a quarter of float32's bytes",
+            loses="up to 2^-2 of each gradient and of the sum per addition, at random and without bias",
             source="as float8_e5m2, with the rounding of bfloat16-stochastic",
             code=FLOAT8_E5M2_DITHERED,
         ),
