@@ -82,7 +82,7 @@ RULES = {
     "plain sgd": Row(
         ng.SGD, {"lr": 0.5}, 4.8e-4, dict.fromkeys(NAIVE, 1.5) | dict.fromkeys(FLOAT8, 2.3) | {"weight8": 3.0}
     ),
-    "lion": Row(ng.Lion, {"lr": 0.2}, 0.03),
+    "lion": Row(ng.Lion, {"lr": 0.2}, 0.03, {"weight8": 1.5}),
     "own": Row(own, {"lr": 0.1, "betas": (0.9, 0.999, 0.99), "alpha": 2.0}, 0.14),
     "muon": Row(ng.Muon, {"lr": 0.5, "weight_decay": 0.0, "adjust_lr_fn": "match_rms_adamw"}, 0.113, matrix=True),
     "adafactor": Row(ng.Adafactor, {"lr": 0.3, "beta1": 0.9, **OWN_RATE}, 0.029, matrix=True),
