@@ -28,9 +28,9 @@ from narrowgauge.optim.accumulation import (
     add_stochastic,
     backward_in_parts,
     in_words,
-    naive_limit,
 )
 from narrowgauge.optim.compilation import normal_words
+from narrowgauge.spec.sums import naive_limit
 from oracles import accumulation as oracle
 from tensors import bits
 
