@@ -7,9 +7,12 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from markupsafe import escape
+
+from analysis.comparison.made_runs import ROW, sixteen_bit_runs
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.recipe_groups import groups_of
-from narrowgauge.report.runs_page import MAX_EVENT_ROWS, MAX_REPETITIONS, cost_table, event_rows
+from narrowgauge.report.runs_page import MAX_EVENT_ROWS, MAX_REPETITIONS, cost_table, event_rows, questions
 from narrowgauge.runs.record import Run
 from report.made_pages import page_of
 
@@ -93,6 +96,50 @@ def test_every_recipe_has_a_mark_of_its_own(make_run: MakeRun) -> None:
     )
     assert legend is not None
     assert len(set(re.findall(r"<svg.*?</svg>", legend[0], re.S))) == 32
+
+
+# ── questions of named sets ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_page_with_a_sets_recipes_answers_its_question() -> None:
+    runs = sixteen_bit_runs(seconds={"bfloat16/naive": 0.75}, losses={"bfloat16/naive": (4.51, 4.6, 4.69)})
+    found = compare_runs(runs)
+    (asked,) = questions(groups_of(found), found)
+    assert list(asked.table.columns) == [
+        "Step",
+        "Relative",
+        "State",
+        "Activations",
+        "Peak",
+        "Loss minus float32/float32",
+    ]
+    by_recipe = {line.recipe: [cell.text for cell in line.cells] for line in asked.table.lines}
+    assert list(by_recipe) == list(ROW.needed)
+    assert by_recipe["bfloat16/naive"] == ["750 ms", "1.50 ×", "8.0 MiB", "15.0 MiB", "23.0 MiB", "+0.5000"]
+    assert by_recipe["float32/float32"] == ["500 ms", "1.00 ×", "16.0 MiB", "30.0 MiB", "46.0 MiB", "–"]
+    page = page_of(runs)
+    assert 'id="question-sixteen-bit"' in page and ROW.question in page
+    assert all(str(escape(sentence)) in page for sentence in asked.sentences)
+    assert 'id="question-' not in page_of(sixteen_bit_runs(recipes=ROW.needed[1:]))
+
+
+def test_counted_memory_is_a_column_of_every_comparison() -> None:
+    runs = sixteen_bit_runs(recipes=ROW.needed[:2])
+    found = compare_runs(runs)
+    table = cost_table(groups_of(found), found)
+    cells = [{cell.column: cell.text for cell in line.cells} for line in table.lines]
+    assert [(cell["Activations"], cell["Peak of tensors"]) for cell in cells] == [
+        ("30.0 MiB", "46.0 MiB"),
+        ("20.0 MiB", "36.0 MiB"),
+    ]
+    shown = found.table().plain().splitlines()
+    assert "activ. MiB" in shown[0] and "peak MiB" in shown[0] and "46.0" in shown[1]
+    for run in runs:
+        assert run.summary is not None
+        for name in ("activation_bytes", "peak_tensor_bytes"):
+            run.summary.pop(name)
+    without = compare_runs(runs).table().plain().splitlines()
+    assert "activ. MiB" not in without[0] and "1.0" in without[1]
 
 
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────

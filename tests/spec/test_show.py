@@ -17,12 +17,14 @@ from narrowgauge.spec.computes import COMPUTES, PLACES
 from narrowgauge.spec.frameworks import FRAMEWORKS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES
+from narrowgauge.spec.recipe_sets import RECIPE_SETS
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 NAMES = {
     "formats": list(formats.FORMATS),
     "recipes": notation.representative_names(),
     "aliases": list(ALIASES),
+    "sets": list(RECIPE_SETS),
     "computes": computes.names(),
     "scales": list(propagation.RULES),
     "storages": list(recipes.STORAGES),

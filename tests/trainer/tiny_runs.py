@@ -18,7 +18,10 @@ SHAPE = {
     "model_type": "llama", "vocab_size": 280, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
-TIMINGS = {"tokens_per_second", "seconds", "data_seconds", "cpu_seconds", "wall_seconds", "peak_memory_bytes"}
+TIMINGS = {
+    "tokens_per_second", "seconds", "data_seconds", "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
+    "peak_tensor_bytes",
+}  # fmt: skip
 OF_RANKS = {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 

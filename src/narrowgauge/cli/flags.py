@@ -22,6 +22,7 @@ from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, SPELLINGS, compute_name
+from narrowgauge.spec.recipe_sets import RECIPE_SETS
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS
 from narrowgauge.spec.update_rules import UPDATE_RULES
@@ -69,7 +70,22 @@ def combined(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
 json_object = click.option("--json", "as_json", is_flag=True, help="Print a JSON object.")
 json_list = click.option("--json", "as_json", is_flag=True, help="Print a JSON list of objects.")
 
-RECIPE, RECIPES = ParsedOnce(notation.parse), ParsedOnce(notation.parse_names)
+
+def _names_here(names: str) -> list[Recipe]:
+    """The recipes of a comparison on this machine."""
+    return notation.parse_names(names, _is_native_here)
+
+
+def _is_native_here(recipe: Recipe) -> bool:
+    # Imported here: PyTorch takes seconds to load, and only sets with such recipes ask.
+    import torch
+
+    from narrowgauge.matmul.gemm import emulated_formats
+
+    return not emulated_formats(recipe.compute, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+RECIPE, RECIPES, RECIPES_HERE = ParsedOnce(notation.parse), ParsedOnce(notation.parse_names), ParsedOnce(_names_here)
 
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
@@ -97,7 +113,8 @@ def recipes(context: click.Context, parameter: click.Parameter, incomplete: str)
 def many_recipes(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Complete the last recipe of a comma-separated list."""
     before, comma, last = incomplete.rpartition(",")
-    found = recipes(context, parameter, last)
+    sets = [CompletionItem(name, help=row.question) for name, row in RECIPE_SETS.items() if name.startswith(last)]
+    found = [*(sets if last else ()), *recipes(context, parameter, last)]
     return [CompletionItem(f"{before}{comma}{item.value}", item.type, item.help) for item in found]
 
 

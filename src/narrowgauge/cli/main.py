@@ -54,6 +54,7 @@ def _add_table(name: str, help: str) -> None:
 _add_table("formats", "Number formats: range and precision.")
 _add_table("recipes", "Recipes: purpose, bytes, losses, native hardware.")
 _add_table("aliases", "Names in other libraries, and the recipe that each means.")
+_add_table("sets", "Named sets of recipes for compare, and the question that each answers.")
 _add_table("computes", "How operands of the three matmuls are cast.")
 _add_table("gathers", "Which computes can have sharded weights gathered as codes.")
 _add_table("scales", "How scalify propagates and measures scales.")
@@ -207,9 +208,9 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
 @click.option(
     "--recipes",
     metavar="A,B,…",
-    type=flags.RECIPES,
+    type=flags.RECIPES_HERE,
     shell_complete=flags.many_recipes,
-    help="Recipes or .toml files; optional when --out continues a comparison.",
+    help="Recipes, .toml files or a named set (narrowgauge show sets); optional when --out continues a comparison.",
 )
 @click.option(
     "--seeds", type=click.IntRange(min=1), metavar="N", help="Seeds per recipe; 3 give useful intervals.  [default: 1]"
@@ -277,7 +278,10 @@ def compare(
     if as_json:
         return tables.write_json(found.rows)
     tables.write(found.table())
-    click.echo(f"\n{found.text()}\n\n{page}")
+    click.echo(f"\n{found.text()}")
+    for answer in found.answers:
+        click.echo("\n".join(["", answer.question, *answer.sentences]))
+    click.echo(f"\n{page}")
 
 
 @main.command("report")

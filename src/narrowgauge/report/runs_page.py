@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
+from narrowgauge.analysis.comparison.answers import Answer, rows_of
 from narrowgauge.analysis.comparison.classification import Classification
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import MINUS, shown_difference, shown_loss
@@ -64,6 +65,7 @@ def render(found: Comparison, title: str = "") -> str:
         groups=groups,
         named=named,
         costs=cost_table(groups, found),
+        questions=questions(groups, found),
         hints=COLUMN_HINTS,
         equal_time=equal_time_table(groups, found),
         comparison=found,
@@ -195,11 +197,18 @@ def _memory(value: float) -> str:
     return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
 
 
+def _tensors(value: float) -> str:
+    """Counted bytes, which small models have few of."""
+    return _memory(value) if value >= 100 * 2**20 else f"{value / 2**20:.1f} MiB"
+
+
 _LATE = "the last values, by which the verdict judges"
 _COLUMNS = (
     _CostColumn("Validation loss", SUMMARY["val_loss"], shown_loss, "nats per token, mean over seeds; lower is better"),
     _CostColumn("Tokens/s", SUMMARY["tokens_per_second"], "{:,.0f}".format, "on this machine"),
     _CostColumn("Bytes/param", SUMMARY["bytes_per_param"], "{:.3g}".format),
+    _CostColumn("Activations", SUMMARY["activation_bytes"], _tensors),
+    _CostColumn("Peak of tensors", SUMMARY["peak_tensor_bytes"], _tensors),
     _CostColumn("Peak memory", SUMMARY["peak_memory_bytes"], _memory),
     _CostColumn("Late EDQ", STEP["edq"], "{:.3f}".format, _LATE, is_late=True),
     _CostColumn("Noise", SUMMARY["noise"], "{:.3g}".format),
@@ -305,6 +314,57 @@ def equal_time_table(groups: Sequence[Group], found: Comparison) -> RecipeTable 
         cells = [Cell("Loss", shown_loss(row["val_loss"]), row["val_loss"]), difference]
         lines.append(Line(one.label, indices[one.label], cells, notes=[one.rank_at_equal_time.value + few]))
     return RecipeTable({"Loss": "nats per token on held-out text at that moment", minus: _DIFFERENCE}, lines)
+
+
+# ── questions of named sets of recipes ──────────────────────────────────────────────────────────────────────────────────
+
+_STEP_SECONDS = Column(
+    "step_seconds", "number", "a run's median step, which no compiling step moves; median over seeds", "s"
+)
+_STEP_RATIO = Column("step_ratio", "number", "the same, relative to the baseline's")
+
+
+@dataclass(frozen=True)
+class Question:
+    """The answer to the question of a named set of recipes: its measured figures, and its sentences."""
+
+    name: str
+    question: str
+    table: RecipeTable
+    sentences: Sequence[str]
+
+
+def questions(groups: Sequence[Group], found: Comparison) -> list[Question]:
+    """The answers that a comparison gives."""
+    return [
+        Question(one.row.name, one.question, _answer_table(one, groups, found), one.sentences) for one in found.answers
+    ]
+
+
+def _answer_table(answer: Answer, groups: Sequence[Group], found: Comparison) -> RecipeTable:
+    columns = (
+        _CostColumn("Step", _STEP_SECONDS, lambda seconds: f"{1e3 * seconds:.3g} ms", "on this machine"),
+        _CostColumn("Relative", _STEP_RATIO, "{:.2f} ×".format),
+        *(
+            _CostColumn(title, SUMMARY[name], _tensors)
+            for title, name in (
+                ("State", "state_bytes"), ("Activations", "activation_bytes"), ("Peak", "peak_tensor_bytes"),
+            )
+        ),
+    )  # fmt: skip
+    minus, indices = f"Loss minus {found.baseline}", {group.label: group.index for group in groups}
+    lines = []
+    for one, row in zip(answer.recipes, rows_of(answer), strict=True):
+        known = {column.title: finite_number(row.get(column.name)) for column in columns}
+        cells = [
+            Cell(column.title)
+            if (value := known[column.title]) is None
+            else Cell(column.title, column.text(value), value)
+            for column in columns
+        ]
+        cells.append(_difference(minus, one.difference.mean, one.difference.half) if one.difference else Cell(minus))
+        lines.append(Line(one.label, indices[one.label], cells, **_warning(one)))
+    return RecipeTable({**{column.title: column.hint for column in columns}, minus: _DIFFERENCE}, lines)
 
 
 # ── events ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

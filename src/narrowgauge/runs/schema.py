@@ -156,6 +156,21 @@ _TOKENS = Column("tokens", "number", "tokens trained on so far", "tokens")
 _MEMORY = Column(
     "peak_memory_bytes", "number", "most memory in use so far: of the device on CUDA, else of the process", "bytes"
 )
+_COUNTED = (
+    Column(
+        "activation_bytes",
+        "number",
+        "counted: tensors that a forward pass leaves for backward, activations and casts of "
+        "weights; of a step's first micro-batch",
+        "bytes",
+    ),
+    Column(
+        "peak_tensor_bytes",
+        "number",
+        "counted: the most bytes of tensors at once in a step, of weights, states, gradients, activations and buffers",
+        "bytes",
+    ),
+)
 _CHECKSUM = Column("crc32", "text", "checksum of the text of the row before it; readers remove it", checked=False)
 
 
@@ -198,6 +213,7 @@ STEP = _table((
     ),
     Column("embedding_grad_norm", "number", "norm of the input embedding's gradient before clipping"),
     _MEMORY,
+    *_COUNTED,
     Column("skipped", "flag", "the update was not applied"),
     Column("spike", "object", "why --on-spike left the step out: what, value, threshold, z", checked=False),
     Column("loss_scale", "number", "loss scale after the step", tag="train/loss_scale"),
@@ -307,6 +323,8 @@ SUMMARY = _table((
     *_audit("over the run", "update lost", ""),
     Column("tokens_per_second", "number", "median training throughput", "tokens/s", label="tokens/s", show="{:,.0f}".format),
     _MEMORY,
+    Column("state_bytes", "number", "counted: weights, gradients, optimizer states and sums of micro-batches", "bytes"),
+    *_COUNTED,
     Column("num_skipped", "count", "updates that were not applied", "steps"),
     Column("saturated", "number", "values beyond a delayed scale", "values"),
     Column("weights_fingerprint", "text", "hash of the final weights", checked=False),

@@ -11,7 +11,7 @@ compute for evaluation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec import computes, storages
 from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.recipe_sets import RECIPE_SETS
 from narrowgauge.spec.recipes import Override, Phase, Recipe, own_name
 from narrowgauge.spec.storages import STORAGES, Storage
 from narrowgauge.spec.sums import REDUCTIONS
@@ -288,6 +289,11 @@ def parse(text: str | Path | Recipe) -> Recipe:
             raise alias.refusal(str(text))
         name = alias.recipe
     compute, *rest = name.split("/")
+    if name in RECIPE_SETS:
+        raise RecipeError(
+            f"'{text}' is a set of {len(RECIPE_SETS[name].recipes)} recipes, and one recipe was expected.",
+            f"Name one of them, or take narrowgauge compare --recipes {name}.",
+        )
     if len(rest) > 2 or (not rest and computes.find(compute) is None):
         computes.refuse_threshold(compute)
         # A storage alone is a likely mistake, and not similar to any full name.
@@ -298,24 +304,43 @@ def parse(text: str | Path | Recipe) -> Recipe:
     return Recipe(found, storage, _entry(REDUCTIONS, rest[1]) if len(rest) == 2 else REDUCTIONS["native"])
 
 
-def parse_names(names: str) -> list[Recipe]:
-    """Read the recipes of a command line: names and ``.toml`` files separated by commas.
+def parse_names(names: str, is_native: Callable[[Recipe], bool] = lambda recipe: True) -> list[Recipe]:
+    """Read the recipes of a command line: names, ``.toml`` files and sets of :data:`RECIPE_SETS`, separated by commas.
+
+    Args:
+        names: a set stands for those of its recipes that are not listed by themselves.
+        is_native: whether the machine multiplies a recipe's operands; asked of a set's recipes that are useless elsewhere.
 
     Example:
         >>> [recipe.name for recipe in parse_names("bf16/master, bf16/word")]
         ['bfloat16/master', 'bfloat16/word']
+        >>> [recipe.name for recipe in parse_names("sixteen-bit", lambda recipe: False)]
+        ['float32/float32', 'float16/float32', 'bfloat16/float32', 'float16/naive', 'bfloat16/naive']
     """
-    recipes = []
-    for name in filter(None, map(str.strip, names.split(","))):
-        try:
-            recipes.append(parse(name))
-        except RecipeError:
-            if Path(name).is_dir():
-                raise RecipeError(
-                    f"the recipe {name} was requested, and it is a folder.", "Name a .toml file."
-                ) from None
-            raise
+    parts = [part for part in map(str.strip, names.split(",")) if part]
+    listed = {part: _parse_listed(part) for part in parts if part.lower() not in RECIPE_SETS}
+    recipes: list[Recipe] = []
+    for part in parts:
+        if part in listed:
+            recipes.append(listed[part])
+            continue
+        row = RECIPE_SETS[part.lower()]
+        members = {name: parse(name) for name in row.recipes}
+        recipes += [
+            recipe
+            for name, recipe in members.items()
+            if recipe not in (*listed.values(), *recipes) and (name not in row.where_native or is_native(recipe))
+        ]
     return recipes
+
+
+def _parse_listed(name: str) -> Recipe:
+    try:
+        return parse(name)
+    except RecipeError:
+        if Path(name).is_dir():
+            raise RecipeError(f"the recipe {name} was requested, and it is a folder.", "Name a .toml file.") from None
+        raise
 
 
 def parse_value(value: Any, where: str = "the record") -> Recipe:

@@ -20,6 +20,7 @@ from narrowgauge.spec.computes import COMPUTES, Compute
 from narrowgauge.spec.frameworks import FRAMEWORKS
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, Alias
+from narrowgauge.spec.recipe_sets import RECIPE_SETS, RecipeSet
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts, width_of
 from narrowgauge.spec.tables import Column, Row, Table, cell_text, name_columns, number_columns, text_columns
@@ -202,6 +203,10 @@ def _alias_row(alias: Alias) -> Row:
     return {**_fields(alias), "taken": alias.is_taken}
 
 
+def _set_row(row: RecipeSet) -> Row:
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in _fields(row).items()}
+
+
 def _maker(name: str) -> Callable[[], list[Row]]:
     if name not in _MAKERS:
         raise NarrowgaugeError(
@@ -236,6 +241,7 @@ _MAKERS: dict[str, Callable[[], list[Row]]] = {
     "formats": lambda: [format_row(row) for row in formats.FORMATS.values()],
     "recipes": lambda: [recipe_row(notation.parse(name)) for name in notation.representative_names()],
     "aliases": lambda: [_alias_row(row) for row in ALIASES.values()],
+    "sets": lambda: [_set_row(row) for row in RECIPE_SETS.values()],
     "computes": lambda: [_compute_row(computes.named(name)) for name in computes.names()],
     "gathers": lambda: [_gather_row(row) for row in COMPUTES.values()],
     "scales": lambda: [{**_fields(row), "measures": list(row.measures)} for row in propagation.RULES.values()],
@@ -267,6 +273,11 @@ _COLUMNS: dict[str, tuple[Column, ...]] = {
         *name_columns(name="name", recipe="recipe"),
         *text_columns(taken="taken", known_from="source", differs="differs"),
         Column("or", lambda row: ", ".join(f"{recipe} ({what})" for recipe, what in row["others"])),
+    ),
+    "sets": (
+        *name_columns(set="name"), Column("recipes", lambda row: ", ".join(row["recipes"])),
+        Column("only where native", lambda row: ", ".join(row["where_native"])),
+        *text_columns(answers="question", source="source"),
     ),
     "scales": (
         *name_columns(operation="name"), *text_columns(scale_of_the_result="scale", of_the_gradient="gradient"),

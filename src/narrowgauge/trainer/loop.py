@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig, left_by_a_kill
 from narrowgauge.trainer.console import Console
+from narrowgauge.trainer.counted_memory import CountedSteps
 from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.interruption import interruptible, stopped_by
 from narrowgauge.trainer.memory import require_batch
@@ -263,7 +265,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         reporter = Reporter(writer, console, config.recipe, loggers, config.to_dict(), session.step)
         _announce(session, console)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
-        recovery = Recovery(session, reporter)
+        recovery, counted = Recovery(session, reporter), CountedSteps(session)
         console.start(config.title, session.step)
 
         def save() -> None:
@@ -279,7 +281,7 @@ def _run(session: Session, writer: RunWriter, console: Screen) -> None:
         try:
             while session.step < config.steps:
                 judgement = recovery.judgement()
-                row = train_step(session, judgement)
+                row = counted.take(partial(train_step, session, judgement))
                 if recovery.takes_over(row):
                     continue
                 reporter.step(row, judgement, session.linears, session.gauges)

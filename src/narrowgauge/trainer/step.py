@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 
 import torch
+from torch.profiler import record_function
 
 from narrowgauge.analysis.monitor.spikes import StepJudgement
 from narrowgauge.distributed.sharding import fsdp_modules
@@ -23,6 +24,7 @@ from narrowgauge.matmul.cast_cache import cached_weights
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
+from narrowgauge.trainer import counted_memory
 from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.session import Session
 
@@ -131,7 +133,8 @@ def losses(session: Session) -> Iterator[torch.Tensor]:
         if linears is not None:
             linears.set_first_sequence(first)
         forward = session.reduction.forward_pass() if session.reduction is not None else nullcontext()
-        with session.fingerprints.micro_batch(tokens, first, is_absent=each.is_absent), forward:
+        named = record_function(counted_memory.FORWARD)
+        with session.fingerprints.micro_batch(tokens, first, is_absent=each.is_absent), forward, named:
             loss = session.loss(tokens)
         yield loss / config.tokens_per_step
 
@@ -156,10 +159,9 @@ def evaluate(session: Session) -> float:
 
 def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
     """The record of ``summary.json``."""
-    sums = (session.accumulator, session.reduction)
-    summed = sum(each.bytes_per_param() for each in sums if each is not None)
+    rows = session.here.of_first(lambda: read_run(session.folder).steps)
     return summary_of(
-        session.here.of_first(lambda: read_run(session.folder).steps),
+        rows,
         session.audit_total,
         recipe=session.config.recipe.to_value(),
         model=session.config.model,
@@ -167,7 +169,9 @@ def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
         steps=session.step,
         tokens=session.tokens,
         peak_memory_bytes=peak_memory_bytes(),
-        bytes_per_param=session.optimizer.bytes_per_param() + summed,
+        bytes_per_param=counted_memory.bytes_per_param(session),
+        state_bytes=counted_memory.state_bytes(session),
+        **counted_memory.of_run(rows),
         num_skipped=session.optimizer.num_skipped,
         weights_fingerprint=session.weights_fingerprint(),
         wall_seconds=wall_seconds,

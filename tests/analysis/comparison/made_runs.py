@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import pytest
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.labels import run_name
 from narrowgauge.runs.record import Run
+from narrowgauge.spec.recipe_sets import RECIPE_SETS
 
 COLUMNS = [
-    "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "peak_memory_bytes", "edq", "noise",
-    "lost_fraction", "diverged", "num_seeds",
+    "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds", "state_bytes",
+    "activation_bytes", "peak_tensor_bytes", "peak_memory_bytes", "edq", "noise", "lost_fraction", "diverged", "num_seeds",
 ]  # fmt: skip
 SIZES = {"bfloat16/master": 16.0, "bfloat16/word": 8.0, "bfloat16/naive": 8.0, "bfloat16/compact": 7.0}
 
@@ -66,6 +68,34 @@ def sentence(found: Comparison, start: str) -> str:
 
 
 MASTER = seeds("bfloat16/master", (4.0, 4.1, 4.2))
+
+ROW = RECIPE_SETS["sixteen-bit"]
+MIB = 2**20
+STATE = {"float32": 16 * MIB, "naive": 8 * MIB}
+KEPT = {"float32/float32": 30 * MIB, "float16/float32": 20 * MIB, "bfloat16/float32": 20 * MIB}
+
+
+def sixteen_bit_runs(
+    *,
+    multiplies: Sequence[str] | None = ("float32",),
+    seconds: Mapping[str, float] | None = None,
+    losses: Mapping[str, Sequence[float]] | None = None,
+    summaries: Mapping[str, Mapping[str, Any]] | None = None,
+    recipes: Sequence[str] = ROW.needed,
+) -> list[Run]:
+    """Three seeds of each recipe, alike but for what is given by recipe."""
+    found = []
+    for recipe in recipes:
+        for seed in range(3):
+            loss = (losses or {}).get(recipe, (4.0, 4.1, 4.2))[seed]
+            run = made(recipe, seed, loss, step_seconds=(seconds or {}).get(recipe, 0.5))
+            state = STATE[recipe.partition("/")[2]]
+            kept = KEPT.get(recipe, 15 * MIB)
+            counted = {"state_bytes": state, "activation_bytes": kept, "peak_tensor_bytes": state + kept}
+            summary = {**(run.summary or {}), **counted, **(summaries or {}).get(recipe, {})}
+            machine = {} if multiplies is None else {"machine": {"device": "cpu", "multiplies": list(multiplies)}}
+            found.append(dataclasses.replace(run, summary=summary, run={**run.run, **machine}))
+    return found
 
 
 def close(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:

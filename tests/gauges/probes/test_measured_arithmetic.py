@@ -18,6 +18,7 @@ from narrowgauge.gauges.probes.roundings import FUNCTIONS, ROUNDINGS, across_exp
 from narrowgauge.gauges.probes.summation_order import SUMS, Sum, measure_sum
 from narrowgauge.gauges.recording.provenance import describe_process
 from narrowgauge.gauges.recording.provenance import differences as changes_since
+from narrowgauge.machine import processor
 from narrowgauge.runs.arithmetic import PROBES, Arithmetic, differences, read_arithmetic
 from narrowgauge.runs.writer import RunWriter
 
@@ -141,6 +142,14 @@ def test_a_run_records_it_and_a_resume_elsewhere_says_what_differs(tmp_path: Pat
     started = {**present, "arithmetic": Arithmetic(read.settings, {**read.results, "softmax": "fused"}).to_toml()}
     assert changes_since(present, present) == changes_since({**present, "arithmetic": "none"}, present) == []
     assert changes_since(started, other) == ["this machine's arithmetic is not that of the run's start, in: softmax"]
+
+
+def test_a_run_records_which_formats_its_machine_multiplies() -> None:
+    found = {}
+    for sets in (("avx2",), ("avx2", "avx512_bf16")):
+        with processor.pretending(*sets):
+            found[sets[-1]] = describe_process(CPU)["machine"]["multiplies"]
+    assert found == {"avx2": ["float32"], "avx512_bf16": ["float32", "bfloat16"]}
 
 
 def test_errors_are_counted_in_units_in_the_last_place() -> None:

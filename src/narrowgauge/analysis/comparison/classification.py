@@ -246,7 +246,7 @@ def classify(
     """
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
     has_equal_steps = len(set(requested_steps(groups).values())) == 1
-    differences = {label: _difference(label, groups, baseline) for label in groups}
+    differences = {label: paired_difference(label, groups, baseline) for label in groups}
     rank_at_equal_time = _ranks_at_equal_time(equal_time, baseline)
     at_time = {row["recipe"]: row for row in equal_time}
     found = {}
@@ -281,7 +281,10 @@ def _negligible(loss: float, resolve: float | None) -> float:
     return NEGLIGIBLE * abs(loss) if resolve is None else min(NEGLIGIBLE * abs(loss), resolve)
 
 
-def _difference(label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None) -> PairedDifference | None:
+def paired_difference(
+    label: str, groups: Mapping[str, Sequence[RunStats]], baseline: str | None
+) -> PairedDifference | None:
+    """A recipe's loss minus another's, over the seeds that both have; ``None`` without any, and of a recipe minus itself."""
     if baseline is None or label == baseline:
         return None
     base = {run.seed: run.loss for run in groups[baseline] if run.counts}
@@ -345,7 +348,10 @@ def _skipped_steps(group: Sequence[RunStats]) -> list[Fault]:
 
 # ── best beyond chance ──────────────────────────────────────────────────────────────────────────────────────────────
 
-LOWER_IS_BETTER = {"val_loss": True, "tokens_per_second": False, "bytes_per_param": True, "peak_memory_bytes": True}
+LOWER_IS_BETTER = {
+    "val_loss": True, "tokens_per_second": False, "bytes_per_param": True, "activation_bytes": True, "peak_tensor_bytes": True,
+    "peak_memory_bytes": True,
+}  # fmt: skip
 """The columns of ``compare.json`` in which a recipe may be the best."""
 
 

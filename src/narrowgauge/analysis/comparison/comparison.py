@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from narrowgauge.analysis.comparison.answers import Answer, answers
 from narrowgauge.analysis.comparison.classification import Classes, classify, run_faults
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
@@ -37,7 +38,8 @@ class Comparison:
 
     Attributes:
         rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std`` (between
-            seeds), ``tokens_per_second`` (median), ``bytes_per_param``, ``peak_memory_bytes``, ``edq``, ``noise``,
+            seeds), ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median), the counted memory
+            ``state_bytes``, ``activation_bytes`` and ``peak_tensor_bytes``, ``peak_memory_bytes``, ``edq``, ``noise``,
             ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``. Unknown values are ``None``.
         verdict: sentences.
         baseline: the recipe that the others are compared with; ``None`` where no run counts.
@@ -89,13 +91,25 @@ class Comparison:
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
             Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
-            Column("peak MiB", _shown("peak_memory_bytes", "{:,.0f}", 2.0**-20), right=True),
+            *self._memory_columns(),
             Column("EDQ", _shown("edq", "{:.3f}"), right=True),
             Column("noise", SUMMARY["noise"].cell, right=True),
             Column("lost", SUMMARY["lost_fraction"].cell, right=True),
             Column("seeds", "num_seeds", right=True),
         )
         return Table(tuple(c for c in columns if self.differences or not c.title.startswith("minus")), list(self.rows))
+
+    def _memory_columns(self) -> list[Column]:
+        """Counted memory where it is known; else the peak of the process, which hardly depends on a format."""
+        counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
+        if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
+            counted = {"peak MiB": "peak_memory_bytes"}
+        return [Column(title, _shown(name, "{:,.1f}", 2.0**-20), right=True) for title, name in counted.items()]
+
+    @property
+    def answers(self) -> tuple[Answer, ...]:
+        """The answers to the questions of named sets of recipes whose recipes are among these."""
+        return answers(self.classes)
 
     def text(self) -> str:
         """The verdict, one sentence per line."""
@@ -202,6 +216,10 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
         "tokens_per_second": over(ended, "tokens_per_second", statistics.median),
         "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
+        "step_seconds": statistics.median(steps) if (steps := _step_seconds(group)) else None,
+        "state_bytes": over(ended, "state_bytes", max),
+        "activation_bytes": over(ended, "activation_bytes", max),
+        "peak_tensor_bytes": over(ended, "peak_tensor_bytes", max),
         "peak_memory_bytes": over(ended, "peak_memory_bytes", max),
         "edq": over(counted, "edq", statistics.fmean),
         "noise": over(counted, "noise", statistics.fmean),
@@ -209,6 +227,13 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         "diverged": any(run.divergence for run in group),
         "num_seeds": len(losses),
     }
+
+
+def _step_seconds(group: Sequence[RunStats]) -> list[float]:
+    """The median step of each run that ended: few steps compile, and do not move a median."""
+    return [
+        run.curve.step_seconds for run in group if run.run.summary is not None and run.curve.step_seconds is not None
+    ]
 
 
 def _requested_baseline(name: str, groups: Mapping[str, Sequence[RunStats]]) -> str:

@@ -17,9 +17,14 @@ import narrowgauge
 from narrowgauge.distributed.launch.placement import read_placement
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run
+from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.runs import arithmetic
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.formats import FORMATS
 from narrowgauge.spec.frameworks import installed_version
 
+_OF_ONE_FORMAT = {name: row for name, row in COMPUTES.items() if name in FORMATS and row.is_wide}
+"""The computes that only multiply numbers of one format; ``multiplies`` in ``run.toml`` lists the native ones."""
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
@@ -46,6 +51,7 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
             **({"ranks": num_ranks} if num_ranks > 1 else {}),
             **({"job": job} if (job := read_placement().job) else {}),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "multiplies": [name for name, row in _OF_ONE_FORMAT.items() if not emulated_formats(row, device)],
         },
         arithmetic.TABLE: arithmetic_of_run(device).to_toml(),
     }

@@ -1,0 +1,155 @@
+"""Counted memory: state, activations and peak are the bytes of live tensors, and counting changes no bit of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from narrowgauge._torch.allocations import _log_level, counted_allocations
+from narrowgauge.planner.inputs.layouts import Layout
+from narrowgauge.planner.inputs.model_configs import architecture_of
+from narrowgauge.planner.memory.rank_memory import FIXED, memory_terms
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.notation import parse
+from narrowgauge.trainer import counted_memory, loop, session
+from narrowgauge.trainer.counted_memory import CountedSteps, between_steps
+from narrowgauge.trainer.session import Session
+from trainer.tiny_runs import SHAPE, assert_same_run, settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CPU = torch.device("cpu")
+RECIPES = ("float32/float32", "float16/naive", "bfloat16/naive")
+
+
+@pytest.fixture(scope="module")
+def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """A run of each recipe, uncompiled, so that autograd can be asked what it keeps."""
+    folder = tmp_path_factory.mktemp("counted")
+    return {
+        name: read_run(loop.train(settings(place, folder / str(k), recipe=name, compile=False, steps=5)))
+        for k, name in enumerate(RECIPES)
+    }
+
+
+def summary_of(run: Run) -> dict[str, Any]:
+    assert run.summary is not None
+    return run.summary
+
+
+def kept_bytes(made: Session) -> int:
+    """What autograd keeps of a forward pass besides the parameters and the tokens, each storage once: the oracle."""
+    tokens = made.batch()[0]
+    known = (*made.model.parameters(), *made.model.buffers(), tokens)
+    own = {tensor.untyped_storage().data_ptr() for tensor in known}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        made.loss(tokens)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_activations_are_what_autograd_keeps(runs: dict[str, Run], recipe: str) -> None:
+    counted = summary_of(runs[recipe])["activation_bytes"]
+    oracle = kept_bytes(session.load(runs[recipe].path))
+    # What is alive besides: the loss.
+    assert oracle <= counted <= oracle + 64
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_state_is_that_of_the_storage_and_the_peak_is_the_planned_one(runs: dict[str, Run], recipe: str) -> None:
+    run, width = summary_of(runs[recipe]), 16 if recipe == "float32/float32" else 8
+    assert run["state_bytes"] == width * runs[recipe].run["model"]["num_parameters"]
+    planned = memory_terms(
+        architecture_of(SHAPE, "tiny"), parse(recipe), Layout(micro_batch=4), 16, is_loss_chunked=False,
+        fixed=dict.fromkeys(FIXED, 0.0),
+    )  # fmt: skip
+    assert run["peak_tensor_bytes"] == pytest.approx(planned.total, rel=0.05)
+
+
+def test_the_two_16_bit_formats_take_the_same_bytes(runs: dict[str, Run]) -> None:
+    names = ("state_bytes", "activation_bytes", "peak_tensor_bytes")
+    one, other = ([summary_of(runs[f"{dtype}/naive"])[name] for name in names] for dtype in ("float16", "bfloat16"))
+    assert other == pytest.approx(one, rel=1e-3)
+    wide = [summary_of(runs["float32/float32"])[name] for name in names]
+    assert all(narrow < 0.8 * full for narrow, full in zip(other, wide, strict=True))
+
+
+def test_two_steps_are_counted_and_the_smaller_peak_is_the_runs(runs: dict[str, Run]) -> None:
+    run = runs["bfloat16/naive"]
+    counted = [row["step"] for row in run.steps if "peak_tensor_bytes" in row]
+    assert counted == list(counted_memory.COUNTED_STEPS)
+    rows = [{"peak_tensor_bytes": 9, "activation_bytes": 2}, {}, {"peak_tensor_bytes": 7, "activation_bytes": 3}]
+    assert counted_memory.of_run(rows) == {"activation_bytes": 3, "peak_tensor_bytes": 7}
+    assert counted_memory.of_run([{}]) == {}
+
+
+def test_known_allocations_are_counted_to_the_byte(runs: dict[str, Run]) -> None:
+    made = session.load(runs["bfloat16/naive"].path)
+    counted = CountedSteps(made)
+
+    def step() -> dict[str, Any]:
+        with torch.profiler.record_function(counted_memory.FORWARD):
+            kept = torch.empty(1_000_000, dtype=torch.uint8)
+            torch.empty(5_000_000, dtype=torch.uint8)  # freed before the forward pass ends
+        made = torch.empty(2_000_000, dtype=torch.uint8)
+        del kept, made
+        return {"loss": 1.0}
+
+    for _ in range(2):
+        assert counted.take(step) == {"loss": 1.0}
+    base = between_steps(made)
+    assert counted.take(step) == {"loss": 1.0, "activation_bytes": 1_000_000, "peak_tensor_bytes": base + 6_000_000}
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in made.model.buffers()}
+    weights = sum(p.numel() * p.element_size() for p in made.model.parameters())
+    assert base == 3 * weights + sum(held.values())
+    made.config = dataclasses.replace(made.config, offload=True)
+    assert counted.take(step) == {"loss": 1.0}
+
+
+@pytest.mark.parametrize("case", [{"recipe": "bfloat16/word"}, {"recipe": "float16/master", "on_spike": "skip"}])
+def test_counting_changes_no_bit(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: dict[str, Any]
+) -> None:
+    with_count = read_run(loop.train(settings(place, tmp_path / "with", **case)))
+    monkeypatch.setattr(counted_memory, "COUNTED_STEPS", ())
+    without = read_run(loop.train(settings(place, tmp_path / "without", **case)))
+    assert summary_of(with_count)["peak_tensor_bytes"] and "peak_tensor_bytes" not in summary_of(without)
+    assert_same_run(with_count, without)
+
+
+def test_the_profiler_of_somebody_else_goes_on() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as theirs:
+        with counted_allocations(CPU) as found:
+            torch.ones(3, dtype=torch.float32)
+        assert found is None
+        torch.ones(3, dtype=torch.float32)
+    assert sum(event.count for event in theirs.key_averages() if event.key == "aten::ones") == 2
+
+
+def test_the_notes_of_the_profiler_are_silenced_within_and_only_within() -> None:
+    level, before = _log_level(), os.environ.get("KINETO_LOG_LEVEL")
+    shown = None if level is None else level.value
+    early = torch.ones(100_000, dtype=torch.float32)
+    with pytest.raises(KeyError), counted_allocations(CPU):
+        raise KeyError
+    with counted_allocations(CPU) as found:
+        del early  # of before: its size is not known, of which PyTorch would warn
+        torch.ones(2, dtype=torch.float32)
+        assert os.environ["KINETO_LOG_LEVEL"] and (level is None or level.value >= 2)
+    assert found is not None and found.peak == 8
+    assert os.environ.get("KINETO_LOG_LEVEL") == before
+    assert (None if level is None else level.value) == shown
