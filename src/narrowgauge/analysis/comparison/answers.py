@@ -18,8 +18,8 @@ from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.chips import CHIPS
+from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import Format, get_format
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipe_sets import RECIPE_SETS, RecipeSet
 from narrowgauge.spec.significance import MIN_EDQ
 
@@ -89,13 +89,13 @@ def answers(classes: Classes) -> tuple[Answer, ...]:
 
 
 def multiplied_format(recipe: str) -> Format:
-    """The format of the operands of a recipe's matmuls.
+    """The format of the operands of the matmuls of a set's recipe.
 
     Example:
         >>> multiplied_format("bfloat16/float32").name
         'bfloat16'
     """
-    return get_format(parse(recipe).compute.output.left.format)
+    return get_format(COMPUTES[recipe.partition("/")[0]].output.left.format)
 
 
 # ── what the tables say ─────────────────────────────────────────────────────────────────────────────────────────────────
