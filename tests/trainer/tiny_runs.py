@@ -20,7 +20,7 @@ SHAPE = {
 }  # fmt: skip
 TIMINGS = {
     "tokens_per_second", "seconds", "data_seconds", "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
-    "peak_tensor_bytes",
+    "peak_tensor_bytes", "step_seconds",
 }  # fmt: skip
 OF_RANKS = {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
