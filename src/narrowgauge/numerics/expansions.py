@@ -364,7 +364,7 @@ def sqrt(x: Tensor) -> Tensor: ...
 @overload
 def sqrt(x: Expansion) -> Expansion: ...
 def sqrt(x: Tensor | Expansion) -> Tensor | Expansion:
-    """The square root: correctly rounded of a float32 tensor, :func:`square_root` of an :class:`Expansion`."""
+    """The square root: correctly rounded of a float32 or float64 tensor, :func:`square_root` of an :class:`Expansion`."""
     if isinstance(x, Expansion):
         return Expansion(square_root(x.parts, x.rounding), x.rounding)
     return float32.sqrt(x)

@@ -32,7 +32,17 @@ from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics import rounding
 from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
-from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, narrowed, random_bits, step_seed
+from narrowgauge.numerics.rounding import (
+    bits_of,
+    cut,
+    dither,
+    float_of,
+    half,
+    narrowed,
+    random_bits,
+    rounded_to_odd,
+    step_seed,
+)
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.numerics.summation import flat_chunks
@@ -153,9 +163,16 @@ def scale_out(code: Code, bound: Tensor) -> Tensor:
 
 
 def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """What the planes hold, as a float32 rounded once to a 16-bit gradient's format, to the nearest, ties away from zero."""
+    """What the planes hold, rounded once to the gradient's format: to the nearest, ties of 16-bit ones away from zero.
+
+    Of a 16-bit gradient the result is a float32 that its format holds.
+    """
     if planes[0].dtype is dtype and len(planes) == 1:
         return planes[0]
+    if dtype is torch.float32:
+        return planes[0].float()
+    if planes[0].dtype is torch.float64:
+        planes = [rounded_to_odd(planes[0])]
     # Sums of float16 values are whole numbers of 2^-24: among float16's subnormals there is nothing to round, and 13 bits
     # are right in all of its range.
     dropped = 13 if dtype is torch.float16 else 16
@@ -177,8 +194,8 @@ class GradientAccumulator:
 
     Args:
         parameters: a tied one counts once, frozen ones and those without a gradient are skipped.
-        dtype: a row of ``ACCUMULATIONS``. Float32 parameters are left to autograd in every row: no row keeps more than
-            their gradients do.
+        dtype: a row of ``ACCUMULATIONS``. Parameters whose gradients no plane of the row keeps more of are left to autograd:
+            float64 ones, and float32 ones except in ``float64``.
         seed: of the stochastic rounding.
         num_micro_batches: how many there will be, for a warning before the first; ``None``: warn when too many came.
         compile: compile the addition; ``None`` decides by size.
@@ -218,7 +235,7 @@ class GradientAccumulator:
         self.parameters = list(dict.fromkeys(parameters))
         require_float64(self.parameters)
         # Those whose gradients are summed here and not by autograd.
-        self._mine = [p for p in self.parameters if _takes(self.row, p) and self.row.planes]
+        self._mine = [p for p in self.parameters if _takes(self.row, p)]
         self._planes: dict[Tensor, list[Tensor]] = {}
         self._bounds: dict[Tensor, Tensor] = {}  # of sums that have a scale, their largest magnitude: float32, 0-d
         self._filled: set[Tensor] = set()
@@ -403,14 +420,12 @@ def backward_in_parts(
 
 
 def _takes(row: Accumulation, parameter: Tensor) -> bool:
-    """Whether the row sums a parameter's gradients: those of 16-bit floats, whose format it must support."""
-    if parameter.element_size() != 2 or not parameter.is_floating_point():
-        return False
+    """Whether the row's planes sum a parameter's gradients; it must support those of 16-bit floats."""
     name = dtype_name(parameter.dtype)
-    if name not in row.gradients:
+    if parameter.element_size() == 2 and parameter.is_floating_point() and name not in row.gradients:
         raise RecipeError(
             f"accumulation '{row.name}' sums {' and '.join(row.gradients)} gradients, and a parameter of shape "
             f"{tuple(parameter.shape)} is {name}.",
             "accumulation_dtype = 'float32' sums every format.",
         )
-    return True
+    return row.keeps_sums(name)

@@ -130,7 +130,8 @@ class _Request:
             return kept + _CONTEXT_BYTES + number * adapters.base_bytes / (sharing if layout.zero >= _WEIGHTS else 1)
         weights = visible / (sharing if layout.zero >= _WEIGHTS else 1)
         row = ACCUMULATIONS[layout.accumulation_dtype]
-        has_sums = layout.micro_batches > 1 and bool(row.planes) and visible < row.bytes_per_param
+        has_sums = layout.micro_batches > 1 and row.keeps_sums(self.recipe.storage.visible)
+        has_sums = has_sums and visible < row.bytes_per_param
         sums = has_sums * row.bytes_per_param / (sharing if layout.zero >= _GRADIENTS else 1)
         rest = max(0.0, self.recipe.bytes_per_param - 2 * visible) / (sharing if layout.zero else 1)
         return kept + _CONTEXT_BYTES + number * (weights + sums + rest)

@@ -27,7 +27,7 @@ class Accumulation:
 
     Args:
         planes: formats of the buffers besides the gradient; without, autograd adds into the gradient itself.
-        gradients: the 16-bit gradient formats that it supports.
+        gradients: the formats of gradients that it sums; autograd adds up float32 ones itself unless they are among these.
         addition: the largest error of one addition, relative to its result.
         loses: what is lost, in a few words.
         source: the publication or library.
@@ -48,6 +48,15 @@ class Accumulation:
     def bytes_per_param(self) -> float:
         """Bytes per parameter of the buffers; where they have a scale, 4 bytes per tensor come on top."""
         return sum(get_format(plane).bits for plane in self.planes) / 8
+
+    def keeps_sums(self, gradient: str) -> bool:
+        """Whether it has planes for gradients of a format; others are left to autograd.
+
+        Example:
+            >>> [ACCUMULATIONS[name].keeps_sums("float32") for name in ("float32", "float64")]
+            [False, True]
+        """
+        return bool(self.planes) and gradient in self.gradients
 
     def bound(self, num_micro_batches: int) -> float:
         """The largest error of a sum before the final rounding, relative to the sum of magnitudes.
@@ -75,6 +84,11 @@ FLOAT8_E5M2_DITHERED = Code("float8_e5m2", 5, 2, rounding="stochastic", lowest=-
 ACCUMULATIONS: dict[str, Accumulation] = {
     accumulation.name: accumulation
     for accumulation in (
+        Accumulation(
+            "float64", ("float64",), ("bfloat16", "float16", "float32"), 2.0**-53,
+            loses="2^-53 of the sum per addition; one rounding at the end",
+            source="IEEE 754: for reference runs, and for the error that a batch's rounded micro-batches leave",
+        ),
         Accumulation(
             "float32", ("float32",), ("bfloat16", "float16"), 2.0**-24,
             loses="2^-24 of the sum per addition; one rounding at the end",

@@ -185,8 +185,8 @@ def _sums_into_gradients(request: RankRequest) -> bool:
     if not request.layout.is_fsdp or request.layout.keeps_gradients:
         return True
     visible = request.recipe.storage.visible
-    narrow = visible != "float32" and ACCUMULATIONS[request.layout.accumulation_dtype].planes
-    return request.layout.micro_batches > 1 and not narrow
+    has_planes = ACCUMULATIONS[request.layout.accumulation_dtype].keeps_sums(visible)
+    return request.layout.micro_batches > 1 and not has_planes
 
 
 def _sum_planes(request: RankRequest, gradients: Term) -> tuple[Term, ...]:
@@ -199,7 +199,7 @@ def _sum_planes(request: RankRequest, gradients: Term) -> tuple[Term, ...]:
     deepspeed/runtime/bf16_optimizer.py, ``update_hp_grads``.
     """
     row = ACCUMULATIONS[request.layout.accumulation_dtype]
-    if request.layout.micro_batches == 1 or request.recipe.storage.visible == "float32" or not row.planes:
+    if request.layout.micro_batches == 1 or not row.keeps_sums(request.recipe.storage.visible):
         return ()
     width = bytes_per_parameter(request.recipe.storage).gradients
     value = gradients.value / width * row.bytes_per_param
@@ -331,8 +331,9 @@ def _whole_stage(request: RankRequest, stage: Stage) -> list[Term]:
     whole = experts + rest
     count = whole.weights / figures.per.weights
     each = figures.per.gradients
-    if request.recipe.storage.visible != "float32":
-        each = max(each, ACCUMULATIONS[request.layout.accumulation_dtype].bytes_per_param * (layout.micro_batches > 1))
+    row = ACCUMULATIONS[request.layout.accumulation_dtype]
+    if row.keeps_sums(request.recipe.storage.visible):
+        each = max(each, row.bytes_per_param * (layout.micro_batches > 1))
     weights, gradients = (f"{count:,.0f} parameters × {width:g} B" for width in (figures.per.weights, each))
     return [
         Term("buffers", "weights of the stage, gathered", whole.weights, weights, _STAGES),
