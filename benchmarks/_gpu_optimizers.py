@@ -37,6 +37,7 @@ NEAR = 0.05
 SKIPPED, MICRO_BATCHES = 3, 3
 """The step that has an infinite gradient; the micro-batches of a step that has several."""
 STALL_BOUNDS = {
+    **dict.fromkeys(("float64/float64", "master64", "float16/master64"), (0.0, 0.002)),
     **dict.fromkeys(("float32", "master", "exact"), (0.0, 0.002)),
     "split": (0.0, 0.01),
     "word": (0.0, 0.10),

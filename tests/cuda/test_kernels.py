@@ -28,7 +28,7 @@ from narrowgauge._torch.many_tensors import SPANS, ManyTensors
 from narrowgauge.numerics.edge_values import same_numbers
 from narrowgauge.optim import accumulation, clip, codec, kernel, row_bounds
 from narrowgauge.optim.compilation import Definition
-from narrowgauge.optim.kernel import WIDE
+from narrowgauge.optim.kernel import COMPILED, WIDE
 from narrowgauge.optim.rules.elementwise import RULES
 from narrowgauge.spec.storages import STORAGES
 from tensors import bits
@@ -62,9 +62,10 @@ OTHERS = (
 
 def steps() -> list[tuple[str, str, str]]:
     """The few; AdamW on every storage; every rule on the default one; audits and odd lengths where planes lie otherwise."""
+    compiled = [name for name, row in STORAGES.items() if row.arithmetic in COMPILED]
     others = [(rule, "word", "wide") for rule in RULES]
     others += [("adamw", storage, how) for storage in ("master", "compact", "states8") for how in ("", "audited wide")]
-    return list(dict.fromkeys([*FEW, *(("adamw", storage, "wide") for storage in STORAGES), *others]))
+    return list(dict.fromkeys([*FEW, *(("adamw", storage, "wide") for storage in compiled), *others]))
 
 
 def name_of(rule: str, storage: str, options: str) -> str:

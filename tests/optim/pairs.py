@@ -94,7 +94,7 @@ RULES = {
 
 
 def is_legal(rule: str, storage: str) -> bool:
-    return not (RULES[rule].matrix and STORAGES[storage].arithmetic == "expansion")
+    return not (RULES[rule].matrix and STORAGES[storage].arithmetic != "float32")
 
 
 PAIRS = [(rule, storage) for rule in RULES for storage in STORAGES if is_legal(rule, storage)]

@@ -11,10 +11,12 @@ import expectations
 import narrowgauge as ng
 from narrowgauge.optim import codec
 from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.spec.storages import Storage, find, for_vectors
+from narrowgauge.spec.storages import STORAGES, Storage, find, for_vectors
 
 REPRESENTATIVES = {name: row.stands_for for name, row in expectations.STORAGES.items() if row.stands_for}
 """One storage of each kind, with what it stands for; a test of the layouts holds that none is missing."""
+CUT = {name: row for name, row in STORAGES.items() if row.arithmetic != "float64"}
+"""The storages whose values are float32 and less, in words of 32 bits; those of float64 are in ``test_float64``."""
 
 
 def kind(storage: Storage) -> tuple[object, ...]:

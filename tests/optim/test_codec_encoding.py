@@ -15,6 +15,7 @@ from covering import exhaustive
 from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
 from narrowgauge.optim import codec
 from narrowgauge.spec.storages import MOMENT_CODES, STORAGES, WEIGHT_CODES, Code, Storage, find
+from optim.scenarios import CUT
 from oracles import codes as oracle
 from tensors import unsigned
 
@@ -22,7 +23,7 @@ COMPOSED = tuple(row for weight in WEIGHT_CODES if (row := find(f"{weight}+bfloa
 # The parts of an expansion are coded one by one: here each stands for itself.
 IN_TABLES = {
     replace(code, parts=1)
-    for row in STORAGES.values()
+    for row in CUT.values()
     for code in (row.weight, row.exp_avg, row.exp_avg_sq, *MOMENT_CODES.values())
 }
 OTHERS = {
@@ -159,7 +160,7 @@ def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
                 assert not value.signbit() and (value == values_of(code)[-1] if code.is_window else value.isnan())
 
 
-@exhaustive("storage", STORAGES.values())
+@exhaustive("storage", CUT.values())
 def test_every_nan_of_a_weight_is_cut_to_the_same_bits(storage: Storage) -> None:
     for addend in (0, half(codec.dropped_bits(storage.weight)), 2 ** codec.dropped_bits(storage.weight) - 1):
         found = codec.encode_weight(storage, every_nan(), addend) if storage.weight.parts == 1 else ()
@@ -338,7 +339,7 @@ def test_the_mean_over_all_addends_is_the_value_relative_to_any_row(code: Code, 
 
 # ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-WHOLE = [r for r in (*STORAGES.values(), *COMPOSED) if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
+WHOLE = [r for r in (*CUT.values(), *COMPOSED) if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
 IN_BFLOAT16 = [row for row in WHOLE if row.visible != "float16"]
 IN_FLOAT16 = [row for row in WHOLE if row.visible == "float16"]
 row_ids = {"ids": lambda row: row.name}

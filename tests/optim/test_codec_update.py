@@ -26,11 +26,11 @@ from narrowgauge.optim.codec import (
 from narrowgauge.optim.kernel import ARITHMETICS, write_decided
 from narrowgauge.optim.rules.elementwise import ADAMW, Rule
 from narrowgauge.spec.storages import STATE_NAMES, STORAGES, Storage, low_parts
-from optim.scenarios import finest, row_of, storage_error
+from optim.scenarios import CUT, finest, row_of, storage_error
 from oracles import codes as oracle
 from tensors import gaussian, unsigned
 
-ROWS = [*STORAGES.values(), *map(row_of, ("bfloat16-pair+bfloat16-pair+e5m3-row", "tail8+e4m3-row+bfloat16-pair"))]
+ROWS = [*CUT.values(), *map(row_of, ("bfloat16-pair+bfloat16-pair+e5m3-row", "tail8+e4m3-row+bfloat16-pair"))]
 every_row = exhaustive("storage", ROWS)
 SEED = torch.tensor(-123456789, dtype=torch.int32)
 

@@ -14,8 +14,8 @@ from narrowgauge.numerics.block_codes import BLOCK_CODES, BlockCode
 from narrowgauge.optim import codec
 from narrowgauge.optim.kernel import StepKernel
 from narrowgauge.optim.rules.elementwise import ADAMW
-from narrowgauge.spec.storages import STORAGES, Storage
-from optim.scenarios import parameters, visible_dtype
+from narrowgauge.spec.storages import Storage
+from optim.scenarios import CUT, parameters, visible_dtype
 from tensors import bits, gaussian
 
 PAYLOADS = {
@@ -59,14 +59,14 @@ def stepped(storage: Storage, nan: Tensor, *, gradient: bool, weight: bool) -> t
     return optimizer, parameter
 
 
-@exhaustive("storage", STORAGES.values())
+@exhaustive("storage", CUT.values())
 @pytest.mark.parametrize("weight", [False, True])
 def test_what_a_step_makes_of_a_nan_is_stored_alike(storage: Storage, weight: bool) -> None:
     kinds = nans(visible_dtype(storage))
     assert_alike([words_after(*stepped(storage, nan, gradient=True, weight=weight)) for nan in kinds])
 
 
-@exhaustive("storage", [storage for storage in STORAGES.values() if storage.visible != "float16"])
+@exhaustive("storage", [storage for storage in CUT.values() if storage.visible != "float16"])
 def test_a_nan_that_was_written_into_a_weight_is_stored_alike(storage: Storage) -> None:
     """The weight alone: its moments stay numbers, whose random bits are a hash of the weight's. Float16 is read as a number."""
     results = []
@@ -76,7 +76,7 @@ def test_a_nan_that_was_written_into_a_weight_is_stored_alike(storage: Storage) 
     assert_alike([[found[1:4:2, 3:20:4] for found in result] for result in results])
 
 
-@exhaustive("storage", STORAGES.values())
+@exhaustive("storage", CUT.values())
 def test_a_step_of_nans_leaves_one_kind_of_words(storage: Storage) -> None:
     """Weights, gradients and those states that are floats, as they lie in a kernel's words."""
     definition = StepKernel(ADAMW, storage, compile=False).define(torch.device("cpu"), False)

@@ -47,7 +47,8 @@ class StateReader:
         """At most ``NUM_VALUES`` float32 values of a state, or ``None`` if there is no such state yet."""
         if name not in self._read:
             if isinstance(self.optimizer, Optimizer):
-                found = self.optimizer.leading(self.parameters, NUM_VALUES, name)
+                read = self.optimizer.leading(self.parameters, NUM_VALUES, name)
+                found = [None if x is None else x.float() for x in read]
             else:
                 kept = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
                 found = [leading_of(x).float() if isinstance(x, Tensor) else None for x in kept]

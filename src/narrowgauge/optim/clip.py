@@ -19,7 +19,7 @@ from narrowgauge._torch.transfers import stream_id, to_device
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics import summation
 from narrowgauge.numerics.edge_values import edge_values
-from narrowgauge.numerics.rounding import EXPONENT
+from narrowgauge.numerics.rounding import EXPONENT, sqrt
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import add_up, by_group, local_of
 from narrowgauge.optim.compilation import Compiled, Definition, compiled, example_words, normal_words, run_each
@@ -159,17 +159,23 @@ def grid_of(largest: Tensor, width: Tensor) -> Tensor:
     return torch.stack([*summation.scales_of_width(peak, width), peak.double()])
 
 
+def squares_of(coarse: Tensor, fine: Tensor, grid: Tensor) -> Tensor:
+    """The sum of squares of :class:`Sums`, float64 0-d."""
+    return summation.from_grid((coarse.sum(), fine.sum()), grid, grid[2])
+
+
 def norm_of(coarse: Tensor, fine: Tensor, grid: Tensor) -> Tensor:
     """The norm of :class:`Sums`, float32 0-d."""
-    return summation.root(summation.from_grid((coarse.sum(), fine.sum()), grid, grid[2]))
+    return summation.root(squares_of(coarse, fine, grid))
 
 
 def decision(norm: Tensor, options: Tensor) -> Tensor:
-    """What a norm decides, float32 ``[4]``: what gradients are multiplied by, 1 to skip the step, the norm of the unscaled
+    """What a norm decides, ``[4]`` in its dtype: what gradients are multiplied by, 1 to skip the step, the norm of the unscaled
     gradients, and 1 where a gradient is not finite.
 
-    ``options`` are float32 ``[4]``: the norm to clip to, the norm above which a step is skipped (both may be infinite), what the
-    loss was multiplied by, and what is not 0 where ``torch.amp.GradScaler`` found a gradient that is not finite.
+    ``options`` are ``[4]`` in the same dtype: the norm to clip to, the norm above which a step is skipped (both may be
+    infinite), what the loss was multiplied by, and what is not 0 where ``torch.amp.GradScaler`` found a gradient that is not
+    finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options.unbind()
     scale, unscaled, finite = 1.0 / grad_scale, norm / grad_scale, norm.isfinite()
@@ -177,11 +183,16 @@ def decision(norm: Tensor, options: Tensor) -> Tensor:
     overflow = (found_inf != 0) | ~finite
     skip = overflow | (unscaled > skip_above)
     scale = torch.where(finite & (max_norm < math.inf), scale * clip, scale)
-    return torch.stack([scale, skip.float(), unscaled, overflow.float()])
+    return torch.stack([scale, skip.to(scale.dtype), unscaled, overflow.to(scale.dtype)])
 
 
 def decision_of(coarse: Tensor, fine: Tensor, grid: Tensor, options: Tensor) -> Tensor:
     return decision(norm_of(coarse, fine, grid), options)
+
+
+def decision_in_float64(coarse: Tensor, fine: Tensor, grid: Tensor, options: Tensor) -> Tensor:
+    """:func:`decision_of` for float64 gradients: the norm, and what they are multiplied by, are float64 too."""
+    return decision(sqrt(squares_of(coarse, fine, grid)), options)
 
 
 class _Kept:
@@ -479,7 +490,7 @@ class Decision(NamedTuple):
     """What a step does with its gradients.
 
     Args:
-        control: the scalars of ``CONTROL``, float32 ``[2]``.
+        control: the scalars of ``CONTROL``, ``[2]``: float64 where a gradient is, else float32.
         norm, own_norm: of all unscaled gradients and of one of them; ``None`` where nothing needs them.
         finite: tells which gradients were finite, ``None`` on a CPU, where they can be looked at.
     """
@@ -501,7 +512,8 @@ class StepControl:
         self.loss_scaler: LossScaler | None = None
         self._request: object = None
         self._norm: GradientNorm | None = None
-        self._kept_limits, self._kept_control = _Kept(torch.float32), _Kept(torch.float32)
+        self._kept_limits = {dtype: _Kept(dtype) for dtype in (torch.float32, torch.float64)}
+        self._kept_control = _Kept(torch.float32)
 
     def use(self, loss_scaler: LossScaler | None) -> None:
         """Divide gradients by this scaler's scale from now on; before each step it must have scaled a loss."""
@@ -539,13 +551,21 @@ class StepControl:
             return Decision(control, None, None, None if found_inf is None else _finite_later(gradients, device))
         if self._norm is None:
             self._norm = GradientNorm(compile=self._worth_compiling(sum(g.numel() for g in gradients)))
-        options = _scaled_options(self._kept_limits(_limits(max_norm, skip_above), device), scale, found_inf)
+        is_double = any(gradient.dtype is torch.float64 for gradient in gradients)
+        kept = self._kept_limits[torch.float64 if is_double else torch.float32]
+        options = _scaled_options(kept(_limits(max_norm, skip_above), device), scale, found_inf)
         whole, part, finite = self._norm.sums(gradients, own)
-        found = self._norm.chain("norm decision", decision_of, [*whole, options])
-        own_norm = None if part is None else self._norm.chain("norm decision", decision_of, [*part, options])[2]
+        found = self._decided(whole, options, is_double)
+        own_norm = None if part is None else self._decided(part, options, is_double)[2]
         if is_ours and self.loss_scaler is not None:
             self.loss_scaler.update_(found[3])
         return Decision(found[:2], found[2], own_norm, finite or _finite_later(gradients, device))
+
+    def _decided(self, sums: Sums, options: Tensor, is_double: bool) -> Tensor:
+        assert self._norm is not None
+        if is_double:
+            return decision_in_float64(*sums, options)
+        return self._norm.chain("norm decision", decision_of, [*sums, options])
 
     def _scale_of_loss(
         self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None

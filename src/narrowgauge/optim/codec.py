@@ -14,8 +14,8 @@ values.
 
 *Layouts* say where the bits lie. A loop over 32-bit values runs at full vector width; one that mixes 16- and 32-bit loads
 does not. So a bfloat16 tensor is read as int32 words of two neighbours: an even and an odd lane, taken by shift and mask. A
-float32 weight has one lane. A *plane* is one state tensor: a lone field, or several fields packed into an element of 8, 16
-or 32 bits. A plane of 16 bits packs like the weight; one of 32 bits is stored as two tensors, first all even elements, then
+float32 weight has one lane. A *plane* is one state tensor: a lone field, or several fields packed into an element of 8, 16,
+32 or 64 bits. A plane of 16 bits packs like the weight; one of 32 bits is stored as two tensors, first all even elements, then
 all odd ones. Where a storage has an 8-bit plane, four lanes share a word of it; the weight is then read in two *parts*, its
 upper and its lower half of rows: lanes 0 and 1 come from the first, 2 and 3 from the second. A storage whose codes are
 scaled by row, or that has two parts, lies in a matrix of rows; any other lies flat. Layouts are internal:
@@ -34,15 +34,41 @@ from operator import or_
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, cut, dither, float_of, half, random_bits
-from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts, width_of
+from narrowgauge.numerics.rounding import (
+    EXPONENT,
+    MAGNITUDE,
+    bits_of,
+    canonical_bits64,
+    cut,
+    dither,
+    float_of,
+    half,
+    random_bits,
+    rounded_to_odd,
+)
+from narrowgauge.spec.storages import VISIBLE, WIDE, Code, Storage, low_parts, width_of
 
 SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
 
 
 def dropped_bits(code: Code) -> int:
-    """How many low mantissa bits of a float32 the code drops."""
-    return 23 - code.mantissa_bits
+    """How many low mantissa bits of a float32 the code drops; a float64 is never cut."""
+    return 0 if code.is_double else 23 - code.mantissa_bits
+
+
+def value_dtype(storage: Storage) -> torch.dtype:
+    """The dtype of the values that a storage's rule computes with."""
+    return torch.float64 if storage.arithmetic == "float64" else torch.float32
+
+
+def word_dtype(bits: int) -> torch.dtype:
+    """The dtype of the words in which values of so many bits lie: int32, or int64 of float64 values."""
+    return torch.int64 if bits == 64 else torch.int32
+
+
+def _share(bits: int) -> int:
+    """How many values of so many bits share a word."""
+    return max(1, 32 // bits)
 
 
 def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
@@ -53,6 +79,8 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
         shift: where in the word the code's lowest bit goes.
         scale: of a scaled code, the first result of :func:`multipliers`.
     """
+    if code.is_double:
+        return canonical_bits64(x)
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
     # The code is the upper bits of the float32, and shift = dropped is where they already are; elsewhere the copies of
@@ -66,6 +94,8 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
 
     ``scale`` is, of a scaled code, the second result of :func:`multipliers`.
     """
+    if code.is_double:
+        return word.view(torch.float64)
     if code.is_window:
         return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
     kept = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
@@ -135,12 +165,14 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_value(visible: str, bits: Tensor) -> Tensor:
-    """The float32 of a visible weight's bits.
+    """The float32 of a visible weight's bits, the float64 where it is one.
 
     For float16 they are the bits of that float32 times 2^-112, whose exponents are float16's own; its infinities and NaNs
     become 65536 and more.
     """
-    exponent = VISIBLE[visible][2]
+    bits_of_format, _, exponent = VISIBLE[visible]
+    if bits_of_format == 64:
+        return bits.view(torch.float64)
     return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
 
 
@@ -154,7 +186,9 @@ def gradient_value(visible: str, bits: Tensor) -> Tensor:
 
 def visible_bits(visible: str, x: Tensor) -> Tensor:
     """The bits of a visible weight in a kernel: the inverse of :func:`visible_value`."""
-    exponent = VISIBLE[visible][2]
+    bits_of_format, _, exponent = VISIBLE[visible]
+    if bits_of_format == 64:
+        return x.view(torch.int64)
     return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
 
 
@@ -172,8 +206,17 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
 
     Returns:
         ``(visible, field, stored)``: the visible weight's bits (see :func:`visible_value`), the signed tail or the bits
-        of the master (int32), ``None`` where there is neither, and the float32 value that the two stand for.
+        of the master (int32, or int64 of a float64), ``None`` where there is neither, and the value that the two stand for.
     """
+    if storage.weight.is_double:
+        bits = canonical_bits64(x)
+        kept = bits.view(torch.float64)
+        if not storage.master:
+            return bits, None, kept
+        _, below, exponent = VISIBLE[storage.visible]
+        # What is beyond float32's range is beyond that of both visible formats.
+        near = rounded_to_odd(kept)
+        return _in_range(storage, cut(near * 2.0**exponent if exponent else near, below, half(below))), bits, kept
     if storage.visible == "float32":
         bits = cut(x, 0, 0)
         return bits, None, float_of(bits)
@@ -207,15 +250,14 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
     """
     if storage.master:
         assert field is not None
-        return torch.where(
-            is_outdated(storage, visible, field), visible_value(storage.visible, visible), float_of(field)
-        )
+        seen, stored = visible_value(storage.visible, visible), decode(storage.weight, field, 0)
+        return torch.where(is_outdated(storage, visible, field), seen.to(stored.dtype), stored)
     return visible_value(storage.visible, visible if field is None else visible + field)
 
 
 def is_outdated(storage: Storage, visible: Tensor, field: Tensor) -> Tensor:
     """Where the visible weight is not the rounded master."""
-    return encode_weight(storage, float_of(field), 0)[0] != _in_range(storage, visible)
+    return encode_weight(storage, decode(storage.weight, field, 0), 0)[0] != _in_range(storage, visible)
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
@@ -242,7 +284,7 @@ class Lane:
 
     Args:
         visible: int32 bits of the visible weight (see :func:`narrowgauge.optim.codec.visible_value`).
-        gradient: int32 bits of the gradient, likewise.
+        gradient: int32 bits of the gradient, likewise. (Of float64 weights all bits are int64.)
         fields: for each bit field, the word that holds it and the bit where it begins.
         scales: for each code that is scaled by row, the multipliers into the code's window, for writing, and out of it, for
             reading.
@@ -256,7 +298,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The float32 values of a lane, its states in the order in which they were requested.
+    """The values of a lane in the storage's arithmetic, its states in the order in which they were requested.
 
     Args:
         weight: what the rule reads: the stored weight, or the visible one where ``low`` is its compensation.
@@ -339,7 +381,8 @@ def write(
         taken = kept - old.weight
     for name, value in states.items():
         fields |= write_state(storage, lane, name, value, addend[name])
-    return Written(visible, fields, (change, taken, visible_value(storage.visible, visible) - old.visible))
+    seen = (visible_value(storage.visible, visible) - old.visible).to(change.dtype)
+    return Written(visible, fields, (change, taken, seen))
 
 
 def _told_apart(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
@@ -477,7 +520,7 @@ def _into(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, pl
 
 # ── layouts: planes, lanes and words ────────────────────────────────────────────────────────────────────────────────────
 
-INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32}
+INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -518,8 +561,8 @@ def _is_signed_state(storage: Storage, name: str) -> bool:
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
     """A lone field has the dtype of PyTorch with the same bits, where there is one."""
-    if width == 32:
-        return torch.float32
+    if width >= 32:
+        return torch.float32 if width == 32 else torch.float64
     codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
     parts = {part: code for state, code in codes.items() for part in (state, *low_parts(state, code))}
     code = parts.get(name)  # a tail and a master copy have none
@@ -546,7 +589,7 @@ def places(storage: Storage) -> Mapping[str, Place]:
 
 def per_word(storage: Storage) -> int:
     """How many neighbouring weights share a 32-bit word."""
-    return 32 // VISIBLE[storage.visible][0]
+    return _share(VISIBLE[storage.visible][0])
 
 
 @lru_cache
@@ -588,13 +631,13 @@ def fits(storage: Storage, shape: Sequence[int]) -> bool:
 
 def num_tensors(storage: Storage, bits: int) -> int:
     """The number of tensors of words in which a kernel takes a plane with this many bits per element."""
-    return num_lanes(storage) * bits // 32
+    return num_lanes(storage) // _share(bits)
 
 
 def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch.device) -> Tensor:
     """Zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape`` (zero encodes 0)."""
     full = (num_tensors(storage, plane.bits), *extent(storage, shape))
-    return torch.zeros(full, dtype=torch.int32, device=device)
+    return torch.zeros(full, dtype=word_dtype(plane.bits), device=device)
 
 
 def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Sequence[int]) -> Tensor:
@@ -603,7 +646,7 @@ def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Seq
     neighbours, parts = per_word(storage), num_parts(storage)
     # [tensors, *extent] of words → a lane for each tensor and each place in its words → parts and neighbours.
     # (Flattened before the view: a dim of one element may have any stride.)
-    small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *group, 32 // plane.bits)
+    small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *group, _share(plane.bits))
     elements = small.movedim(-1, 1).reshape(lanes, *group)
     apart = elements.reshape(parts, neighbours, *group).movedim(1, -1)
     rows = apart.reshape(parts * group[0], group[1] * neighbours) if len(group) == 2 else apart.reshape(-1)
@@ -624,8 +667,8 @@ def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tens
     for dim, size in enumerate(matrix):
         target = target.narrow(dim, 0, size)
     target.copy_(values.reshape(-1).view(INTEGER[plane.bits]).view(matrix))
-    lanes = filled.reshape(parts, *group, neighbours).movedim(-1, 1).reshape(len(words), 32 // plane.bits, *group)
-    return lanes.movedim(1, -1).reshape(-1).view(torch.int32).view(words.shape)
+    lanes = filled.reshape(parts, *group, neighbours).movedim(-1, 1).reshape(len(words), _share(plane.bits), *group)
+    return lanes.movedim(1, -1).reshape(-1).view(words.dtype).view(words.shape)
 
 
 def fields_of(storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, tuple[Tensor, int]]:
@@ -659,7 +702,7 @@ def set_fields(
 
 def _bits_of_plane(storage: Storage, plane: Plane, words: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     values = to_parameter_order(storage, plane, words[plane.name], shape)
-    return values.view(INTEGER[plane.bits]).to(torch.int32)
+    return values.view(INTEGER[plane.bits]).to(word_dtype(plane.bits))
 
 
 # ── in the kernel ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -667,7 +710,7 @@ def _bits_of_plane(storage: Storage, plane: Plane, words: Mapping[str, Tensor], 
 
 def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
     """The bits of every lane of a visible tensor (see :func:`narrowgauge.optim.codec.visible_value`), from its parts."""
-    if visible == "float32":
+    if visible in WIDE:
         return list(words)
     if visible == "bfloat16":
         return [lane for word in words for lane in (word << 16, word & -65536)]
@@ -676,7 +719,7 @@ def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
 
 def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
     """The inverse of :func:`lanes_of_weight`."""
-    if visible == "float32":
+    if visible in WIDE:
         return list(lanes)
     if visible == "float16":
         lanes = [((lane << 3) & 0x7FFF0000) | (lane & SIGN) for lane in lanes]
@@ -699,7 +742,7 @@ def by_lane(storage: Storage, words: Sequence[Tensor]) -> list[dict[str, tuple[T
     queue = iter(words)
     for plane in planes(storage):
         tensors = [next(queue) for _ in range(num_tensors(storage, plane.bits))]
-        share = 32 // plane.bits
+        share = _share(plane.bits)
         for lane, fields in enumerate(lanes):
             for name, shift, _ in plane.fields:
                 fields[name] = tensors[lane // share], shift + plane.bits * (lane % share)
@@ -710,7 +753,7 @@ def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list
     """The words of the planes that a kernel writes, from each lane's fields in their places: the inverse of :func:`by_lane`."""
     result = []
     for plane in planes(storage):
-        share = 32 // plane.bits
+        share = _share(plane.bits)
         for first in range(0, len(fields), share):
             together = [lane[name] for lane in fields[first : first + share] for name, _, _ in plane.fields]
             result.append(reduce(or_, together))

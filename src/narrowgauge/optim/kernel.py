@@ -56,9 +56,10 @@ Advance = Callable[[Lane, Sequence[Tensor], Scalars, Tensor], Written]
 before the kernel: none for an element-wise rule, the change and the new states for a matrix rule."""
 
 
-def in_float32(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """The rule in float32; only what is stored is cut. ``scalars`` are ``gradient_scale`` and the rule's."""
-    gradient = codec.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"]
+def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
+    """The rule in float32 or float64; only what is stored is cut. ``scalars`` are ``gradient_scale`` and the rule's."""
+    gradient = codec.gradient_value(storage.visible, lane.gradient).to(codec.value_dtype(storage))
+    gradient = gradient * scalars["gradient_scale"]
     old = codec.read(storage, lane, rule.states)
     change, *new = rule.update(old.weight, gradient, *old.states, scalars)
     return codec.write(storage, lane, old, change, dict(zip(rule.states, new, strict=True)), seed)
@@ -77,7 +78,13 @@ def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, se
     return codec.write_parts(storage, lane, weight.parts, change, parts)
 
 
-ARITHMETICS: dict[str, Callable[..., Written]] = {"float32": in_float32, "expansion": in_expansions}
+ARITHMETICS: dict[str, Callable[..., Written]] = {
+    "float32": in_floats,
+    "float64": in_floats,
+    "expansion": in_expansions,
+}
+COMPILED = ("float32", "expansion")
+"""The arithmetics that kernels are compiled for. Those in float64 are for reference and run eagerly, a chunk at a time."""
 
 
 def advance_by(rule: Rule, storage: Storage) -> Advance:
@@ -355,7 +362,7 @@ class WordKernel:
         decay: Decay | None = None,
         compile: bool,
     ) -> None:
-        self.storage, self.compile = storage, compile
+        self.storage, self.compile = storage, compile and storage.arithmetic in COMPILED
         self.num_sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if decay is not None else 0)
         self.parts, self.num_decided, self.num_scalars = codec.num_parts(storage), num_decided, len(scalars)
         # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
@@ -368,7 +375,7 @@ class WordKernel:
     def run(self, work: Work, values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
         """Step tensors of equal shape in place, without gradients; returns the audit's ``KERNEL_SUMS``, float64, if ``audited``.
 
-        ``values`` are the float32 scalars of ``CONTROL`` and of the rule; ``seed`` is 0-d int32.
+        ``values`` are the scalars of ``CONTROL`` and of the rule, in the storage's arithmetic; ``seed`` is 0-d int32.
         """
         return self._run(work, values, seed, audited, self._is_compiled(values))
 

@@ -24,6 +24,7 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.numerics.shards import local_of, placed_like
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Finite, StepControl, control_scalars
+from narrowgauge.optim.codec import value_dtype
 from narrowgauge.optim.kernel import StepKernel
 from narrowgauge.optim.reconcile import Registry, check_in_use, snapshot_adopted, snapshot_after_step
 from narrowgauge.optim.rules.elementwise import Rule
@@ -450,9 +451,10 @@ class Optimizer(torch.optim.Optimizer):
         """Store float32 weights, and perhaps states: parameters become the visible part of the weights.
 
         Args:
-            values: the float32 weight of each parameter, of its shape; cut to the nearest.
-            states: the float32 states of each parameter by name, and under ``step`` the number of steps taken. A code
-                that rounds stochastically does so here: rounded to the nearest, many equal values would have the same error.
+            values: the float32 or float64 weight of each parameter, of its shape; cut to the nearest.
+            states: the states, float32 or float64, of each parameter by name, and under ``step`` the number of steps taken. A
+                code that rounds stochastically does so here: rounded to the nearest, many equal values would have the same
+                error.
         """
         self._registry.follow()
         for group in self.param_groups:
@@ -469,13 +471,13 @@ class Optimizer(torch.optim.Optimizer):
                         state.put(name, local_of(value), seed)
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
-        """The stored value, as float32.
+        """The stored value, as float32; as float64 where the storage keeps that.
 
         Args:
             parameter: one of the optimizer's parameters.
             name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
         Returns:
-            float32 tensor of the parameter's shape, a copy (a DTensor where the parameter is one). Before the first step
+            tensor of the parameter's shape, a copy (a DTensor where the parameter is one). Before the first step
             the weight is the parameter itself and moments are zero.
         Raises:
             KeyError: the parameter or the name is unknown.
@@ -491,7 +493,8 @@ class Optimizer(torch.optim.Optimizer):
         known = shapes_of_states(rule, parameter.shape, group)
         if name != "weight" and name not in known:
             raise KeyError(f"rule '{rule.name}' has {('weight', *known)}, not '{name}'")
-        return parameter.detach().float().clone() if name == "weight" else torch.zeros_like(parameter).float()
+        dtype = value_dtype(self._registry.storage_of(group, parameter))
+        return parameter.detach().to(dtype, copy=True) if name == "weight" else torch.zeros_like(parameter, dtype=dtype)
 
     def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
         """The first ``count`` values of :meth:`stored` of some parameters, or of their shards here, without reading the others.

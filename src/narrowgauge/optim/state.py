@@ -26,7 +26,7 @@ from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import codec
 from narrowgauge.optim.kernel import Kernel, StepKernel, Work, peaks_of_matrices
 from narrowgauge.optim.replicated_state import ReplicatedState
-from narrowgauge.spec.storages import Code, Storage
+from narrowgauge.spec.storages import VISIBLE, Code, Storage
 
 NO_GRADIENT = torch.empty(0, dtype=torch.float32)
 """Replaces the gradient between steps, so that the last one can be freed."""
@@ -68,7 +68,7 @@ class ParameterState:
     Args:
         owner: the parameter of the model.
         parameter: the local tensor: the same, or this rank's shard of a DTensor.
-        words: int32, the words of each plane, by plane name.
+        words: int32 (int64 of float64 values), the words of each plane, by plane name.
         bounds: of each code that is scaled by row, the magnitude that no exact value of a row exceeds, float32
             ``[rows, 1]``; a stochastically cut value may, and the window ends at 1.7 times the power of two above.
         extras: states of a matrix rule that do not lie beside the weight, by name.
@@ -192,7 +192,7 @@ class ParameterState:
         widths = dict(self.storage.fields)
         for name in places.keys() & kept.keys():
             word, shift = kept[name]
-            mask = -1 if widths[name] == 32 else (1 << widths[name]) - 1
+            mask = -1 if widths[name] >= 32 else (1 << widths[name]) - 1
             fields[name] = ((word >> shift) & mask) << places[name].shift
         self._fill(fields)
         for mine, theirs in ((self.bounds, old.bounds), (self.tensors_of_extras(), old.tensors_of_extras())):
@@ -206,7 +206,8 @@ class ParameterState:
     def _lane(self) -> codec.Lane:
         """The state as one lane in the parameter's order, a matrix or flat."""
         scales = {n: codec.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
-        weight = self.parameter.detach().float().reshape(self._matrix).contiguous()
+        weight = self.parameter.detach()
+        weight = (weight if weight.dtype is torch.float64 else weight.float()).reshape(self._matrix).contiguous()
         visible = codec.visible_bits(self.storage.visible, weight)
         fields = codec.fields_of(self.storage, self.words, self.parameter.shape)
         return codec.Lane(visible, visible, fields, scales)
@@ -216,7 +217,7 @@ class ParameterState:
         return codec.matrix_of(self.storage, self.parameter.shape)
 
     def stored(self, name: str) -> Tensor:
-        """The stored weight (``"weight"``) or a state, by name, as float32 of the parameter's shape (a copy)."""
+        """The stored weight (``"weight"``) or a state, by name, of the parameter's shape, float32 or float64 (a copy)."""
         if name in self.extras:
             return self.extras[name].value().clone()
         if name != "weight" and name not in dict(self.storage.states):
@@ -229,7 +230,7 @@ class ParameterState:
         return value.reshape(self.parameter.shape).clone()
 
     def adopt(self, values: Tensor, seed: Tensor | None = None) -> None:
-        """Store float32 ``values`` as the weight, cut to the nearest; the parameter becomes its visible part.
+        """Store float32 or float64 ``values`` as the weight, cut to the nearest; the parameter becomes its visible part.
 
         With a ``seed`` (0-d int32), a code that rounds stochastically does so here too.
         """
@@ -265,11 +266,11 @@ class ParameterState:
             self.adopt(torch.where(where, self.parameter.detach().float(), self.stored("weight")))
             return
         fields = self._lane().fields
-        self._fill({n: torch.where(where, 0, fields[n][0].reshape(where.shape)) for n in self.storage.beside})
+        self._fill({n: fields[n][0].reshape(where.shape).masked_fill(where, 0) for n in self.storage.beside})
 
     def _fresh(self, name: str, values: Tensor) -> Tensor:
         """Values as a matrix; sets the bounds of their rows."""
-        value = values.detach().float().contiguous().reshape(self._matrix)
+        value = values.detach().to(codec.value_dtype(self.storage)).contiguous().reshape(self._matrix)
         if name in self.bounds:
             peaks = self.peaks_of(value)
             self.bounds[name].copy_(weight_bound(peaks) if name == "weight" else peaks)
@@ -372,11 +373,11 @@ def weight_bound(peaks: Tensor) -> Tensor:
 
 
 def as_words(tensor: Tensor) -> Tensor | None:
-    """A contiguous tensor as int32 words; ``None`` where its length or address does not allow it."""
+    """A contiguous tensor as int32 words, int64 of float64 values; ``None`` where its length or address does not allow it."""
     size = tensor.element_size()
     if not tensor.is_contiguous() or tensor.numel() * size % 4 or tensor.storage_offset() * size % 4:
         return None
-    return tensor.view(-1).view(torch.int32)
+    return tensor.view(-1).view(codec.word_dtype(8 * size))
 
 
 def _filled(rows: Tensor, count: int) -> Tensor:
@@ -511,7 +512,8 @@ def _make_bucket(members: list[ParameterState], kernel: StepKernel) -> Bucket:
     planes = codec.planes(storage)
     length = total * codec.num_lanes(storage)
     words = {p.name: codec.allocate(storage, p, (length,), device) for p in planes}
-    weights, gradients = (torch.zeros(total, dtype=torch.int32, device=device) for _ in range(2))
+    word = codec.word_dtype(VISIBLE[storage.visible][0])
+    weights, gradients = (torch.zeros(total, dtype=word, device=device) for _ in range(2))
     bucket = Bucket(members, kernel, starts, words, weights, gradients)
     visible = getattr(torch, storage.visible)
     for member, segment in zip(members, bucket.segments(), strict=True):

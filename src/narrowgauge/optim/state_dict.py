@@ -89,8 +89,9 @@ def take_plain(
                 f"{tuple(state.stored(name).shape)}.",
                 _ADVICE,
             )
-        state.put(name, value.float(), seed)
-        if not torch.equal(state.stored(name), value.float()):
+        value = value.to(state.stored(name).dtype)
+        state.put(name, value, seed)
+        if not torch.equal(state.stored(name), value):
             losses.cut[state.storage.name, name, state.code(name).bits] = None
 
 
@@ -100,7 +101,7 @@ def _keep_weight(state: ParameterState, value: Tensor) -> None:
     state.adopt(value)
     moved = state.parameter.detach() != shown
     if bool(moved.any()):
-        state.adopt(torch.where(moved, shown.float(), value))
+        state.adopt(torch.where(moved, shown.to(value.dtype), value))
 
 
 def without_none(entry: Mapping[str, Any]) -> dict[str, Any]:

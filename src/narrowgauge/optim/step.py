@@ -30,7 +30,8 @@ from narrowgauge.optim.state import PIECE_WORDS, Bucket, ParameterState, weight_
 class Numbers:
     """The scalars of a step of one (rule, step number); states that have taken the same number of steps share them.
 
-    ``values`` are the float32 scalars of ``CONTROL`` and of the rule; ``seed``, 0-d int32, is that of the random bits.
+    ``values`` are the scalars of ``CONTROL`` and of the rule, float32 or float64 as the storage's arithmetic; ``seed``, 0-d
+    int32, is that of the random bits.
     """
 
     values: Tensor
@@ -39,30 +40,31 @@ class Numbers:
 
 
 def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A seed, int32 0-d, and float32 ``[n]`` of the host on a device: one copy for both, each at a multiple of 16 bytes."""
+    """A seed, int32 0-d, and floats ``[n]`` of the host on a device: one copy for both, each at a multiple of 16 bytes."""
     if device.type == "cpu":
         return seed, values
     sent = to_device(torch.cat([seed.view(1), seed.new_zeros(3), values.view(torch.int32)]), device)
-    return sent[0], sent[4:].view(torch.float32)
+    return sent[0], sent[4:].view(values.dtype)
 
 
 class Stepper:
-    """One step of one param group. ``control`` holds the scalars of ``CONTROL``, float32 ``[2]``."""
+    """One step of one param group. ``control`` holds the scalars of ``CONTROL``, ``[2]``."""
 
     def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
-        self._numbers: dict[tuple[str, int, int], Numbers] = {}
+        self._numbers: dict[tuple[str, int, int, torch.dtype], Numbers] = {}
 
     def numbers(self, state: ParameterState) -> Numbers:
         """The scalars and the seed of a state's next step."""
         kernel, count = state.kernel, state.step + 1
-        key = kernel.rule.name, count, state.begun
+        dtype = codec.value_dtype(state.storage)
+        key = kernel.rule.name, count, state.begun, dtype
         if key not in self._numbers:
             device = self.control.device
             scalars = [1.0, 0.0, *kernel.scalars(self.group, count - state.begun)]
             seed, values = on_device(
                 torch.full((), step_seed(self.group["seed"], count), dtype=torch.int32, device="cpu"),
-                torch.tensor(scalars, dtype=torch.float32, device="cpu"),
+                torch.tensor(scalars, dtype=dtype, device="cpu"),
                 device,
             )
             values[:2] = self.control
@@ -275,6 +277,6 @@ def _even_pieces(weight: Tensor, gradient: Tensor, limit: int) -> Iterator[tuple
 def _padded(values: Tensor, words: tuple[int, int]) -> Tensor:
     """A copy of a matrix as a matrix of words of that shape, padded with zeros."""
     # Words first: rows of nothing have no stride that narrower values could be viewed as words by.
-    buffer = torch.zeros(words, dtype=torch.int32, device=values.device)
+    buffer = torch.zeros(words, dtype=codec.word_dtype(8 * values.element_size()), device=values.device)
     buffer.view(values.dtype)[: values.shape[0], : values.shape[1]].copy_(values)
     return buffer

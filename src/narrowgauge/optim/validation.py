@@ -20,7 +20,7 @@ from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
 from narrowgauge.spec.storages import STORAGES, Storage, find
-from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range
+from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range, refuse_matrix_rule
 
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """What the options of each rule may be; a rule that is not here checks its own."""
@@ -189,12 +189,8 @@ def check_real(parameter: Tensor) -> None:
 
 def check_rule(rule: object, storage: Storage) -> None:
     """Refuse a rule that cannot be computed in the storage's arithmetic."""
-    if isinstance(rule, MatrixRule) and storage.arithmetic != "float32":
-        raise RecipeError(
-            f"rule '{rule.name}' was requested with storage '{storage.name}', in whose arithmetic of expansions a matrix "
-            "product is not defined.",
-            f"Take '{storage.fallback}', or an elementwise rule.",
-        )
+    if isinstance(rule, MatrixRule):
+        refuse_matrix_rule(rule.name, storage)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:

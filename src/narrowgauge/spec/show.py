@@ -22,7 +22,7 @@ from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, Alias
 from narrowgauge.spec.recipe_sets import RECIPE_SETS, RecipeSet
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import VISIBLE, Code, Storage, low_parts, width_of
+from narrowgauge.spec.storages import VISIBLE, WIDE, Code, Storage, low_parts, width_of
 from narrowgauge.spec.tables import Column, Row, Table, cell_text, name_columns, number_columns, text_columns
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
@@ -141,7 +141,7 @@ def _storage_row(storage: Storage) -> Row:
     return {
         "name": storage.name,
         "visible": storage.visible,
-        "weight": f"{storage.visible} + float32 master" if storage.master else code_text(storage.weight),
+        "weight": f"{storage.visible} + {storage.weight.name} master" if storage.master else code_text(storage.weight),
         "exp_avg": code_text(storage.exp_avg),
         "exp_avg_sq": code_text(storage.exp_avg_sq),
         "state_bits": dict(storage.fields),
@@ -489,16 +489,16 @@ def _override_row(override: recipes.Override) -> Row:
 
 
 def _rounding(code: Code) -> str:
-    """The rounding mode of a code; empty where all bits of the float32 are stored."""
-    return "" if code.bits == 32 else code.rounding
+    """The rounding mode of a code; empty where all bits of the float32 or float64 are stored."""
+    return "" if code.bits >= 32 else code.rounding
 
 
 def _stored_parts(storage: Storage) -> list[Row]:
     """What is in memory per parameter of a matrix; the bytes sum to the bytes per parameter."""
     visible_bytes = VISIBLE[storage.visible][0] / 8
-    rounded_here = storage.visible != "float32" and not storage.beside
+    rounded_here = storage.visible not in WIDE and not storage.beside
     parts = {
-        "master": ("full copy of the weight", "float32", ""),
+        "master": ("full copy of the weight", storage.weight.name, ""),
         "tail": ("tail of the weight", f"{storage.tail_bits} bits", _rounding(storage.weight)),
     }
     for name, words in (("weight", "weight"), ("exp_avg", "first moment"), ("exp_avg_sq", "second moment")):
@@ -506,7 +506,7 @@ def _stored_parts(storage: Storage) -> list[Row]:
         text = code_text(code).partition(",")[0] if code.parts == 1 else code.name.split(" ")[0]
         parts[name] = (words, text, _rounding(code))
         parts |= {low: (f"low part of the {words}", text, _rounding(code)) for low in low_parts(name, code)}
-    seen_rounding = _rounding(storage.weight) if rounded_here else "" if storage.visible == "float32" else "nearest"
+    seen_rounding = _rounding(storage.weight) if rounded_here else "" if storage.visible in WIDE else "nearest"
     stored = [("weight that the model sees", storage.visible, visible_bytes, seen_rounding)]
     for group in storage.packing:
         unused = width_of(group) - sum(bits for _, bits in group)

@@ -1,11 +1,11 @@
 """Storages: how a weight and its moments are stored between optimizer steps, and the codes that they are rounded to.
 
-A stored value is a float32 rounded to fewer bits by a :class:`Code`. The upper bits of a weight are the bfloat16 (or float16)
-that the model sees; its *tail* is the signed remainder, so that both together give the stored value back exactly. A code of a
-moment keeps a few exponent and mantissa bits of the float32, or of the float32 divided by a power of two that its row shares.
-The published baselines store a second *number* instead, the low part of an expansion. A NaN is stored without its sign and
-payload, which differ between processors: as the positive quiet NaN, and where a code has none as its largest positive value
-(a float16 weight as infinity).
+A stored value is a float32 rounded to fewer bits by a :class:`Code`, except in the two rows for reference, which keep float64
+values and update them in float64. The upper bits of a weight are the bfloat16 (or float16) that the model sees; its *tail* is
+the signed remainder, so that both together give the stored value back exactly. A code of a moment keeps a few exponent and
+mantissa bits of the float32, or of the float32 divided by a power of two that its row shares. The published baselines store a
+second *number* instead, the low part of an expansion. A NaN is stored without its sign and payload, which differ between
+processors: as the positive quiet NaN, and where a code has none as its largest positive value (a float16 weight as infinity).
 
 "Nearest" means ties away from zero, except in the baselines whose sources round ties to even. A :class:`Storage` names a code
 for the weight and for each moment. The optimizer, tests, documentation and ``narrowgauge show`` read the same table.
@@ -28,8 +28,9 @@ Rounding = Literal["nearest", "stochastic"]
 class Code:
     """How one float32 is rounded: which exponent and mantissa bits are stored, and the rounding mode.
 
-    Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself. Fewer exponent bits select a window of
-    binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below and saturation above.
+    Codes with 8 exponent bits are the upper ``bits`` bits of the float32 itself; the one of 64 bits is a float64. Fewer
+    exponent bits select a window of binades: a small float whose smallest normal value is ``2**lowest``, with subnormals below
+    and saturation above.
 
     Args:
         name: in tables.
@@ -70,14 +71,20 @@ class Code:
     @property
     def is_window(self) -> bool:
         """Whether the code stores a window of binades instead of float32's own exponent."""
-        return self.exponent_bits != 8
+        return self.exponent_bits != 8 and not self.is_double
+
+    @property
+    def is_double(self) -> bool:
+        """Whether the code stores whole float64 values."""
+        return self.bits == 64
 
     @property
     def highest(self) -> int:
         """Exponent of the largest binade in range."""
-        return self.lowest + 2**self.exponent_bits - 2 if self.is_window else 127
+        return self.lowest + 2**self.exponent_bits - 2 if self.is_window else 1023 if self.is_double else 127
 
 
+FLOAT64 = Code("float64", 11, 52, lowest=-1022)
 FLOAT32 = Code("float32", 8, 23)
 BFLOAT16 = Code("bfloat16", 8, 7)
 BFLOAT16_DITHERED = Code("bfloat16", 8, 7, rounding="stochastic")
@@ -129,7 +136,12 @@ MOMENT_CODES: dict[str, Code] = {
 }
 """Codes of moments, likewise. ``e7m5``, ``e5m3-row`` and ``float16-row-held`` have no sign bit: for second moments only."""
 
-VISIBLE: dict[str, tuple[int, int, int]] = {"float32": (32, 0, 0), "bfloat16": (16, 16, 0), "float16": (16, 13, -112)}
+VISIBLE: dict[str, tuple[int, int, int]] = {
+    "float64": (64, 0, 0),
+    "float32": (32, 0, 0),
+    "bfloat16": (16, 16, 0),
+    "float16": (16, 13, -112),
+}
 """Per format that a model sees: its bits, the float32 mantissa bits that it lacks, and the exponent by which a float32 is scaled
 so that its upper bits are the format's."""
 
@@ -140,13 +152,13 @@ def low_parts(name: str, code: Code) -> tuple[str, ...]:
 
 
 def width_of(group: Sequence[tuple[str, int]]) -> int:
-    """Bits of the word that holds a group of fields: 8, 16 or 32."""
+    """Bits of the word that holds a group of fields: 8, 16 or 32; 64 for a lone float64."""
     bits = sum(bits for _, bits in group)
     return next((width for width in (8, 16, 32) if bits <= width), bits)
 
 
 def width_alone(code: Code) -> int:
-    """Bits of the word that holds one part of a code and nothing else: 8, 16 or 32."""
+    """Bits of the word that holds one part of a code and nothing else: 8, 16, 32 or 64."""
     return width_of((("", code.bits),))
 
 
@@ -163,22 +175,25 @@ def bytes_alone(code: Code, shape: Sequence[int]) -> int:
 
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Pack fields, ``(name, bits)`` each, into words: those of 16 and 32 bits alone, the others in the fewest bits, then words.
+    """Pack fields, ``(name, bits)`` each, into words: those of 16, 32 or 64 bits alone, others in the fewest bits, then words.
 
     Raises:
-        ValueError: a field has more than 32 bits.
+        ValueError: a field has more than 32 bits, and not 64.
     Example:
         >>> packed((("tail", 8), ("exp_avg", 12), ("exp_avg_sq", 12)))
         ((('tail', 8), ('exp_avg', 12), ('exp_avg_sq', 12)),)
     """
-    if wide := [name for name, bits in fields if bits > 32]:
+    if wide := [name for name, bits in fields if bits > 32 and bits not in _ALONE]:
         raise ValueError(f"'{wide[0]}' is wider than a 32-bit word")
-    alone = tuple((field,) for field in fields if field[1] in (16, 32))
-    narrow = tuple(field for field in fields if field[1] not in (16, 32))
+    alone = tuple((field,) for field in fields if field[1] in _ALONE)
+    narrow = tuple(field for field in fields if field[1] not in _ALONE)
     ways = (way for way in _partitions(narrow) if all(sum(bits for _, bits in group) <= 32 for group in way))
     # Among equals, leave the first field (the tail) alone, since other kernels read it.
     best = min(ways, key=lambda way: (sum(map(width_of, way)), len(way), len(way[0]) if way else 0))
     return (*alone, *best)
+
+
+_ALONE = (16, 32, 64)
 
 
 def _partitions(
@@ -197,7 +212,9 @@ def _partitions(
 # ── storages ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-Arithmetic = Literal["float32", "expansion"]
+Arithmetic = Literal["float32", "expansion", "float64"]
+WIDE = ("float32", "float64")
+"""Visible formats that no storage rounds a weight to: the model sees all of what is stored."""
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 # A second moment of fewer mantissa bits does not move at a beta2 of 0.999, whose change is 2^-10 of it.
 _FROZEN_MANTISSA = 10
@@ -214,12 +231,13 @@ class Storage:
         weight: code of the stored weight; its upper part is the visible one.
         exp_avg: code of the first moment, and of every other state of either sign.
         exp_avg_sq: code of the second moment, and of every other state that is never negative.
-        master: store a full float32 copy of the weight instead of a tail.
+        master: store a full copy of the weight instead of a tail: float32, or float64 where the code is.
         vectors: the storage of 1-D parameters (norm gains, biases); ``None`` for this one.
         loses: what is lost, in a few words.
         fallback: the storage that an alarm recommends when this one loses updates.
         source: the publication or library.
-        arithmetic: ``"float32"``, or ``"expansion"``: every operation is rounded to the precision of the visible format.
+        arithmetic: ``"float32"``, ``"float64"``, or ``"expansion"``: every operation is rounded to the precision of the visible
+            format.
         states: the optimizer states, each with its code; every update rule has its own.
     """
 
@@ -244,7 +262,7 @@ class Storage:
     @property
     def tail_bits(self) -> int:
         """Bits of the tail: those of the stored weight that no visible weight, master copy or low part holds."""
-        own = self.master or self.visible == "float32" or self.weight.parts > 1
+        own = self.master or self.visible in WIDE or self.weight.parts > 1
         return 0 if own else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
     @property
@@ -257,7 +275,7 @@ class Storage:
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
         """All fields besides the visible weight: ``(name, bits)``."""
-        width = 32 if self.master else self.tail_bits or self.weight.bits
+        width = self.weight.bits if self.master else self.tail_bits or self.weight.bits
         result = [(name, width) for name in self.beside]
         for state, role in self.states:
             code = self.code(role)
@@ -294,7 +312,7 @@ class Storage:
             ['master', 'word']
         """
         weight, moment = self.weight, self.exp_avg_sq
-        is_short = self.visible != "float32" and not self.beside and weight.rounding == "nearest"
+        is_short = self.visible not in WIDE and not self.beside and weight.rounding == "nearest"
         is_frozen = moment.parts == 1 and moment.rounding == "nearest" and moment.mantissa_bits < _FROZEN_MANTISSA
         return not is_short and not is_frozen
 
@@ -331,6 +349,12 @@ STORAGES: dict[str, Storage] = {
     storage.name: storage
     for storage in (
         Storage(
+            "float64/float64", "float64", FLOAT64, FLOAT64, FLOAT64, vectors=None, fallback="float64/float64",
+            arithmetic="float64",
+            loses="2^-53 of every operation: the reference that float32 itself is measured against",
+            source="IEEE 754; Lightning's precision 64-true",
+        ),
+        Storage(
             "float32", "float32", FLOAT32, FLOAT32, FLOAT32, vectors=None,
             loses="nothing beyond float32 rounding; with compute bfloat16 it is autocast",
             source="Kingma & Ba 2015; Loshchilov & Hutter 2019",
@@ -339,6 +363,12 @@ STORAGES: dict[str, Storage] = {
             "master", "bfloat16", FLOAT32, FLOAT32, FLOAT32, master=True,
             loses="nothing that float32 keeps; the model sees the nearest bfloat16",
             source="Micikevicius et al. 2018, mixed precision training",
+        ),
+        Storage(
+            "master64", "bfloat16", FLOAT64, FLOAT64, FLOAT64, vectors=None, master=True, fallback="master64",
+            arithmetic="float64",
+            loses="2^-53 of every operation of the update; the model sees the nearest bfloat16, and so are gradients",
+            source="master with float64 in place of float32: the update of a narrow model without rounding of its own",
         ),
         Storage(
             "exact", "bfloat16", TAIL16, FLOAT32, FLOAT32,
@@ -417,6 +447,12 @@ STORAGES: dict[str, Storage] = {
             fallback="float16/split",
             loses="nothing that float32 keeps; the model sees the nearest float16, 65504 at most",
             source="Micikevicius et al. 2018, mixed precision training",
+        ),
+        Storage(
+            "float16/master64", "float16", FLOAT64, FLOAT64, FLOAT64, vectors=None, master=True, fallback="float16/master64",
+            arithmetic="float64",
+            loses="2^-53 of every operation of the update; the model sees the nearest float16, and so are gradients",
+            source="float16/master with float64 in place of float32",
         ),
         Storage(
             "float16/split", "float16", FLOAT16_TAIL, BFLOAT16, FLOAT32, vectors="float16/master",

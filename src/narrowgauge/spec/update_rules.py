@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec.storages import Storage
 
 # ── what an option may be ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -338,3 +339,23 @@ def rule_title(recipe: str, rule: str) -> str:
         ('bfloat16/word', 'bfloat16/word by muon')
     """
     return recipe if rule == "adamw" else f"{recipe} by {rule}"
+
+
+def refuse_matrix_rule(rule: str, storage: Storage) -> None:
+    """Refuse a matrix rule, by name, with a storage in whose arithmetic it cannot be computed.
+
+    Raises:
+        RecipeError: that arithmetic is not float32.
+    """
+    if storage.arithmetic == "expansion":
+        raise RecipeError(
+            f"rule '{rule}' was requested with storage '{storage.name}', in whose arithmetic of expansions a matrix "
+            "product is not defined.",
+            f"Take '{storage.fallback}', or an elementwise rule.",
+        )
+    if storage.arithmetic == "float64":
+        raise RecipeError(
+            f"rule '{rule}' was requested with storage '{storage.name}', whose updates are float64, and matrix rules decide in "
+            "float32.",
+            "Take an elementwise rule (adamw, adam, sgd or lion), or storage 'float32' or 'master'.",
+        )

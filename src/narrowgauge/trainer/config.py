@@ -25,7 +25,7 @@ from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
-from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, rule_title
+from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_matrix_rule, rule_title
 
 _KINDS: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "Recipe": Recipe}
 _KIND_NAMES: dict[type, str] = {
@@ -388,6 +388,8 @@ class TrainConfig:
         return "the usual rate of unit-scaled models is AdamW's" if is_other else ""
 
     def _is_worth_compiling(self, num_parameters: int | None) -> bool:
+        if self.recipe.dtype == "float64":
+            return False
         return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
 
     def why_uncompiled(self, num_parameters: int) -> str:
@@ -546,13 +548,14 @@ class TrainConfig:
             raise RecipeError(
                 f"rule '{rule.name}' was requested without a learning rate: {reason}.", "Set --lr; try several."
             )
+        if self.compile and self.recipe.dtype == "float64":
+            raise RecipeError(
+                f"a compiled model was requested in '{self.recipe.title}', whose scope of float64 no graph can hold.",
+                "Omit --compile: reference runs are eager.",
+            )
         for storage in (self.recipe.storage, *(each.storage for each in self.recipe.overrides if each.storage)):
-            if rule.is_matrix and storage.arithmetic != "float32":
-                raise RecipeError(
-                    f"rule '{rule.name}' was requested with storage '{storage.name}', in whose arithmetic of expansions a "
-                    "matrix product is not defined.",
-                    f"Take '{storage.fallback}', or an elementwise rule.",
-                )
+            if rule.is_matrix:
+                refuse_matrix_rule(rule.name, storage)
 
     def _require_sources(self) -> None:
         """Require that text and tokenizer exist; both are read later."""

@@ -162,7 +162,14 @@ def recipe_of(storage: str) -> str:
 
 
 # A compute with a transform takes transformers' models only; its storage's codes are tried under another one.
-_TRIED = [recipe_of(name) for name in STORAGES if not name.startswith("scalify")]
+_KEPT = [name for name, row in STORAGES.items() if row.arithmetic != "float64"]
+_TRIED = [recipe_of(name) for name in _KEPT if not name.startswith("scalify")]
+
+
+@pytest.mark.parametrize("recipe", [recipe_of(name) for name in STORAGES if name not in _KEPT])
+def test_float64_is_refused(recipe: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="carries weights and states as float32"):
+        ng.convert(tmp_path, recipe, tmp_path / "b")
 
 
 @pytest.mark.parametrize("recipe", [*_TRIED, "bfloat16/tail8+float16-row+float16-row-held"])

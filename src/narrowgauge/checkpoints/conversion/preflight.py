@@ -20,7 +20,7 @@ def require_convertible(
     """Check the paths of a conversion and parse its recipe; ``None`` with ``like``.
 
     Raises:
-        RecipeError: an unknown recipe, or neither or both of ``recipe`` and ``like``.
+        RecipeError: an unknown recipe, one that stores float64, or neither or both of ``recipe`` and ``like``.
         RecordError: ``out`` exists and is not empty.
         DataError: a path does not exist.
     """
@@ -31,6 +31,11 @@ def require_convertible(
             "Give --recipe NAME, or --like CKPT.",
         )
     policy = None if recipe is None else parse(recipe)
+    if policy is not None and policy.storage.arithmetic == "float64":
+        raise RecipeError(
+            f"recipe '{policy.name}' was requested of a conversion, which carries weights and states as float32.",
+            "A run in float64 is resumed in its own recipe; to start one from other weights, give --model their folder.",
+        )
     if out is not None:
         require_free(out)
     if not source.exists():
