@@ -57,7 +57,7 @@ def test_a_row_says_what_it_is_for_and_where_it_comes_from(row: Compute) -> None
     for words in (row.purpose, row.source):
         assert words == words.strip() and len(words) >= 8 and "\n" not in words
     assert not row.purpose.endswith(".")
-    assert row.dtype in ("float32", "bfloat16", "float16")
+    assert row.dtype in ("float64", "float32", "bfloat16", "float16")
     assert row.transform in ("", "scalify", "unit") and all(row.keep)
 
 

@@ -51,7 +51,7 @@ def test_bytes_are_those_of_the_words_that_hold_the_fields(storage: Storage) -> 
 def test_a_row_is_a_value_that_says_where_it_comes_from(storage: Storage) -> None:
     assert STORAGES[storage.name] is storage and hash(storage) == hash(replace(storage))
     assert storage.loses and storage.source
-    assert storage.name.count("/") <= 1 and storage.arithmetic in ("float32", "expansion")
+    assert storage.name.count("/") <= 1 and storage.arithmetic in ("float32", "float64", "expansion")
 
 
 @every_storage
@@ -75,7 +75,7 @@ def test_throughout_holds_nothing_but_float16() -> None:
 
 
 def test_ours_keep_vectors_whole_and_baselines_as_their_sources_do() -> None:
-    masters = {"master", "float16/master", "float32"}
+    masters = {"master", "float16/master", "float32", "float64/float64", "master64", "float16/master64"}
     whole = {name for name, row in STORAGES.items() if for_vectors(row).name in masters}
     assert whole == {name for name, row in expectations.STORAGES.items() if row.vectors_whole}
     assert {name for name, row in STORAGES.items() if for_vectors(row) is row} == set(STORAGES) - whole | masters
@@ -289,7 +289,8 @@ def test_every_code_keeps_what_it_must(storage: Storage) -> None:
     assert storage.weight.signed and storage.exp_avg.signed
     assert all(code.highest == 0 for code in codes if code.scaled)
     assert not storage.exp_avg_sq.is_window or storage.exp_avg_sq.hold or storage.arithmetic == "expansion"
-    assert all(code.bits <= 32 and code.parts >= 1 for code in codes)
+    widest = 64 if storage.arithmetic == "float64" else 32
+    assert all(code.bits <= widest and code.parts >= 1 for code in codes)
 
 
 def test_the_window_of_the_second_moment_covers_the_squares_of_the_first() -> None:

@@ -11,12 +11,13 @@ from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import WIDE
 
 _ROUND = {"bfloat16": round_to_bfloat16, "float16": round_to_float16}
 
 
 def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
-    """Round every parameter to its visible format, in place; returns the float32 values of the trainable ones.
+    """Round every parameter to its visible format, in place; returns the values of the trainable ones before, at least float32.
 
     A model that the caller has sharded must be settled first (:func:`narrowgauge.distributed.sharding.settle`).
 
@@ -31,7 +32,7 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     for parameter in model.parameters():
         dtype = formats[parameter]
         if parameter.requires_grad:
-            values[parameter] = parameter.data.float()
+            values[parameter] = parameter.data if parameter.dtype is torch.float64 else parameter.data.float()
         if is_sharded(parameter):
             _round_shard(parameter, dtype, recipe)
         else:
@@ -43,8 +44,8 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
 
 def visible(weight: Tensor, dtype: str) -> Tensor:
     """A float32 weight, rounded to its visible format; a weight that is narrow already, unchanged."""
-    if dtype == "float32":
-        return weight.float()
+    if dtype in WIDE:
+        return weight.to(getattr(torch, dtype))
     return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight
 
 

@@ -287,6 +287,8 @@ def convert_model(
         make_equal(model, mesh)
     factors = _rebuild(model, recipe, seed)
     values = round_parameters(model, recipe)
+    if recipe.dtype == "float64":
+        _widen_buffers(model)
     narrow = narrow_linears(model, recipe, seed)
     keep_ranks_apart(model)
     if mesh is not None:
@@ -384,6 +386,14 @@ def _rebuild(model: nn.Module, recipe: Recipe, seed: int) -> dict[str, float]:
 
     unit_scaling.unit_scale(model, seed)
     return unit_scaling.learning_rate_factors(model)
+
+
+def _widen_buffers(model: nn.Module) -> None:
+    """Take a model's floating-point buffers to float64."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_floating_point():
+                module._buffers[name] = buffer.double()
 
 
 def _propagate_scales(model: nn.Module, recipe: Recipe) -> None:

@@ -5,19 +5,26 @@ Over float32 weights a narrower compute is autocast. PyTorch has no such context
 its forward runs, linear layers cast theirs in their matmul, and tensors between modules are in that dtype too. Modules that a
 recipe keeps compute in float32, with casts around them.
 
-Losses are float32. Autocast computes them so. A Hugging Face model with narrow weights that is called with labels computes its
-own loss in the dtype of its logits: its head outputs these in float32. A loss outside the model is its caller's.
+A model in float64 takes another: transformers' norms, softmaxes, rotary embeddings and losses ask for float32 by name, where they
+mean what is wider than the model. Each of its modules runs in a scope in which such a request is answered with float64.
+
+Losses are float32, and float64 in a float64 model. Autocast computes them so. A Hugging Face model with narrow weights that is
+called with labels computes its own loss in the dtype of its logits: its head outputs these in float32. A loss outside the
+model is its caller's.
 """
 
 from __future__ import annotations
 
 import inspect
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from narrowgauge.matmul.experts import NARROW
 from narrowgauge.matmul.swapping import Layer
@@ -26,10 +33,12 @@ from narrowgauge.spec.recipes import Recipe
 
 
 def compute_scope(recipe: Recipe, device: torch.device) -> AbstractContextManager[Any]:
-    """The context in which a model computes in the recipe's dtype: autocast over float32 weights, else a null context.
+    """The context in which a model computes in the recipe's dtype: autocast over float32 weights, for float64 its own, else none.
 
     ``prepare`` puts it around the model's own forward; code that calls submodules enters it itself.
     """
+    if recipe.dtype == "float64":
+        return Float64Scope()
     if recipe.storage.visible != "float32" or recipe.dtype == "float32":
         return nullcontext()
     return torch.autocast(device.type, getattr(torch, recipe.dtype))
@@ -42,6 +51,10 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
             del module.forward
             if before.own is not None:
                 module.forward = before.own
+    if recipe.dtype == "float64":
+        for module in model.modules():
+            module.forward = _InFloat64(module)
+        return
     if recipe.storage.visible not in ("float32", recipe.dtype):
         _cast_parameters(model, recipe)
     _widen_kept(model, recipe)
@@ -195,6 +208,51 @@ class _Scoped(_Forward):
         wide = torch.autocast(device.type, enabled=False)
         with wide if self.recipe is None else compute_scope(self.recipe, device):
             return self._call(*args, **kwargs)
+
+
+class _InFloat64(_Forward):
+    """A module's own forward in :class:`Float64Scope`. Every module has one: a checkpoint recomputes some without the model."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with nullcontext() if _scopes_entered() else Float64Scope():
+            return self._call(*args, **kwargs)
+
+
+_OF_THREAD = threading.local()
+
+
+def _scopes_entered() -> int:
+    return getattr(_OF_THREAD, "entered", 0)
+
+
+class Float64Scope(TorchFunctionMode):
+    """A context in which code that asks for float32 gets float64; this package's own code, such as that of gauges, gets float32.
+
+    Example:
+        >>> from transformers.models.llama.modeling_llama import LlamaRMSNorm
+        >>> norm, x = LlamaRMSNorm(2).double(), torch.tensor([1.0, 3.0], dtype=torch.float64)
+        >>> with Float64Scope():
+        ...     norm(x).mul(5**0.5).tolist()
+        [0.9999999000000149, 2.999999700000045]
+    """
+
+    def __enter__(self) -> Float64Scope:
+        _OF_THREAD.entered = _scopes_entered() + 1
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _OF_THREAD.entered = _scopes_entered() - 1
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.partition(".")[0] == __name__.partition(".")[0]:
+            return func(*args, **(kwargs or {}))
+        wide = [torch.float64 if each is torch.float32 else each for each in args]
+        named = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
+        widened: Any = torch.Tensor.double if func is torch.Tensor.float else func
+        return widened(*wide, **named)
 
 
 class _Cast(_Forward):

@@ -27,7 +27,7 @@ from narrowgauge.spec.rows import loads_older
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
 Scaling = Literal["current", "delayed", "static"]
-Accumulation = Literal["float32", "promoted", "fast", "int32"]
+Accumulation = Literal["float64", "float32", "promoted", "fast", "int32"]
 OutlierWeights = Literal["16 bits", "codes"]
 Rounding = Literal["nearest", "stochastic", "eden"]
 Rotation = Literal["none", "hadamard", "hadamard-plain", "hadamard-drawn"]
@@ -93,7 +93,7 @@ class Cast:
 
     @property
     def is_wide(self) -> bool:
-        """Whether the operand is rounded to a 16- or 32-bit format without a scale."""
+        """Whether the operand is rounded to a 16-, 32- or 64-bit format without a scale."""
         return self.granularity == "none"
 
     @property
@@ -143,8 +143,8 @@ class Product:
 
     Args:
         left, right: the casts of its operands: x and w, dy and wᵀ, dyᵀ and xᵀ.
-        accumulation: ``float32``: each addition within 2^-23; ``promoted``: in the tensor core's register, added to float32
-            every 128 terms; ``fast``: in that register only; ``int32``: exact.
+        accumulation: ``float64``, ``float32``: each addition within 2^-52, 2^-23; ``promoted``: in the tensor core's register,
+            added to float32 every 128 terms; ``fast``: in that register only; ``int32``: exact.
     """
 
     left: Cast
@@ -164,6 +164,7 @@ class Product:
         float32 = 2.0**-23
         return {
             "int32": 0.0,
+            "float64": num_terms * 2.0**-52,
             "float32": num_terms * float32,
             "promoted": min(num_terms, 128) * 2.0**-13 + num_terms / 128 * float32,
             "fast": num_terms * 2.0**-13,
@@ -316,6 +317,12 @@ _TE = "NVIDIA TransformerEngine"
 _MX = "OCP Microscaling Formats v1.0; Rouhani et al. 2023 (2310.10537)"
 
 _COMPUTES = (
+    Compute(
+        "float64", *(Product(Cast("float64"), Cast("float64"), "float64"),) * 3, dtype="float64", native="everywhere", keep=(),
+        fallback="float64", default_storage="float64", owns_storages=True,
+        purpose="reference runs: the whole model, its loss and its gradients in float64, over float64 weights",
+        source="IEEE 754; Lightning's precision 64-true",
+    ),
     Compute(
         "float32", *(_wide("float32"),) * 3, dtype="float32", native="everywhere", keep=(),
         default_storage="float32",

@@ -74,7 +74,6 @@ SPELLINGS: dict[str, str] = {
 }
 """Short spellings of formats at the beginning of a name, up to a dash."""
 
-_NONE_OF_64_BITS = "there is no compute in 64 bits."
 _TE = "it is float8 with delayed scales and does not specify a storage"
 _TE_LIGHTNING = f"{_TE} (there, weights in 16 bits, which lose updates)."
 _TE_BY_CHIP = "it names a library, whose default scales depend on the chip, and does not specify a storage."
@@ -127,6 +126,7 @@ _ALIASES = (
     Alias("bfloat16-true", "bfloat16/naive", "Lightning: bf16-true"),
     Alias("float16-mixed", "float16/float32", "Lightning: 16-mixed"),
     Alias("float16-true", "float16/naive", "Lightning: 16-true"),
+    Alias("float64-true", "float64/float64", "Lightning: 64-true"),
     Alias("float32-true", "float32/float32", "Lightning: 32-true"),
     Alias("collage-light", "bfloat16/collage-light", "Collage"),
     Alias("collage-plus", "bfloat16/collage-plus", "Collage"),
@@ -153,8 +153,6 @@ _ALIASES = (
     Alias("e4m3", "float8-delayed", "Megatron: --fp8-format e4m3, delayed by default", _SCALED8, _E4M3_ALONE),
     Alias("float8_e4m3fn", "float8-row", "PyTorch: the format", _SCALED8, _E4M3_ALONE[1:]),
     Alias("int4", "mxfp4/word", "torchao: int4", "there is no compute of int4.", (("nvfp4/word", "four bits too"),)),
-    Alias("float64", "float32/float32", "Lightning: 64", _NONE_OF_64_BITS),
-    Alias("float64-true", "float32/float32", "Lightning: 64-true", _NONE_OF_64_BITS),
     Alias("no", "float32/float32", "Accelerate: no", "it does not specify a recipe."),
     Alias("none", "float32/float32", "Accelerate: no", "it does not specify a recipe."),
     Alias("transformer-engine", "float8-delayed-e5m2/word", "Lightning: transformer-engine", _TE_LIGHTNING),
@@ -507,6 +505,11 @@ def _find_storage(name: str, compute: str) -> Storage:
         names = [
             own_name(known) for known in STORAGES.values() if known.name.partition("/")[0] in (known.name, compute)
         ]
+        if full == "float64":
+            raise RecipeError(
+                f"storage 'float64' was requested with compute '{compute}', and belongs to compute 'float64'.",
+                "Take 'float64/float64', or storage 'master64', which updates narrow weights in float64.",
+            )
         raise RecipeError(f"no recipe part is named '{full}'.", f"{suggestion(full, names)} {_SEE}".strip())
     return storage
 

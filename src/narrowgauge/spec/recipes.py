@@ -14,7 +14,7 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.computes import COMPUTES, Compute, at_layer
-from narrowgauge.spec.storages import STORAGES, Storage, for_vectors
+from narrowgauge.spec.storages import STORAGES, WIDE, Storage, for_vectors
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
 
@@ -78,6 +78,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _check_pair(self.compute, self.storage)
+        if self.storage.visible == "float64":
+            _check_float64(self)
         _check_ends([phase.until for phase in self.phases])
         for where, other in self._others():
             _check_other(self, where, other)
@@ -156,15 +158,16 @@ class Recipe:
         """
         # Autocast casts matmuls only: with float32 weights, the residual stream is float32.
         stream = "float32" if self.storage.visible == "float32" else self.dtype
+        inside = "float64" if self.dtype == "float64" else "float32"
         return {
             "weights seen": self.storage.visible,
-            "norms": f"float32 inside, {stream} out",
-            "softmax": "float32",
-            "rotary buffers": "float32",
+            "norms": f"{inside} inside, {stream} out",
+            "softmax": inside,
+            "rotary buffers": inside,
             "residual": stream,
             "kept for backward": _kept_for_backward(self.compute),
             "logits": self.dtype,
-            "loss": "float32",
+            "loss": inside,
         }
 
     def storage_of(self, name: str, num_dims: int) -> Storage:
@@ -291,6 +294,18 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     )
 
 
+def _check_float64(recipe: Recipe) -> None:
+    """Refuse what would compute or add part of a float64 model in fewer bits."""
+    requested = f"recipe '{recipe.compute.name}/{own_name(recipe.storage)}' was requested with"
+    if recipe.keep:
+        raise RecipeError(f"{requested} keep = {list(recipe.keep)}, which would be float32.", "Leave keep out.")
+    if recipe.reduction.name != "native":
+        raise RecipeError(
+            f"{requested} reduction '{recipe.reduction.name}', which sums gradients of at most 32 bits.",
+            "Take 'native', which sums float64 gradients in float64.",
+        )
+
+
 def _check_ends(ends: list[float]) -> None:
     """Refuse phases whose ends do not increase up to 1."""
     for before, end in zip([0.0, *ends], ends, strict=False):
@@ -312,9 +327,10 @@ def _check_other(recipe: Recipe, where: str, other: Compute) -> None:
             f"{requested}{_transforming(other)}, in a recipe of '{own.name}'{_transforming(own)}.",
             "A transform changes the whole model once: take computes with the same transform.",
         )
-    if recipe.storage.visible == "float32" and other.dtype != own.dtype:
+    if recipe.storage.visible in WIDE and other.dtype != own.dtype:
         raise RecipeError(
-            f"{requested} of {other.dtype} in a recipe of '{own.name}', which casts float32 weights to {own.dtype}.",
+            f"{requested} of {other.dtype} in a recipe of '{own.name}', which casts {recipe.storage.visible} weights to "
+            f"{own.dtype}.",
             "Take computes of one dtype, or a storage of narrow weights such as 'word'.",
         )
 

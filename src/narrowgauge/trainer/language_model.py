@@ -145,9 +145,9 @@ def num_parameters(model: nn.Module) -> int:
 def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor:
     """The summed cross entropy of predicting each next token.
 
-    Invariant: exponentials, logarithms and the sum are float32 whatever the weights are. Chunked and unchunked agree up to
-    the rounding of the sums, in the loss and in every gradient. Works under autocast, with bfloat16 weights, and inside
-    ``torch.compile(fullgraph=True)``.
+    Invariant: exponentials, logarithms and the sum are float32 whatever the weights are, and float64 where they are. Chunked
+    and unchunked agree up to the rounding of the sums, in the loss and in every gradient. Works under autocast, with bfloat16
+    weights, and inside ``torch.compile(fullgraph=True)``.
 
     Args:
         tokens: int64 ``[batch, sequence + 1]``; inputs are all but the last of each row, targets all but the first.
@@ -155,7 +155,7 @@ def loss_sum(model: PreTrainedModel, tokens: Tensor, *, chunked: bool) -> Tensor
             logits after the head, run only if this is false; see :func:`can_chunk`.
 
     Returns:
-        A float32 scalar in nats, summed over ``batch * sequence`` tokens.
+        A float32 or float64 scalar in nats, summed over ``batch * sequence`` tokens.
 
     Cost: unchunked, ``tokens * vocabulary`` numbers four times (logits and their gradient, in the model's dtype and in
     float32); chunked, at most 128 MiB for them and, for narrow weights, the head once more in float32. Chunked in
@@ -279,7 +279,11 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def _whole(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, -2).float(), targets, reduction="sum")
+    return F.cross_entropy(_wide(logits.flatten(0, -2)), targets, reduction="sum")
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x if x.dtype is torch.float64 else x.float()
 
 
 def _hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
@@ -306,8 +310,8 @@ _NATIVE = _native()
 
 def _looped(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
     # With a float32 copy, autograd sums the chunks' weight gradients in float32 and rounds them once.
-    weight = weight.float()
-    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    weight = _wide(weight)
+    total = torch.zeros((), dtype=weight.dtype, device=hidden.device)
     for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
         total = total + cast(Tensor, checkpoint(_chunk, rows, weight, bias, wanted, use_reentrant=False))
     return total

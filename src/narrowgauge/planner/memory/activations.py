@@ -24,7 +24,7 @@ from narrowgauge.planner.memory.state_bytes import Bytes, ModelState, bytes_per_
 from narrowgauge.spec.computes import BLOCKS, Compute
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.spec.storages import VISIBLE
+from narrowgauge.spec.storages import VISIBLE, WIDE
 
 Attention = Literal["flash", "eager"]
 Kernels = Literal["eager", "fused"]
@@ -75,7 +75,7 @@ def widths_of(compute: Compute, visible: str) -> Widths:
         Widths(stream=4.0, matmul=2.0, is_cast=True)
     """
     stream = VISIBLE[visible][0] / 8
-    if visible != "float32":
+    if visible not in WIDE:
         return Widths(stream, stream, False)
     matmul = get_format(compute.dtype).storage_bits / 8
     return Widths(stream, matmul, matmul != stream)
