@@ -230,10 +230,11 @@ class Float64Scope(TorchFunctionMode):
 
     Example:
         >>> from transformers.models.llama.modeling_llama import LlamaRMSNorm
-        >>> norm, x = LlamaRMSNorm(2).double(), torch.tensor([1.0, 3.0], dtype=torch.float64)
+        >>> norm, x = LlamaRMSNorm(2).double(), torch.tensor([1 / 3, 1.0], dtype=torch.float64)
         >>> with Float64Scope():
-        ...     norm(x).mul(5**0.5).tolist()
-        [0.9999999000000149, 2.999999700000045]
+        ...     result = norm(x)
+        >>> [torch.equal(y, x * (x.square().mean() + 1e-6).rsqrt()) for y in (result, norm(x))]
+        [True, False]
     """
 
     def __enter__(self) -> Float64Scope:
