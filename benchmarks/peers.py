@@ -43,6 +43,7 @@ class Peer:
         package: where it comes from, as pip knows it.
         bytes_per_param: of weight, gradient and states; scales of blocks counted.
         make: makes it from parameters and the options of ``torch.optim.AdamW``.
+        source: the publication and the option that makes it what it is, beside the package.
         stored: the float64 value that it keeps of a weight.
         slow: takes seconds per step on a CPU at tens of millions of elements.
         spoils_gradients: computes in the gradients' own memory.
@@ -52,6 +53,7 @@ class Peer:
     package: str
     bytes_per_param: float
     make: Make
+    source: str
     stored: Stored = seen
     slow: bool = False
     spoils_gradients: bool = False
@@ -107,25 +109,47 @@ def _optimi(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.O
 _STATES = {"AdamW8bit": 2 + 8 / 256, "AdamW4bit": 1 + 8 / 128, "AdamWFp8": 2 + 8 / 256}
 
 PEERS: tuple[Peer, ...] = (
-    Peer("torch AdamW bfloat16", "torch", 8, _torch),
-    Peer("bitsandbytes AdamW8bit", "bitsandbytes", 4 + _STATES["AdamW8bit"], _bitsandbytes, slow=True),
+    Peer("torch AdamW bfloat16", "torch", 8, _torch, "torch.optim.AdamW, fused"),
+    Peer(
+        "bitsandbytes AdamW8bit",
+        "bitsandbytes",
+        4 + _STATES["AdamW8bit"],
+        _bitsandbytes,
+        "bitsandbytes; Dettmers et al. 2022 (2110.02861)",
+        slow=True,
+    ),
     *(
         Peer(
             f"torchao {name}{' stochastic' if stochastic else ''}",
             "torchao",
             4 + size,
             partial(_torchao, name, stochastic),
+            f"torchao{', bf16_stochastic_round' if stochastic else ''}",
             slow=True,
         )
         for name, size in _STATES.items()
         for stochastic in (False, True)
     ),
-    Peer("optimi AdamW Kahan", "torch-optimi", 10, _optimi, with_compensation, spoils_gradients=True),
+    Peer(
+        "optimi AdamW Kahan",
+        "torch-optimi",
+        10,
+        _optimi,
+        "torch-optimi, kahan_sum",
+        with_compensation,
+        spoils_gradients=True,
+    ),
 )
 CUDA_PEERS: tuple[Peer, ...] = (
     # 24 bits of the weight, and two states in 8 bits with a float16 scale per 32 elements each.
-    Peer("FlashOptim AdamW", "flashoptim", 5 + 2 + 2 * 2 / 32, _flashoptim),
-    Peer("TransformerEngine FusedAdam", "transformer-engine", 16, _transformer_engine),
+    Peer("FlashOptim AdamW", "flashoptim", 5 + 2 + 2 * 2 / 32, _flashoptim, "FlashOptim (2602.23349)"),
+    Peer(
+        "TransformerEngine FusedAdam",
+        "transformer-engine",
+        16,
+        _transformer_engine,
+        "TransformerEngine, master_weights",
+    ),
 )
 """Those that refuse machines without CUDA; ``gpu.py`` alone times them."""
 PACKAGES = tuple(dict.fromkeys(peer.package for peer in PEERS if peer.package != "torch"))
@@ -142,8 +166,14 @@ def counted_bytes(peer: Peer, side: int = 256) -> float:
     weight.grad = torch.ones_like(weight)
     optimizer = peer.make([weight], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     optimizer.step()
-    states = sum(part.numel() * part.element_size() for part in _parts(optimizer.state[weight]))
-    return 4 + states / weight.numel()
+    return bytes_held(optimizer)
+
+
+def bytes_held(optimizer: torch.optim.Optimizer) -> float:
+    """Bytes per parameter of bfloat16 weights and gradients and of an optimizer's states, counted from its tensors."""
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    states = sum(part.numel() * part.element_size() for weight in weights for part in _parts(optimizer.state[weight]))
+    return 4 + states / sum(weight.numel() for weight in weights)
 
 
 def _parts(state: dict[str, Any]) -> list[Tensor]:

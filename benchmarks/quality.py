@@ -42,31 +42,34 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from _board_records import MASTER, WORD, over_word
 from _published_training import NAMES, keeping, of_folder, published
 from timing import Report, Row, parser
 
 from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.analysis.comparison.run_stats import LossCurve
-from narrowgauge.errors import RecipeError, RecordError
+from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.atomic_io import lock
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.computes import names as compute_names
 from narrowgauge.spec.models import UNIT_LEARNING_RATE
-from narrowgauge.spec.notation import default_storage, parse
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import prepare_data
 from narrowgauge.trainer.language_model import vocabulary_size
 from narrowgauge.trainer.loop import resume, train
 
+Cell = tuple[float, float]
+Perform = Callable[[TrainConfig, Path, Path, str], object]
 BETAS, LRS, SEEDS = (0.95, 0.999), (1e-3, 1e-4), (0, 1, 2)
 QUICK: dict[str, Any] = {"steps": 6, "batch_size": 2, "sequence_length": 32, "eval_batches": 2}
 _VARIED = ("recipe", "beta2", "lr", "seed", "out", "stop_after")
@@ -93,7 +96,7 @@ class Baseline:
         return f"within {self.bound:.0%}" if self.is_relative else f"within {self.bound:g}"
 
 
-STORED, COMPUTED = Baseline("master"), Baseline("word", is_relative=True)
+STORED, COMPUTED = Baseline(MASTER), Baseline(WORD, is_relative=True)
 
 
 @dataclass(frozen=True)
@@ -154,14 +157,6 @@ def jobs(options: argparse.Namespace) -> list[Job]:
     names = sorted(options.storages, key=lambda name: name != options.baseline.name)
     crossed = itertools.product(options.seeds, options.betas, options.lrs, names)
     return [Job(name, beta2, lr, seed) for seed, beta2, lr, name in crossed]
-
-
-def over_word(compute: str) -> str:
-    """The recipe that a compute is tried in: over ``word``, or over a storage of its own where it takes no other."""
-    try:
-        return parse(f"{compute}/{COMPUTED.name}").name
-    except RecipeError:
-        return f"{compute}/{default_storage(compute)}"
 
 
 def identity(pid: int) -> str:
@@ -251,8 +246,8 @@ def require_same(config: TrainConfig, folder: Path) -> None:
         )
 
 
-def train_all(wanted: Sequence[Job], options: argparse.Namespace) -> int:
-    """Do what is not done; the number of runs that failed."""
+def train_all(wanted: Sequence[Job], options: argparse.Namespace, perform: Perform = perform) -> int:
+    """Do what is not done, each by ``perform(settings, folder, out, storage)``; the number of runs that failed."""
     failures = 0
     for number, job in enumerate(wanted, 1):
         config, folder = job.settings(options), options.out / job.name
@@ -273,9 +268,6 @@ def train_all(wanted: Sequence[Job], options: argparse.Namespace) -> int:
         loss, seconds = (read_run(folder).summary or {})["val_loss"], time.perf_counter() - began
         print(f"{number}/{len(wanted)}  {job.name}  validation loss {loss:.4f}  {seconds:.1f} s", flush=True)
     return failures
-
-
-Cell = tuple[float, float]
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,11 @@ class Job:
     seed: int
 
     @property
+    def storage(self) -> str:
+        """The storage of its case."""
+        return self.case.storage
+
+    @property
     def name(self) -> str:
         """Its folder's name."""
         return f"{self.case.name.replace('/', '-')}-lr{self.lr:g}-seed{self.seed}"
