@@ -617,7 +617,8 @@ def test_what_cannot_be_summed_is_refused() -> None:
 
 def test_the_table_says_what_it_costs() -> None:
     assert {name: row.bytes_per_param for name, row in ACCUMULATIONS.items()} == {
-        "float64": 8, "float32": 4, "bfloat16": 0, "bfloat16-stochastic": 2, "kahan": 4, "float8_e5m2": 1, "float8_e5m2-stochastic": 1,
+        "float64": 8, "float32": 4, "bfloat16": 0, "bfloat16-stochastic": 2, "kahan": 4,
+        "float8_e5m2": 1, "float8_e5m2-stochastic": 1,
     }  # fmt: skip
     assert all(row.bound(1) == (row.addition if row.code else 0) for row in ACCUMULATIONS.values())
     assert all(row.loses and row.source for row in ACCUMULATIONS.values())
