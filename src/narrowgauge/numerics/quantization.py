@@ -314,7 +314,7 @@ def round_nearest(v: Tensor, row: Format) -> Tensor:
     Invariant: equals ``round_to``, saturated for narrow formats, except for the sign of zero. NaN stays NaN even in
     formats without one. Integers end at -max, so that there are as many on both sides.
     """
-    if row.name == "float32":
+    if row.name in ("float32", "float64"):
         return v
     if row.name in ("bfloat16", "tfloat32"):
         # Not by conversion: a compiler drops one that is undone at once.
