@@ -45,7 +45,7 @@ class Rules:
     """
 
     betas: tuple[float, ...] = (0.95, 0.999)
-    lrs: tuple[float, ...] = (1e-3, 3e-4)
+    lrs: tuple[float, ...] = (3e-4, 1e-4)
     seeds: tuple[int, ...] = (0, 1, 2)
     resolve: float = 0.005
     tokens: Mapping[int, str] = field(
