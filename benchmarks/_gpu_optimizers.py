@@ -50,6 +50,7 @@ STALL_BOUNDS = {
     **dict.fromkeys(("naive", "no-master", "float16/naive"), (0.9, 1.0)),
     **dict.fromkeys(("float16-throughout/naive", "scalify-float16/scaled16"), (0.9, 1.0)),
     **dict.fromkeys(("stochastic", "states8"), (0.9, 2.0)),
+    "weight8": (2.0, 10.0),
 }
 """Between which errors of the stall case a storage must lie: those that lose updates must be seen to lose them."""
 BASELINE = "torch fused float32"
@@ -112,7 +113,7 @@ def trained(
         kept |= {f"{k} {name}": optimizer.stored(parameter, name) for name in names}
     kept["norm"] = optimizer.grad_norm.detach().float().reshape(1)
     kept["steps"] = torch.tensor([float(optimizer.num_steps(p)) for p in parameters])
-    bits = {name: value.cpu().contiguous().view(torch.int32) for name, value in kept.items()}
+    bits = {name: value.cpu().clone(memory_format=torch.contiguous_format).view(torch.int32) for name, value in kept.items()}
     return Kept(bits, {name: reading.edq for name, reading in ng.audit(optimizer).items()})
 
 

@@ -229,7 +229,7 @@ WRONG = [
     (("show", "value", "abc"), "FormatError: ", "'abc' is not a number"),
     (("show", "value", "--jsn"), "FormatError: ", "'--jsn' is not a number"),
     (("show", "recipe", "bfloat16/wrod"), "RecipeError: ", "Did you mean 'word'"),
-    (("show", "recipe", "64-true"), "RecipeError: ", "Take 'float32/float32'"),
+    (("show", "recipe", "none"), "RecipeError: ", "Take 'float32/float32'"),
     (("show", "formats", "extra"), "UsageError: ", "extra"),
     (("train", "--recpie", "x"), "UsageError: ", "Did you mean '--recipe'"),
     (("train", "--steps", "many"), "UsageError: ", "'many'"),

@@ -186,7 +186,7 @@ def test_integer_sums_hold_beyond_what_int32_does(sign: int) -> None:
 @every_row
 @pytest.mark.usefixtures("native_formats")
 def test_what_this_cpu_multiplies_itself(row: Compute) -> None:
-    own = {"int8", "bfloat16", "float32"}
+    own = {"int8", "bfloat16", "float32", "float64"}
     for matmul in row.products.values():
         assert is_native(matmul, CPU) == ({matmul.left.format, matmul.right.format} <= own)
 

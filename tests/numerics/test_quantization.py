@@ -110,6 +110,9 @@ def same(ours: Tensor, theirs: Tensor) -> bool:
 def test_nearest_is_the_definition_of_rounding(name: str) -> None:
     """Every bfloat16 and its neighbours, every value of the format, every tie, and three float32 neighbours of each."""
     row, own = FORMATS[name], numbers(name)
+    if name == "float64":  # every float32 is one of its numbers, and there is no tie
+        assert same(round_nearest(x := neighbours(every_bfloat16(), 1), row), x)
+        return
     ties = ((own[1:].double() + own[:-1].double()) / 2).float()
     x = torch.cat([neighbours(every_bfloat16(), 1), neighbours(own, 3), neighbours(ties, 3)])
     expected = round_to(x, row, saturate=row.bits <= 8)

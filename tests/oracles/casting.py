@@ -191,7 +191,7 @@ def product(one: Floats, other: Floats | np.float32) -> Floats:
 def nearest(v: Floats, format: str) -> Floats:
     """Ties to even; narrow formats end at their largest value, of both signs."""
     with np.errstate(all="ignore"):
-        if format == "float32":
+        if format in ("float32", "float64"):
             return v
         if format == "tfloat32":
             wide = v.astype(np.float64)

@@ -254,7 +254,7 @@ def exact_run(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def figures(row: dict[str, Any] | None) -> dict[str, Any]:
     assert row is not None
-    return {k: v for k, v in lasting(row).items() if k not in ("recipe", "bytes_per_param")}
+    return {k: v for k, v in lasting(row).items() if k not in ("recipe", "bytes_per_param", "state_bytes")}
 
 
 @pytest.mark.parametrize("at", [2, 4, 6])

@@ -149,7 +149,7 @@ def test_a_run_records_which_formats_its_machine_multiplies() -> None:
     for sets in (("avx2",), ("avx2", "avx512_bf16")):
         with processor.pretending(*sets):
             found[sets[-1]] = describe_process(CPU)["machine"]["multiplies"]
-    assert found == {"avx2": ["float32"], "avx512_bf16": ["float32", "bfloat16"]}
+    assert found == {"avx2": ["float64", "float32"], "avx512_bf16": ["float64", "float32", "bfloat16"]}
 
 
 def test_errors_are_counted_in_units_in_the_last_place() -> None:

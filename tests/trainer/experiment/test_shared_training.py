@@ -82,8 +82,9 @@ def bits(out: Path) -> list[Any]:
 
 
 def rows_of(out: Path) -> list[dict[str, Any]]:
-    """The comparison's rows, but for what depends on the machine's load and on the ranks' buffers."""
-    spared = ("bytes_per_param", "edq", "noise", "lost_fraction")
+    """The comparison's rows, but for what depends on the machine's load and on what a rank holds."""
+    held = ("bytes_per_param", "state_bytes", "activation_bytes", "peak_tensor_bytes")
+    spared = (*held, "edq", "noise", "lost_fraction")
     rows = json.loads((out / "compare.json").read_text())
     return [{name: value for name, value in lasting(row).items() if name not in spared} for row in rows]
 
