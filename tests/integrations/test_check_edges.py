@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,6 +41,16 @@ def watched(
             optimizer.step()
             optimizer.zero_grad()
     return found
+
+
+def test_a_float64_set_up_is_clean() -> None:
+    """Float64 weights round no update away, and a policy that computes with them in 16 bits cuts no narrow storage again."""
+
+    class FullyCast(nn.Sequential):
+        mixed_precision = SimpleNamespace(param_dtype=torch.bfloat16)
+
+    model, optimizer = ng.prepare(FullyCast(layers()), "float64/float64", lr=1e-3)
+    assert names(ng.check(model, optimizer)) == []
 
 
 @pytest.mark.parametrize("is_watched", [True, False])

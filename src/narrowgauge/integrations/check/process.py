@@ -21,6 +21,7 @@ from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.storages import WIDE
 
 
 def default_dtype(_: SetUp) -> Iterator[Values]:
@@ -116,7 +117,7 @@ def _posted(key: str, value: str, ranks: Ranks) -> dict[int, str]:
 def cut_again(set_up: SetUp) -> Iterator[Values]:
     """A data-parallel policy that casts weights to a format other than their storage's."""
     visible = {each.storage.visible for each in set_up.stepped}
-    narrow = {name for name in visible if name != "float32"}
+    narrow = {name for name in visible if name not in WIDE}
     for where, policy in _policies(set_up.model):
         dtype = getattr(policy, "param_dtype", None)
         if dtype is not None and narrow and dtype_name(dtype) not in visible:

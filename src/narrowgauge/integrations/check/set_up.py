@@ -24,7 +24,7 @@ from narrowgauge.integrations.check.watch import Seen
 from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.spec.storages import STORAGES, Storage
+from narrowgauge.spec.storages import STORAGES, WIDE, Storage
 
 NARROW = (torch.bfloat16, torch.float16)
 NAIVE = {torch.bfloat16: "naive", torch.float16: "float16/naive", torch.float32: "float32", torch.float64: "float32"}
@@ -66,7 +66,7 @@ class SteppedParameter:
     def is_short(self) -> bool:
         """Whether a change below half a spacing of a 16-bit weight is lost."""
         row = self.storage
-        return row.visible != "float32" and not row.beside and row.weight.rounding == "nearest"
+        return row.visible not in WIDE and not row.beside and row.weight.rounding == "nearest"
 
 
 @dataclass
