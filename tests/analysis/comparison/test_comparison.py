@@ -79,6 +79,7 @@ def test_the_baseline_is_the_widest_and_does_not_depend_on_losses() -> None:
     [
         (("float8-row/word", "bfloat16/word"), "bfloat16/word"),
         (("bfloat16/word", "bfloat16/naive"), "bfloat16/word"),
+        (("bfloat16/word", "float64/float64", "float32/float32"), "float64/float64"),
         (("mine", "yours"), "mine"),
     ],
 )
