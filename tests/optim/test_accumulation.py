@@ -597,6 +597,17 @@ def test_the_naive_sum_warns_once_from_where_it_loses_more_than_the_storage() ->
     assert [str(w.message)[:16] for w in caught] == ["10 micro-batches"]
 
 
+@pytest.mark.parametrize("row", ["bfloat16", "float8_e5m2"])
+def test_gradients_that_autograd_sums_in_more_bits_warn_of_nothing(row: str) -> None:
+    wide = [torch.nn.Parameter(torch.ones(1, dtype=dtype)) for dtype in (torch.float32, torch.float64)]
+    frozen = torch.nn.Parameter(torch.ones(1).bfloat16(), requires_grad=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GradientAccumulator([*wide, frozen], row, num_micro_batches=1000)
+    with pytest.warns(AccumulationWarning):
+        GradientAccumulator([*wide, torch.nn.Parameter(torch.ones(1).bfloat16())], row, num_micro_batches=1000)
+
+
 def test_what_cannot_be_summed_is_refused() -> None:
     half = torch.nn.Parameter(torch.ones(2).half())
     with pytest.raises(RecipeError, match=r"no accumulation is named 'khan'\. Did you mean 'kahan'"):

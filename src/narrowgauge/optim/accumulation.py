@@ -373,6 +373,8 @@ class GradientAccumulator:
         row, limit = self.row, self.row.most_micro_batches
         if self._warned or limit is None or num_micro_batches <= limit:
             return
+        if not any(p.requires_grad and dtype_name(p.dtype) in row.gradients for p in self.parameters):
+            return  # autograd sums gradients of more bits itself
         self._warned = True
         random = ACCUMULATIONS[f"{row.name}-stochastic"]
         warnings.warn(
