@@ -171,6 +171,26 @@ def test_second_moments_freeze_by_beta2_only_where_half_their_spacing_is_larger(
         assert {one.cause.name for one in ng.diagnose(frozen(recipe, 20.0, beta2=beta2)).findings} == names, recipe
 
 
+@pytest.mark.parametrize(
+    ("recipe", "dtype", "count", "expected"),
+    [
+        ("bfloat16/word", "bfloat16", 9, "absent"),
+        ("bfloat16/word", "bfloat16", 10, "present"),
+        ("bfloat16/word", "float8_e5m2", 1, "absent"),
+        ("bfloat16/word", "float8_e5m2", 2, "present"),
+        ("bfloat16/word", "float8_e5m2-stochastic", 100, "absent"),
+        ("bfloat16/word", "float32", 100, "absent"),
+        ("float32/float32", "float8_e5m2", 100, "absent"),
+        ("float64/float64", "bfloat16", 100, "absent"),
+    ],
+)
+def test_a_sum_is_narrow_from_where_its_own_row_loses_more_than_the_storage(
+    recipe: str, dtype: str, count: int, expected: str
+) -> None:
+    run = healthy_run(recipe, accumulation_dtype=dtype, gradient_accumulation_steps=count)
+    assert state(run, "accumulates-in-bfloat16") == expected
+
+
 def test_epsilon_is_zero_only_where_the_storage_computes_in_few_bits() -> None:
     for recipe, eps, expected in (
         ("float16/collage-plus", 1e-8, "present"),

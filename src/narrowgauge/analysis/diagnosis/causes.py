@@ -127,7 +127,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
         Evidence.cannot_decay, required=("moments-freeze",), spreads=False,
     ),
     Cause(
-        "narrow-accumulation", "micro-batches are summed in bfloat16",
+        "narrow-accumulation", "micro-batches are summed in few bits",
         "the sum stops growing while addends are added: small gradients are lost, always in the same direction",
         "--accumulation-dtype float32, or kahan for the same bytes.",
         "a bfloat16 sum of equal gradients stops at 256 of them; Micikevicius et al. 2018",

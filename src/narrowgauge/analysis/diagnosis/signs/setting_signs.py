@@ -9,7 +9,8 @@ from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.models import usual_rate
-from narrowgauge.spec.sums import naive_limit
+from narrowgauge.spec.storages import WIDE
+from narrowgauge.spec.sums import ACCUMULATIONS
 
 HIGH_RATE, LOW_RATE = 10.0, 30.0
 """Factors above and below the usual rate for a model's size: healthy runs were made at 3.3 times it."""
@@ -19,17 +20,17 @@ MANY_RANKS = 8
 
 def _accumulates_narrowly(evidence: Evidence) -> Observation:
     count = evidence.number_of("gradient_accumulation_steps") or 1.0
-    if evidence.setting("accumulation_dtype") != "bfloat16" or count < naive_limit() or not _is_narrow(evidence):
+    row = ACCUMULATIONS.get(str(evidence.setting("accumulation_dtype")))
+    limit = row.most_micro_batches if row is not None else None
+    if row is None or limit is None or count <= limit or not _is_narrow(evidence):
         return ABSENT
-    said = (
-        f"{count:.0f} micro-batches are summed in bfloat16, which loses more than the storage from {naive_limit()} on"
-    )
-    return present(None, said, None, count, float(naive_limit()))
+    said = f"{count:.0f} micro-batches are summed in {row.name}, which loses more than the storage from {limit + 1} on"
+    return present(None, said, None, count, float(limit + 1))
 
 
 def _is_narrow(evidence: Evidence) -> bool:
-    """Whether gradients have 16 bits: float32 ones are summed in float32."""
-    return evidence.recipe is None or evidence.recipe.storage.visible != "float32"
+    """Whether gradients have 16 bits: wider ones are summed in their own format."""
+    return evidence.recipe is None or evidence.recipe.storage.visible not in WIDE
 
 
 def _reduces_narrowly(evidence: Evidence) -> Observation:
@@ -104,7 +105,7 @@ def _rate_is_low(evidence: Evidence) -> Observation:
 
 SIGNS_OF_SETTINGS: tuple[Sign, ...] = (
     Sign(
-        "accumulates-in-bfloat16", "many micro-batches are summed in bfloat16",
+        "accumulates-in-bfloat16", "many micro-batches are summed in few bits",
         ("config.accumulation_dtype", "config.gradient_accumulation_steps"), 0.002, _accumulates_narrowly,
     ),
     Sign("reduces-narrowly", "gradients of ranks are summed in few bits", ("run.recipe", "run.ranks"), 0.003, _reduces_narrowly),
