@@ -30,7 +30,7 @@ from narrowgauge.optim.accumulation import (
     in_words,
 )
 from narrowgauge.optim.compilation import normal_words
-from narrowgauge.spec.sums import naive_limit
+from narrowgauge.spec.sums import Accumulation, naive_limit
 from oracles import accumulation as oracle
 from tensors import bits
 
@@ -606,6 +606,24 @@ def test_gradients_that_autograd_sums_in_more_bits_warn_of_nothing(row: str) -> 
         GradientAccumulator([*wide, frozen], row, num_micro_batches=1000)
     with pytest.warns(AccumulationWarning):
         GradientAccumulator([*wide, torch.nn.Parameter(torch.ones(1).bfloat16())], row, num_micro_batches=1000)
+
+
+@pytest.mark.parametrize("row", NUMBERS)
+def test_an_accumulator_that_was_pickled_before_there_were_codes_goes_on(row: str) -> None:
+    older: Accumulation = object.__new__(Accumulation)
+    known = ACCUMULATIONS[row]
+    older.__setstate__(  # type: ignore[attr-defined]
+        [known.name, known.planes, known.gradients, known.addition, known.loses, known.source]
+    )
+    assert older == known
+    made = GradientAccumulator([torch.nn.Parameter(torch.ones(3).bfloat16())], row)
+    state = {name: value for name, value in vars(made).items() if name != "_bounds"}
+    again: GradientAccumulator = object.__new__(GradientAccumulator)
+    again.__setstate__({**state, "row": older})
+    (weight,) = again.parameters
+    backward_in_parts((weight.sum() for _ in range(2)), again)
+    assert weight.grad is not None and weight.grad.tolist() == [2.0] * 3
+    assert again.bytes_per_param() == known.bytes_per_param
 
 
 def test_what_cannot_be_summed_is_refused() -> None:

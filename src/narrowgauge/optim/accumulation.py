@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -242,6 +243,10 @@ class GradientAccumulator:
         self._micro_step, self._warned = 0, False
         self._compile = compile if compile is not None else sum(p.numel() for p in self._mine) >= COMPILE_ELEMENTS
         self._warn(num_micro_batches or 0)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Accumulators that were pickled before sums had scales have no ``_bounds``."""
+        self.__dict__.update({"_bounds": {}, **state})
 
     def allocate(self) -> None:
         for parameter in self._mine:

@@ -21,6 +21,7 @@ SHARDINGS = ("full", "none")
 """How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
 
 
+@loads_older(lambda: ACCUMULATIONS)
 @dataclass(frozen=True, slots=True)
 class Accumulation:
     """How the gradients of micro-batches are summed.
