@@ -226,6 +226,14 @@ def test_a_matrix_rule_is_refused_with_advice(rule: str) -> None:
         ng.prepare(nn.Linear(4, 4), "float64/float64", rule=rule, lr=0.1)
 
 
+def test_refusals_of_float64_weights_name_the_storage_that_takes_them() -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    for options in ({}, {"storage": "float64"}):
+        with pytest.raises(ng.errors.RecipeError, match="'float64/float64'"):
+            ng.AdamW([weight], **options)
+    assert ng.AdamW([weight], storage="float64/float64").param_groups[0]["params"] == [weight]
+
+
 def test_planes_of_float64_lie_one_to_a_lane() -> None:
     for name in DOUBLE:
         row = STORAGES[name]

@@ -128,7 +128,9 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
         return storage
     row = (own.get(storage) or find(storage)) if isinstance(storage, str) else None
     if row is None:
-        near = suggestion(storage, {**STORAGES, **own}) if isinstance(storage, str) else ""
+        names = {**STORAGES, **own}
+        belongs = [name for name in names if name.endswith(f"/{storage}")]  # to a compute, which is part of its name
+        near = suggestion(belongs[0] if belongs else storage, names) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
     return row
 
@@ -173,7 +175,9 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
         raise RecipeError(
             f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
             f"{tuple(parameter.shape)} is {str(parameter.dtype).removeprefix('torch.')}.",
-            "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
+            "storage='float64/float64' takes it as it is, and so does narrowgauge.prepare with that recipe."
+            if parameter.dtype is torch.float64
+            else "narrowgauge.prepare converts a float32 model without losing the bits that are cut; "
             "storage='float32' takes it as it is.",
         )
 
