@@ -101,6 +101,23 @@ def test_the_bytes_are_those_of_an_export_of_the_whole_model(
         assert held and (file.stat().st_size < LIMIT + 1000 or len(held) == 1)
 
 
+@pytest.fixture(scope="module", params=["bfloat16/master64", "float64/float64"])
+def wide_run(request: pytest.FixtureRequest, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose optimizer stores float64."""
+    folder = tmp_path_factory.mktemp("wide") / "run"
+    return loop.train(settings(place, folder, recipe=request.param, steps=2))
+
+
+def test_stored_float64_is_rounded_for_a_float32_export(wide_run: Path, tmp_path: Path) -> None:
+    held = session.load(wide_run)
+    expected = {name: held.optimizer.stored(p).float() for name, p in held.model.named_parameters()}
+    one = exporting.export(wide_run, tmp_path / "one", "float32", max_file_bytes=LIMIT)
+    for folder in (one, exporting.write_folder(held, tmp_path / "whole", "float32")):
+        assert_same_bits(weights(folder), expected)
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        assert_same_bits(dict(loaded.named_parameters()), expected)
+
+
 def test_a_model_that_must_be_whole_is_refused_on_ranks(run: Path, tmp_path: Path) -> None:
     for said in run_ranks(export_what_must_be_whole, 2, tmp_path / "ranks", run, tmp_path / "out"):
         assert "was to be exported by 2 ranks" in said and "one process" in said

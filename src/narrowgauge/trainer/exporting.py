@@ -53,7 +53,7 @@ class WeightSource:
     Args:
         names: of the parameters, in the model's order.
         config: the run's settings: its recipe and update rule.
-        is_exact: export the stored weights in float32, tails included, and not the visible ones.
+        is_exact: export the stored weights in float32, tails included, and not the visible ones; float64 ones are rounded.
         outer: names of matrices that AdamW steps, whatever the rule.
     """
 
@@ -72,7 +72,7 @@ class WeightSource:
         return torch.float32 if self.is_exact else saved.dtype, saved.shape
 
     def weight(self, name: str) -> Tensor:
-        """A weight as exported, on the CPU."""
+        """A weight as the model sees it or, with ``is_exact``, as the optimizer stores it: float32 or float64; on the CPU."""
         path, key, prefix = self.checkpoint.path, f"model.{name}", f"optimizer.{name}."
         if not self.is_exact:
             return load_whole(path, [key])[key]
@@ -129,8 +129,9 @@ def write_weights(
 
     def tensor_of(name: str) -> Tensor:
         weight = source.weight(name)
+        # The record has the number of the stored weight, before a float64 one is rounded to the declared dtype.
         numbers[name] = fingerprint(weight)
-        return weight
+        return weight.to(shapes[name][0])
 
     def write_mine() -> None:
         for name in list(files)[ranks.rank :: ranks.size]:
@@ -198,7 +199,7 @@ def export(
     """Export a run's newest good checkpoint as a Hugging Face folder.
 
     Invariant: ``out`` is complete or absent. Loading it gives the same bits: with ``"visible"`` those of the weights that
-    the model sees, with ``"float32"`` those of the weights that the optimizer stores.
+    the model sees, with ``"float32"`` those of the weights that the optimizer stores, rounded to nearest if it stores float64.
 
     Args:
         out: the folder to make: ``config.json``, ``model.safetensors`` and the tokenizer, so that
@@ -341,7 +342,7 @@ def _weights(run: Session, dtype: Dtype) -> dict[str, Tensor]:
     kept = run.model.state_dict().keys()
     weights = {name: buffer for name, buffer in run.model.named_buffers() if name in kept}
     for name, parameter in run.model.named_parameters():
-        weights[name] = run.optimizer.stored(parameter) if dtype == "float32" else parameter
+        weights[name] = run.optimizer.stored(parameter).float() if dtype == "float32" else parameter
     return {name: tensor.detach().contiguous() for name, tensor in weights.items()}
 
 
@@ -354,7 +355,7 @@ def _plain_weights(run: Session, dtype: Dtype) -> dict[str, Tensor]:
     try:
         if dtype == "float32":
             for parameter in visible:
-                parameter.data = run.optimizer.stored(parameter)
+                parameter.data = run.optimizer.stored(parameter).float()
         plain = plain_state_dict(run.model)
     finally:
         for parameter, data in visible.items():
