@@ -118,6 +118,13 @@ def test_stored_float64_is_rounded_for_a_float32_export(wide_run: Path, tmp_path
         assert_same_bits(dict(loaded.named_parameters()), expected)
 
 
+def test_a_visible_export_is_loaded_in_the_dtype_of_its_weights(wide_run: Path, tmp_path: Path) -> None:
+    held = session.load(wide_run)
+    expected = {name: p.detach() for name, p in held.model.named_parameters()}
+    for folder in (exporting.export(wide_run, tmp_path / "one"), exporting.write_folder(held, tmp_path / "whole")):
+        assert_same_bits(dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()), expected)
+
+
 def test_a_model_that_must_be_whole_is_refused_on_ranks(run: Path, tmp_path: Path) -> None:
     for said in run_ranks(export_what_must_be_whole, 2, tmp_path / "ranks", run, tmp_path / "out"):
         assert "was to be exported by 2 ranks" in said and "one process" in said

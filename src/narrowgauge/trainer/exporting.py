@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,8 +212,8 @@ def export(
         RecordError: the run has no good checkpoint, ``out`` exists and is not an empty folder, the disk is full, or several ranks
             were to export a model that must be whole (see Cost).
 
-    Cost: reads the checkpoint once to verify it and its weights again, writes 2 or 4 bytes per parameter. Memory for one tensor;
-        for the whole model and its optimizer where the recipe has unit scaling or transformers joins tensors.
+    Cost: reads the checkpoint once to verify it and its weights again, writes 2, 4 or 8 bytes per parameter. Memory for one
+        tensor; for the whole model and its optimizer where the recipe has unit scaling or transformers joins tensors.
     """
     ranks.together(lambda: refuse_occupied(Path(out)))
     _require_dtype(dtype)
@@ -239,14 +239,21 @@ def _stream(run: SavedRun, source: WeightSource, out: Path, max_file_bytes: int,
         temporary = Path(ranks.of_first(lambda: str(stack.enter_context(new_folder(out)))))
         with disk_errors(out, AGAIN):
             write_weights(source, temporary, max_file_bytes, ranks)
-        ranks.of_first(lambda: _finish(run, temporary, dtypes <= {torch.bfloat16}, stack))
+        ranks.of_first(lambda: _finish(run, temporary, _holding(dtypes), stack))
     return out
 
 
-def _finish(run: SavedRun, folder: Path, is_narrow: bool, stack: ExitStack) -> None:
+def _finish(run: SavedRun, folder: Path, dtype: torch.dtype, stack: ExitStack) -> None:
     run.model.config.architectures = [type(run.model).__name__]
-    _write_all_but_weights(run, folder, is_narrow)
+    _write_all_but_weights(run, folder, dtype)
     stack.close()
+
+
+def _holding(dtypes: Set[torch.dtype]) -> torch.dtype:
+    """The dtype that ``config.json`` declares, to which loading casts all weights: one that changes no value of these dtypes."""
+    if torch.float64 in dtypes:
+        return torch.float64
+    return torch.bfloat16 if dtypes <= {torch.bfloat16} else torch.float32
 
 
 def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
@@ -317,16 +324,15 @@ def continue_text(run: Session | QuantizedRun, text: str, tokens: int, temperatu
 
 def _write(run: Session, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
     weights = _weights(run, dtype)
-    is_narrow = all(tensor.dtype == torch.bfloat16 for tensor in weights.values() if tensor.is_floating_point())
+    dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     with without_progress_bars():
         run.model.save_pretrained(folder, state_dict=weights, max_shard_size=max_file_bytes)
-    _write_all_but_weights(run, folder, is_narrow)
+    _write_all_but_weights(run, folder, _holding(dtypes))
 
 
-def _write_all_but_weights(run: Session | SavedRun, folder: Path, is_narrow: bool) -> None:
+def _write_all_but_weights(run: Session | SavedRun, folder: Path, dtype: torch.dtype) -> None:
     config = copy.deepcopy(run.model.config)
-    # A model with some float32 weights (kept modules) is declared float32: loading then changes no value.
-    config.dtype = torch.bfloat16 if is_narrow else torch.float32
+    config.dtype = dtype
     config.use_cache = True
     if run.tokenizer_path is not None:
         end = _write_tokenizer(run, folder, getattr(config, "max_position_embeddings", None))
