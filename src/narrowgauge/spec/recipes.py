@@ -143,6 +143,11 @@ class Recipe:
         return tuple(dict.fromkeys([self.compute, *(other for _, other in self._others())]))
 
     @property
+    def storages(self) -> tuple[Storage, ...]:
+        """The storages that the recipe names, without duplicates, the main one first; ``keep`` adds float32."""
+        return tuple(dict.fromkeys([self.storage, *(o.storage for o in self.overrides if o.storage is not None)]))
+
+    @property
     def dtype(self) -> str:
         """The dtype of plain linear layers, norms and everything else outside the casts; independent of the weights' format."""
         return self.compute.dtype

@@ -30,6 +30,7 @@ from narrowgauge.checkpoints.saving import load_checkpoint
 from narrowgauge.cli.main import main
 from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.runs.record import read_run
+from narrowgauge.spec.notation import parse_table
 from narrowgauge.spec.storages import BFLOAT16, MOMENT12, SECOND12, STORAGES
 from narrowgauge.trainer import language_model, loop
 from tensors import assert_same_bits
@@ -170,6 +171,13 @@ _TRIED = [recipe_of(name) for name in _KEPT if not name.startswith("scalify")]
 def test_float64_is_refused(recipe: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="carries weights and states as float32"):
         ng.convert(tmp_path, recipe, tmp_path / "b")
+
+
+@pytest.mark.parametrize("recipe", ["bfloat16/master", "float16/master"])
+def test_float64_in_an_override_is_refused(recipe: str, tmp_path: Path) -> None:
+    table = {"recipe": recipe, "override": [{"pattern": "*norm*", "storage": "master64"}]}
+    with pytest.raises(RecipeError, match="with override' stores float64 and was requested of a conversion"):
+        ng.convert(saved(tmp_path / "a.pt", *trained(recipe)), parse_table(table), tmp_path / "b")
 
 
 @pytest.mark.parametrize("recipe", [*_TRIED, "bfloat16/tail8+float16-row+float16-row-held"])

@@ -31,9 +31,10 @@ def require_convertible(
             "Give --recipe NAME, or --like CKPT.",
         )
     policy = None if recipe is None else parse(recipe)
-    if policy is not None and policy.storage.arithmetic == "float64":
+    if policy is not None and any(storage.arithmetic == "float64" for storage in policy.storages):
         raise RecipeError(
-            f"recipe '{policy.name}' was requested of a conversion, which carries weights and states as float32.",
+            f"recipe '{policy.title}' stores float64 and was requested of a conversion, which carries weights and states as "
+            "float32.",
             "A run in float64 is resumed in its own recipe; to start one from other weights, give --model their folder.",
         )
     if out is not None:
