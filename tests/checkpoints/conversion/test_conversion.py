@@ -180,6 +180,14 @@ def test_float64_in_an_override_is_refused(recipe: str, tmp_path: Path) -> None:
         ng.convert(saved(tmp_path / "a.pt", *trained(recipe)), parse_table(table), tmp_path / "b")
 
 
+@pytest.mark.parametrize("recipe", ["bfloat16/master64", "float64/float64"])
+def test_a_state_in_float64_is_refused(recipe: str, tmp_path: Path) -> None:
+    source = saved(tmp_path / "a.pt", *trained(recipe))
+    with pytest.raises(RecipeError, match="which stores float64, and a conversion carries float32") as caught:
+        ng.convert(source, "bfloat16/master", tmp_path / "b")
+    assert "export RUN OUT --dtype float32" in str(caught.value)
+
+
 @pytest.mark.parametrize("recipe", [*_TRIED, "bfloat16/tail8+float16-row+float16-row-held"])
 def test_the_same_storage_keeps_its_very_words(recipe: str, tmp_path: Path) -> None:
     model, optimizer = trained(recipe)

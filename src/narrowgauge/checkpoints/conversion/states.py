@@ -74,7 +74,7 @@ def convert(
     Returns:
         What was converted, lost and left out; also written to ``out/conversion.json``.
     Raises:
-        RecipeError: a recipe that does not fit these parameters, or states that do not match their storage.
+        RecipeError: a recipe that does not fit these parameters, states that do not match their storage, or float64 in either.
         DataError: unreadable files, states of an optimizer other than Adam, names or shapes that do not match.
         RecordError: a damaged checkpoint, ``out`` exists and is not empty, or a disk error.
     Cost: 20 to 55 bytes of memory per parameter, one read and one write.
@@ -265,6 +265,11 @@ def _storage(recipe: Recipe, parameter: Tensor, name: str) -> Storage:
 def _float32(source: Source) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     if not source.storages:
         return {name: value.float().contiguous() for name, value in source.weights.items()}, source.states
+    if any(storage.arithmetic == "float64" for storage in source.storages.values()):
+        raise RecipeError(
+            f"a state of '{source.origin}' was given, which stores float64, and a conversion carries float32.",
+            "Export its weights with narrowgauge export RUN OUT --dtype float32, and train from them with --model OUT.",
+        )
     named = {name: nn.Parameter(value) for name, value in source.weights.items()}
     groups: dict[Storage, list[tuple[str, Tensor]]] = {}
     for name, parameter in named.items():
