@@ -63,13 +63,21 @@ def test_what_an_optimizer_refuses_is_not_planned(name: str, storage: str) -> No
     try:
         {"muon": ng.Muon, "adafactor": ng.Adafactor}[name]([weight], lr=1e-3, storage=storage)  # type: ignore[operator]
     except RecipeError:
-        with pytest.raises(RecipeError, match=f"states of {name} were requested in storage '{storage}'"):
+        with pytest.raises(RecipeError, match=f"rule '{name}' was requested with storage '{storage}'"):
             plan("llama-8b", recipes=[asked], chip="H100-SXM", optimizer=name)
     else:
         assert plan("llama-8b", recipes=[asked], chip="H100-SXM", optimizer=name).options
     # Where none is named, those that it steps are planned, of the state alone too.
     tables = plan("llama-8b", chip="H100-SXM", chips=8, optimizer=name), plan(params=1e9, optimizer=name)
     assert all(option.recipe.storage.arithmetic == "float32" for table in tables for option in table.options)
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize("recipe", ["float64/float64", "bfloat16/master64"])
+def test_a_matrix_rule_in_float64_is_refused_for_its_own_reason(recipe: str, name: str) -> None:
+    with pytest.raises(RecipeError, match="whose updates are float64") as caught:
+        with_optimizer(parse(recipe), name)
+    assert "expansions" not in str(caught.value)
 
 
 def test_muon_leaves_embedding_and_head_to_adamw() -> None:

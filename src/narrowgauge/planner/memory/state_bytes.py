@@ -17,7 +17,7 @@ from narrowgauge.planner.inputs.architectures import Adapters, Architecture, Mat
 from narrowgauge.planner.inputs.layouts import Layout
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
-from narrowgauge.spec.update_rules import UPDATE_RULES
+from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_matrix_rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ _FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
 
 
 def is_stepped(storage: Storage, optimizer: str) -> bool:
-    """Whether an optimizer steps parameters in a storage: Muon and Adafactor multiply matrices, which expansions do not define.
+    """Whether an optimizer steps parameters in a storage: Muon and Adafactor only in float32 arithmetic.
 
     Example:
         >>> from narrowgauge.spec.storages import STORAGES
@@ -72,13 +72,9 @@ def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
             f"the states of optimizer {optimizer!r} were requested.",
             suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
         )
-    for storage in (recipe.storage, *(each.storage for each in recipe.overrides if each.storage is not None)):
+    for storage in recipe.storages:
         if not is_stepped(storage, optimizer):
-            raise RecipeError(
-                f"the states of {optimizer} were requested in storage '{storage.name}', in whose arithmetic of expansions a "
-                "matrix product is not defined.",
-                "Take another storage, such as 'split', or optimizer adamw.",
-            )
+            refuse_matrix_rule(optimizer, storage)
     states = OPTIMIZER_STATES[optimizer]
     overrides = tuple(
         override if override.storage is None else replace(override, storage=override.storage.keeping(states))
