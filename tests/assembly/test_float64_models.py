@@ -101,6 +101,10 @@ def test_buffers_are_widened_and_running_statistics_too() -> None:
     ("table", "why"),
     [
         ({"recipe": "float64/float64", "keep": ["lm_head"]}, "which would be float32"),
+        (
+            {"recipe": "float64/float64", "override": [{"pattern": "*norm*", "storage": "float32"}]},
+            "an override that stores 'float32'.* Leave the override out",
+        ),
         ({"recipe": "float64/float64/reproducible"}, "sums gradients of at most 32 bits"),
         ({"recipe": "float64/float64", "evaluation": "float32"}, "which casts float64 weights to float64"),
         ({"recipe": "bfloat16/word", "evaluation": "float64"}, "takes its own storages only"),

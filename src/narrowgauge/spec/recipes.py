@@ -304,6 +304,12 @@ def _check_float64(recipe: Recipe) -> None:
     requested = f"recipe '{recipe.compute.name}/{own_name(recipe.storage)}' was requested with"
     if recipe.keep:
         raise RecipeError(f"{requested} keep = {list(recipe.keep)}, which would be float32.", "Leave keep out.")
+    for storage in recipe.storages:
+        if storage.visible != "float64":
+            raise RecipeError(
+                f"{requested} an override that stores '{storage.name}', and the whole model is in float64.",
+                "Leave the override out.",
+            )
     if recipe.reduction.name != "native":
         raise RecipeError(
             f"{requested} reduction '{recipe.reduction.name}', which sums gradients of at most 32 bits.",
