@@ -113,7 +113,9 @@ def trained(
         kept |= {f"{k} {name}": optimizer.stored(parameter, name) for name in names}
     kept["norm"] = optimizer.grad_norm.detach().float().reshape(1)
     kept["steps"] = torch.tensor([float(optimizer.num_steps(p)) for p in parameters])
-    bits = {name: value.cpu().clone(memory_format=torch.contiguous_format).view(torch.int32) for name, value in kept.items()}
+    bits = {
+        name: value.cpu().clone(memory_format=torch.contiguous_format).view(torch.int32) for name, value in kept.items()
+    }
     return Kept(bits, {name: reading.edq for name, reading in ng.audit(optimizer).items()})
 
 
