@@ -32,7 +32,6 @@ import json
 import math
 import platform
 import statistics
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -49,7 +48,7 @@ from _board_figure import FIGURE, draw
 from _board_peers import TABLE, PeerJob, performing
 from _board_records import FILE, RULES, Record, Rules, RunRecord, StallRecord
 from _published_training import of_folder, published
-from timing import Report, parser, peer_version
+from timing import Report, exit_by, parser, peer_version
 
 from narrowgauge.analysis.comparison.run_stats import LossCurve, divergence
 from narrowgauge.errors import NarrowgaugeError, RecordError
@@ -347,10 +346,4 @@ def quick(report: Report) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except NarrowgaugeError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    exit_by(main)

@@ -38,7 +38,6 @@ import math
 import os
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -50,7 +49,7 @@ from typing import Any
 import torch
 from _board_records import MASTER, WORD, over_word
 from _published_training import NAMES, keeping, of_folder, published
-from timing import Report, Row, parser
+from timing import Report, Row, exit_by, parser
 
 from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.analysis.comparison.run_stats import LossCurve
@@ -512,10 +511,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RecordError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    exit_by(main)

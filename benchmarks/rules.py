@@ -29,7 +29,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import statistics
-import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -38,12 +37,11 @@ from pathlib import Path
 
 import quality
 import torch
-from timing import Report, Row, parser
+from timing import Report, Row, exit_by, parser
 from torch import nn
 
 from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.assembly.preparation import class_of
-from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.models import get_model
@@ -238,10 +236,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except RecordError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    exit_by(main)

@@ -16,14 +16,17 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+
+from narrowgauge.errors import NarrowgaugeError
 
 Row = dict[str, Any]
 NOT_INSTALLED = "not installed"
@@ -228,6 +231,17 @@ class Report:
             }
             self.options.json.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         return 0
+
+
+def exit_by(main: Callable[[], int]) -> NoReturn:
+    """Run a benchmark and exit with its status: 2 and one line for an error of the project's own, 130 for Ctrl-C."""
+    try:
+        sys.exit(main())
+    except NarrowgaugeError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 def plain_table(rows: Sequence[Row]) -> str:

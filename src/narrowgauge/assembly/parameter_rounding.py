@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.rounding import round_to_bfloat16, round_to_float16
+from narrowgauge.numerics.rounding import at_least_float32, round_to_bfloat16, round_to_float16
 from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
@@ -32,7 +32,7 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
     for parameter in model.parameters():
         dtype = formats[parameter]
         if parameter.requires_grad:
-            values[parameter] = parameter.data if parameter.dtype is torch.float64 else parameter.data.float()
+            values[parameter] = at_least_float32(parameter.data)
         if is_sharded(parameter):
             _round_shard(parameter, dtype, recipe)
         else:

@@ -236,6 +236,16 @@ _SINGLE = _Carrier(get_format("float32"), torch.float32, torch.int32, most_dropp
 _DOUBLE = _Carrier(get_format("float64"), torch.float64, torch.int64, most_dropped=61)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """The same values in float32, or in float64 where they are.
+
+    Example:
+        >>> [at_least_float32(torch.ones(1, dtype=d)).dtype for d in (torch.bfloat16, torch.float64)]
+        [torch.float32, torch.float64]
+    """
+    return x if x.dtype is torch.float64 else x.float()
+
+
 def round_to(
     x: Tensor,
     format: str | Format,

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.rounding import half, narrowed
+from narrowgauge.numerics.rounding import at_least_float32, half, narrowed
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim import codec
 from narrowgauge.optim.kernel import Kernel, StepKernel, Work, peaks_of_matrices
@@ -206,8 +206,7 @@ class ParameterState:
     def _lane(self) -> codec.Lane:
         """The state as one lane in the parameter's order, a matrix or flat."""
         scales = {n: codec.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
-        weight = self.parameter.detach()
-        weight = (weight if weight.dtype is torch.float64 else weight.float()).reshape(self._matrix).contiguous()
+        weight = at_least_float32(self.parameter.detach()).reshape(self._matrix).contiguous()
         visible = codec.visible_bits(self.storage.visible, weight)
         fields = codec.fields_of(self.storage, self.words, self.parameter.shape)
         return codec.Lane(visible, visible, fields, scales)

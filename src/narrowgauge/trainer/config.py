@@ -553,8 +553,8 @@ class TrainConfig:
                 f"a compiled model was requested in '{self.recipe.title}', whose scope of float64 no graph can hold.",
                 "Omit --compile: reference runs are eager.",
             )
-        for storage in (self.recipe.storage, *(each.storage for each in self.recipe.overrides if each.storage)):
-            if rule.is_matrix:
+        if rule.is_matrix:
+            for storage in self.recipe.storages:
                 refuse_matrix_rule(rule.name, storage)
 
     def _require_sources(self) -> None:

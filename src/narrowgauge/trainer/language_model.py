@@ -30,6 +30,7 @@ from narrowgauge.checkpoints.conversion.files import UNREADABLE, require_weights
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import DataError, suggestion
 from narrowgauge.matmul.linear import has_plain_product
+from narrowgauge.numerics.rounding import at_least_float32
 from narrowgauge.numerics.widening import linear
 from narrowgauge.planner.memory.rank_memory import CHUNK_LOGITS
 from narrowgauge.planner.memory.rank_memory import LARGE_VOCABULARY as LARGE_VOCABULARY
@@ -279,11 +280,7 @@ def without_progress_bars() -> Iterator[None]:
 
 
 def _whole(logits: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(_wide(logits.flatten(0, -2)), targets, reduction="sum")
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype is torch.float64 else x.float()
+    return F.cross_entropy(at_least_float32(logits.flatten(0, -2)), targets, reduction="sum")
 
 
 def _hidden(model: PreTrainedModel, inputs: Tensor) -> Tensor:
@@ -310,7 +307,7 @@ _NATIVE = _native()
 
 def _looped(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, size: int) -> Tensor:
     # With a float32 copy, autograd sums the chunks' weight gradients in float32 and rounds them once.
-    weight = _wide(weight)
+    weight = at_least_float32(weight)
     total = torch.zeros((), dtype=weight.dtype, device=hidden.device)
     for rows, wanted in zip(hidden.split(size), targets.split(size), strict=True):
         total = total + cast(Tensor, checkpoint(_chunk, rows, weight, bias, wanted, use_reentrant=False))
