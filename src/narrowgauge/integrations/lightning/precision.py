@@ -352,6 +352,13 @@ class RecipePrecision(_Base):
         state["audits"] = [saved_audit(optimizer) for optimizer in self._optimizers]
         return state
 
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Load float64 weights again, in the Trainer, which loads a model's before its conversion: into float32 parameters."""
+        trainer = self._models.trainer
+        if self.recipe.storage.visible == "float64" and trainer is not None:
+            strict = trainer.lightning_module.strict_loading
+            trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` gave; what belongs to optimizers follows when their own states are loaded."""
         if self.scaler is not None and "loss_scaler" in state_dict:
