@@ -21,6 +21,7 @@ import narrowgauge
 import narrowgauge.trainer
 from narrowgauge.cli import launching
 from narrowgauge.cli.exit_status import open_streams
+from narrowgauge.cli.flags import SECTIONS
 from narrowgauge.cli.main import main
 from narrowgauge.errors import ChipError, Terminated
 from narrowgauge.runs.record import Run
@@ -109,6 +110,19 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
         assert bool(option.secondary_opts) == (kind_of(field) is bool)
         assert option.get_default(click.Context(train)) is None, "a flag that is not given must not overrule a file"
         assert option.help is not None and "[default: " in option.help
+
+
+def test_the_help_of_train_shows_every_setting_in_one_section() -> None:
+    shown = [name for names in SECTIONS.values() for name in names.split()]
+    assert sorted(shown) == sorted([*(field.name for field in dataclasses.fields(TrainConfig)), *launching.OPTIONS])
+    text = call("train", "--help").stdout
+    places = [text.index(f"\n{title}:\n") for title in SECTIONS]
+    assert places == sorted(places)
+    for title, names in SECTIONS.items():
+        section = text.partition(f"\n{title}:\n")[2].partition("\n\n")[0]
+        flags = [f"--{name.replace('_', '-')}" for name in names.split()]
+        assert [text.count(f"\n  {flag} ") for flag in flags] == [1] * len(flags)
+        assert all(f"  {flag} " in section for flag in flags), title
 
 
 def test_the_help_of_a_comparison_tells_its_own_defaults() -> None:
@@ -376,6 +390,26 @@ def test_help_is_no_mistake(words: tuple[str, ...]) -> None:
     result = call(*words)
     assert result.exit_code == 0
     assert result.stdout.startswith("Usage: narrowgauge") and result.stderr == ""
+
+
+def test_the_command_alone_says_what_can_be_done_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = call().stdout.splitlines()
+    examples = [line.split()[1:] for line in lines if line.startswith("  narrowgauge ")]
+    assert len(examples) == 4 and "The newest run here" not in lines[-1]
+    for words in examples:
+        command: click.Command = main
+        while isinstance(command, click.Group):
+            command = command.commands[words.pop(0)]
+        command.make_context("example", words)  # a UsageError where an option or a value is none
+    for age, name in enumerate(("new", "old")):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.toml").touch()
+        os.utime(tmp_path / "runs" / name / "run.toml", (100 - age, 100 - age))
+    new = Path("runs") / "new"
+    assert call().stdout.endswith(f"The newest run here: narrowgauge resume {new}\n")
+    (new / "summary.json").touch()
+    assert call().stdout.endswith(f"The newest run here: narrowgauge report {new}\n")
 
 
 # ── what a shell completes ────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,12 +7,15 @@ import math
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from analysis.comparison.made_runs import COLUMNS, MASTER, close, seeds, sentence
 from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.cli.main import main
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.report.publishing import publish, read_runs, report, write_report
 from narrowgauge.runs.writer import RunWriter
+from narrowgauge.spec.tables import FORMS
 
 
 @pytest.fixture
@@ -44,6 +47,23 @@ def test_where_no_run_is_the_refusal_says_so(tmp_path: Path) -> None:
         read_runs([tmp_path])
     with pytest.raises(RecordError, match="no run was named"):
         compare_runs([])
+
+
+def test_where_no_run_is_the_newest_ones_are_suggested(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"The latest runs there: .*-seed[01], ") as raised:
+        read_runs([folder / "bfloat16-wrd-seed0"])
+    assert str(raised.value).count("-seed") == 1 + 3
+    with pytest.raises(RecordError) as none:
+        read_runs([tmp_path / "nowhere" / "at all"])
+    assert "latest" not in str(none.value)
+
+
+@pytest.mark.parametrize("form", ["md", "csv", "tex"])
+def test_the_table_of_costs_is_printed_for_papers_and_spreadsheets(form: str, folder: Path) -> None:
+    printed = CliRunner().invoke(main, ["report", str(folder), "--table", form])
+    assert printed.exit_code == 0 and not (folder / "report.html").exists()
+    assert printed.stdout == FORMS[form](compare_runs(read_runs([folder])).table())
+    assert printed.stdout.count("bfloat16/word") == 1
 
 
 def test_compare_json_is_a_list_of_rows_and_valid_whatever_the_figures(folder: Path, tmp_path: Path) -> None:

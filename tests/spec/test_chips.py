@@ -68,8 +68,13 @@ def test_names() -> None:
     assert get_chip("H200") is CHIPS["H200-SXM-141GB"]
     with pytest.raises(ChipError, match="2 names begin with it: H100-SXM5-80GB, H100-PCIe-80GB"):
         get_chip("h100")
-    with pytest.raises(ChipError, match="Did you mean 'rtx-4090'"):
-        get_chip("rtx4090")
+    assert get_chip("RTX4090") is CHIPS["RTX-4090"] and get_chip("h100sxm") is CHIPS["H100-SXM5-80GB"]
+    with pytest.raises(ChipError, match="Did you mean 'A100-SXM4-40GB'"):
+        get_chip("A100-40GB")
+    with pytest.raises(ChipError, match="Did you mean 'RTX-4090'"):
+        get_chip("rtx-4080")
+    with pytest.raises(ChipError, match=r"no chip is named 'gaudi3'\. \(narrowgauge show chips"):
+        get_chip("gaudi3")
     with pytest.raises(ChipError, match="no chip is named ''"):
         get_chip("")
 

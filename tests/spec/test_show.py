@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
@@ -149,6 +150,28 @@ def test_right_aligned_figures_end_where_their_head_ends() -> None:
 def test_a_bar_inside_a_cell_does_not_split_it() -> None:
     table = tables.Table((tables.Column("a", "a"),), [{"a": "x|y"}])
     assert table.markdown().splitlines()[2] == r"| x\|y |"
+
+
+def test_latex_is_escaped_and_aligned() -> None:
+    columns = (tables.Column("name", "name", code=True), tables.Column("a & b", "share", right=True))
+    text = tables.Table(columns, [{"name": "a_b", "share": "5% ± 1"}]).latex()
+    assert text.splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"name & a \& b \\",
+        r"\midrule",
+        r"\texttt{a\_b} & 5\% $\pm$ 1 \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
+
+
+def test_comma_separated_values_are_those_of_the_rows_in_full() -> None:
+    rows = [{"name": "a,b", "loss": 0.1 + 0.2, "at": [1, 2]}, {"name": "c", "seeds": 3}]
+    found = list(csv.DictReader(io.StringIO(tables.Table((tables.Column("name", "name"),), rows).csv())))
+    assert [row["name"] for row in found] == ["a,b", "c"]
+    assert float(found[0]["loss"]) == 0.1 + 0.2 and json.loads(found[0]["at"]) == [1, 2]
+    assert found[1] == {"name": "c", "loss": "", "at": "", "seeds": "3"}
 
 
 def test_parts_of_a_recipe_sum_to_its_bytes() -> None:

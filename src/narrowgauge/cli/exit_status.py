@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 import click
 
 from narrowgauge.cli.launching import OPTIONS
-from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError, Terminated, shortened, suggestion
+from narrowgauge.cli.option_hints import hint
+from narrowgauge.errors import NarrowgaugeError, RankError, ReportedError, Terminated, shortened
 
 
 class CommandGroup(click.Group):
@@ -186,5 +187,5 @@ def _with_advice(error: click.ClickException) -> str:
         return f"{message} Leave it out: checkpoints of any number of ranks are read."
     if isinstance(error, click.NoSuchOption):
         flags = [flag for option in context.command.params for flag in (*option.opts, *option.secondary_opts)]
-        message = f"No such option '{error.option_name}'. {suggestion(error.option_name, flags)}"
+        message = f"No such option '{error.option_name}'. {hint(error.option_name, flags)}".rstrip()
     return f"{message} (See {context.command_path} --help.)"

@@ -168,6 +168,34 @@ batch_shape = combined(
 )
 
 
+SECTIONS = {
+    "The run": "recipe model data steps batch_size sequence_length seed out",
+    "Optimizer": "rule rule_options lr schedule warmup_steps min_lr_ratio beta1 beta2 eps weight_decay max_grad_norm",
+    "Text and validation": "tokenizer held_out eval_every eval_batches",
+    "Memory and speed": "gradient_accumulation_steps accumulation_dtype activation_checkpointing compile",
+    "Checkpoints": "checkpoint_every keep_checkpoints stop_after",
+    "Monitoring": "audit_every gauges_every fingerprints_every on_spike max_rollbacks log_every log_to tensorboard",
+    "Several ranks": "nproc shard replicas offload narrow_gather threads verify_every max_restarts timeout",
+}
+"""The settings by the sections of a help page, in the order in which one would look for them."""
+
+
+class SettingsCommand(click.Command):
+    """A command whose help shows its settings in sections, after the options that it does not share."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, a section at a time."""
+        options = (option for option in self.get_params(ctx) if isinstance(option, click.Option) and option.name)
+        left = {option.name: record for option in options if (record := option.get_help_record(ctx))}
+        sections = {
+            title: [left.pop(name) for name in names.split() if name in left] for title, names in SECTIONS.items()
+        }
+        for title, records in {"Options": list(left.values()), **sections}.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
+
 def of_settings(without: Collection[str] = (), defaults: Mapping[str, str] | None = None) -> list[click.Parameter]:
     """A flag per setting of a training run, except ``without``; ``None`` if not given, so that a file can set it.
 

@@ -32,6 +32,27 @@ _settings_file = click.option(
 def main(context: click.Context) -> None:
     """Train language models in narrow number formats, know what each costs, and get the same bits again."""
     help_without_command(context)
+    if context.invoked_subcommand is None:
+        click.echo(_next_steps())
+
+
+_EXAMPLES = {
+    "narrowgauge train --data text.txt --recipe bfloat16/word": "a run, and all that it loses",
+    "narrowgauge compare --recipes bfloat16/master,bfloat16/word --seeds 3": "what a format costs",
+    "narrowgauge plan run --model llama-8b --chip H100-SXM5 --chips 8": "what fits, and how fast",
+    "narrowgauge diagnose trainer_state.json": "what went wrong, in a run of any framework",
+}
+
+
+def _next_steps() -> str:
+    """Four commands to begin with, and what can be done with the newest run here."""
+    from narrowgauge.runs.record import latest_folders
+
+    lines = ["", "Examples:", *(f"  {words}\n      {why}" for words, why in _EXAMPLES.items())]
+    for folder in latest_folders(Path("runs"))[:1]:
+        then = "report" if (folder / "summary.json").is_file() else "resume"
+        lines += ["", f"The newest run here: narrowgauge {then} {folder}"]
+    return "\n".join(lines)
 
 
 @main.group("show", short_help="Tables, their rows, and this machine.", invoke_without_command=True)
@@ -148,7 +169,7 @@ def fingerprint(context: click.Context, /, **asked: Any) -> None:
     context.invoke(show_arithmetic, **asked)
 
 
-@main.command("train", params=flags.of_settings())
+@main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())
 @_settings_file
 @launching.options
 def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
@@ -178,7 +199,12 @@ def _echo_folder(folder: Path | None) -> None:
         click.echo(folder)
 
 
-@main.command("resume", short_help="Resume a run, on any number of ranks.", params=flags.of_resumes())
+@main.command(
+    "resume",
+    cls=flags.SettingsCommand,
+    short_help="Resume a run, on any number of ranks.",
+    params=flags.of_resumes(),
+)
 @_run_folder
 @click.option("--stop-after", type=click.IntRange(min=1), metavar="N", help="Stop again after this step.")
 @click.option(
@@ -204,7 +230,12 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     _echo_folder(launching.resume(folder, config, launch, stop_after, accept_changes, chosen=given))
 
 
-@main.command("compare", short_help="What several recipes cost, trained alike.", params=flags.of_comparisons())
+@main.command(
+    "compare",
+    cls=flags.SettingsCommand,
+    short_help="What several recipes cost, trained alike.",
+    params=flags.of_comparisons(),
+)
 @click.option(
     "--recipes",
     metavar="A,B,…",
@@ -284,7 +315,7 @@ def compare(
     click.echo(f"\n{page}")
 
 
-@main.command("report")
+@main.command("report", short_help="Write one HTML page about runs.")
 @click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--out", metavar="FILE", type=click.Path(path_type=Path),
@@ -294,7 +325,11 @@ def compare(
     "--pack", metavar="FILE", type=click.Path(path_type=Path),
     help="Write a zip file that report reads like the folders; a page only with --out.",
 )  # fmt: skip
-def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
+@click.option(
+    "--table", "form", type=click.Choice(list(tables.FORMS)),
+    help="Print the table of costs instead of writing a page: markdown, LaTeX (booktabs), or all values as CSV.",
+)  # fmt: skip
+def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None, form: str | None) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, a zip file of --pack, or the log of
     another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder.
 
@@ -306,7 +341,9 @@ def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None) -> None:
 
     if pack is not None:
         click.echo(publishing.pack(runs, pack))
-    if pack is None or out is not None:
+    if form is not None:
+        click.echo(tables.FORMS[form](publishing.table(runs)), nl=False)
+    if (pack is None and form is None) or out is not None:
         click.echo(write_report(runs, out))
 
 
@@ -431,7 +468,7 @@ main.add_command(diagnosing.diagnose_command)
 show_group.add_command(diagnosing.causes_command)
 
 
-@main.command("sample")
+@main.command("sample", short_help="Continue a text with a run's model.")
 @_run_folder
 @click.argument("text")
 @click.option("--tokens", type=click.IntRange(min=1), default=100, show_default=True, help="Tokens to generate.")

@@ -13,8 +13,9 @@ from narrowgauge.runs.archive import files_in, read_bytes, write_zip, zip_file_o
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
 from narrowgauge.runs.foreign_logs import is_log
 from narrowgauge.runs.lines import ROW_FILES
-from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, read_run
+from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, latest_runs, read_run
 from narrowgauge.runs.schema import Row
+from narrowgauge.spec.tables import Table
 from narrowgauge.spec.toml import load_toml
 
 
@@ -40,7 +41,8 @@ def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
                 found = "there is no such folder"
             elif path.is_file():
                 found = "the zip file has no run.toml"
-            raise RecordError(f"No run in {path}: {found}.", "Name a run folder, or the folder of a comparison.")
+            advice = f"Name a run folder, or the folder of a comparison.{latest_runs(path)}"
+            raise RecordError(f"No run in {path}: {found}.", advice)
         places |= {place: path for place in inside if place not in places}
     return places
 
@@ -82,6 +84,11 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
     if page.is_file() and not _is_page(page):
         raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
     return write_report(compare_runs(runs, resolve=_resolve_of(paths)), page)
+
+
+def table(paths: Sequence[str | Path]) -> Table:
+    """The table of costs of existing runs, named as for :func:`read_runs`: a row per recipe, as on their page."""
+    return compare_runs(read_runs(paths), resolve=_resolve_of(paths)).table()
 
 
 def _resolve_of(paths: Sequence[str | Path]) -> float | None:

@@ -157,9 +157,8 @@ def read_settings(path: Path) -> Row:
     data = read_bytes(file)
     if data is None:
         found = "the folder has no run.toml" if path.is_dir() else "there is no such folder"
-        raise RecordError(
-            f"No run in {path}: {found}.", f"Name the folder that was given as --out, or a {log_names()}."
-        )
+        advice = f"Name the folder that was given as --out, or a {log_names()}."
+        raise RecordError(f"No run in {path}: {found}.", f"{advice}{latest_runs(path)}")
     try:
         run: Row = load_toml(data.decode())
         _require_whole("schema_version", run["schema_version"])
@@ -170,6 +169,24 @@ def read_settings(path: Path) -> Row:
     except (ValueError, KeyError) as error:
         raise RecordError(f"{file} is damaged: {error}.", "Restore the file from a copy.") from error
     return run
+
+
+def latest_runs(path: Path, most: int = 3) -> str:
+    """A sentence for advice with the newest runs in or beside a folder that is none, or else in ``runs/`` here; or nothing.
+
+    Example of what it says: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
+    """
+    found = next((there for place in (path, path.parent, Path("runs")) if (there := latest_folders(place))), [])
+    return f" The latest runs there: {', '.join(map(str, found[:most]))}." if found else ""
+
+
+def latest_folders(place: Path) -> list[Path]:
+    """The run folders in a folder, the newest first; none where it cannot be read."""
+    try:
+        files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
+    except OSError:
+        return []
+    return [file.parent for file in files]
 
 
 def _require_whole(key: str, value: Any) -> None:

@@ -421,19 +421,21 @@ CHIPS: dict[str, Chip] = {chip.name: chip for chip in _CHIPS}
 
 
 def get_chip(name: str) -> Chip:
-    """The chip of that name, ignoring case; an unambiguous prefix is enough, and H20 is not a prefix of H200.
+    """The chip of that name, ignoring case and separators; an unambiguous prefix is enough, and H20 is not a prefix of H200.
 
     Raises:
         ChipError: no chip has that name, or several match the prefix.
     Example:
         >>> get_chip("h200").memory_gb
         141
+        >>> get_chip("RTX4090").name
+        'RTX-4090'
     """
-    key = name.strip().lower()
-    by_key = {known.lower(): chip for known, chip in CHIPS.items()}
-    found = [chip for known, chip in by_key.items() if key and known.startswith(key)]
-    if key in by_key:
-        return by_key[key]
+    key, plain = name.strip().lower(), _plain(name)
+    known = {_plain(chip.name): chip for chip in CHIPS.values()}
+    if plain in known:
+        return known[plain]
+    found = [chip for spelled, chip in known.items() if plain and spelled.startswith(plain)]
     found = [chip for chip in found if chip.name.lower().startswith(f"{key}-")] or found
     if len(found) == 1:
         return found[0]
@@ -442,5 +444,12 @@ def get_chip(name: str) -> Chip:
         raise ChipError(
             f"chip {name!r} was requested, and {len(found)} names begin with it: {names}.", "Name one of them."
         )
-    near = suggestion(key, by_key)
+    # A100-40GB leaves out a part of A100-SXM4-40GB, which letters alone would not find.
+    whole = [chip.name for chip in CHIPS.values() if key and {*key.split("-")} <= {*chip.name.lower().split("-")}]
+    near = suggestion(name.strip(), whole) or suggestion(name.strip().upper(), CHIPS)
     raise ChipError(f"no chip is named {name!r}.", f"{near} (narrowgauge show chips lists all.)".strip())
+
+
+def _plain(name: str) -> str:
+    """A name without case and separators."""
+    return "".join(filter(str.isalnum, name.lower()))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -114,9 +115,23 @@ def get_model(name: str) -> Model:
     """
     found = MODELS.get(name.strip().lower())
     if found is None:
-        near = suggestion(name.strip().lower(), MODELS)
+        key = name.strip().lower()
+        near = suggestion(_nearest_in_size(key) or key, MODELS)
         raise RecipeError(f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip())
     return found
+
+
+def _nearest_in_size(name: str) -> str | None:
+    """The preset nearest in parameters to what a name such as ``llama-2m`` says, of its family where there is one."""
+    said = re.fullmatch(r"(.*?)-?(\d+(?:\.\d+)?)([kmbt])", name)
+    size = float(said[2]) * _SIZES[said[3]] if said else 0.0
+    if not said or not size:
+        return None
+    of_family = [model for model in _MODELS if said[1] and model.name.startswith(said[1])] or _MODELS
+    return min(of_family, key=lambda model: abs(math.log(model.num_parameters / size))).name
+
+
+_SIZES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

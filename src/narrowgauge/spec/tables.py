@@ -5,6 +5,8 @@ A wide terminal gets a rich table, a narrow one a paragraph per row, a pipe alig
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 import sys
@@ -53,6 +55,29 @@ class Table:
             for row in self.rows
         ]
         return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
+
+    def latex(self) -> str:
+        """A ``tabular`` with the rules of LaTeX's booktabs package, without the title."""
+        sides = "".join("r" if column.right else "l" for column in self.columns)
+        heads = [_in_latex(column.title) for column in self.columns]
+        lines = [
+            [rf"\texttt{{{_in_latex(cell)}}}" if column.code else _in_latex(cell) for column, cell in self._cells(row)]
+            for row in self.rows
+        ]
+        body = "".join(" & ".join(line) + r" \\" + "\n" for line in lines)
+        return (
+            f"\\begin{{tabular}}{{{sides}}}\n\\toprule\n{' & '.join(heads)} \\\\\n\\midrule\n"
+            f"{body}\\bottomrule\n\\end{{tabular}}\n"
+        )
+
+    def csv(self) -> str:
+        """Comma-separated values: not the printed cells but every value of the rows in full; lists and objects as JSON."""
+        keys = list(dict.fromkeys(key for row in self.rows for key in row))
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
+        writer.writerow(keys)
+        writer.writerows([_csv_value(row.get(key)) for key in keys] for row in self.rows)
+        return text.getvalue()
 
     def plain(self) -> str:
         """Aligned text for a pipe: titles, then one line per row, never wrapped."""
@@ -121,6 +146,10 @@ class Table:
         return ((column, column.cell(row)) for column in self.columns)
 
 
+FORMS: dict[str, Callable[[Table], str]] = {"md": Table.markdown, "csv": Table.csv, "tex": Table.latex}
+"""Forms in which a table is printed for a paper or a spreadsheet."""
+
+
 def write(parts: Table | Sequence[Table]) -> None:
     """Print tables to standard output, as the module describes."""
     tables = [parts] if isinstance(parts, Table) else parts
@@ -171,6 +200,25 @@ def cell_text(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}" if abs(value) >= 10_000 else str(value)
     return ", ".join(map(cell_text, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def _in_latex(text: str) -> str:
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
+    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "×": r"$\times$", "±": r"$\pm$", "−": r"$-$", "–": "--",
+    "≤": r"$\le$", "≥": r"$\ge$", "…": r"\dots{}", "·": r"$\cdot$",
+}  # fmt: skip
+"""Characters that LaTeX reads as commands, or that its usual fonts lack."""
+
+
+def _csv_value(value: Any) -> Any:
+    """A value of a row for a CSV file: text and numbers as they are, in Python's shortest exact form."""
+    if isinstance(value, (Mapping, list, tuple)):
+        return json.dumps(_json_value(value), ensure_ascii=False)
+    return "" if value is None else value
 
 
 def _json_value(value: Any) -> Any:
