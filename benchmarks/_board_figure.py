@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from _board_records import MASTER, RULES
 from narrowgauge.analysis.comparison.intervals import MINUS
 from narrowgauge.spec.storages import STORAGES
 
-FIGURE = Path(__file__).parents[1] / "docs" / "images" / "costs.svg"
+IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
 TOP, BOTTOM, LEFT, RIGHT = 58, 470, 74, 16
 STEP, LINE, LETTER = 10, 15.0, 6.7
@@ -28,25 +29,43 @@ STEP, LINE, LETTER = 10, 15.0, 6.7
 TICKS = (0.001, 0.005, 0.02, 0.1, 0.5)
 _BEND = 0.002
 
-_STYLE = """
-  text { font: 13px system-ui, sans-serif; fill: #333 }
-  .title { font-size: 15px; font-weight: 600 }
-  .axis, .tick { stroke: #bbb; stroke-width: 1 } .tick { stroke-dasharray: 2 3 } .zero { stroke: #666 }
-  .band { fill: #2a7; opacity: .12 }
-  .ours { stroke: #0a62b0; fill: #0a62b0 } .others { stroke: #c2500a; fill: #c2500a } .lead { stroke: #ccc; fill: none }
-  text.ours { stroke: none } text.others { stroke: none } .bar { stroke-width: 1.5 }
-  @media (prefers-color-scheme: dark) {
-    text { fill: #ddd } .axis, .tick, .lead { stroke: #555 } .zero { stroke: #aaa }
-    .ours { stroke: #6cb4ff; fill: #6cb4ff } .others { stroke: #ffa057; fill: #ffa057 } .band { opacity: .22 }
-  }
+
+@dataclass(frozen=True)
+class Colours:
+    """The colours of one drawing: of text, of lines, and of the two kinds of rows."""
+
+    text: str
+    line: str
+    zero: str
+    ours: str
+    others: str
+    band: float
+    """The opacity of the band of what is not resolved."""
+
+    @property
+    def style(self) -> str:
+        """The style sheet."""
+        return f"""
+  text {{ font: 13px system-ui, sans-serif; fill: {self.text} }}
+  .title {{ font-size: 15px; font-weight: 600 }}
+  .axis, .tick {{ stroke: {self.line}; stroke-width: 1 }} .tick {{ stroke-dasharray: 2 3 }} .zero {{ stroke: {self.zero} }}
+  .band {{ fill: #2a7; opacity: {self.band:g} }} .lead {{ stroke: {self.line}; fill: none }} .bar {{ stroke-width: 1.5 }}
+  .ours {{ stroke: {self.ours}; fill: {self.ours} }} .others {{ stroke: {self.others}; fill: {self.others} }}
+  text.ours, text.others {{ stroke: none }}
 """
+
+
+LIGHT = Colours("#333", "#bbb", "#666", "#0a62b0", "#c2500a", 0.12)
+DARK = Colours("#ddd", "#555", "#aaa", "#6cb4ff", "#ffa057", 0.22)
+FIGURES = {IMAGES / "costs.svg": LIGHT, IMAGES / "costs-dark.svg": DARK}
+"""Two files, and no ``prefers-color-scheme`` inside one: a page may be light where the system is dark, and the page chooses."""
 
 
 def _bent(difference: float) -> float:
     return math.asinh(difference / _BEND)
 
 
-def figure(costs: Iterable[Cost]) -> str:
+def figure(costs: Iterable[Cost], colours: Colours = LIGHT) -> str:
     """The SVG of all rows that are complete and compared with ``master``, but storages that belong to another compute."""
     of_computes = {name for name in STORAGES if "/" in name}
     compared = [cost for cost in costs if cost.baseline == MASTER and cost.over_all is not None]
@@ -59,7 +78,7 @@ def figure(costs: Iterable[Cost]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {BOTTOM + 62}" role="img" '
         'aria-label="Validation loss difference from master against bytes per parameter">',
-        f"<style>{_STYLE}</style>",
+        f"<style>{colours.style}</style>",
         f'<text class="title" x="{LEFT}" y="20">What each format costs: validation loss against bytes per parameter</text>',
         f'<text x="{LEFT}" y="40">{_subtitle(len(shown))}</text>',
         *_frame(width, low, high),
@@ -155,5 +174,7 @@ def _apart(heights: Sequence[float]) -> list[float]:
 
 
 def draw(costs: Iterable[Cost]) -> None:
-    """Write the figure."""
-    FIGURE.write_text(figure(costs), encoding="utf-8")
+    """Write the figure, for light and for dark pages."""
+    shown = list(costs)
+    for file, colours in FIGURES.items():
+        file.write_text(figure(shown, colours), encoding="utf-8")

@@ -17,7 +17,7 @@ Run: ``./dev bench board`` with one of
   refused.
 - ``--stall``: run the stall case for every storage and installed peer that has no record of it.
 - ``--check``: verify the hashes, and that all records are by the rules.
-- ``--draw``: only draw ``docs/images/costs.svg``; whatever appends records does that, too.
+- ``--draw``: only draw ``docs/images/costs.svg`` and ``costs-dark.svg``; whatever appends records does that, too.
 
 ``--quick`` trains two rows for six steps in a temporary folder and checks the records that they give; nothing is kept.
 ``--rounds`` has no effect.
@@ -44,7 +44,7 @@ import quality
 import stall
 import torch
 from _board_costs import PEERS, PUBLISHED, baseline_of, costs, is_others
-from _board_figure import FIGURE, draw
+from _board_figure import FIGURES, draw
 from _board_peers import TABLE, PeerJob, performing
 from _board_records import FILE, RULES, Record, Rules, RunRecord, StallRecord
 from _published_training import of_folder, published
@@ -269,12 +269,13 @@ def train(wanted: Sequence[Job], out: Path, rules: Rules = RULES) -> int:
 
 
 def keep(found: Sequence[Record], report: Report) -> int:
-    """Append records and draw the figure; the number of contradictions."""
+    """Append records and draw the figures; the number of contradictions."""
     added, contradictions = records.append(found)
     draw(costs(records.read()))
     for line in contradictions:
         report.note(line)
-    report.note(f"{counted(len(added), 'record')} appended to docs/{FILE.name}, docs/images/{FIGURE.name} drawn.")
+    drawn = " and ".join(file.name for file in FIGURES)
+    report.note(f"{counted(len(added), 'record')} appended to docs/{FILE.name}; {drawn} drawn.")
     return len(contradictions)
 
 
@@ -286,7 +287,7 @@ def flags() -> argparse.ArgumentParser:
     what.add_argument("--import", dest="folder", type=Path, metavar="FOLDER", help="record finished runs")
     what.add_argument("--stall", action="store_true", help="run and record the stall case")
     what.add_argument("--check", action="store_true", help="verify the records")
-    what.add_argument("--draw", action="store_true", help="only draw the figure")
+    what.add_argument("--draw", action="store_true", help="only draw the figures")
     made.add_argument("--out", type=Path, default=Path("runs/board"), help="folder of the runs (default runs/board)")
     return made
 

@@ -1,7 +1,7 @@
 """The board's page, ``board.md``: tables of what each format costs, from the records in ``board.jsonl``.
 
-MkDocs calls :func:`on_page_markdown`, which replaces ``<!-- board: NAME -->`` by the table of that name. The figure lies in
-``images/costs.svg``; ``./dev bench board`` writes it with the records.
+MkDocs calls :func:`on_page_markdown`, which replaces ``<!-- board: NAME -->`` by the table of that name. The figures lie in
+``images/costs.svg`` and ``costs-dark.svg``; ``./dev bench board`` writes them with the records.
 """
 
 from __future__ import annotations

@@ -334,9 +334,19 @@ def test_the_records_are_as_they_were_written() -> None:
     assert records.faults(records.lines_in()) == []
 
 
-def test_the_figure_is_that_of_the_records() -> None:
-    assert figures.FIGURE.read_text(encoding="utf-8") == figures.figure(costs_of.costs(records.read())), (
-        "docs/images/costs.svg is not that of docs/board.jsonl: ./dev bench board --draw"
+def test_the_figures_are_those_of_the_records() -> None:
+    found = list(costs_of.costs(records.read()))
+    assert len(figures.FIGURES) == 2 and len({file.read_bytes() for file in figures.FIGURES}) == 2
+    for file, colours in figures.FIGURES.items():
+        assert file.read_text(encoding="utf-8") == figures.figure(found, colours), (
+            f"docs/images/{file.name} is not that of docs/board.jsonl: ./dev bench board --draw"
+        )
+
+
+def test_light_and_dark_figures_differ_in_their_style_alone() -> None:
+    light, dark = (figures.figure([], colours) for colours in (figures.LIGHT, figures.DARK))
+    assert light != dark and re.sub(r"<style>.*?</style>", "", light, flags=re.DOTALL) == re.sub(
+        r"<style>.*?</style>", "", dark, flags=re.DOTALL
     )
 
 
