@@ -81,7 +81,8 @@ class Event:
         advice: what to do.
         detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, or a key of :data:`RAISED_BY`;
             empty where nothing was judged.
-        phase: of a first bad value, where the step made it (:attr:`narrowgauge.gauges.BadValue.phase`).
+        phase, operation: of a first bad value, where the step made it, and by which operation
+            (:attr:`narrowgauge.gauges.BadValue.phase`).
 
     Raises:
         ValueError: ``kind`` is not in the table.
@@ -101,6 +102,7 @@ class Event:
     rank: int | None = None
     detector: str = ""
     phase: str = ""
+    operation: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
+from narrowgauge.runs.plain_logs import Value, values_of_csv, values_of_json, values_of_text
 from narrowgauge.runs.schema import EVAL, STEP, Row, is_whole, short, wrong_value
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "val_loss", "eval_loss", "eval/loss", "validation/loss", "validation_loss", "val/loss", "valid_loss", "valid/loss",
         "loss/val", "Loss/val", "Loss/validation", "loss/validation", "val_loss_epoch", "validation_metrics/loss",
     ),
+    "loss_scale": ("loss_scale", "train/loss_scale", "loss-scale", "Train/Samples/loss_scale", "grad_scale"),
 }  # fmt: skip
 """The names of each column, the best first, with shell wildcards. Ours, and those of Hugging Face's Trainer, Lightning's
 tutorials and ``LearningRateMonitor``, torchtitan, and PyTorch's TensorBoard tutorial."""
@@ -191,6 +193,11 @@ def _read_event_files(files: list[Path]) -> Log:
             for value in event.summary.value:
                 if (number := _scalar(value)) is not None:
                     log.add(value.tag, event.step, number)
+    return _from_one(log)
+
+
+def _from_one(log: Log) -> Log:
+    """The log, its steps counted from 1 where the losses begin at 0."""
     first = named(log.values, "loss")
     if first is not None and min(log.values[first]) == 0:
         log.values = {name: {step + 1: value for step, value in series.items()} for name, series in log.values.items()}
@@ -234,6 +241,26 @@ def _scalar(value: Any) -> float | None:
     return float(array) if array.dtype.kind in "fiu" else None
 
 
+# ── tables, exports of Weights & Biases, and text: files of any name ─────────────────────────────────────────────────────
+
+
+def _find_by(*endings: str) -> Callable[[Path], list[Path]]:
+    """The file itself, by the end of its name; a folder may hold any such file, and none of them need be a log."""
+    return lambda path: [path] if path.suffix.lower() in endings and path.is_file() else []
+
+
+def _read_by(values: Callable[[str], Iterator[Value]]) -> Callable[[list[Path]], Log]:
+    """The values of a file's text; a run that counts its steps from 0 is counted from 1, as those of event files are."""
+
+    def read(files: list[Path]) -> Log:
+        log = Log()
+        for name, step, value in values(files[0].read_text(encoding="utf-8-sig", errors="replace")):
+            log.add(name, step, value)
+        return _from_one(log)
+
+    return read
+
+
 # ── a run from any of them ───────────────────────────────────────────────────────────────────────────────────────────────
 
 SOURCE = "source"
@@ -269,6 +296,9 @@ FORMATS = (
     LogFormat("Hugging Face trainer_state.json", _find_trainer_state, _read_trainer_state),
     LogFormat("Lightning metrics.csv", _find_metrics_csv, _read_metrics_csv),
     LogFormat("TensorBoard events", _find_event_files, _read_event_files),
+    LogFormat("CSV table or export (.csv, .tsv)", _find_by(".csv", ".tsv"), _read_by(values_of_csv)),
+    LogFormat("JSON rows (.json, .jsonl)", _find_by(".json", ".jsonl"), _read_by(values_of_json)),
+    LogFormat("log of text (.log, .txt, .out)", _find_by(".log", ".txt", ".out"), _read_by(values_of_text)),
 )
 """Every format, in the order tried: a folder with several is read by the first."""
 

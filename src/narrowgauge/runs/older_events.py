@@ -6,6 +6,8 @@ versions that wrote them: they stay as they are when a message is reworded.
 
 from __future__ import annotations
 
+import re
+
 from narrowgauge.runs.schema import Row
 
 _ONE_DETECTOR = {
@@ -65,8 +67,12 @@ _BY_TENSOR: dict[str, tuple[tuple[str, dict[str, str]], ...]] = {
 """Phrases that several detectors used, by kind of tensor."""
 
 
+_OPERATION = re.compile(r"\baten\.\w+")
+"""The name of an operation in the sentence of a bad value."""
+
+
 def with_detector(event: Row) -> Row:
-    """A row of ``events.jsonl`` with the columns ``detector`` and ``phase``; a row that has a detector is returned as it is.
+    """A row of ``events.jsonl`` with the columns ``detector``, ``phase`` and ``operation``; one with a detector is returned as it is.
 
     Example:
         >>> with_detector({"kind": "note", "step": 8, "message": "lr was 0.1 up to step 8 and is 0.2 from there on"})["detector"]
@@ -80,4 +86,6 @@ def with_detector(event: Row) -> Row:
     own = [detector for phrase, detector in _PHRASES.get(kind, ()) if phrase in text]
     detector = next(iter([*own, *shared]), _ONE_DETECTOR.get(kind, ""))
     phase = {"phase": "forward"} if kind == "first_bad_value" and "(forward)" in text else {}
-    return {**event, "detector": detector, **phase} if detector else event
+    made_by = _OPERATION.search(text) if kind == "first_bad_value" else None
+    operation = {"operation": made_by[0]} if made_by is not None and "operation" not in event else {}
+    return {**event, "detector": detector, **phase, **operation} if detector else event

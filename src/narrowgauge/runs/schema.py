@@ -266,6 +266,7 @@ EVENT = _table((
     Column("advice", "text", "what to do"),
     Column("detector", "text", "the id of the detector or check that raised it"),
     Column("phase", "text", "of a first bad value: in which part of the step it was made"),
+    Column("operation", "text", "of a first bad value: the operation that made it, by PyTorch's name"),
     Column("to_step", "number", "of a rollback: the step that the run went back to", "steps"),
     Column("batches", "number", "of a rollback: batches that are left out from then on", "batches"),
     _CHECKSUM,

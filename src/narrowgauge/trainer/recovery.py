@@ -133,7 +133,16 @@ class Recovery:
         where = f"On rank {rank}: " if self.session.here.size > 1 and found.reproduced != "not" else ""
         message = f"{where}{found.message}"
         phase = "" if found.bad is None else found.bad.phase
-        event = Event("first_bad_value", row["step"], message, tensor=place or None, detector="replay", phase=phase)
+        operation = "" if found.bad is None else found.bad.operation
+        event = Event(
+            "first_bad_value",
+            row["step"],
+            message,
+            tensor=place or None,
+            detector="replay",
+            phase=phase,
+            operation=operation,
+        )
         self.reporter.event(event, shown=True)
 
 

@@ -88,7 +88,7 @@ def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
 
 
 def test_another_file_is_told_what_can_be_read(tmp_path: Path) -> None:
-    file = tmp_path / "losses.csv"
+    file = tmp_path / "losses.dat"
     file.write_text("step,loss\n1,2.0\n")
     said = CliRunner().invoke(main, ["diagnose", str(file)])
     assert said.exit_code == 2 and "no log that can be read" in said.output and "Lightning metrics.csv" in said.output

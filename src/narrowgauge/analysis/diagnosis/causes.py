@@ -376,6 +376,18 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
         required=("loss-and-gradient-vary-together", "loss-is-erratic"), spreads=False,
     ),
     Cause(
+        "undefined-operation", "an operation is not defined for what it was given",
+        "a logarithm or a root of zero, a division by a count of zero, a softmax over nothing: the loss or a gradient is NaN",
+        "Look at the operation that is named and at its operands; bound them away from where it ends (a smallest value, a count "
+        "of at least one), or leave such a batch out.",
+        "the search for the first bad value: ng.gauges.first_bad_value",
+        {
+            "operation-is-undefined": 0.98, "loss-not-finite": 0.8, "norm-not-finite": 0.4, "gradients-not-finite": 0.4,
+            "one-step-not-finite": 0.4, "first-in-forward": 0.6, "values-not-finite": 0.3,
+        },
+        required=("operation-is-undefined",),
+    ),
+    Cause(
         "learning-rate-too-high", "the learning rate is too high",
         "updates overshoot: the gradient norm spikes again and again, weights grow, the loss jumps or stops falling",
         "Lower --lr by three to ten times, with a longer --warmup-steps.",
@@ -384,7 +396,9 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
             "rate-is-high": 0.75, "rate-jumps": 0.3, "updates-are-large": 0.3, "loss-spikes": 0.4, "gradient-spikes": 0.4,
             "repeated-spikes": 0.3, "spike-stays": 0.4, "spike-recovers-slowly": 0.4, "spike-of-one-batch": 0.1,
             "weights-grow": 0.3, "loss-climbs": 0.1, "loss-does-not-fall": 0.2, "gradient-norm-grows": 0.15,
-            "attention-logits-grow": 0.05, "attention-collapses": 0.08, "logits-drift": 0.1, "input-jumps": 0.1,
+            # Attention that grows may be a consequence of such a rate.
+            "queries-and-keys-grow": 0.2, "attention-sharpens": 0.15, "attention-logits-grow": 0.15, "attention-collapses": 0.15,
+            "logits-drift": 0.1, "input-jumps": 0.1,
             "weight-jumps": 0.1, "gradient-leads-spike": 0.3, "gradient-bursts": 0.1, "learns-nothing": 0.3,
             "gradient-stays-raised": 0.6, "rate-bursts": 0.04,
             **dict.fromkeys(_BROKEN, 0.1),
@@ -422,6 +436,17 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
             "spike-stays": 0.05, "one-step-not-finite": 0.9, "norm-not-finite": 0.1, "loss-not-finite": 0.2, "loss-climbs": 0.3,
         },
         prior=2.0,
+    ),
+    Cause(
+        "other-data", "other data from some step on",
+        "the tokens have other frequencies from one step on, and the loss rises with them: another source, mixture or "
+        "tokenizer",
+        "Look at what the reader gives from that step on: shards, the weights of a mixture, the tokenizer. A change on purpose "
+        "needs nothing.",
+        "the unigram loss of each step",
+        {"tokens-change": 0.95, "loss-moves-with-tokens": 0.95, "loss-spikes": 0.4, "spike-stays": 0.7, "loss-climbs": 0.2,
+         "gradient-spikes": 0.2, "validation-parts-from-training": 0.2},
+        required=("loss-moves-with-tokens",), notes=("tokens-change",), spreads=False,
     ),
     Cause(
         "slow-rank", "one rank is slow",

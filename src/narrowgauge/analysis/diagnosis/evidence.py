@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
+from math import isfinite
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -191,11 +192,27 @@ class Evidence:
     # ── what its recipe and settings make possible: everything where the record does not name the recipe ─────────────────
 
     def in_float16(self) -> bool:
-        return self.recipe is None or any("float16" in (c.dtype, c.name) for c in self.recipe.computes)
+        """Whether it computes in float16, where no recipe says so by a sign of it: a loss scale, a setting, a dtype."""
+        if self.recipe is None:
+            return self.has("steps.loss_scale") or self._names_float16
+        return any("float16" in (c.dtype, c.name) for c in self.recipe.computes)
+
+    @cached_property
+    def _names_float16(self) -> bool:
+        tables = (self.run.run.get(name) for name in ("config", "model"))
+        return any(
+            _says_float16(name, value) for table in tables if isinstance(table, dict) for name, value in table.items()
+        )
 
     def scales_loss(self) -> bool:
         """Whether the loss is scaled dynamically."""
         return self.has("steps.loss_scale") or (self.recipe is None and self.in_float16())
+
+    @cached_property
+    def peak_rate(self) -> float | None:
+        """The learning rate of the settings, else the highest of all steps."""
+        known = [rate for rate in self.column("lr") if rate is not None and isfinite(rate)]
+        return self.number_of("lr") or max(known, default=None)
 
     def is_narrow(self) -> bool:
         """Whether an operand of a matmul has fewer than 16 bits."""
@@ -225,8 +242,10 @@ class Evidence:
 
     @property
     def rule(self) -> UpdateRule | None:
-        """The update rule; AdamW where none is recorded, ``None`` where the name is no rule's."""
-        return UPDATE_RULES.get(str(self.setting("rule") or "adamw"))
+        """The update rule; AdamW where none is recorded, ``None`` where the name, or the recorded optimizer, is no rule's."""
+        optimizer = self.run.run.get("optimizer")
+        named = optimizer.get("class") if isinstance(optimizer, dict) else None
+        return UPDATE_RULES.get(str(self.setting("rule") or named or "adamw").lower())
 
     def is_unit_scaled(self) -> bool:
         """Whether the model is known to be unit-scaled, where each tensor has a scale and a rate of its own."""
@@ -250,8 +269,8 @@ class Evidence:
         Args:
             read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
                 ``replay.step`` and ``replay.variants``, or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.data``
-                (steps can be computed again), ``run.evals``, ``run.blocks`` (block scales), ``run.histograms`` and
-                ``run.on_cpu``.
+                (steps can be computed again), ``run.evals``, ``run.rate`` (a learning rate), ``run.blocks`` (block
+                scales), ``run.histograms`` and ``run.on_cpu``.
         """
         if read not in self._held:
             self._held[read] = self._holds(*read.split(".", 1))
@@ -280,6 +299,7 @@ class Evidence:
             "recipe": self.recipe is not None,
             "ranks": self.num_ranks > 1,
             "ours": not self.run.is_foreign,
+            "rate": self.peak_rate is not None,
             "data": "recorder" not in self.run.run and (self.run.path / "data" / "data.json").is_file(),
             "evals": bool(self.run.evals),
             "blocks": any(row.get("block_scales") for row in self.gauges),
@@ -298,6 +318,17 @@ class Evidence:
         """Whether the audit of all parameters together measures a metric of the updates."""
         table, _, name = metric.partition(".")
         return table == "updates" and name in ("edq", "noise") and self.has(f"steps.{name}")
+
+
+_FLOAT16 = frozenset({"fp16", "float16", "half", "torch.float16", "16-mixed", "16-true", "fp16-mixed"})
+
+
+def _says_float16(name: str, value: Any) -> bool:
+    """Whether a setting names float16: ``fp16 = true``, ``precision = "16-mixed"``, ``dtypes = "float16, float32"``."""
+    if value is True:
+        return name in ("fp16", "float16", "half")
+    words = {word.strip().lower() for word in str(value).split(",")}
+    return bool(words & _FLOAT16) or (name == "precision" and words == {"16"})
 
 
 _COMPUTED = {

@@ -16,9 +16,17 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
+from narrowgauge.analysis.diagnosis.pairs.all_rows import (
+    Drift,
+    GradientFactor,
+    drift_since,
+    factor_of_norms,
+    factor_of_tensors,
+)
 from narrowgauge.analysis.diagnosis.pairs.first_difference import (
     COLUMNS,
     STAGES,
+    Fingerprints,
     FirstDifference,
     beyond_rounding,
     by_step,
@@ -33,6 +41,13 @@ from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, short
 from narrowgauge.spec.notation import parse_value
+from narrowgauge.spec.update_rules import UPDATE_RULES
+
+TABLES: dict[str, str] = {
+    "config": "settings", "data": "data", "model": "model", "optimizer": "optimizer", "versions": "versions",
+    "machine": "machine",
+}  # fmt: skip
+"""The tables of ``run.toml`` that are compared, in words."""
 
 NOT_COMPARED = frozenset({
     "out", "stop_after", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
@@ -57,14 +72,17 @@ class SettingDifference:
 
 
 def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
-    """Settings, data, versions, machine and arithmetic in which two ``run.toml`` differ; what one lacks is not compared."""
+    """All of two ``run.toml`` that differs: the tables of :data:`TABLES` and the arithmetic; what one lacks is not compared."""
     same = {
         name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
     }
-    for table in ("config", "data", "versions", "machine"):
+    named = {name for each in (one, other) for name in (each.get("config") or {})}
+    for table in TABLES:
         first, second = (each.get(table) for each in (one, other))
         if isinstance(first, dict) and isinstance(second, dict):
             found = _of_table(table, first, second)
+            if table == "optimizer":  # its groups repeat what the settings say
+                found = (each for each in found if each.name not in named)
             yield from (each for each in found if not (table == "config" and each.name in same and _are_places(each)))
     parted = arithmetic.differences(one, other)
     for each in parted:
@@ -108,6 +126,11 @@ def _reductions(one: Any, other: Any) -> SettingDifference | None:
     if replace(first, reduction=second.reduction) != second:
         return None
     return SettingDifference("recipe.reduction", (first.reduction.name, second.reduction.name))
+
+
+def tables_of_both(one: Row, other: Row) -> tuple[str, ...]:
+    """The tables that both ``run.toml`` have, in words: only of these can be said that they are the same."""
+    return tuple(words for table, words in TABLES.items() if one.get(table) and other.get(table))
 
 
 def _text(value: Any) -> str:
@@ -225,6 +248,10 @@ class Alignment:
         has_fingerprints: both recorded fingerprints, of at least one common step.
         at_tokens: the losses at equal tokens, where the same steps have seen different numbers of tokens.
         replayed: what replays of both runs found; ``None`` without any.
+        drift: how the losses drift apart from the first difference on, where they do by more than rounding.
+        factor: one factor between all gradients, where there is one.
+        is_exact: the first difference is an elementwise update of values that are equal in both: no sum came between.
+        tables: the tables that both records have, in words.
     """
 
     differences: tuple[SettingDifference, ...]
@@ -237,10 +264,21 @@ class Alignment:
     has_fingerprints: bool = False
     at_tokens: EqualTokens | None = None
     replayed: ReplayedPair | None = None
+    drift: Drift | None = None
+    factor: GradientFactor | None = None
+    is_exact: bool = False
+    tables: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def is_rounding(self, difference: FirstDifference) -> bool | None:
-        """Whether rounding explains a difference, by the measured envelope where there is one; ``None`` without a size."""
+        """Whether rounding explains a difference, by the measured envelope where there is one; ``None`` without a size.
+
+        What drifts apart in one direction afterwards began for another reason, however small it was, and one factor over all
+        gradients is none of rounding either.
+        """
+        is_scaled = self.factor is not None and difference.stage in ("grad", "norm")
+        if self.drift is not None or is_scaled or difference.only_in is not None:
+            return False
         envelope = self.replayed.envelope if self.replayed is not None else None
         if envelope is not None and (envelope.step, envelope.tensor) == (difference.step, difference.tensor):
             return None if math.isnan(difference.relative) else envelope.holds(difference.relative)
@@ -254,10 +292,17 @@ def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignme
     fingerprints = by_step(one), by_step(other)
     u = roundoff(one, other)
     first = min(
-        [*_columns(rows, common), *islice(differing_steps(fingerprints), 1), *_stopped(one, other)],
+        [
+            *_columns(rows, common),
+            *islice(differing_steps(fingerprints), 1),
+            *_stopped(one, other),
+            *_evaluations(one, other, rows),
+        ],
         key=_order,
         default=None,
     )
+    drift = drift_since(rows, first.step) if first is not None else None
+    drift = drift if drift is not None and drift.is_beyond_rounding else None
     small = first is not None and is_rounding(first.relative, first.numel, u)
     ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
     if first is None and None not in ends and ends[0] != ends[1]:
@@ -274,6 +319,10 @@ def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignme
         has_fingerprints=bool(common_steps(fingerprints)),
         at_tokens=at_tokens,
         replayed=replayed,
+        drift=drift,
+        factor=_factor_at(first, fingerprints, rows, (one, other)),
+        is_exact=first is not None and _is_exact(first, fingerprints, (one, other)),
+        tables=tables_of_both(one.run, other.run),
         notes=tuple(_notes(one, other, common, has_other, at_tokens)),
     )
 
@@ -289,6 +338,43 @@ def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[FirstDif
                 known = (math.nan, math.nan) if stage == "tokens" else (float(values[0]), float(values[1]))
                 yield FirstDifference(step, stage, values=known, numel=tokens)
                 return
+
+
+def _evaluations(one: Run, other: Run, rows: list[dict[int, Row]]) -> Iterator[FirstDifference]:
+    """The first evaluation that differs: of other weights, where the next step differs too; else of another evaluation."""
+    losses = [{int(row["step"]): number(row.get("val_loss")) for row in run.evals} for run in (one, other)]
+    for step in sorted(losses[0].keys() & losses[1].keys()):
+        values = losses[0][step], losses[1][step]
+        if values[0] is None or values[1] is None or same_value(*values):
+            continue
+        later = next((each for each in sorted(rows[0].keys() & rows[1].keys()) if each > step), None)
+        goes_on = later is not None and next(_columns(rows, [later]), None) is not None
+        row = rows[0].get(step, {})
+        tokens = int((row.get("tokens") or 0) // max(1, step))
+        yield FirstDifference(step, "update" if goes_on else "evaluation", values=(values[0], values[1]), numel=tokens)
+        return
+
+
+def _factor_at(
+    first: FirstDifference | None, fingerprints: Fingerprints, rows: list[dict[int, Row]], runs: tuple[Run, Run]
+) -> GradientFactor | None:
+    """One factor over all gradients of the step in which the runs first differ, or else over the norms of all rows."""
+    if first is None:
+        return None
+    if first.stage == "grad" and first.step in fingerprints[0] and first.step in fingerprints[1]:
+        return factor_of_tensors(fingerprints[0][first.step], fingerprints[1][first.step], runs)
+    return factor_of_norms(rows, runs)
+
+
+def _is_exact(first: FirstDifference, fingerprints: Fingerprints, runs: tuple[Run, Run]) -> bool:
+    """Whether an elementwise update took equal values: all gradients of the step were hashed and are equal."""
+    if first.stage != "update" or not first.tensor or first.equal_until != first.step - 1:
+        return False
+    tensors = [each[first.step]["tensors"] for each in fingerprints]
+    gradients = [{key: entry[0] for key, entry in each.items() if key.startswith("grad:")} for each in tensors]
+    rules = [UPDATE_RULES.get(str((run.run.get("config") or {}).get("rule") or "adamw")) for run in runs]
+    is_elementwise = all(rule is not None and not rule.is_matrix for rule in rules)
+    return is_elementwise and bool(gradients[0]) and gradients[0] == gradients[1]
 
 
 def _stopped(one: Run, other: Run) -> Iterator[FirstDifference]:

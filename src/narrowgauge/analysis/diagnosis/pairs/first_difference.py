@@ -17,10 +17,11 @@ Source: the expected error of n independent roundings (Higham 2002, section 2.8)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import Any
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.fingerprint_rows import parted_in
@@ -41,6 +42,7 @@ STAGES: dict[str, str] = {
     "skip": "whether the update was applied",
     "clip": "the factor that clips the gradients",
     "update": "the update of weights and moments",
+    "evaluation": "the evaluation",
 }
 """The stages of a step in the order in which they come, each with what differs there."""
 
@@ -70,7 +72,10 @@ class FirstDifference:
         equal_until: the last step whose fingerprints are all equal; ``None`` where none are.
         ranks: the only ranks that differ from the other run, or from the other ranks; empty where all do, or it is not known.
         said: what the ranks of one run disagree on, in words; empty where they agree.
-        recurs: whether the tensor stands out in the next steps too; ``None`` where they were not recorded.
+        recurs: whether the tensor, the only one that differs, stands out in the next steps too; ``None`` where they were not
+            recorded, or do not tell.
+        lasts: it differs as much in the next steps, whatever the others do.
+        only_in: 0 or 1: the run that alone has this tensor; ``None``: both have it.
     """
 
     step: int
@@ -84,6 +89,8 @@ class FirstDifference:
     ranks: tuple[int, ...] = ()
     said: str = ""
     recurs: bool | None = None
+    lasts: bool = False
+    only_in: int | None = None
 
     @property
     def relative(self) -> float:
@@ -152,6 +159,11 @@ Fingerprints = tuple[dict[int, Row], dict[int, Row]]
 
 _AFTER, _STANDS_OUT = 3, 3.0
 """Steps after the first difference in which a tensor may stand out again: it differs so many times as much as its kind."""
+_AS_MUCH, _GONE, _LARGE = 0.3, 0.1, 0.3
+"""Shares of a first difference: from the one on it is there again, below the other it is gone; from the third, relative to the
+tensor, all that follows a single event may be as large."""
+_SHARED = 0.5
+"""The least share of a kind's tensors that both runs have for the others to be an answer: else they are named otherwise."""
 
 
 def by_step(run: Run) -> dict[int, Row]:
@@ -183,7 +195,8 @@ def differing_steps(fingerprints: Fingerprints) -> Iterator[FirstDifference]:
             ranks=next((each.ranks for each in alike if each.ranks), ()),
             said=next((each.said for each in alike if each.said), ""),
         )
-        yield replace(joined, equal_until=equal, recurs=_recurs(fingerprints, joined))
+        recurs, lasts = _next_steps(fingerprints, joined)
+        yield replace(joined, equal_until=equal, recurs=recurs, lasts=lasts)
 
 
 def _stage(difference: FirstDifference) -> int:
@@ -196,9 +209,38 @@ def _of_tensors(step: int, one: Row, other: Row) -> FirstDifference | None:
     if held:
         entry = (first if held[0] in first else second)[held[0]]
         return FirstDifference(step, "held", held[0], numel=int(entry[2]), others=(len(held) - 1, len(held)))
-    differing = (key for key in first if key in second and first[key][0] != second[key][0])
-    key = next(differing, None)
-    return None if key is None else difference_at(step, key, one, other)
+    differing = next((key for key in first if key in second and first[key][0] != second[key][0]), None)
+    lacking = _of_one_run(step, first, second)
+    if lacking is not None and (differing is None or _comes_before(lacking, differing)):
+        return lacking
+    return None if differing is None else difference_at(step, differing, one, other)
+
+
+def _of_one_run(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> FirstDifference | None:
+    """The first tensor that only one of the runs has, of a kind that both recorded: a part of the model, or a gradient."""
+    for kind, stage in KINDS.items():
+        names = [{key for key in each if key.startswith(f"{kind}:")} for each in (first, second)]
+        lacking = names[0] ^ names[1]
+        if kind in ("held", "tokens") or not lacking or len(names[0] & names[1]) < _SHARED * len(names[0] | names[1]):
+            continue
+        key = next(key for key in (*first, *second) if key in lacking)
+        only_in = 0 if key in first else 1
+        entry = (first, second)[only_in][key]
+        return FirstDifference(
+            step,
+            "start" if step == 0 else stage,
+            key,
+            numel=int(entry[2]),
+            others=(len(lacking) - 1, len(lacking)),
+            only_in=only_in,
+        )
+    return None
+
+
+def _comes_before(lacking: FirstDifference, key: str) -> bool:
+    """Whether a tensor that one run lacks is of no later stage than one that differs: its absence explains that."""
+    kinds = list(KINDS)
+    return kinds.index(lacking.tensor.partition(":")[0]) <= kinds.index(key.partition(":")[0])
 
 
 def difference_at(step: int, key: str, one: Row, other: Row) -> FirstDifference:
@@ -238,19 +280,30 @@ def _of_ranks(step: int, one: Row, other: Row) -> Iterator[FirstDifference]:
         yield FirstDifference(step, "start" if step == 0 else KINDS[key.partition(":")[0]], key, ranks=odd, said=words)
 
 
-def _recurs(fingerprints: Fingerprints, difference: FirstDifference) -> bool | None:
-    """Whether the only gradient that differs stands out in the next steps too: wrong code acts again, a flipped bit does not."""
-    kind = difference.tensor.partition(":")[0]
-    if kind != "grad" or difference.others[0] > 0:
-        return None
-    later = [step for step in common_steps(fingerprints) if difference.step < step <= difference.step + _AFTER]
-    seen = []
-    for step in later:
+def _next_steps(fingerprints: Fingerprints, difference: FirstDifference) -> tuple[bool | None, bool]:
+    """Whether the only tensor that differs stands out in the next steps too, and whether it differs there as much as it did.
+
+    Wrong code acts again, and a flipped bit does not. Code that is wrong in every layer makes none stand out.
+    """
+    kind, size = difference.tensor.partition(":")[0], difference.relative
+    if kind not in ("grad", "output") or math.isnan(size):
+        return None, False
+    out, as_much, gone = [], [], []
+    for step in common_steps(fingerprints):
+        if not difference.step < step <= difference.step + _AFTER:
+            continue
         found = relative_differences(fingerprints, step).get(kind, {})
         others = [relative for key, relative in found.items() if key != difference.tensor]
         if difference.tensor in found and others:
-            seen.append(found[difference.tensor] > _STANDS_OUT * median(others))
-    return None if not seen else 2 * sum(seen) > len(seen)
+            now = found[difference.tensor]
+            out.append(now > _STANDS_OUT * median(others))
+            # After one event of a size that changes everything, the next steps do not tell.
+            as_much.append(size < _LARGE and now >= _AS_MUCH * size)
+            gone.append(size >= _LARGE or now < _GONE * size)
+    lasts = 2 * sum(as_much) > len(as_much)
+    if difference.others[0] > 0 or not out or kind != "grad":
+        return None, lasts
+    return (True if 2 * sum(out) > len(out) else False if 2 * sum(gone) > len(gone) else None), lasts
 
 
 def beyond_rounding(fingerprints: Fingerprints, u: float) -> Iterator[FirstDifference]:

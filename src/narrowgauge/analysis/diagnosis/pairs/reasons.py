@@ -42,7 +42,7 @@ class Reason:
 
 _ROWS = (
     Reason(
-        "other-model", "another model", ("config.model",), ("start", *_FORWARD), "any", 1.0,
+        "other-model", "another model", ("config.model", "model.*"), ("start", *_FORWARD, "update", "evaluation"), "any", 1.0,
         "Compare runs of one model.",
     ),
     Reason(
@@ -76,7 +76,7 @@ _ROWS = (
         (
             "config.rule", "config.rule_options", "config.lr", "config.schedule", "config.warmup_steps", "config.min_lr_ratio",
             "config.steps", "config.beta1", "config.beta2", "config.eps", "config.weight_decay",
-            "config.max_grad_norm", "config.on_spike",
+            "config.max_grad_norm", "config.on_spike", "optimizer.*",
         ),
         ("rate", "skip", "clip", "update", "loss"), "any", 1.0,
         "Give both runs the same settings.",
@@ -87,19 +87,19 @@ _ROWS = (
             "config.gradient_accumulation_steps", "config.shard", "config.replicas", "config.offload", "config.threads",
             "machine.ranks", "machine.num_threads", "arithmetic.sums.*",
         ),
-        (*_FORWARD, "update"), "rounding", 1.0,
+        (*_FORWARD, "update", "evaluation"), "rounding", 1.0,
         "Only rounding differs. For equal bits use an order-free reduction (…/reproducible), and the same number of threads.",
     ),
     Reason(
         "kernels", "other kernels or versions of a library",
         ("config.compile", "config.activation_checkpointing", "config.narrow_gather", "versions.*", "arithmetic.versions.*"),
-        ("start", *_FORWARD, "update"), "rounding", 0.8,
+        ("start", *_FORWARD, "update", "evaluation"), "rounding", 0.8,
         "Install the same versions; a compiled and an eager model round differently.",
     ),
     Reason(
         "hardware", "another machine",
         ("machine.device", "machine.capability", "machine.processor", "machine.system", "arithmetic.machine.*"),
-        ("start", *_FORWARD, "update"), "rounding", 0.7,
+        ("start", *_FORWARD, "update", "evaluation"), "rounding", 0.7,
         "Only rounding differs. narrowgauge show arithmetic RUN OTHER names the operations.",
     ),
     Reason(
@@ -121,6 +121,22 @@ _ROWS = (
         "silent-corruption", "damaged memory or arithmetic",
         (), ("held", "output", "loss", "grad", "norm", "update"), "any", 0.03,
         "Repeat the run that is off from its last checkpoint: damage does not happen twice. Then test the machine.",
+    ),
+    Reason(
+        "missing-part", "one run has a tensor that the other lacks, and no setting says so", (),
+        ("start", "output", "grad", "update"), "any", 0.3,
+        "Look at why this tensor is there in one run alone: a frozen parameter, a part that is left out or never used, another "
+        "version of the model's code.",
+    ),
+    Reason(
+        "evaluation-settings", "other settings of the evaluation",
+        ("config.eval_batches", "config.held_out", "config.data", "data.*"), ("evaluation",), "any", 1.0,
+        "Give both runs the same evaluation.",
+    ),
+    Reason(
+        "evaluation", "another evaluation of the same training: its mode, weights, data or code", (),
+        ("evaluation",), "above", 1.0,
+        "Look at what evaluates: model.eval(), averaged or stale weights, which tokens are held out, and how they are shifted.",
     ),
     Reason(
         "other-start", "the runs began from other weights", (), ("start",), "any", 0.5,
@@ -182,10 +198,42 @@ _STEPS_IN_DOUBT = 2
 def _weight(row: Reason, alignment: Alignment, difference: FirstDifference, small: bool | None) -> float:
     if difference.stage not in row.stages or (row.decided_by and not deciding(row, alignment.differences)):
         return 0.0
-    weight = row.weight if _fits(row, small) else _MISFIT[row.size] * row.weight
+    weight = row.weight if _fits(row, small) or _parts_again(row, alignment) else _MISFIT[row.size] * row.weight
+    if alignment.is_exact and row.name in ("order-of-sums", "nondeterminism"):
+        return 0.0  # no sum came between equal values and the update
+    if row.name == "missing-part" and difference.only_in is None:
+        return 0.0
+    if difference.only_in is not None and row.name not in ("missing-part", "other-model"):
+        weight *= _EXCLUDED
     if row.size == "rounding":
         weight /= 1 + max(0, difference.step - 1) / _STEPS_IN_DOUBT
     return weight * _of_rank(row, difference) * _of_tensor(row, difference) * _of_replays(row, alignment)
+
+
+def _parts_again(row: Reason, alignment: Alignment) -> bool:
+    """Whether replays show other code however small the difference: one run has the bits of its replay, the other never has."""
+    replayed = alignment.replayed
+    return row.name == "bug" and replayed is not None and bool(replayed.persists) and True in replayed.repeats
+
+
+def is_proven(row: Reason, alignment: Alignment) -> bool:
+    """Whether what a reason needs was measured, beyond that nothing else explains the difference.
+
+    An order of sums that varies needs a repetition that differs, or a difference inside the measured envelope of
+    rounding. Damage needs that it is not there again; and where a run has not the bits of its replay, code needs that it is.
+    """
+    replayed, difference = alignment.replayed, alignment.first_difference
+    if row.name == "nondeterminism" and difference is not None:
+        if replayed is None:
+            return False
+        varies = bool(replayed.persists) and True not in replayed.repeats
+        return varies or (replayed.envelope is not None and alignment.is_rounding(difference) is True)
+    if row.name == "silent-corruption" and difference is not None:
+        once = difference.recurs is False or (replayed is not None and replayed.persists is False)
+        return once or _is_alone(difference) or bool(difference.ranks or difference.said)
+    if row.name == "bug" and replayed is not None and False in replayed.repeats and replayed.persists is None:
+        return bool(alignment.drift or (difference is not None and (difference.recurs or difference.lasts)))
+    return True
 
 
 def _of_rank(row: Reason, difference: FirstDifference) -> float:
@@ -202,7 +250,9 @@ _ALONE, _SPREAD, _AGAIN = 30.0, 0.1, 10.0
 def _of_tensor(row: Reason, difference: FirstDifference) -> float:
     """How likely it is that one tensor alone is off: once, from a flipped bit; again in the next steps, from code."""
     if row.name == "silent-corruption":
-        return _ALONE if _is_alone(difference) or difference.recurs is False else _SPREAD if difference.recurs else 1.0
+        if difference.recurs or difference.lasts:
+            return 0.0  # damage does not happen again in the next step
+        return _ALONE if _is_alone(difference) or difference.recurs is False else 1.0
     if row.name in ("bug", "one-rank") and difference.recurs is not None:
         return _AGAIN if difference.recurs else _SPREAD
     if row.name == "nondeterminism" and difference.recurs:

@@ -9,7 +9,7 @@ from typing import Any
 
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
-from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, weigh, without_rounding
+from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, is_proven, weigh, without_rounding
 from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedPair
 from narrowgauge.runs.finding import counted
@@ -39,8 +39,9 @@ class TwoRuns:
     @property
     def reason(self) -> Reason | None:
         """Why they differ; ``None`` where they do not, or where these records do not tell."""
-        known = self.reasons and self.reasons[0][1] >= CONFIDENCE
-        return self.reasons[0][0] if known else None
+        if not self.reasons or self.reasons[0][1] < CONFIDENCE or not is_proven(self.reasons[0][0], self.alignment):
+            return None
+        return self.reasons[0][0]
 
     @property
     def verdict(self) -> str:
@@ -99,8 +100,9 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
     """
     alignment = without_rounding(align(one, other, replayed))
     ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
-    evidence = tuple(_evidence(alignment, ranked))
-    return TwoRuns(_names(one, other), alignment, ranked, evidence, _next(alignment, _can_be_replayed(one, other)))
+    names = _names(one, other)
+    evidence = tuple(_evidence(alignment, ranked, names))
+    return TwoRuns(names, alignment, ranked, evidence, _next(alignment, _can_be_replayed(one, other)))
 
 
 def _names(one: Run, other: Run) -> tuple[str, str]:
@@ -131,15 +133,29 @@ def _place(difference: FirstDifference) -> str:
     return f"{place} of {in_words(difference.ranks)}" if difference.ranks else place
 
 
-def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) -> Iterator[str]:
+def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], names: tuple[str, str]) -> Iterator[str]:
     difference = alignment.first_difference
     given = _listed(alignment)
-    yield f"not the same: {given}" if given else "the same in both: settings, data, versions, machine"
+    alike = (
+        f"the same in both: {', '.join(alignment.tables)}"
+        if alignment.tables
+        else "neither settings nor versions are recorded of both"
+    )
+    yield f"not the same: {given}" if given else alike
     if difference is None:
         return
     if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
         yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
     yield from _of_ranks(difference)
+    if difference.only_in is not None:
+        more = f", and {difference.others[0]} more such tensors" if difference.others[0] else ""
+        yield f"only {names[difference.only_in]} has {difference.tensor}{more}"
+    if alignment.factor is not None:
+        yield alignment.factor.sentence(names)
+    if alignment.drift is not None:
+        yield str(alignment.drift)
+    if alignment.is_exact:
+        yield "all gradients of the step are equal, and the update is elementwise: no order of sums explains it"
     yield from alignment.replayed.sentences() if alignment.replayed is not None else ()
     if alignment.at_tokens is not None:
         yield str(alignment.at_tokens)
@@ -148,7 +164,7 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...]) ->
     if (rounded := alignment.rounded) is not None:
         yield f"before, they differ by rounding alone: since step {rounded.step}, first in {_place(rounded)}"
     yield from _of_size(alignment, difference)
-    if difference.others[1]:
+    if difference.others[1] and difference.only_in is None:
         kind, (differing, of) = difference.tensor.partition(":")[0], difference.others
         yield f"{differing} of the {of - 1} other tensors of its kind ({kind}) differ in that step"
 
@@ -157,13 +173,18 @@ def _of_size(alignment: Alignment, difference: FirstDifference) -> Iterator[str]
     """How far apart the two values are, and how far rounding reaches, measured or by a formula."""
     replayed = alignment.replayed
     small = alignment.is_rounding(difference)
-    if small is None:
+    if small is None or difference.only_in is not None:
         return
     what = "norm" if difference.tensor else "value"
     one, other = difference.values
     said = f"its {what} is {one:.6g} and {other:.6g}: a relative difference of {difference.relative:.2g}"
     if replayed is not None and replayed.envelope is not None and replayed.envelope.tensor == difference.tensor:
         yield f"{said}; {replayed.envelope}: {'inside' if small else 'outside'} of what rounding does"
+        return
+    if difference.numel <= 0 or (
+        not small and rounding_of(difference.numel, alignment.roundoff) >= difference.relative
+    ):
+        yield said
         return
     explains = f"rounding explains ({rounding_of(difference.numel, alignment.roundoff):.2g})"
     yield f"{said}, {'as small as' if small else 'more than'} {explains}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median, pstdev
 
@@ -23,6 +24,8 @@ TOGETHER = 0.5
 """Correlation of the changes of the loss and of the gradient norm; healthy runs reach 0.35, and nearly all stay below 0."""
 SLOPES = (0.5, 2.0)
 """Change of the gradient norm's logarithm for one of the loss's: a factor on the loss is one on its gradient."""
+LASTING, SETTLED = 15, 0.9
+"""Steps on either side of a change of tokens at least, and the share of them that keep to their own level."""
 LEAST_SPREAD = 0.02
 """Standard deviation of the loss's logarithm below which a factor on it is too small to be seen."""
 LEARNED = 0.3
@@ -62,16 +65,85 @@ def _repeats_since_resume(evidence: Evidence) -> Observation:
     return present(step, f"the run resumed at step {at} and went on with the batch of step {before}")
 
 
-def _unusual_rows(evidence: Evidence) -> tuple[list[int], float]:
-    """The rows whose tokens are unusual, and the unigram loss of the usual ones."""
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """The unigram losses of a run's steps.
+
+    Args:
+        levels: what is usual before and from ``change`` on; equal without a change.
+        change: the row from which other tokens came for good, if they did.
+        unusual: the rows that are unlike those of their own part.
+    """
+
+    levels: tuple[float, float]
+    change: int | None
+    unusual: list[int]
+
+
+def _tokens_of(evidence: Evidence) -> _Tokens | None:
+    """What tokens are usual; ``None`` where too few steps say what they had."""
     losses = evidence.column("unigram_loss")
-    known = finite(losses)
+    known = [(row, loss) for row, loss in enumerate(losses) if loss is not None and math.isfinite(loss)]
     if len(known) < BEFORE:
-        return [], math.nan
-    level = median(known)
-    spread = 1.05 * jitter(known)  # of neighbours, where a third of all steps is unusual too
+        return None
+    values = [loss for _, loss in known]
+    spread = 1.05 * jitter(values)  # of neighbours, where a third of all steps is unusual too
     limit = max(UNUSUAL * spread, LEAST_UNUSUAL)
-    return [row for row, loss in enumerate(losses) if loss is not None and abs(loss - level) > limit], level
+    place = _change_point(values, limit)
+    if place is None:
+        levels, change = (median(values),) * 2, None
+    else:
+        levels, change = (median(values[:place]), median(values[place:])), known[place][0]
+    unusual = [row for row, loss in known if abs(loss - levels[change is not None and row >= change]) > limit]
+    return _Tokens(levels, change, unusual)
+
+
+def _change_point(values: Sequence[float], limit: float) -> int | None:
+    """Where values move to another level for good: the split that explains most of them, if either side keeps to its own."""
+    total, before, best, place = sum(values), 0.0, 0.0, 0
+    for k in range(1, len(values)):
+        before += values[k - 1]
+        gain = (before / k - (total - before) / (len(values) - k)) ** 2 * k * (len(values) - k)
+        if gain > best:
+            best, place = gain, k
+    first, second = values[:place], values[place:]
+    if min(len(first), len(second)) < LASTING or abs(median(first) - median(second)) <= limit:
+        return None
+    own = [sum(abs(value - median(part)) <= limit for value in part) for part in (first, second)]
+    return place if own[0] >= SETTLED * len(first) and own[1] >= SETTLED * len(second) else None
+
+
+def _unusual_rows(evidence: Evidence) -> tuple[list[int], float]:
+    """The rows whose tokens are unusual among those of their part of the run, and the unigram loss of the usual ones."""
+    tokens = _tokens_of(evidence)
+    return ([], math.nan) if tokens is None else (tokens.unusual, tokens.levels[0])
+
+
+def _tokens_change(evidence: Evidence) -> Observation:
+    tokens = _tokens_of(evidence)
+    if tokens is None:
+        return UNKNOWN
+    if tokens.change is None:
+        return ABSENT
+    step, (was, now) = evidence.steps[tokens.change], tokens.levels
+    said = f"from step {step} on the tokens are others: their unigram loss is {now:.2f}, and was {was:.2f}"
+    return present(step, said, None, now, was)
+
+
+def _loss_moves_with_tokens(evidence: Evidence) -> Observation:
+    tokens, losses = _tokens_of(evidence), evidence.column("loss")
+    row = tokens.change if tokens is not None else None
+    if row is None:
+        return UNKNOWN
+    before, after = finite(losses[max(0, row - LASTING) : row]), finite(losses[row : row + LASTING])
+    if min(len(before), len(after)) < FEWEST:
+        return UNKNOWN
+    noise = jitter([*before, *after]) * math.sqrt(1 / len(before) + 1 / len(after))
+    more = median(after) - median(before)
+    if more <= max(FOLLOWS_SIGMAS * noise, 0.05):
+        return ABSENT
+    step = evidence.steps[row]
+    return present(step, f"the loss is {more:.2f} nats higher from step {step} on, where the tokens change", None, more)
 
 
 def _unusual(evidence: Evidence) -> Observation:
@@ -174,6 +246,14 @@ SIGNS_OF_BATCHES: tuple[Sign, ...] = (
     Sign(
         "loss-follows-tokens", "the loss is higher where the tokens are unusual", _TOKENS + _LOSS, 0.3, _loss_follows,
         given="tokens-are-unusual",
+    ),
+    Sign(
+        "tokens-change", "from one step on the tokens are others, for good", _TOKENS, 0.02, _tokens_change,
+        LATER.format("unigram_loss"),
+    ),
+    Sign(
+        "loss-moves-with-tokens", "the loss rises where the tokens change for good", _TOKENS + _LOSS, 0.2,
+        _loss_moves_with_tokens, given="tokens-change",
     ),
     Sign(
         "loss-and-gradient-vary-together", "loss and gradient norm vary by the same factors from step to step",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from statistics import fmean, median
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
@@ -518,6 +519,31 @@ def _first_in_forward(evidence: Evidence) -> Observation:
     return first_of(event for event in evidence.events.get("first_bad_value", []) if event.get("phase") == "forward")
 
 
+UNDEFINED = frozenset({
+    "acos", "acosh", "asin", "atanh", "div", "erfinv", "log", "log10", "log1p", "log2", "logit", "mean", "pow", "reciprocal",
+    "rsqrt", "sqrt", "std", "true_divide", "var", "xlogy", "nll_loss_forward", "nll_loss2d_forward", "_softmax", "_log_softmax",
+})  # fmt: skip
+"""Operations that have no finite result for some finite operands: a zero, a negative number, or no element at all."""
+
+
+def _operation_is_undefined(evidence: Evidence) -> Observation:
+    """The search for the first bad value found an operation that is not defined for what it was given.
+
+    The operands are finite, since the value is the first that is not. Sums and products that overflow are not of these: what made
+    their operands so large came before.
+    """
+    for event in evidence.events.get("first_bad_value", []):
+        name = str(event.get("operation") or "").removeprefix("aten.").partition(".")[0].rstrip("_")
+        if name in UNDEFINED or f"{name}_" in UNDEFINED:
+            module = event.get("tensor")
+            where = f" in {module}" if isinstance(module, str) and module else ""
+            said = (
+                f"{event['operation']}{where} made the first value that is not finite, from operands that were finite"
+            )
+            return replace(first_of([event]), sentence=said)
+    return ABSENT
+
+
 SIGNS_OF_LAYERS: tuple[Sign, ...] = (
     Sign(
         "channels-dominate", "one channel is nearly all of some tokens, in what norms give to layers", ("tensors.amax",), 0.01,
@@ -569,5 +595,9 @@ SIGNS_OF_LAYERS: tuple[Sign, ...] = (
     Sign(
         "first-in-forward", "the first value that is not finite came in the forward pass", ("run.ours",), 0.002,
         _first_in_forward,
+    ),
+    Sign(
+        "operation-is-undefined", "an operation has no finite result for the finite operands that it was given",
+        ("events.first_bad_value",), 0.0005, _operation_is_undefined, "ng.gauges.first_bad_value(model, step)",
     ),
 )  # fmt: skip

@@ -75,7 +75,7 @@ def _usual_rate(evidence: Evidence) -> tuple[float, float] | None:
         return None
     model = evidence.run.run.get("model")
     size = model.get("num_parameters") if isinstance(model, dict) else None
-    rate = evidence.number_of("lr")
+    rate = evidence.peak_rate
     if not isinstance(size, int) or rate is None or rate <= 0:
         return None
     is_unit = evidence.recipe is not None and evidence.recipe.compute.transform == "unit"
@@ -113,7 +113,7 @@ SIGNS_OF_SETTINGS: tuple[Sign, ...] = (
         "averages-in-bfloat16", "gradients are averaged over a number of ranks that is no power of two",
         ("run.recipe", "run.ranks"), 0.02, _odd_average,
     ),
-    Sign("rate-is-high", "the learning rate is ten times the usual one or more", ("config.lr",), 0.002, _rate_is_high),
-    Sign("rate-is-low", "the learning rate is a thirtieth of the usual one or less", ("config.lr",), 0.03, _rate_is_low),
+    Sign("rate-is-high", "the learning rate is ten times the usual one or more", ("run.rate",), 0.002, _rate_is_high),
+    Sign("rate-is-low", "the learning rate is a thirtieth of the usual one or less", ("run.rate",), 0.03, _rate_is_low),
     Sign("eps-rounds-to-zero", "AdamW's epsilon is zero in its format", ("config.eps",), 0.001, _eps_is_zero),
 )  # fmt: skip

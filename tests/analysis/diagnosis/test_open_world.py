@@ -1,0 +1,111 @@
+"""Causes that a record contradicts or says nothing of: what was measured decides, and where nothing was, nothing is claimed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import narrowgauge as ng
+from analysis.diagnosis.records import AT, EVERY, Row, healthy_run, later, raise_events, tensor
+from narrowgauge.analysis.diagnosis.evidence import gather
+from narrowgauge.analysis.diagnosis.signs.sign_table import observe
+from narrowgauge.runs.older_events import with_detector
+from narrowgauge.runs.record import Run
+
+
+def trainer_log(folder: Path, rows: list[Row]) -> Path:
+    """A log of Hugging Face's trainer."""
+    folder.mkdir(exist_ok=True)
+    (folder / "trainer_state.json").write_text(json.dumps({"log_history": rows, "global_step": rows[-1]["step"]}))
+    return folder
+
+
+def sgd_rows(num_steps: int = 120, at: int = 50) -> list[Row]:
+    """What float32 SGD logs at a rate beyond the stable one: the norm doubles, the loss climbs for 12 steps and stays up."""
+    draw = random.Random(1)
+    rows: list[Row] = []
+    for step in range(1, num_steps + 1):
+        loss = 2.5 + 2.0 * math.exp(-step / 30) + draw.gauss(0, 0.03) + 0.6 * min(12, max(0, step - at))
+        norm = 0.5 * math.exp(draw.gauss(0, 0.1)) * min(1e4, 2.0 ** max(0, step - at + 4))
+        rows.append({"step": step, "loss": loss, "grad_norm": norm, "learning_rate": 0.5})
+    return rows
+
+
+def test_a_divergence_in_float32_is_none_of_float16(tmp_path: Path) -> None:
+    """A log that shows no float16 — no loss scale, no such setting — names no cause of float16, nor asks about one."""
+    found = ng.diagnose(trainer_log(tmp_path / "run", sgd_rows()))
+    of_float16 = {"fp16-divergence", "fp16-overflow", "loss-scale-collapse"}
+    assert not of_float16 & {row.cause.name for row in found.causes}, found.text()
+    rows = [{**row, "loss_scale": 65536.0} for row in sgd_rows()]
+    assert of_float16 <= {row.cause.name for row in ng.diagnose(trainer_log(tmp_path / "scaled", rows)).causes}
+
+
+LOG = (
+    "aten.log outside the model's modules (forward) made inf in 3 of 256 values (float32 [256], the first at [4]), from self "
+    "float32 [256] with magnitudes 0.01 to 1; it reaches the loss."
+)
+
+
+def test_what_the_search_for_the_first_bad_value_found_decides() -> None:
+    """The logarithm of a zero outside the model makes the loss NaN; the rate, thirty times the usual one, did not."""
+    run = healthy_run(lr=0.1)
+    for row in later(run.steps):
+        row.update(loss=math.nan, grad_norm=math.nan)
+    run.events.append(with_detector({"kind": "first_bad_value", "step": AT, "message": LOG}))
+    raise_events(run)
+    first = ng.diagnose(run).findings[0]
+    assert first.cause.name == "undefined-operation" and first.step == AT, ng.diagnose(run).text()
+    assert any("aten.log" in sign.sentence for sign in first.chain)
+    # A product that overflows is a consequence of what made its operands so large.
+    run.events[:] = [
+        with_detector({"kind": "first_bad_value", "step": AT, "message": LOG.replace("aten.log", "aten.mm")})
+    ]
+    assert "undefined-operation" not in {each.cause.name for each in ng.diagnose(run).findings}
+
+
+def test_other_text_from_some_step_on_is_one_change() -> None:
+    for change, at in ((0.9, AT), (0.9, 30), (-0.9, 120)):
+        run = healthy_run()
+        for row in run.steps:
+            if row["step"] >= at:
+                row["unigram_loss"] += change
+        seen = observe(gather(run))
+        assert seen["tokens-are-unusual"].state == "absent", seen["tokens-are-unusual"].sentence
+        assert seen["tokens-change"].state == "present" and seen["tokens-change"].step == at
+        assert ng.diagnose(run).findings == () or ng.diagnose(run).findings[0].cause.name == "other-data"
+    run = healthy_run()
+    run.steps[60]["unigram_loss"] += 2.0
+    seen = observe(gather(run))
+    assert seen["tokens-are-unusual"].step == 61 and seen["tokens-change"].state == "absent"
+
+
+def too_high(factor: float = 100.0) -> Run:
+    """A rate that is far too high: attention grows and collapses too, as a consequence."""
+    run = healthy_run(lr=1e-3 * factor)
+    for row in later(run.gauges):
+        row["attention"]["model.layers.1.self_attn"] = [12.0 * 1.6 ** ((row["step"] - AT) / EVERY + 4), 0.01]
+        for name in row["tensors"]:
+            if name.startswith("weight:") and ("q_proj" in name or "k_proj" in name):
+                row["tensors"][name] = tensor(rms=0.5 * 1.5 ** ((row["step"] - AT) / EVERY + 1))
+    raise_events(run)
+    return run
+
+
+def test_attention_that_grows_at_a_rate_far_too_high_is_the_rates() -> None:
+    found = ng.diagnose(too_high())
+    assert [each.cause.name for each in found.findings] == ["learning-rate-too-high"], found.text()
+    run = too_high()
+    del run.config["lr"]
+    for row in run.steps:  # a recorder's settings need not name it, and its rows do
+        row["lr"] = 0.1
+    assert ng.diagnose(run).findings[0].cause.name == "learning-rate-too-high"
+    assert ng.diagnose(too_high(factor=3)).findings[0].cause.name == "attention-growth"
+
+
+def test_the_usual_rates_of_adamw_are_not_those_of_sgd() -> None:
+    run = healthy_run(lr=0.1)
+    assert observe(gather(run))["rate-is-high"].state == "present"
+    run.run["recorder"], run.run["optimizer"] = {"program": "mine.py"}, {"class": "SGD", "lr": 0.1}
+    assert observe(gather(run))["rate-is-high"].state == "unknown"
