@@ -132,6 +132,34 @@ def test_an_answer_is_drawn_without_a_word_in_the_console(tmp_path: Path, make: 
     assert f'data-drawn="{figures_of(page)}"' in dom[:600] and figures_of(page) >= 3
 
 
+MEASURE = """
+<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe id="frame" width="400" height="800" srcdoc="SOURCE"></iframe>
+<script>
+const said = [];
+const frame = document.getElementById("frame");
+const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
+const end = (word) => { document.body.replaceChildren(JSON.stringify([...said, word])); };
+const right = (element) => element.getBoundingClientRect().right;
+const beyond = (query) => Math.max(...[...frame.contentDocument.querySelectorAll(".plot")].flatMap((plot) =>
+  [...plot.querySelectorAll(query)].map((part) => Math.ceil(right(part) - right(plot) - 1))));
+addEventListener("load", () => wait(() => Number(frame.contentDocument.documentElement.dataset.drawn) > 0, () => {
+  said.push(beyond(".main-svg"), beyond(".legendtext"));
+  frame.width = 330; // before anything can be drawn anew, as on paper
+  said.push(beyond(".main-svg"));
+  end("whole");
+}));
+</script>
+"""
+
+
+def test_figures_are_whole_at_400_pixels_and_where_they_are_not_drawn_anew(tmp_path: Path) -> None:
+    dom, _ = opened(tmp_path, MEASURE.replace("SOURCE", html.escape(postmortem())))
+    (found,) = re.findall(r"<body[^>]*>(\[.*\])</body>", dom)
+    *beyond, word = json.loads(found)
+    assert word == "whole" and len(beyond) == 3 and max(beyond) <= 0, found
+
+
 PRESS = """
 <!doctype html><meta charset="utf-8"><body style="margin:0">
 <iframe id="frame" width="390" height="800" srcdoc="SOURCE"></iframe>

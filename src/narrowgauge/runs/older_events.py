@@ -72,7 +72,7 @@ _OPERATION = re.compile(r"\baten\.\w+")
 
 
 def with_detector(event: Row) -> Row:
-    """A row of ``events.jsonl`` with the columns ``detector``, ``phase`` and ``operation``; one with a detector is returned as it is.
+    """A row of ``events.jsonl`` with the columns ``detector``, ``phase`` and ``operation``; one with a detector stays as it is.
 
     Example:
         >>> with_detector({"kind": "note", "step": 8, "message": "lr was 0.1 up to step 8 and is 0.2 from there on"})["detector"]

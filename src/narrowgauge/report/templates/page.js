@@ -93,11 +93,20 @@
   }
   const colouredAxis = (axis) => Object.fromEntries(Object.entries(axis).map(([key, value]) => [key, typeof value === "string" ? colourOf(value) : value]));
 
-  function tracesOf(spec, view) {
+  // The legend cuts off what is longer than the figure is wide: broken between words it is read whole.
+  const LETTER = 6.2; // pixels of a legend's letter on a phone, about
+  function broken(label, width) {
+    const most = Math.floor((width - 50) / LETTER);
+    const lines = label.split(" ").reduce(([first, ...rest], word) => (first && `${first} ${word}`.length > most ? [word, first, ...rest] : [first ? `${first} ${word}` : word, ...rest]), [""]);
+    return lines.reverse().join("<br>");
+  }
+
+  function tracesOf(spec, view, width) {
     return spec.data.map((trace) => {
       const meta = trace.meta || {};
       const visible = !(view && meta.view && meta.view !== view) && !hidden.has(meta.group);
-      return Object.assign(coloured(trace), { visible });
+      const name = spec.layout.showlegend && width < NARROW && trace.name ? { name: broken(trace.name, width) } : {};
+      return Object.assign(coloured(trace), { visible, ...name });
     });
   }
 
@@ -109,7 +118,14 @@
     // The range was chosen for the first view; other views show everything.
     if ((view ?? null) !== (spec.view ?? null) && layout.yaxis.range) delete layout.yaxis.range;
     place.style.minHeight = `${layout.height}px`;
-    return Plotly.react(place, tracesOf(spec, view), layout, CONFIG).then(() => { place.dataset.ready = "yes"; });
+    return Plotly.react(place, tracesOf(spec, view, place.clientWidth), layout, CONFIG).then(() => { scalable(place); place.dataset.ready = "yes"; });
+  }
+  // On paper, and wherever the width changes without a new drawing, a figure shrinks and is not cut off.
+  function scalable(place) {
+    for (const svg of all(".main-svg", place)) {
+      svg.setAttribute("viewBox", `0 0 ${svg.getAttribute("width")} ${svg.getAttribute("height")}`);
+      svg.setAttribute("preserveAspectRatio", "xMinYMin");
+    }
   }
   function drawAll() {
     if (!window.Plotly || !data) return;
@@ -230,7 +246,14 @@
     document.getElementById("theme").addEventListener("click", () => { saveTheme(isDark() ? "light" : "dark"); applyTheme(savedTheme() || (isDark() ? "light" : "dark")); });
     prefersDark.addEventListener("change", () => applyTheme());
     let width = root.clientWidth; // A phone's toolbars change only the height.
-    addEventListener("resize", () => { if (root.clientWidth !== width) { width = root.clientWidth; clearTimeout(resized); resized = setTimeout(refit, 150); } });
+    // Observed, since the width also changes without an event of the window; the first change at once, those that follow together.
+    new ResizeObserver(() => {
+      if (root.clientWidth === width) return;
+      width = root.clientWidth;
+      if (resized === undefined) refit();
+      clearTimeout(resized);
+      resized = setTimeout(() => { resized = undefined; refit(); }, 150);
+    }).observe(root);
     addEventListener("hashchange", () => themeOfLink() && applyTheme(themeOfLink()));
     for (const button of all("[data-group]")) button.addEventListener("click", () => {
       const place = Number(button.dataset.group);
