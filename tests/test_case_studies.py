@@ -31,7 +31,7 @@ def test_the_stored_runs_are_diagnosed_as_the_page_says(name: str) -> None:
     }
     assert study.cause in known, found["verdict"]
     mend = known[study.cause]
-    assert f"({study.cause}, " in told[1] and f"step {mend['step']}" in told[1] and mend["tensor"] in told[1]
+    assert f"({study.cause})" in told[1] and f"step {mend['step']}" in told[1] and mend["tensor"] in told[1]
     *_, mended = study.runs
     path = studies.STUDIES_AT / f"{name}.zip" / name / mended
     same = ng.diagnose(studies.shown_runs(name)[0], path).to_dict() if len(study.shown) == 2 else {}

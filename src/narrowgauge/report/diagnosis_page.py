@@ -157,7 +157,8 @@ def _changes(found: Diagnosis) -> list[str]:
     return said
 
 
-_SHARE = (*text_columns(cause="cause", what_it_does="does"), *number_columns(probability="share"))
+_SHARE = (*text_columns(cause="cause", what_it_does="does"), *number_columns(weight="share"))
+"""The weights of the rules rank causes; they were not calibrated, and so are no probabilities."""
 
 
 def _alternatives(found: Diagnosis) -> list[Table]:
@@ -170,7 +171,7 @@ def _alternatives(found: Diagnosis) -> list[Table]:
             if row.cause.effect
         ]
         if rows:
-            tables.append(Table(_SHARE, rows, f"Instead of {finding.cause.name} ({finding.probability:.0%})"))
+            tables.append(Table(_SHARE, rows, f"Instead of {finding.cause.name}"))
     if not found.findings and not found.is_healthy:
         rows = [
             {"cause": row.cause.name, "does": row.cause.effect, "share": f"{row.probability:.0%}"}
@@ -251,7 +252,7 @@ def _next_step(found: TwoRuns) -> str:
     return f"Next measurement: {found.next_measurement}."
 
 
-_REASON = (*text_columns(reason="reason", what_it_is="is", remedy="remedy"), *number_columns(probability="share"))
+_REASON = (*text_columns(reason="reason", what_it_is="is", remedy="remedy"), *number_columns(weight="share"))
 
 
 def _reasons(found: TwoRuns) -> list[Table]:

@@ -545,7 +545,7 @@ def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> l
         measure = found.next_measurement
         said = [sign.sentence for sign in found.signs[:_SHOWN_SIGNS]]
         advice = f"To tell: {measure.what.rstrip('?')}." if measure is not None else ""
-        asked = [f"{row.cause.name} {row.probability:.0%}" for row in found.causes[:_ASKED] if row.probability >= 0.05]
+        asked = [row.cause.name for row in found.causes[:_ASKED] if row.probability >= 0.05]
         finding = Finding("", f"In question: {', '.join(asked)}", advice, step=step)
         return [FindingRow(name, group, line, finding, said, command)]
     return [
@@ -553,7 +553,7 @@ def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> l
             name,
             group,
             line,
-            dataclasses.replace(finding, message=f"{capitalized(finding.message)} ({finding.probability:.0%})"),
+            dataclasses.replace(finding, message=capitalized(finding.message)),
             [sign.sentence for sign in finding.chain[:_SHOWN_SIGNS]],
             command,
         )

@@ -7,10 +7,14 @@ import math
 import random
 from pathlib import Path
 
+import pytest
+
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, EVERY, Row, healthy_run, later, raise_events, tensor
+from narrowgauge.analysis.diagnosis.causes import CAUSES
+from narrowgauge.analysis.diagnosis.coverage import AREAS, in_words_of
 from narrowgauge.analysis.diagnosis.evidence import gather
-from narrowgauge.analysis.diagnosis.signs.sign_table import observe
+from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.record import Run
 
@@ -109,3 +113,59 @@ def test_the_usual_rates_of_adamw_are_not_those_of_sgd() -> None:
     assert observe(gather(run))["rate-is-high"].state == "present"
     run.run["recorder"], run.run["optimizer"] = {"program": "mine.py"}, {"class": "SGD", "lr": 0.1}
     assert observe(gather(run))["rate-is-high"].state == "unknown"
+
+
+# ── an open world ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_no_cause_explains_is_unknown_with_where_it_begins() -> None:
+    """A loss that climbs slowly to another level, and nothing else: no row of the table is told by that."""
+    run = healthy_run()
+    for row in run.steps:
+        row["loss"] += 0.015 * max(0, row["step"] - 60)
+    raise_events(run)
+    found = ng.diagnose(run)
+    first = min(sign.step or 0 for sign in found.signs)
+    assert not found.findings and not found.is_healthy, found.text()
+    assert f"something is wrong, since step {first}, and no known cause explains it" in found.verdict
+    assert "unknown" in found.to_dict()["causes"] and "%" not in found.verdict
+
+
+def test_a_run_without_a_sign_says_what_was_checked_and_what_would_show_the_rest(tmp_path: Path) -> None:
+    rows = [{"step": k, "loss": 3.0 + math.exp(-k / 50), "learning_rate": 1e-3} for k in range(1, 200)]
+    found = ng.diagnose(trainer_log(tmp_path / "log", rows))
+    assert found.verdict == "no sign of a fault in what was checked."
+    assert found.checked == ("losses", "learning rates")
+    assert found.not_seen["gradient norms"] == "a column grad_norm"
+    assert (
+        "  checked: losses, learning rates\n  not to be seen from this record: gradient norms (a column grad_norm)"
+        in found.text()
+    )
+    whole = ng.diagnose(healthy_run())
+    assert {"tensors of layers", "gradient norms"} <= set(whole.checked) and whole.not_seen[
+        "evaluations"
+    ] == "--eval-every 100"
+    assert "what model and loss compute" in whole.not_seen  # no row shows it
+    assert whole.to_dict()["not_seen"] == whole.not_seen
+
+
+@pytest.mark.parametrize("loop", ["recorder", "log"])
+def test_advice_names_only_what_the_loop_at_hand_has(loop: str) -> None:
+    for cause in CAUSES.values():
+        said = in_words_of(loop, cause.remedy)
+        assert "--" not in said and "narrowgauge train" not in said and "  " not in said, (cause.name, said)
+    for sign in SIGNS.values():
+        if not any(read.startswith("replay.") for read in sign.reads):  # asked only of folders that hold their data
+            said = in_words_of(loop, sign.needs)
+            assert "--" not in said and "narrowgauge train" not in said, (sign.name, said)
+    for area in AREAS:
+        assert "--" not in getattr(area, loop)
+
+
+def test_a_recorded_loop_is_advised_in_calls() -> None:
+    run = too_high()
+    run.run["recorder"] = {"program": "mine.py"}
+    (finding,) = ng.diagnose(run).findings
+    assert finding.remedy == "Lower the learning rate by three to ten times, with a longer warm-up."
+    del run.run["recorder"]
+    assert "--lr" in ng.diagnose(run).findings[0].remedy

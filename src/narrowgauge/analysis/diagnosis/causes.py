@@ -18,6 +18,8 @@ from narrowgauge.spec.tables import Column, Row, Table, name_columns, text_colum
 
 HEALTHY = "healthy"
 """The null cause."""
+UNKNOWN_CAUSE = "unknown"
+"""The cause of what no other one explains: it is never named, and stands against all that are."""
 Applies = Callable[[Evidence], bool]
 
 
@@ -185,7 +187,8 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
             "gradients-overflow-alone": 0.6, "gradient-spikes": 0.6,
             "spike-stays": 0.4, "spike-of-one-batch": 0.1, "spike-recovers-slowly": 0.3, "gradient-leads-spike": 0.5,
             "repeated-spikes": 0.4, "norm-not-finite": 0.3, "loss-climbs": 0.3, "gradient-norm-grows": 0.2,
-            "loss-does-not-fall": 0.3, "loss-not-finite": 0.4, "first-in-forward": 0.3, "values-not-finite": 0.3,
+            "loss-does-not-fall": 0.3, "loss-ends-high": 0.4, "loss-not-finite": 0.4,
+            "first-in-forward": 0.3, "values-not-finite": 0.3,
             "input-jumps": 0.3,
         },
         Evidence.scales_loss,
@@ -334,7 +337,8 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
         {
             "computes-other-values": 0.5, "weight-jumps": 0.85, "input-jumps": 0.3, "loss-spikes": 0.3, "gradient-spikes": 0.3,
             "values-not-finite": 0.2, "ranks-hold-other-values": 0.2, "checkpoint-was-damaged": 0.1, "spike-stays": 0.4,
-            "spike-recovers-slowly": 0.4, "spike-of-one-batch": 0.25, "gradient-vanishes": 0.2, "all-gradients-are-zero": 0.4,
+            "spike-recovers-slowly": 0.4, "spike-of-one-batch": 0.25, "gradient-vanishes": 0.2, "loss-ends-high": 0.3,
+            "all-gradients-are-zero": 0.4,
             "gradient-is-zero": 0.1, "replay-parts": 0.8,
         },
         replay="the step computed again differs from what was recorded",
@@ -395,7 +399,8 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
         {
             "rate-is-high": 0.75, "rate-jumps": 0.3, "updates-are-large": 0.3, "loss-spikes": 0.4, "gradient-spikes": 0.4,
             "repeated-spikes": 0.3, "spike-stays": 0.4, "spike-recovers-slowly": 0.4, "spike-of-one-batch": 0.1,
-            "weights-grow": 0.3, "loss-climbs": 0.1, "loss-does-not-fall": 0.2, "gradient-norm-grows": 0.15,
+            "weights-grow": 0.3, "loss-climbs": 0.1, "loss-does-not-fall": 0.2, "loss-ends-high": 0.2,
+            "gradient-norm-grows": 0.15,
             # Attention that grows may be a consequence of such a rate.
             "queries-and-keys-grow": 0.2, "attention-sharpens": 0.15, "attention-logits-grow": 0.15, "attention-collapses": 0.15,
             "logits-drift": 0.1, "input-jumps": 0.1,
@@ -445,7 +450,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
         "needs nothing.",
         "the unigram loss of each step",
         {"tokens-change": 0.95, "loss-moves-with-tokens": 0.95, "loss-spikes": 0.4, "spike-stays": 0.7, "loss-climbs": 0.2,
-         "gradient-spikes": 0.2, "validation-parts-from-training": 0.2},
+         "loss-ends-high": 0.45, "gradient-spikes": 0.2, "validation-parts-from-training": 0.2},
         required=("loss-moves-with-tokens",), notes=("tokens-change",), spreads=False,
     ),
     Cause(
@@ -479,10 +484,26 @@ _NOTHING = (
         HEALTHY, "nothing is wrong", "the run trains as its settings let it", "Nothing to do.",
         "the base rates of the signs", prior=40.0,
     ),
+    Cause(
+        UNKNOWN_CAUSE, "something that no cause of this table explains",
+        "the record shows that something is wrong, and no other row predicts what it shows",
+        "Look at where it begins: the first sign, its step and its tensor.",
+        "an open world: a list of causes is never whole",
+        # What any fault may show, and no more.
+        {
+            "loss-spikes": 0.3, "spike-stays": 0.3, "spike-recovers-slowly": 0.3, "spike-of-one-batch": 0.3,
+            "gradient-leads-spike": 0.3, "gradient-stays-raised": 0.3, "gradient-spikes": 0.15, "repeated-spikes": 0.1,
+            "loss-climbs": 0.3, "loss-does-not-fall": 0.3, "loss-ends-high": 0.3, "loss-not-finite": 0.3,
+            "one-step-not-finite": 0.3, "norm-not-finite": 0.3, "values-not-finite": 0.2, "gradients-not-finite": 0.2,
+            "gradient-norm-grows": 0.1, "gradient-vanishes": 0.2, "gradient-norm-steps": 0.2, "gradient-bursts": 0.1,
+            "loss-is-erratic": 0.2, "learns-nothing": 0.2,
+        },
+        prior=0.5,
+    ),
 )  # fmt: skip
 
 CAUSES: dict[str, Cause] = {row.name: row for row in (*_NOTHING, *CAUSES_OF_ARITHMETIC, *CAUSES_OF_TRAINING)}
-"""All causes by name; :data:`HEALTHY` is the first."""
+"""All causes by name; :data:`HEALTHY` and :data:`UNKNOWN_CAUSE` are the first."""
 
 
 # ── as rows, for the terminal, JSON and the documentation ────────────────────────────────────────────────────────────────

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, overload
 
-from narrowgauge.analysis.diagnosis.causes import CAUSES, Cause
+from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, UNKNOWN_CAUSE, Cause
+from narrowgauge.analysis.diagnosis.coverage import checked, in_words_of, loop_of, not_seen
 from narrowgauge.analysis.diagnosis.evidence import Evidence, gather
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
 from narrowgauge.analysis.diagnosis.posterior import (
@@ -37,6 +38,9 @@ MAX_LINES = 10
 LEAST_STEPS = 20
 """The fewest steps with a loss for which a run without a sign is called healthy: as many as it takes to judge a spike."""
 _CHAIN = 4
+_NO_CAUSE = (HEALTHY, UNKNOWN_CAUSE)
+_ASKED = 0.02
+"""A cause less likely than this is not said to be in question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +48,8 @@ class CauseFinding(Finding):
     """A cause of what a run shows: a finding that knows its evidence. ``where`` is the tensor in which it shows first.
 
     Args:
-        probability: of this cause, among all that the run can have.
+        probability: of this cause, among all that the run can have, by the rules' own weights. It ranks causes and decides
+            whether one is named; it was not calibrated, so no text states it.
         chain: its signs that are present, by step.
         against: signs that it predicts and the run lacks.
         alternatives: the most likely other causes.
@@ -98,6 +103,8 @@ class Diagnosis:
         notes: settings and changes that lose something and show no effect, one sentence each.
         is_enough: whether enough steps have a loss to call a run without a sign healthy.
         replay: one of its steps, computed again, if any was.
+        checked: what of the run the record shows, and was looked at.
+        not_seen: what the record does not show, each with the one flag or call that would; empty text where none does.
     """
 
     name: str
@@ -110,6 +117,8 @@ class Diagnosis:
     notes: tuple[str, ...] = ()
     is_enough: bool = True
     replay: ReplayedStep | None = None
+    checked: tuple[str, ...] = ()
+    not_seen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def is_healthy(self) -> bool:
@@ -130,8 +139,16 @@ class Diagnosis:
             "signs": [_sign_dict(sign) for sign in self.signs],
             "notes": list(self.notes),
             "missing": list(self.missing),
+            "checked": list(self.checked),
+            "not_seen": dict(self.not_seen),
             "replay": self.replay and self.replay.to_dict(),
         }
+
+    def coverage(self) -> list[str]:
+        """What was checked, and what is not to be seen from this record, with what would show each."""
+        said = [f"checked: {', '.join(self.checked)}"] if self.checked else []
+        unseen = [f"{area} ({how})" if how else area for area, how in self.not_seen.items()]
+        return said + ([f"not to be seen from this record: {', '.join(unseen)}"] if unseen else [])
 
     def text(self) -> str:
         """At most ten lines, for a ticket, and as many of a replayed step."""
@@ -147,6 +164,7 @@ class Diagnosis:
                 f"  next: {self.next_measurement.what} (distinguishes {', '.join(self.next_measurement.tells)})"
             )
         lines += [f"  note: {said}" for said in self.notes]
+        lines += [f"  {said}" for said in self.coverage()] if not self.findings else []
         lines += [f"  not recorded: {said}" for said in self.missing]
         return "\n".join(lines[:MAX_LINES] + (self.replay.lines() if self.replay is not None else []))
 
@@ -209,7 +227,7 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
     return Diagnosis(
         evidence.run.path.name,
         findings,
-        _verdict(findings, causes, num_losses),
+        _verdict(evidence, seen, findings, causes, num_losses),
         tuple(causes),
         next_measurement(evidence, seen, asked),
         evidence.missing,
@@ -217,6 +235,8 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
         tuple(_notes(evidence, seen)),
         num_losses >= LEAST_STEPS,
         evidence.replay,
+        checked(evidence),
+        not_seen(evidence),
     )
 
 
@@ -235,7 +255,7 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
     return CauseFinding.filled(
         cause.name,
         cause.title,
-        cause.remedy,
+        in_words_of(loop_of(evidence), cause.remedy),
         advice_values(tensor, storage, evidence.compute),
         where=tensor or "",
         severity="error",
@@ -249,22 +269,32 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
     )
 
 
-def _verdict(findings: Sequence[CauseFinding], causes: Sequence[Ranked], num_losses: int) -> str:
+def _verdict(
+    evidence: Evidence, seen: Observations, findings: Sequence[CauseFinding], causes: Sequence[Ranked], num_losses: int
+) -> str:
     if findings:
         return "; and ".join(_sentence(finding) for finding in findings) + "."
     if num_losses < LEAST_STEPS:
         held = f"{num_losses or 'no'} step{'' if num_losses == 1 else 's'} with a loss"
         return f"not known from this record, which holds {held} ({LEAST_STEPS} are needed)."
-    if (share := healthy_share(causes)) >= CONFIDENCE:
-        return f"no sign of a fault ({share:.0%})."
-    asked = ", ".join(f"{row.cause.name} {row.probability:.0%}" for row in causes[: NUM_ALTERNATIVES + 1])
-    return f"not known from this record: {asked}."
+    if healthy_share(causes) >= CONFIDENCE:
+        return "no sign of a fault in what was checked."
+    shown = [sign for sign in _by_step(seen.values()) if sign.state == "present"]
+    asked = [row.cause.name for row in causes if row.probability >= _ASKED and row.cause.name not in _NO_CAUSE]
+    first = next((sign for sign in shown if sign.step is not None), shown[0] if shown else None)
+    since = f", since step {first.step}" if first is not None and first.step is not None else ""
+    where = f", first in {first.tensor}" if first is not None and first.tensor else ""
+    likeliest = next(row.cause.name for row in causes if row.cause.name != HEALTHY)
+    if likeliest == UNKNOWN_CAUSE or not asked:
+        also = f" (in question: {', '.join(asked[:NUM_ALTERNATIVES])})" if asked else ""
+        return f"not known from this record: something is wrong{since}{where}, and no known cause explains it{also}."
+    return f"not known from this record{since}{where}; in question: {', '.join(asked[:NUM_ALTERNATIVES])}."
 
 
 def _sentence(finding: CauseFinding) -> str:
     since = f" since step {finding.step}" if finding.step is not None else ""
     where = f", first in {finding.tensor}" if finding.tensor else ""
-    return f"{finding.cause.title} ({finding.cause.name}, {finding.probability:.0%}){since}{where}"
+    return f"{finding.cause.title} ({finding.cause.name}){since}{where}"
 
 
 def _by_step(signs: Iterable[Observation]) -> tuple[Observation, ...]:

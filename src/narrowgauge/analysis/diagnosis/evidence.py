@@ -358,7 +358,7 @@ def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidenc
         is_watched = True
         missing.append(f"the gauges: {error.message.rstrip('.')}")
     if not is_watched:
-        missing.append("the gauges: no tensor was sampled (--gauges-every 20)")
+        missing.append("the gauges: no tensor was sampled")
     return Evidence(record, recipe, (*missing, *_missing_rows(record)), replay)
 
 

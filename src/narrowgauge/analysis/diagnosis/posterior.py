@@ -15,7 +15,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, Cause
+from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, UNKNOWN_CAUSE, Cause
+from narrowgauge.analysis.diagnosis.coverage import in_words_of, loop_of
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import Observation, Sign
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
@@ -162,6 +163,9 @@ def _first_sure(causes: Sequence[Ranked], seen: Observations) -> tuple[Ranked, f
     """The likeliest cause that stands out among its rivals; two causes that no sign distinguishes do not hide a third."""
     unsure: list[Ranked] = []
     for first in causes:
+        if first.cause.name == UNKNOWN_CAUSE:
+            unsure.append(first)
+            continue
         if first.cause.name == HEALTHY or any(_is_rival(row.cause, first.cause, seen) for row in unsure):
             continue
         share = first.probability / sum(row.probability for row in causes if _is_rival(first.cause, row.cause, seen))
@@ -185,7 +189,7 @@ def next_measurement(evidence: Evidence, seen: Observations, causes: Iterable[Ra
 
     ``None`` where one cause alone is in question, or nothing distinguishes them.
     """
-    asked = [row for row in causes if row.probability >= _ALIKE]
+    asked = [row for row in causes if row.probability >= _ALIKE and row.cause.name != UNKNOWN_CAUSE]
     if len(asked) < 2:
         return None
     total = sum(row.probability for row in asked)
@@ -211,7 +215,7 @@ def _said(sign: Sign, evidence: Evidence, seen: Observations) -> str:
         step = first or (evidence.steps[-1] if evidence.steps else 1)
         # The path last: it may hold the word STEP.
         needs = needs.replace("STEP", str(step)).replace("RUN", str(evidence.run.path))
-    return f"{needs}: {sign.meaning}?"
+    return f"{in_words_of(loop_of(evidence), needs)}: {sign.meaning}?"
 
 
 def _cost(sign: Sign) -> float:

@@ -17,6 +17,8 @@ from narrowgauge.runs.fingerprint_rows import APPLIED_NO_CLIP, in_words
 from narrowgauge.runs.record import Run
 
 _NAMED = 3
+_ASKED = 0.01
+"""A reason less likely than this is not said to be in question."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +53,16 @@ class TwoRuns:
             return _sameness(self.alignment)
         where = f"The runs first differ at step {difference.step}, in {_place(difference)}"
         if self.reason is None:
-            asked = ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[:_NAMED])
-            return f"{where}. Why is not known from these records{f': {asked}' if asked else ''}."
-        return f"{where}. Cause: {self.reason.title} ({self.reason.name}, {self.reasons[0][1]:.0%})."
+            asked = ", ".join(row.name for row, share in self.reasons[:_NAMED] if share >= _ASKED)
+            return f"{where}. Why is not known from these records{f'; in question: {asked}' if asked else ''}."
+        return f"{where}. Cause: {self.reason.title} ({self.reason.name})."
 
     def text(self) -> str:
         """At most ten lines, for a ticket."""
         lines = [f"{' and '.join(self.names)}: {self.verdict}", *(f"  {said}" for said in self.evidence)]
         if self.reason is not None:
             lines.append(f"  what to do: {self.reason.remedy}")
-            if others := ", ".join(f"{row.name} {share:.0%}" for row, share in self.reasons[1:_NAMED] if share >= 0.01):
+            if others := ", ".join(row.name for row, share in self.reasons[1:_NAMED] if share >= _ASKED):
                 lines.append(f"  it could also be: {others}")
         if self.next_measurement:
             lines.append(f"  next: {self.next_measurement}")

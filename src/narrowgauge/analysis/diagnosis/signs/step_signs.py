@@ -36,6 +36,8 @@ ROUGH = 1.5
 """Factor of the gradient norm after a spike over its level before, where the spike has left something behind."""
 BURST = 6.0
 """Factor of a gradient norm over its level that is a burst if it lasts for two steps."""
+ENDS_HIGH, SIGMAS = 0.2, 8.0
+"""Nats, and standard errors, by which a loss ends above its lowest level where that is a sign."""
 SETTLED = 20
 """Steps after which delayed scales have settled."""
 EXCEEDS = 50.0
@@ -72,8 +74,22 @@ def _one_batch(evidence: Evidence) -> Observation:
         return ABSENT
     if _is_between_gaps(evidence, found[0]):
         return UNKNOWN  # it lasted for one row, which may be one step or as many as lie between two rows
+    if not _is_back(evidence.column("loss"), found[0]):
+        return ABSENT  # one step of a loss that climbs is above the threshold first
     step = evidence.steps[found[0]]
     return present(step, f"the loss jumped at step {step} and was back at the next one", value=1.0)
+
+
+def _is_back(losses: Sequence[float | None], row: int) -> bool:
+    """Whether the losses after a spike are nearer to the level before it than to the spike."""
+    spike, level, after = (
+        losses[row],
+        level_of(losses[max(0, row - BEFORE) : row]),
+        finite(losses[row + 1 : row + 1 + FEWEST]),
+    )
+    if spike is None or level is None or not after or not math.isfinite(spike):
+        return True
+    return median(after) - level < (spike - level) / 2
 
 
 def _is_between_gaps(evidence: Evidence, row: int) -> bool:
@@ -313,6 +329,24 @@ def _not_falling(evidence: Evidence) -> Observation:
     return present(evidence.steps[-1], said, None, median(late), median(early))
 
 
+def _ends_high(evidence: Evidence) -> Observation:
+    """The loss of the last steps is far above the lowest level that it had reached, beyond what a restarted schedule does."""
+    rows = [
+        (step, loss) for step, loss in zip(evidence.steps, evidence.column("loss"), strict=True) if loss is not None
+    ]
+    losses = [loss for _, loss in rows]
+    if len(losses) < 3 * BEFORE or not all(map(math.isfinite, losses)):
+        return UNKNOWN
+    levels = [(median(losses[row : row + BEFORE]), row) for row in range(0, len(losses) - 2 * BEFORE + 1, BEFORE // 2)]
+    (lowest, row), now = min(levels), median(losses[-BEFORE:])
+    limit = lowest + max(ENDS_HIGH, SIGMAS * jitter(losses) / math.sqrt(BEFORE))
+    if now <= limit:
+        return ABSENT
+    since = next(step for step, loss in rows[row + BEFORE :] if loss > limit)
+    said = f"the loss had fallen to {lowest:.3f} by step {rows[row + BEFORE - 1][0]}, and ends at {now:.3f}"
+    return present(since, said, None, now, limit)
+
+
 _LOSS, _NORM = ("steps.loss",), ("steps.grad_norm",)
 LATER = "a run of narrowgauge train of this version, which records {}"
 """What records a column that older versions lack."""
@@ -353,6 +387,7 @@ SIGNS_OF_STEPS: tuple[Sign, ...] = (
         _norm_not_finite,
     ),
     Sign("loss-does-not-fall", "the loss of the last quarter is no lower than that of the first", _LOSS, 0.01, _not_falling),
+    Sign("loss-ends-high", "the loss ends far above the lowest level that it had reached", _LOSS, 0.004, _ends_high),
     Sign("loss-is-erratic", "the loss varies as no mean over a step's tokens does", _LOSS, 0.03, _is_erratic),
     Sign("loss-drops", "the loss falls at one step far below all recent ones", _LOSS, 0.005, _loss_drops),
     Sign(
