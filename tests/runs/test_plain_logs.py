@@ -87,6 +87,14 @@ def test_what_cannot_be_told_is_refused_in_one_line(name: str, text: str, reason
     assert "\n" not in str(refusal.value) and name in str(refusal.value)
 
 
+def test_logs_in_one_folder_are_told_apart_and_compared(tmp_path: Path) -> None:
+    one, other = read(tmp_path, "one.csv", CSV), read(tmp_path, "other.csv", CSV.replace("3.25", "3.5"))
+    assert (one.path.name, other.path.name) == ("one.csv", "other.csv") and one.gauges == one.fingerprints == []
+    found = ng.diagnose(one, other)
+    assert found.names == ("one.csv", "other.csv") and found.alignment.first_difference is not None
+    assert "--" not in found.text() and "neither settings nor versions are recorded of both" in found.text()
+
+
 def test_a_folder_with_any_such_file_is_no_run(tmp_path: Path) -> None:
     read(tmp_path, "mine.csv", CSV)
     with pytest.raises(RecordError, match="the folder has no run"):

@@ -80,7 +80,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
         Section("else", "What else it could be", "Alternatives", tables=_alternatives(found), sentences=_doubts(found)),
         Section("earlier", "Caught earlier", tables=_hindsights(known, run), sentences=_earlier(known, run)),
         Section("ticket", "For a ticket", "Ticket", text=found.text()),
-        Section("missing", "What the record does not say", "Missing", sentences=_missing(found)),
+        Section("missing", "What was checked, and what the record does not say", "Checked", sentences=_missing(found)),
         Section("signs", "Every sign of the record", "Signs", tables=_signs(found), folded=True),
     ]
     config = run.run.get("config")
@@ -101,7 +101,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
 def render_two(found: TwoRuns, one: Run, other: Run) -> str:
     """The page of two runs as one HTML document, which fetches nothing; 2 MB of it are Plotly."""
     difference = found.alignment.first_difference
-    remedy = [found.reason.remedy] if found.reason is not None else []
+    remedy = [found.remedy] if found.remedy else []
     parts = [
         Section("change", "What to do", sentences=[*remedy, *([_next_step(found)] if found.next_measurement else [])]),
         Section("timeline", "Timeline", figures=pair_figures(found, one, other)),
@@ -228,7 +228,12 @@ def _replays(found: Diagnosis) -> list[Table]:
 
 
 def _missing(found: Diagnosis) -> list[str]:
-    return [*(f"Note: {note}." for note in found.notes), *(f"Not recorded: {missing}." for missing in found.missing)]
+    notes = [f"Note: {note}." for note in found.notes]
+    return [
+        *notes,
+        *(f"{capitalized(said)}." for said in found.coverage()),
+        *(f"Not recorded: {each}." for each in found.missing),
+    ]
 
 
 _SIGN = (
@@ -280,7 +285,7 @@ def _since(found: TwoRuns, difference: FirstDifference, one: Run, other: Run) ->
         f"Trained after the first difference, by {name}: {trained_after(run, difference.step)}."
         for name, run in zip(found.names, (one, other), strict=True)
     ]
-    if not found.alignment.has_fingerprints:
+    if not found.alignment.has_fingerprints and found.loop == "trainer":
         said.append(
             "--fingerprints-every N in both names the tensor, at the cost of one more read of every tensor in each N-th step."
         )

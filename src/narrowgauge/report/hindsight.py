@@ -11,6 +11,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
+from narrowgauge.analysis.diagnosis.coverage import loop_of_run
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, diagnose
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 from narrowgauge.analysis.monitor.detectors import SERIOUS
@@ -151,15 +152,17 @@ def earlier(finding: CauseFinding, found: Hindsight, run: Run) -> list[str]:
     """Sentences on what would have shown the fault earlier, or acted on it, and at which cost."""
     said = [_watching(run, found.sign), *_sampling(finding, run)]
     kinds = [str(found.alarm.get("kind"))] if found.alarm is not None else []
-    if set(kinds) & set(_SPIKES):
+    loop = loop_of_run(run)
+    if set(kinds) & set(_SPIKES) and loop == "trainer":
         said.append(
             f"--on-spike stop would have ended the run at step {step_of(found.alarm or {})}; --on-spike skip leaves such "
             "steps out, --on-spike rollback goes back to the last checkpoint."
         )
-    elif set(kinds) & set(SERIOUS):
+    elif set(kinds) & (set(SERIOUS) | set(_SPIKES)):
         said.append(
             "Nobody has to read the console: narrowgauge.on_event calls a function of yours with every event, which can stop "
-            "the run or send a message; --log-to sends events to the loggers that you use."
+            "the run or send a message"
+            + ("; --log-to sends events to the loggers that you use." if loop == "trainer" else ".")
         )
     return [*said, "narrowgauge diagnose reads a run while it is training, and costs it nothing."]
 

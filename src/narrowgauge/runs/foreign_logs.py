@@ -285,20 +285,26 @@ class LogFormat:
     Args:
         find: the files of the log in a folder, or of a file; none where there is no such log.
         read: what they hold; raises ``ValueError`` where they are damaged.
+        is_of_folder: whether its run is named after the folder; else after the file, of which a folder may hold several.
     """
 
     name: str
     find: Callable[[Path], list[Path]]
     read: Callable[[list[Path]], Log]
+    is_of_folder: bool = True
 
 
 FORMATS = (
     LogFormat("Hugging Face trainer_state.json", _find_trainer_state, _read_trainer_state),
     LogFormat("Lightning metrics.csv", _find_metrics_csv, _read_metrics_csv),
     LogFormat("TensorBoard events", _find_event_files, _read_event_files),
-    LogFormat("CSV table or export (.csv, .tsv)", _find_by(".csv", ".tsv"), _read_by(values_of_csv)),
-    LogFormat("JSON rows (.json, .jsonl)", _find_by(".json", ".jsonl"), _read_by(values_of_json)),
-    LogFormat("log of text (.log, .txt, .out)", _find_by(".log", ".txt", ".out"), _read_by(values_of_text)),
+    LogFormat(
+        "CSV table or export (.csv, .tsv)", _find_by(".csv", ".tsv"), _read_by(values_of_csv), is_of_folder=False
+    ),
+    LogFormat("JSON rows (.json, .jsonl)", _find_by(".json", ".jsonl"), _read_by(values_of_json), is_of_folder=False),
+    LogFormat(
+        "log of text (.log, .txt, .out)", _find_by(".log", ".txt", ".out"), _read_by(values_of_text), is_of_folder=False
+    ),
 )
 """Every format, in the order tried: a folder with several is read by the first."""
 
@@ -336,7 +342,7 @@ def read_log(path: Path) -> LogRun | None:
         )
     source = {"format": form.name, "file": str(files[-1])}
     summary = None if log.is_finished is False else _summary(steps, evals)
-    folder = path if path.is_dir() else path.parent
+    folder = path.parent if path.is_file() and form.is_of_folder else path
     return LogRun(folder, {SOURCE: source, "config": log.config}, steps, evals, [], summary)
 
 

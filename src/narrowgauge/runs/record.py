@@ -125,7 +125,8 @@ def read_run(path: str | Path) -> Run:
 
     Args:
         path: the run folder, on the disk or in a zip file of ``narrowgauge report --pack``; or a Hugging Face
-            ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files, or their folder.
+            ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files, or their folder; or a table (CSV, an
+            export of Weights & Biases, JSON rows) or a log of text.
 
     Returns:
         Its content.
@@ -143,7 +144,9 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     if not is_run(path) and (log := read_log(path)) is not None:
-        return Run(*log)
+        found = Run(*log)
+        vars(found).update(gauges=[], fingerprints=[])  # no log has them, and its path may be that of a file
+        return found
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
     events = [with_detector(event) for event in events]

@@ -265,3 +265,42 @@ def folder_on_a_rank(rank: int, folder: Path) -> Path:
 def test_all_ranks_take_the_folder_that_the_first_one_found_free(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert run_ranks(folder_on_a_rank, 2, tmp_path, folder) == [folder, folder]
+
+
+def _pop(optimizer: Any) -> None:
+    optimizer.param_groups.pop()
+
+
+def _fewer(optimizer: Any) -> None:
+    optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][:1]
+
+
+def _another(optimizer: Any) -> None:
+    kept = optimizer.param_groups.pop()["params"]
+    optimizer.add_param_group({"params": kept[:1], "lr": 1e-4})
+
+
+@pytest.mark.parametrize("change", [_pop, _fewer, _another])
+@pytest.mark.parametrize("make", [ng.AdamW, torch.optim.AdamW])
+def test_a_parameter_group_that_is_removed_or_replaced_ends_neither_audit_nor_record(
+    make: Any, change: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    groups = [{"params": list(layer.parameters())} for layer in model]
+    ours: dict[str, Any] = {"audit_every": 1, "storage": "float32"} if make is ng.AdamW else {}
+    optimizer = make(groups, lr=1e-3, **ours)
+    with ng.RunRecorder(tmp_path / "run", model, optimizer, gauges_every=1) as recorder:
+        for step in range(6):
+            if step == 3:
+                change(optimizer)
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+            if ours:
+                assert "0.weight" in ng.audit(optimizer, model)
+    found = ng.read_run(tmp_path / "run")
+    assert [row["step"] for row in found.gauges] == [1, 2, 3, 4, 5, 6]
+    assert not ours or found.steps[-1]["edq"] is not None

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
+from narrowgauge.runs.record import Run
 
 LOOPS: dict[str, str] = {
     "trainer": "a run of narrowgauge train",
@@ -70,9 +71,12 @@ AREAS: tuple[Area, ...] = (
 
 def loop_of(evidence: Evidence) -> str:
     """A key of :data:`LOOPS`."""
-    if evidence.run.is_foreign:
-        return "log"
-    return "recorder" if "recorder" in evidence.run.run else "trainer"
+    return loop_of_run(evidence.run)
+
+
+def loop_of_run(run: Run) -> str:
+    """The same, of a run that is not evidence yet."""
+    return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
 
 
 def checked(evidence: Evidence) -> tuple[str, ...]:

@@ -346,7 +346,9 @@ def gather(run: str | Path | Run, replay: ReplayedStep | None = None) -> Evidenc
     given = record.run.get("config")
     name = given.get("recipe") if isinstance(given, dict) else None
     if name is None:
-        missing.append("the recipe: the record does not name it, so what only some formats can cause is considered too")
+        missing.append(
+            "the recipe: the record does not name it, so what only some formats can cause is considered where it shows"
+        )
     else:
         try:
             recipe = parse_value(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.analysis.diagnosis.coverage import in_words_of, loop_of_run
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, is_proven, weigh, without_rounding
@@ -30,6 +31,7 @@ class TwoRuns:
         reasons: why, with probabilities, the likeliest first; empty where the runs do not differ.
         evidence: what speaks for the first, a sentence each.
         next_measurement: what to measure next, or empty.
+        loop: how both were recorded, a key of :data:`~narrowgauge.analysis.diagnosis.coverage.LOOPS`.
     """
 
     names: tuple[str, str]
@@ -37,6 +39,12 @@ class TwoRuns:
     reasons: tuple[tuple[Reason, float], ...]
     evidence: tuple[str, ...]
     next_measurement: str
+    loop: str = "trainer"
+
+    @property
+    def remedy(self) -> str:
+        """What to do, in the words of the loops; empty where no reason is known."""
+        return in_words_of(self.loop, self.reason.remedy) if self.reason is not None else ""
 
     @property
     def reason(self) -> Reason | None:
@@ -61,7 +69,7 @@ class TwoRuns:
         """At most ten lines, for a ticket."""
         lines = [f"{' and '.join(self.names)}: {self.verdict}", *(f"  {said}" for said in self.evidence)]
         if self.reason is not None:
-            lines.append(f"  what to do: {self.reason.remedy}")
+            lines.append(f"  what to do: {self.remedy}")
             if others := ", ".join(row.name for row, share in self.reasons[1:_NAMED] if share >= _ASKED):
                 lines.append(f"  it could also be: {others}")
         if self.next_measurement:
@@ -104,7 +112,9 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
     ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
     names = _names(one, other)
     evidence = tuple(_evidence(alignment, ranked, names))
-    return TwoRuns(names, alignment, ranked, evidence, _next(alignment, _can_be_replayed(one, other)))
+    loop = "trainer" if all(loop_of_run(run) == "trainer" for run in (one, other)) else "recorder"
+    measurement = _next(alignment, _can_be_replayed(one, other)) if loop == "trainer" else _repeat_one(alignment)
+    return TwoRuns(names, alignment, ranked, evidence, measurement, loop)
 
 
 def _names(one: Run, other: Run) -> tuple[str, str]:
@@ -210,6 +220,17 @@ def _of_ranks(difference: FirstDifference) -> Iterator[str]:
 def _can_be_replayed(one: Run, other: Run) -> bool:
     """Whether the trainer made both runs, so that their folders hold their data."""
     return all("recorder" not in run.run and (run.path / "data").is_dir() for run in (one, other))
+
+
+def _repeat_one(alignment: Alignment) -> str:
+    """What a loop of one's own can measure: whether one of the runs differs from itself."""
+    difference = alignment.first_difference
+    if difference is None or difference.stage in ("start", "tokens"):
+        return ""
+    return (
+        f"repeat one of the two unchanged up to step {difference.step}: if it differs from itself, sums vary from run to run; "
+        "if not, other code or settings act"
+    )
 
 
 def _next(alignment: Alignment, can_be_replayed: bool) -> str:
