@@ -52,6 +52,25 @@ LOG = (
 )
 
 
+def test_the_rate_of_the_rows_outranks_that_of_the_settings() -> None:
+    """A schedule that stays in its warm-up: the settings name a usual rate, and no step has it. In float32 nothing is rounded."""
+    run = healthy_run(lr=3e-3)
+    del run.config["recipe"]
+    run.run["model"]["dtypes"] = "float32"
+    for row in run.steps:
+        row["lr"] = 1.2e-5
+    evidence = gather(run)
+    assert observe(evidence)["rate-is-low"].state == "present" and evidence.rounds_weights()
+    for row in run.gauges:
+        row["updates"].clear()
+    assert not gather(run).rounds_weights()
+    run.run["model"]["dtypes"] = "bfloat16, float32"
+    assert gather(run).rounds_weights()
+    for row in run.steps:  # while it rises, the settings say where to
+        row["lr"] = 1e-6 * row["step"]
+    assert observe(gather(run))["rate-is-low"].state == "absent"
+
+
 def test_what_the_search_for_the_first_bad_value_found_decides() -> None:
     """The logarithm of a zero outside the model makes the loss NaN; the rate, thirty times the usual one, did not."""
     run = healthy_run(lr=0.1)

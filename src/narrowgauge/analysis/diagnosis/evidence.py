@@ -214,6 +214,14 @@ class Evidence:
         known = [rate for rate in self.column("lr") if rate is not None and isfinite(rate)]
         return self.number_of("lr") or max(known, default=None)
 
+    @cached_property
+    def reached_rate(self) -> float | None:
+        """The peak rate, or less where no step has reached it and the rate rises no more."""
+        known = [rate for rate in self.column("lr") if rate is not None and isfinite(rate)]
+        if self.peak_rate is None or len(known) < 2 or known[-1] > known[-2]:
+            return self.peak_rate
+        return min(self.peak_rate, max(known))
+
     def is_narrow(self) -> bool:
         """Whether an operand of a matmul has fewer than 16 bits."""
         return self.recipe is None or any(not cast.is_wide for c in self.recipe.computes for cast in c.casts.values())
@@ -228,8 +236,12 @@ class Evidence:
         return any(cast.block is not None for c in self.recipe.computes for cast in c.casts.values())
 
     def rounds_weights(self) -> bool:
-        """Whether stored weights are rounded to nearest."""
-        return self.recipe is None or self.recipe.storage.weight.rounding == "nearest"
+        """Whether stored weights are rounded to nearest; where no recipe says so, whether they are narrow, or were measured."""
+        if self.recipe is None:
+            model = self.run.run.get("model")
+            dtypes = str(model.get("dtypes")) if isinstance(model, dict) else ""
+            return "float16" in dtypes or self.has("steps.edq") or self.has("updates.edq")
+        return self.recipe.storage.weight.rounding == "nearest"
 
     def cannot_decay(self) -> bool:
         """Whether second moments are rounded to nearest, and beta2 lowers them by less than half their spacing."""

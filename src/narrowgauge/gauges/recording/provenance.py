@@ -67,12 +67,12 @@ _SHAPE = {
 def describe_model(model: nn.Module) -> dict[str, Any]:
     """The table ``model`` of ``run.toml``: ``class`` and ``num_parameters``, and its shape where its ``config`` has it.
 
-    The shape is ``hidden_size``, ``num_layers``, ``num_heads``, ``intermediate_size``, ``vocab_size`` and ``mlp``: "gated" or
-    "plain".
+    ``dtypes`` are those of its parameters. The shape is ``hidden_size``, ``num_layers``, ``num_heads``, ``intermediate_size``,
+    ``vocab_size`` and ``mlp``: "gated" or "plain".
 
     Example:
         >>> describe_model(nn.Linear(4, 2))
-        {'class': 'Linear', 'num_parameters': 10}
+        {'class': 'Linear', 'num_parameters': 10, 'dtypes': 'float32'}
     """
     config = getattr(model, "config", None)
     found = {name: getattr(config, field, None) for name, field in _SHAPE.items()}
@@ -84,6 +84,7 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
     return {
         "class": type(model).__name__,
         "num_parameters": sum(p.numel() for p in model.parameters()),
+        "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         **shape,
     }
 

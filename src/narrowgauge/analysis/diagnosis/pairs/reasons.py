@@ -14,6 +14,12 @@ from dataclasses import dataclass, replace
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, SettingDifference
 from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference
 
+_MODEL = tuple(
+    f"model.{name}"
+    for name in (
+        "class", "num_parameters", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "mlp",
+    )
+)  # fmt: skip
 _FORWARD = ("output", "loss", "grad", "norm")
 
 
@@ -42,7 +48,7 @@ class Reason:
 
 _ROWS = (
     Reason(
-        "other-model", "another model", ("config.model", "model.*"), ("start", *_FORWARD, "update", "evaluation"), "any", 1.0,
+        "other-model", "another model", ("config.model", *_MODEL), ("start", *_FORWARD, "update", "evaluation"), "any", 1.0,
         "Compare runs of one model.",
     ),
     Reason(
@@ -63,7 +69,7 @@ _ROWS = (
     ),
     Reason(
         "format", "another number format or cast",
-        ("config.recipe", "config.accumulation_dtype"), ("start", *_FORWARD, "skip", "update"), "any", 1.0,
+        ("config.recipe", "config.accumulation_dtype", "model.dtypes"), ("start", *_FORWARD, "skip", "update"), "any", 1.0,
         "Expected of two recipes; narrowgauge compare says what each costs.",
     ),
     Reason(

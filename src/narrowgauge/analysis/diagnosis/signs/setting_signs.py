@@ -69,13 +69,12 @@ def _eps_is_zero(evidence: Evidence) -> Observation:
     return present(None, said, None, eps, least)
 
 
-def _usual_rate(evidence: Evidence) -> tuple[float, float] | None:
-    """The run's peak rate, and the trainer's own for a model of its size that is trained from scratch."""
+def _usual_rate(evidence: Evidence, rate: float | None) -> tuple[float, float] | None:
+    """A rate of the run, and the trainer's own for a model of its size that is trained from scratch."""
     if evidence.starts_trained:
         return None
     model = evidence.run.run.get("model")
     size = model.get("num_parameters") if isinstance(model, dict) else None
-    rate = evidence.peak_rate
     if not isinstance(size, int) or rate is None or rate <= 0:
         return None
     is_unit = evidence.recipe is not None and evidence.recipe.compute.transform == "unit"
@@ -86,7 +85,7 @@ def _usual_rate(evidence: Evidence) -> tuple[float, float] | None:
 
 
 def _rate_is_high(evidence: Evidence) -> Observation:
-    found = _usual_rate(evidence)
+    found = _usual_rate(evidence, evidence.peak_rate)
     if found is None:
         return UNKNOWN
     rate, usual = found
@@ -95,7 +94,7 @@ def _rate_is_high(evidence: Evidence) -> Observation:
 
 
 def _rate_is_low(evidence: Evidence) -> Observation:
-    found = _usual_rate(evidence)
+    found = _usual_rate(evidence, evidence.reached_rate)
     if found is None:
         return UNKNOWN
     rate, usual = found
