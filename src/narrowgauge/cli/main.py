@@ -331,7 +331,8 @@ def compare(
 )  # fmt: skip
 def report(runs: tuple[Path, ...], out: Path | None, pack: Path | None, form: str | None) -> None:
     """Write one HTML page about runs. Each RUN is a run folder, the folder of a comparison, a zip file of --pack, or the log of
-    another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder.
+    another framework: a Hugging Face trainer_state.json, a Lightning metrics.csv, TensorBoard event files, or their folder;
+    or a table (CSV, JSON rows, an export of Weights & Biases) or a log of text.
 
     --pack writes what a page needs, to share it: settings, logged rows and summaries, without checkpoints and data. run.toml is
     packed unchanged, with the paths of model, data and folder, and the versions and processor of the machine.
