@@ -221,9 +221,14 @@ def is_restart() -> bool:
     return read_placement().attempt > 0
 
 
+def is_alone() -> bool:
+    """Whether this process is the only rank, as far as torchrun and Slurm say."""
+    return read_placement().size == 1
+
+
 def is_new_and_alone(out: str | None) -> bool:
     """Whether this process is the only rank of a run that does not exist yet, whose settings can be checked at once."""
-    return read_placement().size == 1 and not is_own_run(None if out is None else Path(out))
+    return is_alone() and not is_own_run(None if out is None else Path(out))
 
 
 def is_finished(folder: Path) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import click
 
 from narrowgauge import __version__
-from narrowgauge.cli import diagnosing, flags, launching, planning
+from narrowgauge.cli import diagnosing, flags, launching, planning, watching
 from narrowgauge.cli.exit_status import CommandGroup, help_without_command, say_former
 from narrowgauge.spec import show, tables
 from narrowgauge.spec.recipes import Recipe
@@ -171,8 +171,9 @@ def fingerprint(context: click.Context, /, **asked: Any) -> None:
 
 @main.command("train", cls=flags.SettingsCommand, params=flags.of_settings())
 @_settings_file
+@watching.flag
 @launching.options
-def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
+def train(file: Path | None, watched: bool, launch: launching.Launch, **settings: Any) -> None:
     """Train a language model on text, and record it in a run folder."""
     launching.refuse_once()
     from narrowgauge.trainer import memory, resume_checks
@@ -190,8 +191,11 @@ def train(file: Path | None, launch: launching.Launch, **settings: Any) -> None:
         resume_checks.require_ranks(config, launch.nproc or 1)
         if is_start:
             folder = Path(str(config.out))
-            return launching.start(launch, config.to_dict(), lambda: launching.how_to_resume(folder), folder)
-    _echo_folder(launching.train(config, launch))
+            with watching.watching(folder, watched):
+                return launching.start(launch, config.to_dict(), lambda: launching.how_to_resume(folder), folder)
+    with watching.watching(config.out, watched):
+        trained = launching.train(config, launch)
+    _echo_folder(trained)
 
 
 def _echo_folder(folder: Path | None) -> None:
@@ -260,6 +264,7 @@ def resume(folder: Path, stop_after: int | None, accept_changes: bool, launch: l
     help="Folder of the comparison: new, empty, or one to continue.  [default: comparisons/MODEL-N, the first free N]",
 )  # fmt: skip
 @_settings_file
+@watching.flag
 @flags.json_list
 @launching.options
 def compare(
@@ -270,6 +275,7 @@ def compare(
     resolve: float | None,
     out: Path | None,
     file: Path | None,
+    watched: bool,
     as_json: bool,
     launch: launching.Launch,
     **settings: Any,
@@ -301,8 +307,12 @@ def compare(
         resume_checks.require_ranks(config.base, launch.nproc or 1)
         folder = out or training.free_folder(config.base.model)
         handed = {"definition": config.to_dict(), "out": str(folder)}
-        return launching.start(launch, handed, lambda: launching.how_to_compare_on(folder))
-    compared = launching.compare(config, out, launch, sys.stderr if as_json else sys.stdout)
+        with watching.watching(folder, watched):
+            return launching.start(launch, handed, lambda: launching.how_to_compare_on(folder))
+    if watched and out is None and launch.settings is None and launching.is_alone():
+        out = training.free_folder(config.base.model)
+    with watching.watching(out, watched and launch.settings is None):
+        compared = launching.compare(config, out, launch, sys.stderr if as_json else sys.stdout)
     if compared is None:
         return None
     found, page = compared
@@ -465,6 +475,7 @@ def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) ->
 
 
 main.add_command(planning.plan_group)
+main.add_command(watching.watch_command)
 main.add_command(diagnosing.diagnose_command)
 show_group.add_command(diagnosing.causes_command)
 

@@ -117,29 +117,34 @@ def _encoded(content: bytes) -> str:
 
 def document(
     template_name: str,
-    drawn: Iterable[Figure],
     /,
+    drawn: Iterable[Figure],
     *,
     strip: Row | None = None,
     ranges: Sequence[Row] = (),
     gauges: Sequence[Row] = (),
+    live: Any = None,
     **words: Any,
 ) -> str:
-    """A page as one HTML document, which fetches nothing.
+    """A page as one HTML document, which fetches nothing, or if it is live, only what is new, from where it came.
 
     Args:
         drawn: its figures.
         strip: the figure of events.
         ranges: of the formats of histograms.
         gauges: the samples of each run's gauges.
+        live: the state of runs that are being written, for the template; ``None`` for a page that stays as it is.
         words: what the template shows.
     """
     script, plotly = asset("page.js"), plotly_script()
+    live_script = "" if live is None else asset("live.js")
     data = {"figures": {figure.name: spec_of(figure) for figure in drawn}, "strip": strip, "formats": ranges}
     page = template(template_name).render(
         **words,
         strip=strip,
-        policy=f"'{digest_of(script)}' '{plotly.digest}'",
+        live=live,
+        live_script=markupsafe.Markup(live_script),
+        policy=policy_of(script, live_script),
         style=markupsafe.Markup(asset("page.css")),
         script=markupsafe.Markup(script),
         data=markupsafe.Markup(embedded(data)),
@@ -147,6 +152,18 @@ def document(
         plotly=plotly.packed,
     )
     return page.lstrip()
+
+
+def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
+    """The directives of a page's policy that depend on its scripts: it may run these and Plotly, and connect where it is live.
+
+    Example:
+        >>> "connect" in policy_of(""), policy_of("", "live").endswith("; connect-src 'self'")
+        (False, True)
+    """
+    digests = [digest_of(script), *([digest_of(live_script)] if live_script else []), plotly_script().digest]
+    allowed = "script-src " + " ".join(f"'{digest}'" for digest in digests)
+    return markupsafe.Markup(allowed + ("; connect-src 'self'" if live_script else ""))
 
 
 def spec_of(figure: Figure) -> Row:

@@ -83,15 +83,15 @@ def report(paths: Sequence[str | Path], out: str | Path | None = None) -> Path:
         raise RecordError(f"Cannot write {page}: it is a folder.", "Name a file, for instance --out page.html.")
     if page.is_file() and not _is_page(page):
         raise RecordError(f"Cannot write {page}: the file there is no HTML page.", "Name another, or remove it first.")
-    return write_report(compare_runs(runs, resolve=_resolve_of(paths)), page)
+    return write_report(compare_runs(runs, resolve=resolve_of(paths)), page)
 
 
 def table(paths: Sequence[str | Path]) -> Table:
     """The table of costs of existing runs, named as for :func:`read_runs`: a row per recipe, as on their page."""
-    return compare_runs(read_runs(paths), resolve=_resolve_of(paths)).table()
+    return compare_runs(read_runs(paths), resolve=resolve_of(paths)).table()
 
 
-def _resolve_of(paths: Sequence[str | Path]) -> float | None:
+def resolve_of(paths: Sequence[str | Path]) -> float | None:
     """The difference that the one comparison named was to resolve."""
     if len(paths) != 1:
         return None

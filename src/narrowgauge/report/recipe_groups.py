@@ -11,7 +11,7 @@ next file is opened. A table or a list that is missing or damaged adds nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,6 +26,10 @@ from narrowgauge.report.figures.heat_maps import HEAT_MAPS, MOST_TENSORS, Metric
 from narrowgauge.report.figures.series import Series, column
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row, finite_number
+
+
+def _same(line: Series) -> Series:
+    return line
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,13 @@ class Group:
         several = len(self.stats) > 1
         return [(one.run, f"{self.label} · seed {one.seed}" if several else self.label) for one in self.stats]
 
-    def lines(self, table: str, y: str) -> list[Series]:
-        """One column of ``steps`` or ``evals`` of every run."""
-        return [column(getattr(run, table), y) for run in self.runs]
+    def lines(self, table: str, y: str, of: Callable[[Series], Series] = _same) -> list[Series]:
+        """One column of ``steps`` or ``evals`` of every run, or what ``of`` makes of each whole line."""
+        return [of(column(getattr(run, table), y)) for run in self.runs]
+
+    def longest(self, table: str, y: str) -> int:
+        """The number of points of the longest of these lines."""
+        return max((len(line) for line in self.lines(table, y)), default=0)
 
     def seeds(self) -> dict[int, Run]:
         return {one.seed: one.run for one in self.stats}

@@ -30,6 +30,7 @@ from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.traces import Figure, mark
 from narrowgauge.report.page import capitalized, document
 from narrowgauge.report.recipe_groups import Group, Samples, final_loss, groups_of, run_names
+from narrowgauge.report.run_settings import environment
 from narrowgauge.runs.finding import Finding, counted
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, SUMMARY, Column, Row, finite_number
@@ -43,48 +44,60 @@ def render(found: Comparison, title: str = "") -> str:
     Cost: about two seconds per ten thousand steps, a third of them the diagnosis; the document is 2 MB for Plotly and some
         0.1 MB per run.
     """
-    groups = groups_of(found)
+    return document("page.html.j2", **page_words(found, groups_of(found), title))
+
+
+def page_words(
+    found: Comparison, groups: Sequence[Group], title: str = "", diagnosis: RunFindings | None = None
+) -> dict[str, Any]:
+    """What the page's template shows, and its figures, as :func:`~narrowgauge.report.page.document` takes them.
+
+    Args:
+        groups: of ``found``, with the lines that its figures draw.
+        diagnosis: ``None`` to diagnose each run.
+    """
     named = run_names(groups)
     samples = [sampled for group in groups for sampled in group.samples]
-    diagnosis = run_findings(groups)
+    diagnosis = run_findings(groups) if diagnosis is None else diagnosis
     drawn = comparison_figures(groups, found.baseline)
     figures = {name: [marked(figure, diagnosis.rows) for figure in section] for name, section in drawn.items()}
     strip = event_strip(named)
     if strip is not None:
         strip["data"] += sign_marks(diagnosis.rows)
-    events, num_more = event_rows(named)
     ranks, num_more_ranks = rank_rows(named)
-    return document(
-        "page.html.j2",
-        [figure for section in figures.values() for figure in section],
-        strip=strip,
-        ranges=format_ranges(),
-        gauges=_gauge_data(groups, samples),
-        title=title or (groups[0].label if len(groups) == 1 else f"{len(groups)} recipes compared"),
-        subtitle=_subtitle([run for run, _ in named]),
-        groups=groups,
-        named=named,
-        costs=cost_table(groups, found),
-        questions=questions(groups, found),
-        hints=COLUMN_HINTS,
-        equal_time=equal_time_table(groups, found),
-        comparison=found,
-        diagnosis=diagnosis,
-        figures=figures,
-        absent=absent(groups, figures["history"]),
-        samples=samples,
+    return {
+        "drawn": [figure for section in figures.values() for figure in section],
+        "strip": strip,
+        "ranges": format_ranges(),
+        "gauges": _gauge_data(groups, samples),
+        "title": title or (groups[0].label if len(groups) == 1 else f"{len(groups)} recipes compared"),
+        "subtitle": _subtitle([run for run, _ in named]),
+        "groups": groups,
+        "costs": cost_table(groups, found),
+        "questions": questions(groups, found),
+        "hints": COLUMN_HINTS,
+        "equal_time": equal_time_table(groups, found),
+        "comparison": found,
+        "diagnosis": diagnosis,
+        "figures": figures,
+        "absent": absent(groups, figures["history"]),
+        "samples": samples,
         # The run whose worst tensor lost most at the end; of healthy runs the first.
-        shown=min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
-        metrics=HEAT_MAPS,
-        ranks=ranks,
-        rank_columns=RANK_COLUMNS,
-        num_more_ranks=num_more_ranks,
-        events=events,
-        num_more_events=num_more,
-        max_repetitions=MAX_REPETITIONS,
-        environment=environment(named),
-        formats=SHOWN_FORMATS,
-    )
+        "shown": min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
+        "metrics": HEAT_MAPS,
+        "ranks": ranks,
+        "rank_columns": RANK_COLUMNS,
+        "num_more_ranks": num_more_ranks,
+        **event_words(named),
+        "environment": environment(named),
+        "formats": SHOWN_FORMATS,
+    }
+
+
+def event_words(named: Sequence[tuple[Run, str]]) -> dict[str, Any]:
+    """What the template of the section of events shows."""
+    events, num_more = event_rows(named)
+    return {"named": named, "events": events, "num_more_events": num_more, "max_repetitions": MAX_REPETITIONS}
 
 
 def _subtitle(runs: Sequence[Run]) -> str:
@@ -113,8 +126,6 @@ MAX_REPETITIONS = 100
 """The most repetitions of one event that its row lists."""
 
 _DIFFERENCE = "mean of the paired differences per seed, and half its 95 % interval"
-_NOT_SHOWN = frozenset({"config.out"})
-"""Settings that differ between any two runs and mean nothing."""
 
 
 @dataclass(frozen=True)
@@ -426,48 +437,6 @@ def _event_rows(run: Run, name: str) -> list[EventRow]:
 
 def _follows(last: float | None, step: float | None) -> bool:
     return last == step if last is None or step is None else last <= step <= last + 1
-
-
-# ── environment ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class Environment:
-    """What the runs were configured with and ran on.
-
-    Args:
-        differing: settings that differ between runs.
-        runs: the values of these, by the run's name.
-        shared: all other settings, by their table in ``run.toml``.
-    """
-
-    differing: Sequence[str]
-    runs: Sequence[tuple[str, Sequence[Any]]]
-    shared: Mapping[str, Mapping[str, Any]]
-
-
-def environment(named: Sequence[tuple[Run, str]]) -> Environment:
-    flat = [(name, _flat(run.run)) for run, name in named]
-    keys = list(dict.fromkeys(key for _, settings in flat for key in settings))
-    missing = object()
-    differing = {key for key in keys if len({repr(settings.get(key, missing)) for _, settings in flat}) > 1}
-    shown = [key for key in keys if key in differing - _NOT_SHOWN]
-    shared: dict[str, dict[str, Any]] = {}
-    for key in keys:
-        if key not in differing:
-            table, _, name = key.partition(".") if "." in key else ("run", "", key)
-            shared.setdefault(table, {})[name] = flat[0][1][key]
-    return Environment(shown, [(name, [settings.get(key, "–") for key in shown]) for name, settings in flat], shared)
-
-
-def _flat(table: Row, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
 
 
 # ── findings: a row for each, one line for all healthy runs, and marks in the figures ─────────────────────────────────────

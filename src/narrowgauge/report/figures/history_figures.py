@@ -52,7 +52,7 @@ def skipped(groups: Sequence[Group]) -> Figure | None:
     names = {"skipped": "skipped steps so far", "saturated": "values beyond a delayed scale so far"}
     data = []
     for column, dash in (("skipped", "solid"), ("saturated", "dot")):
-        lines = [[accumulate(line) for line in group.lines("steps", column)] for group in groups]
+        lines = [group.lines("steps", column, accumulate) for group in groups]
         if any(len(line) and line.y[-1] for found in lines for line in found):
             curves = [curve_of(group, found) for group, found in zip(groups, lines, strict=True)]
             data += traces_of(curves, name=names[column], shape="hv", dash=dash)

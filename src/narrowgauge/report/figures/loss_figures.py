@@ -59,11 +59,9 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
     """Loss of the training batches over steps, smoothed and raw."""
-    lines = {group.index: group.lines("steps", "loss") for group in groups}
-    longest = max((len(line) for found in lines.values() for line in found), default=0)
-    half_life = max(1, longest // 100)
-    raw = [curve_of(group, lines[group.index]) for group in groups]
-    smoothed = [curve_of(group, [smooth(line, half_life) for line in lines[group.index]]) for group in groups]
+    half_life = max(1, max((group.longest("steps", "loss") for group in groups), default=0) // 100)
+    raw = [curve_of(group, group.lines("steps", "loss")) for group in groups]
+    smoothed = [curve_of(group, group.lines("steps", "loss", lambda line: smooth(line, half_life))) for group in groups]
     data = [
         *traces_of(smoothed, view="smoothed", name="training loss"),
         *traces_of(raw, view="raw", name="training loss"),

@@ -99,14 +99,25 @@ def smooth(series: Series, half_life: float) -> Series:
         >>> smooth(series_of([(0, 1.0), (1, None), (2, 1.0)]), 5).y
         array([ 1., nan,  1.])
     """
-    keep = 0.5 ** (1 / half_life)
+    at = np.flatnonzero(~np.isnan(series.y))
+    y, means = series.y[at], np.full(len(series), np.nan)
+    # Within a block the sums are running ones of growing weights, which stay below 2 ** 20: 1e-9 of a mean is lost at most.
+    length = max(1, int(_HALVINGS * half_life))
+    growth = 2.0 ** (np.arange(min(length, len(y))) / half_life)
+    summed = np.cumsum(growth)
     total = weight = 0.0
-    means = np.full(len(series), np.nan)
-    for index in np.flatnonzero(~np.isnan(series.y)):
-        total = total * keep + series.y[index]
-        weight = weight * keep + 1.0
-        means[index] = total / weight
+    for first in range(0, len(y), length):
+        part = y[first : first + length]
+        totals, weights = total + np.cumsum(part * growth[: len(part)]), weight + summed[: len(part)]
+        means[at[first : first + length]] = totals / weights
+        # The next block's first weight is 1 again.
+        shrink = 2.0 ** (-len(part) / half_life)
+        total, weight = totals[-1] * shrink, weights[-1] * shrink
     return Series(series.x, means)
+
+
+_HALVINGS = 20
+"""The half-lives of a block in :func:`smooth`."""
 
 
 def accumulate(series: Series) -> Series:
@@ -129,19 +140,39 @@ def decimate(series: Series, num_buckets: int = 400) -> Series:
         >>> decimate(series_of(enumerate([0, 0, 9, 0, 0, 0, 0, -9, 0])), 1)
         Series(x=array([0., 2., 7., 8.]), y=array([ 0.,  9., -9.,  0.]))
     """
-    length = len(series)
-    if length <= 2 * num_buckets:
+    if len(series) <= 2 * num_buckets:
         return series
-    kept = {0, length - 1}
-    for first, last in equal_parts(length, num_buckets):
-        y = series.y[first:last]
-        is_gap = np.isnan(y)
-        if is_gap.any():
-            kept.add(first + int(is_gap.argmax()))
-        if not is_gap.all():
-            kept |= {first + int(np.nanargmin(y)), first + int(np.nanargmax(y))}
-    indices = sorted(kept)
-    return Series(series.x[indices], series.y[indices])
+    kept = extremes(series.y, num_buckets)
+    return Series(series.x[kept], series.y[kept])
+
+
+def extremes(y: Array, num_buckets: int) -> npt.NDArray[np.int64]:
+    """The places of the first and the last value, and of the lowest, the highest and the first gap of each bucket; ascending.
+
+    Example:
+        >>> extremes(np.array([0.0, 0, 9, 0, 0, 0, 0, -9, 0]), 1)
+        array([0, 2, 7, 8])
+    """
+    if not len(y):
+        return np.empty(0, np.int64)
+    parts = equal_parts(len(y), num_buckets)
+    starts = np.array([first for first, _ in parts])
+    sizes = np.array([last - first for first, last in parts])
+    is_gap = np.isnan(y)
+    found = [np.array([0, len(y) - 1])]
+    found += [_firsts(is_gap, starts)] if is_gap.any() else []
+    for sign in (1, -1):
+        values = sign * y
+        values[is_gap] = np.inf
+        lowest = np.minimum.reduceat(values, starts)
+        found.append(_firsts((values == np.repeat(lowest, sizes)) & ~is_gap, starts))
+    return np.unique(np.concatenate(found))
+
+
+def _firsts(is_one: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The first place in each bucket at which something holds; of a bucket without one, none."""
+    from_end = np.maximum.reduceat(is_one * np.arange(len(is_one), 0, -1), starts)
+    return len(is_one) - from_end[from_end > 0]
 
 
 def band(lines: Sequence[Series]) -> Band:

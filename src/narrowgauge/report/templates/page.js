@@ -1,4 +1,5 @@
-// The page's one script: it colours the figures, draws them, and handles the controls. Nothing here fetches anything.
+// The script of every page: it colours the figures, draws them, and handles the controls. Nothing here fetches anything: a live page
+// has live.js beside it, which gets what is new and hands it to window.narrowgauge.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -88,6 +89,8 @@
       showlegend: false,
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { color: colourOf("@ink") }, itemclick: false, itemdoubleclick: false },
       dragmode: narrow ? false : "zoom",
+      // Of a live page: what the reader zoomed to stays when rows are added.
+      uirevision: root.dataset.generation,
       ...layout,
     };
   }
@@ -187,7 +190,9 @@
     slider.disabled = !spec;
     if (!spec) { shown.textContent = NO_HISTOGRAMS; show("ranges-figure", nothing(NO_HISTOGRAMS)); return; }
     const last = spec.steps.length - 1;
-    if (Number(slider.max) !== last) { slider.max = last; slider.value = last; }
+    // At its end it stays there when samples are added.
+    const atEnd = slider.value === slider.max;
+    if (Number(slider.max) !== last) { slider.max = last; if (atEnd) slider.value = last; }
     const at = Number(slider.value);
     slider.setAttribute("aria-valuetext", `step ${spec.steps[at]}`);
     const whole = spec.num_sampled === last + 1;
@@ -238,8 +243,10 @@
   let resized;
   // Labels of lines, ticks and the position of a colour bar depend on the width.
   function refit() {
-    if (data.strip) show("strip", { ...data.strip, layout: withLabels("strip", data.strip.layout) });
-    showHeat(); showRanges(); drawAll();
+    showStrip(); showHeat(); showRanges(); drawAll();
+  }
+  function showStrip() {
+    if (data.strip && document.querySelector("[data-plot='strip']")) show("strip", { ...data.strip, layout: withLabels("strip", data.strip.layout) });
   }
   const redraw = (name) => Promise.resolve(draw(name)).catch(complain);
   function listen() {
@@ -255,31 +262,43 @@
       resized = setTimeout(() => { resized = undefined; refit(); }, 150);
     }).observe(root);
     addEventListener("hashchange", () => themeOfLink() && applyTheme(themeOfLink()));
-    for (const button of all("[data-group]")) button.addEventListener("click", () => {
-      const place = Number(button.dataset.group);
-      const shown = button.getAttribute("aria-pressed") !== "true";
-      button.setAttribute("aria-pressed", shown);
-      if (shown) hidden.delete(place); else hidden.add(place);
-      Object.keys(figures).forEach(redraw);
+    // Handled where they rise to: a live page replaces the buttons.
+    document.addEventListener("click", (event) => {
+      const button = event.target.closest("[data-group], [data-view], [data-log]");
+      if (!button) return;
+      if ("group" in button.dataset) switchGroup(button);
+      else if ("view" in button.dataset) switchView(button);
+      else switchLog(button);
     });
-    for (const button of all("[data-view]")) button.addEventListener("click", () => {
-      const { figure, view } = button.dataset;
-      for (const other of all(`[data-view][data-figure="${figure}"]`)) other.setAttribute("aria-pressed", other === button);
-      figures[figure].view = view;
-      redraw(figure);
-    });
-    for (const button of all("[data-log]")) button.addEventListener("click", () => {
-      const pressed = button.getAttribute("aria-pressed") !== "true";
-      button.setAttribute("aria-pressed", pressed);
-      figures[button.dataset.figure].log[pressed ? "add" : "delete"](button.dataset.log);
-      redraw(button.dataset.figure);
-    });
-    for (const select of choices("run")) select.addEventListener("change", () => {
-      for (const other of choices("run")) other.value = select.value;
-      showHeat(); showRanges(); redraw("heat"); redraw("ranges-figure");
-    });
-    for (const select of choices("metric")) select.addEventListener("change", () => { showHeat(); redraw("heat"); });
-    for (const select of [...choices("format"), ...choices("step")]) select.addEventListener("input", () => { showRanges(); redraw("ranges-figure"); });
+    document.addEventListener("input", ({ target }) => {
+      if (["format", "step"].includes(target.dataset?.choice)) { showRanges(); redraw("ranges-figure"); }
+    }, true);
+    document.addEventListener("change", ({ target }) => {
+      if (target.dataset?.choice === "run") {
+        for (const other of choices("run")) other.value = target.value;
+        showHeat(); showRanges(); redraw("heat"); redraw("ranges-figure");
+      }
+      if (target.dataset?.choice === "metric") { showHeat(); redraw("heat"); }
+    }, true);
+  }
+  function switchGroup(button) {
+    const place = Number(button.dataset.group);
+    const shown = button.getAttribute("aria-pressed") !== "true";
+    button.setAttribute("aria-pressed", shown);
+    if (shown) hidden.delete(place); else hidden.add(place);
+    Object.keys(figures).forEach(redraw);
+  }
+  function switchView(button) {
+    const { figure, view } = button.dataset;
+    for (const other of all(`[data-view][data-figure="${figure}"]`)) other.setAttribute("aria-pressed", other === button);
+    figures[figure].view = view;
+    redraw(figure);
+  }
+  function switchLog(button) {
+    const pressed = button.getAttribute("aria-pressed") !== "true";
+    button.setAttribute("aria-pressed", pressed);
+    figures[button.dataset.figure].log[pressed ? "add" : "delete"](button.dataset.log);
+    redraw(button.dataset.figure);
   }
 
   function makeSortable(table) {
@@ -327,11 +346,13 @@
     script.textContent = await inflated(read("plotly"));
     document.head.append(script);
     for (const [name, figure] of Object.entries(data.figures)) show(name, figure, figure.view);
-    if (data.strip) show("strip", { ...data.strip, layout: withLabels("strip", data.strip.layout) });
+    showStrip();
     showHeat();
     showRanges();
     listen();
     applyTheme();
+    window.narrowgauge = { data, figures, show, showStrip, showHeat, showRanges, redraw, makeSortable };
+    root.dispatchEvent(new Event("narrowgauge"));
   }
   begin().catch(complain);
 })();
