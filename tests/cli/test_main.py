@@ -103,7 +103,7 @@ def test_every_setting_is_a_flag_and_every_flag_a_setting() -> None:
     train = main.commands["train"]
     flags = {option.name: option for option in train.params if isinstance(option, click.Option)}
     fields = {field.name: field for field in dataclasses.fields(TrainConfig)}
-    assert set(flags) - set(fields) == {"file", *launching.OPTIONS}
+    assert set(flags) - set(fields) == {"file", "watched", *launching.OPTIONS}
     for name, field in fields.items():
         option = flags[name]
         assert option.opts == [f"--{name.replace('_', '-')}"]

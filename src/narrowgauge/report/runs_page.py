@@ -28,6 +28,7 @@ from narrowgauge.report.figures.loss_figures import comparison_figures
 from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.traces import Figure, mark
+from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.page import capitalized, document
 from narrowgauge.report.recipe_groups import Group, Samples, final_loss, groups_of, run_names
 from narrowgauge.report.run_settings import environment
@@ -59,7 +60,8 @@ def page_words(
     named = run_names(groups)
     samples = [sampled for group in groups for sampled in group.samples]
     diagnosis = run_findings(groups) if diagnosis is None else diagnosis
-    drawn = comparison_figures(groups, found.baseline)
+    apart = differences(groups, found.classes)
+    drawn = {"verdict": [apart] if apart is not None else [], **comparison_figures(groups, found.baseline)}
     figures = {name: [marked(figure, diagnosis.rows) for figure in section] for name, section in drawn.items()}
     strip = event_strip(named)
     if strip is not None:

@@ -133,7 +133,7 @@ def test_it_fits_a_telephone_and_says_how_a_run_that_died_goes_on(page: Tab, ser
     assert "died" in now and "rank 1 was killed" in now and f"narrowgauge resume {folder}" in now
     assert page.see("document.documentElement.scrollWidth") <= 390
     right = (
-        "Math.max(...[...document.querySelectorAll('#now-table *')].map((cell) => cell.getBoundingClientRect().right))"
+        "Math.max(...[...document.querySelectorAll('table.now *')].map((cell) => cell.getBoundingClientRect().right))"
     )
     assert page.see(right) <= 390
     served.watch.settle(60)

@@ -15,6 +15,7 @@
   function shown(seconds) {
     const whole = Math.max(0, Math.round(seconds));
     for (const [size, unit, below, smaller] of [[86400, "d", 3600, "h"], [3600, "h", 60, "min"], [60, "min", 1, "s"]]) {
+      if (whole >= 30 * 86400) return `${Math.floor(whole / 86400)} d ago`;
       if (whole >= size) return `${Math.floor(whole / size)} ${unit} ${Math.floor((whole % size) / below)} ${smaller} ago`;
     }
     return `${whole} s ago`;
@@ -23,7 +24,7 @@
     for (const time of all("time[data-at]")) time.textContent = shown(Date.now() / 1000 - ahead - Number(time.dataset.at));
   }
   function badge() {
-    const findings = Number(byId("now-table")?.dataset.findings ?? 0);
+    const findings = Number(byId("findings")?.dataset.findings ?? 0);
     document.title = findings ? `(${findings}) ${title}` : title;
   }
   function say(text) {

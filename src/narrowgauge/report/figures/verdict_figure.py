@@ -1,0 +1,81 @@
+"""The figure beside the verdict: how each recipe's loss differs from the baseline's, with its interval, against the threshold.
+
+One look answers what the sentences say: an interval inside the band is as good as the baseline, one beyond it costs
+something, and one that reaches over the edge is not resolved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from narrowgauge.analysis.comparison.classification import Classes
+from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_difference
+from narrowgauge.report.figures.palette import colour, plain, symbol_of
+from narrowgauge.report.figures.series import rounded
+from narrowgauge.report.figures.traces import Figure, layout_of
+from narrowgauge.report.recipe_groups import Group
+from narrowgauge.runs.schema import Row
+
+FAR = 10.0
+"""A recipe whose difference is this many times the threshold is drawn at the edge, or the others could not be told apart."""
+
+
+def differences(groups: Sequence[Group], classes: Classes) -> Figure | None:
+    """The paired difference of each recipe from the baseline, with its 95 % interval; ``None`` where there is none."""
+    found = {group.index: classes[group.label].difference for group in groups if group.label in classes}
+    drawn = [
+        (group, one) for group in groups if (one := found.get(group.index)) is not None and math.isfinite(one.mean)
+    ]
+    threshold = classes.acceptable
+    if not drawn or classes.baseline is None or not 0 < threshold < math.inf:
+        return None
+    near = [one for _, one in drawn if abs(one.mean) <= FAR * threshold]
+    reach = [abs(side) for one in near for side in (one.low, one.high, one.mean) if math.isfinite(side)]
+    # An interval may be much wider than any difference: it may leave the figure.
+    limit = 1.1 * max(1.5 * threshold, min(max(reach, default=0.0), 1.5 * FAR * threshold))
+    beyond = [(group, one) for group, one in drawn if abs(one.mean) > limit]
+    layout = layout_of(f"loss minus {plain(classes.baseline)} (nats per token)", "")
+    layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
+    layout["yaxis"] |= {
+        "tickvals": list(range(len(drawn))),
+        "ticktext": [plain(group.label) for group, _ in drawn],
+        "range": [len(drawn) - 0.5, -0.5],
+        "zeroline": False,
+        "showgrid": False,
+    }
+    layout["shapes"] = [
+        {
+            "type": "rect", "xref": "x", "yref": "paper", "x0": -threshold, "x1": threshold, "y0": 0, "y1": 1,
+            "fillcolor": "@band", "line": {"width": 0}, "layer": "below",
+        }
+    ]  # fmt: skip
+    how = (
+        f"Left of zero is better than {classes.baseline}, right of it worse. A bar is the 95 % interval of the mean over seeds, "
+        f"of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
+        "a bar over its edge is not resolved by these seeds."
+    )
+    if any(not math.isfinite(one.half) for _, one in drawn):
+        how += " A mark without a bar is one seed alone, which has no interval."
+    if beyond:
+        named = ", ".join(f"{group.label} ({shown_difference(one.mean, one.half)})" for group, one in beyond)
+        how += f" Beyond the axis: {named}."
+    data = [_bar(group, one, line, limit) for line, (group, one) in enumerate(drawn)]
+    return Figure("verdict-figure", "Difference from the baseline", how, data, layout, height=110 + 34 * len(drawn))
+
+
+def _bar(group: Group, one: PairedDifference, line: int, limit: float) -> Row:
+    is_beyond = abs(one.mean) > limit
+    symbol = ("triangle-right" if one.mean > 0 else "triangle-left") if is_beyond else symbol_of(group.index)
+    at = math.copysign(0.98 * limit, one.mean) if is_beyond else one.mean
+    half = one.half if math.isfinite(one.half) and not is_beyond else 0.0
+    return {
+        "type": "scatter", "mode": "markers", "x": [rounded(at)], "y": [line], "name": plain(group.label),
+        "error_x": {
+            "type": "data", "array": [rounded(half)], "visible": half > 0, "color": colour(group.index),
+            "thickness": 2.5, "width": 6,
+        },
+        "marker": {"size": 11, "color": colour(group.index), "symbol": symbol},
+        "meta": {"group": group.index},
+        "hovertemplate": f"{plain(shown_difference(one.mean, one.half))} nats<extra>{plain(group.label)}</extra>",
+    }  # fmt: skip

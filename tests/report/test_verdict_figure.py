@@ -1,0 +1,83 @@
+"""The figure beside the verdict: differences and intervals as the verdict has them, the threshold as a band."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.report.figures.traces import Figure
+from narrowgauge.report.figures.verdict_figure import differences
+from narrowgauge.report.recipe_groups import groups_of
+from narrowgauge.runs.record import Run
+from report.made_pages import page_of
+
+MakeRun = Callable[..., Run]
+
+
+def made(make_run: MakeRun, losses: dict[str, list[float]], **compared: Any) -> tuple[list[Run], Figure | None]:
+    """Runs with these final losses by seed, and their figure; the baseline has 2.0."""
+    everything = {"bfloat16/master": [2.0] * max(map(len, losses.values())), **losses}
+    runs = [
+        make_run(
+            recipe, seed, bytes_per_param=16.0 if "master" in recipe else 8.0, loss=lambda _, loss=loss: loss - 0.1
+        )
+        for recipe, found in everything.items()
+        for seed, loss in enumerate(found)
+    ]
+    found = compare_runs(runs, **compared)
+    return runs, differences(groups_of(found), found.classes)
+
+
+def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_threshold(make_run: MakeRun) -> None:
+    runs, figure = made(make_run, {"bfloat16/word": [2.001, 2.003], "bfloat16/split": [1.99, 1.992]}, resolve=0.005)
+    assert figure is not None
+    wanted = {one.recipe: one for one in compare_runs(runs).differences}
+    assert (
+        [trace["name"] for trace in figure.data]
+        == ["bfloat16/word", "bfloat16/split"]
+        == figure.layout["yaxis"]["ticktext"]
+    )
+    for trace in figure.data:
+        one = wanted[trace["name"]]
+        assert trace["x"] == [pytest.approx(one.mean)] and trace["error_x"]["array"] == [
+            pytest.approx(one.half, rel=1e-5)
+        ]
+        assert trace["error_x"]["visible"]
+    (band,) = figure.layout["shapes"]
+    assert (band["x0"], band["x1"]) == (-0.005, 0.005) and "± 0.005 nats" in figure.how
+    low, high = figure.layout["xaxis"]["range"]
+    assert low == -high and low < min(one.low for one in wanted.values())
+
+
+def test_a_recipe_far_away_does_not_flatten_the_others(make_run: MakeRun) -> None:
+    _, figure = made(make_run, {"bfloat16/word": [2.001, 2.003], "bfloat16/naive": [3.0, 3.1]})
+    assert figure is not None
+    near, far = figure.data
+    edge = figure.layout["xaxis"]["range"][1]
+    assert (
+        edge < 0.1
+        and far["x"][0] < edge
+        and far["marker"]["symbol"] == "triangle-right"
+        and not far["error_x"]["visible"]
+    )
+    assert near["marker"]["symbol"] != "triangle-right"
+    assert "Beyond the axis: bfloat16/naive (+1.05" in figure.how
+
+
+def test_one_seed_is_a_mark_without_an_interval(make_run: MakeRun) -> None:
+    _, figure = made(make_run, {"bfloat16/word": [2.001]})
+    assert figure is not None and not figure.data[0]["error_x"]["visible"] and "one seed alone" in figure.how
+
+
+def test_a_single_recipe_has_no_such_figure(make_run: MakeRun) -> None:
+    assert made(make_run, {"bfloat16/master": [2.0, 2.1]})[1] is None
+
+
+def test_it_stands_in_the_section_of_the_verdict(make_run: MakeRun) -> None:
+    runs, _ = made(make_run, {"bfloat16/word": [2.001, 2.003]})
+    page = page_of(runs)
+    section = page[page.index('<section id="verdict"') : page.index('<section id="diagnosis"')]
+    assert 'data-plot="verdict-figure"' in section and "</section>" in section
