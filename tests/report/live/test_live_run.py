@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from narrowgauge.report.figures.series import column
+from narrowgauge.report.figures.series import Series, column
 from narrowgauge.report.live.live_run import LiveRun, runs_in, writers
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import read_run
@@ -112,3 +112,20 @@ def test_runs_are_found_in_folders_that_may_not_exist_yet(tmp_path: Path) -> Non
     (tmp_path / "all" / "other").mkdir()
     found = [tmp_path / "all" / name for name in ("a", "b")]
     assert runs_in([tmp_path / "all", found[1]]) == found
+
+
+def test_a_sketch_keeps_every_spike_and_forgets_what_was_rolled_back(tmp_path: Path) -> None:
+    with begin(tmp_path / "a") as writer:
+        run = LiveRun(writer.path)
+        for kept, last, spikes in ((0, 1000, {150: 99.0, 700: -9.0}), (400, 1000, {150: 99.0, 820: 50.0})):
+            writer.rewind(kept)
+            for step in range(kept + 1, last + 1):
+                writer.step({"step": step, "loss": spikes.get(step, 2.0), "seconds": kept + 0.5})
+            while run.poll():
+                pass
+            for _ in range(2):  # the second reads what the first has found
+                sketch = run.sketch("loss", lambda line: line)
+                assert len(sketch) < 200
+                assert {int(x): y for x, y in zip(sketch.x, sketch.y, strict=True) if y != 2.0} == spikes
+        double = run.sketch("loss", lambda line: Series(line.x, 2 * line.y))
+        np.testing.assert_array_equal(double.y, 2 * sketch.y)

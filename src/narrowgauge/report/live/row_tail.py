@@ -3,7 +3,8 @@
 A poll costs one ``stat`` where nothing changed, and else reads what was appended. Rows end with a newline, so the rest after
 the last newline is left for the next poll. A resume after a rollback cuts rows off and writes others in their place, perhaps
 as many bytes as before: so the last row read is compared with the file at each poll, and where it differs, the rows that are
-still there are found by bisection over the checksums of all rows, with a few short reads.
+still there are found by bisection over the checksums of all rows, with a few short reads. A step that is
+taken again has another row, since rows hold times; one that is equal, at an equal place, counts as the same.
 
 Files are opened for reading only, and never locked. A line that is no row adds nothing but is counted: the page goes on, and
 ``narrowgauge report`` names the line.
