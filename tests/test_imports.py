@@ -1,8 +1,8 @@
 """Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and once in fact.
 
 errors ← spec ← runs ← analysis, planner ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
-distributed (which never import each other) ← gauges ← assembly ← checkpoints ← trainer ← profiling, integrations ← cli.
-Inside analysis, gauges, checkpoints and trainer some parts stand above others; what is above the gauges may write
+distributed (which never import each other) ← recompute, gauges ← assembly ← checkpoints ← trainer ← profiling, integrations ←
+cli. Inside analysis, gauges, checkpoints and trainer some parts stand above others; what is above the gauges may write
 through `runs`.
 """
 
@@ -37,6 +37,7 @@ LAYERS = {
     "transforms": {"transforms"},
     "optim": {"optim"},
     "distributed": {"distributed"},
+    "recompute": {"recompute"},
     "probes": {"gauges.probes"},
     "gauges": {"gauges"},
     "recording": {"gauges.recording"},
@@ -57,7 +58,7 @@ SEEN_BY_PARTS = LOWEST | {"_torch", "numerics"}
 RECORDS = LOWEST | {"runs", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "loggers", "probes"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "loggers", "probes", "recompute"}
 SEEN_BY_TRAINER = SEEN_BY_RECORDING | {"recording", "assembly", "checkpoints", "conversion", "planner"}
 SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
 # What each layer may import besides itself.
@@ -76,6 +77,7 @@ SEES = {
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
     "probes": LOWEST | {"runs", "_torch"},
+    "recompute": SEEN_BY_PARTS | {"optim", "runs"},
     "gauges": SEEN_BY_GAUGES,
     "recording": SEEN_BY_RECORDING,
     "assembly": SEEN_BY_GAUGES | {"gauges"},

@@ -1,0 +1,257 @@
+"""What one training step needs to be computed again, in bounded memory.
+
+The update of an optimizer is elementwise, so a few thousand elements of each parameter are enough to compute it again: the
+weight and the states before and after, and the gradient. Norms are kept as sums of squares of the whole tensors. Of the
+forward passes the inputs are kept, the state of the random generators, and the gradients that arrived at their outputs, up to
+a number of bytes; what is larger is not kept, and the pieces that would need it say that they were not checked.
+
+Nothing here changes a tensor of the run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.shards import local_of
+from narrowgauge.optim.optimizer import Optimizer
+
+ELEMENTS = 1 << 12
+"""Elements that are kept of each parameter."""
+CALL_BYTES = 1 << 28
+"""Bytes that are kept of the forward passes of one step."""
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""The states of the rules that are computed again."""
+SETTINGS = (
+    "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay",
+)  # fmt: skip
+RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
+"""The classes of optimizers that are computed again, and those derived from them."""
+
+
+def spread(tensor: Tensor, most: int = ELEMENTS) -> Tensor:
+    """A copy of evenly spread elements of this rank's part of a tensor; the same places at every call.
+
+    The stride has no divisor in common with the last dim, so that every column is met.
+
+    Args:
+        tensor: any shape.
+        most: elements, about.
+    Returns:
+        1-D, of the tensor's dtype.
+    """
+    flat = local_of(tensor.detach()).reshape(-1)
+    stride = max(1, -(-flat.numel() // most))
+    columns = tensor.shape[-1] if tensor.ndim else 1
+    while stride > 1 and math.gcd(stride, columns) > 1:
+        stride += 1
+    return flat[::stride].clone()
+
+
+def sum_of_squares(tensor: Tensor) -> Tensor:
+    """The sum of squares of this rank's part of a tensor, a float64 scalar."""
+    norm: Tensor = torch.linalg.vector_norm(local_of(tensor.detach()), dtype=torch.float32)
+    return norm.double().square()
+
+
+@dataclass
+class ParameterSample:
+    """Some elements of one parameter around a step.
+
+    Args:
+        name: in the model.
+        shape, dtype: of the whole parameter.
+        settings: those of its group that the rule reads.
+        weight, states: before the step, 1-D.
+        gradient: as the optimizer received it; ``None`` where there was none.
+        squares: the sum of squares of that gradient, all elements.
+        computed, computed_squares: the gradient as the backward passes left it, before it was unscaled or clipped.
+        previous: the gradient that the optimizer received one step earlier.
+        weight_after, states_after: after the step.
+        number: how many steps the optimizer has done with it, this one included.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    settings: dict[str, Any]
+    weight: Tensor
+    states: dict[str, Tensor]
+    gradient: Tensor | None = None
+    squares: Tensor | None = None
+    computed: Tensor | None = None
+    computed_squares: Tensor | None = None
+    previous: Tensor | None = None
+    weight_after: Tensor | None = None
+    states_after: dict[str, Tensor] = field(default_factory=dict)
+    number: int = 0
+    requires_grad: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        known = (self.weight, self.gradient, self.computed, self.previous, self.weight_after)
+        tensors = [*known, *self.states.values(), *self.states_after.values()]
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@dataclass
+class ForwardCall:
+    """A forward pass of the model that a backward pass followed.
+
+    Args:
+        args, kwargs: its inputs; tensors are copies.
+        random: the state of the generators before it, by device.
+        autocast: the dtype of autocast, or ``None``.
+        outputs: its floating-point outputs, detached, by their place.
+        gradients: what arrived at those outputs; filled in by the backward pass.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    random: dict[str, Tensor]
+    device: torch.device
+    autocast: torch.dtype | None
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The first input of integers with two dims: batch, sequence."""
+        given = [*self.args, *self.kwargs.values()]
+        return next((t for t in given if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point()), None)
+
+    @property
+    def logits(self) -> str | None:
+        """The place of the first output with dims (batch, sequence, vocabulary) to which a gradient arrived."""
+        return next((place for place in self.gradients if self.outputs[place].ndim == 3), None)
+
+    @property
+    def nbytes(self) -> int:
+        held = [*tensors_in((self.args, self.kwargs)), *self.outputs.values(), *self.gradients.values()]
+        return sum(t.numel() * t.element_size() for t in held)
+
+
+@dataclass
+class StepCapture:
+    """A step, as far as it was kept.
+
+    Args:
+        step: its number, from 1.
+        rule: ``"adamw"``, ``"adam"``, ``"sgd"``; empty for an optimizer that is not computed again.
+        parameters: by name.
+        calls: its forward passes in order; empty where they were not kept.
+        loss_scale: by which a ``GradScaler`` multiplied the loss.
+        own_factor: by which our optimizer multiplies gradients in its step (its clipping and loss scale).
+        is_narrow: the storage keeps less than float32, so that updates are rounded.
+        missing: why something was not kept, by piece.
+        outside: parameters of the model that are trained and in no group of the optimizer.
+        embeddings: parameters of embeddings.
+    """
+
+    step: int
+    rule: str
+    parameters: dict[str, ParameterSample] = field(default_factory=dict)
+    calls: list[ForwardCall] = field(default_factory=list)
+    loss_scale: float = 1.0
+    own_factor: float = 1.0
+    is_narrow: bool = False
+    missing: dict[str, str] = field(default_factory=dict)
+    outside: tuple[str, ...] = ()
+    embeddings: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.nbytes for s in self.parameters.values()) + sum(call.nbytes for call in self.calls)
+
+
+def rule_of(optimizer: torch.optim.Optimizer) -> str:
+    """The rule that an optimizer claims to be: that of its class, or of the class that it is derived from.
+
+    Example:
+        >>> rule_of(torch.optim.SGD([torch.zeros(1, dtype=torch.float32)]))
+        'sgd'
+    """
+    for kind in type(optimizer).__mro__:
+        if kind.__name__ in RULES and kind.__module__.partition(".")[0] in ("torch", "narrowgauge"):
+            return RULES[kind.__name__]
+    return ""
+
+
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a group that rules read, as plain numbers."""
+    return {name: _plain(group[name]) for name in SETTINGS if name in group}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return float(value)
+    return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
+
+
+def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
+    """The stored weight: of our optimizers with what they keep beside it."""
+    return optimizer.stored(parameter) if isinstance(optimizer, Optimizer) else parameter
+
+
+def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+    """Samples of the states that rules read; empty before the first step."""
+    if isinstance(optimizer, Optimizer):
+        found = {}
+        for name in STATES:
+            try:
+                found[name] = spread(optimizer.stored(parameter, name))
+            except KeyError:
+                continue
+        return found
+    state = optimizer.state.get(parameter, {})
+    shape = parameter.shape
+    kept = {name: state.get(name) for name in STATES}
+    return {name: spread(t) for name, t in kept.items() if isinstance(t, Tensor) and t.shape == shape}
+
+
+def number_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
+    """The number of steps that an optimizer has counted for a parameter; 0 where it does not count."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer.num_steps(parameter)
+    return int(optimizer.state.get(parameter, {}).get("step", 0))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from tensors_in(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def copied(value: Any) -> Any:
+    """Nested inputs with every tensor copied, so that a loader may use its buffers again."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if type(value) is dict:
+        return {name: copied(each) for name, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(copied(each) for each in value)
+    return value
+
+
+def float_outputs(output: Any) -> dict[str, Tensor]:
+    """The floating-point tensors of a model's output by their place: of a tensor, a tuple, or a mapping (``ModelOutput``)."""
+    if isinstance(output, Tensor):
+        named: dict[str, Any] = {"": output}
+    elif isinstance(output, Mapping):
+        named = dict(output)
+    elif isinstance(output, (tuple, list)):
+        named = {str(place): each for place, each in enumerate(output)}
+    else:
+        named = {}
+    return {place: t for place, t in named.items() if isinstance(t, Tensor) and t.is_floating_point()}

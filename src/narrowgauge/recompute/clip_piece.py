@@ -1,0 +1,143 @@
+"""Clipping: the factor by which gradients were multiplied before the update, and the norm that it was made of.
+
+Clipping to a limit leaves a gradient whose norm is that limit. Where the limit is declared, the factor is computed again;
+where it is not, it is the norm that was left in the clipped steps seen before. Where a norm over something else gives a limit
+that holds, that is the cause.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from narrowgauge.recompute.capture import StepCapture
+from narrowgauge.recompute.fitting import near
+from narrowgauge.recompute.gradient_piece import factor_after_backward, limit_of_each, limit_of_values, what_it_equals
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+
+PIECE = "clip"
+_TOLERANCE = 2e-3
+
+
+@dataclass
+class ClipHistory:
+    """What clipped steps left: by the norm that would explain it, the limit of each step."""
+
+    limits: list[dict[str, float]] = field(default_factory=list)
+    factors: list[float] = field(default_factory=list)
+
+
+def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = None) -> list[PieceResult]:
+    """Compute the factor of clipping again.
+
+    Args:
+        step: with gradients before and after it.
+        history: of the steps seen before; this one is added.
+        limit: the declared limit.
+    """
+    common, _ = factor_after_backward(step)
+    if any(s.computed is not None and s.computed_squares is None for s in step.parameters.values()):
+        return [not_checked(PIECE, "parameters are sharded, and norms need all ranks", step.step)]
+    if (cut := limit_of_values(step)) is not None:
+        status, cause = (EQUAL, "") if limit is None else (DEPARTS, "clip-values")
+        return [PieceResult(PIECE, status, (), 0.0, 0.0, cause, {"limit": cut}, step.step)]
+    if (alone := limit_of_each(step)) is not None:
+        each = {"limit": alone[0]}
+        return [PieceResult(PIECE, DEPARTS, tuple(alone[1]), 1.0, _TOLERANCE, "clip-each", each, step.step)]
+    if common is None:
+        return [not_checked(PIECE, "gradients share no factor after the backward pass", step.step)]
+    factor = common * step.loss_scale
+    norms = _norms(step)
+    if not norms or not all(map(math.isfinite, norms.values())):
+        return [not_checked(PIECE, "gradients are not finite", step.step)]
+    whole = norms["all"]
+    if limit is not None:
+        return [_against(step, factor, norms, limit)]
+    if near(factor, 1.0, 1e-4):
+        known = [limits["all"] for limits in history.limits]
+        if known and max(known) - min(known) <= _TOLERANCE * max(known) and whole > 1.01 * max(known):
+            given = {"norm": whole, "limit": max(known)}
+            return [
+                PieceResult(PIECE, DEPARTS, (), whole / max(known) - 1, _TOLERANCE, "clip-missing", given, step.step)
+            ]
+        return [PieceResult(PIECE, EQUAL, (), step=step.step)]
+    equals = what_it_equals(common, len(step.calls) or 1, step.loss_scale)
+    if factor > 1 + 1e-4 or equals:
+        values: dict[str, object] = {"factor": factor, **equals, "when": "after backward"}
+        return [PieceResult("gradient", DEPARTS, (), abs(factor - 1), 1e-4, "gradient-scaled", values, step.step)]
+    earlier, seen = list(history.limits), list(history.factors)
+    history.limits.append({name: factor * norm for name, norm in norms.items()})
+    history.factors.append(factor)
+    return [_against_earlier(step, factor, history.limits[-1], earlier, seen)]
+
+
+def _norms(step: StepCapture) -> dict[str, float]:
+    """The norm before clipping, over all gradients and over what is taken by mistake; of a loss scale of 1."""
+    squares = {
+        name: float(s.computed_squares) / step.loss_scale**2
+        for name, s in step.parameters.items()
+        if s.computed_squares is not None and s.gradient is not None
+    }
+    if not squares:
+        return {}
+    whole = math.sqrt(sum(squares.values()))
+    matrices = {n: v for n, v in squares.items() if len(step.parameters[n].shape) > 1}
+    largest = max(squares, key=lambda name: squares[name])
+    count = sum(math.prod(step.parameters[n].shape) for n in squares)
+    found = {
+        "all": whole,
+        "sum-of-norms": sum(map(math.sqrt, squares.values())),
+        "largest": math.sqrt(squares[largest]),
+        "matrices": math.sqrt(sum(matrices.values())),
+        "vectors": math.sqrt(sum(v for n, v in squares.items() if n not in matrices)),
+        "without-largest": math.sqrt(sum(v for n, v in squares.items() if n != largest)),
+        "squares": whole**2,
+        "mean": whole / math.sqrt(count),
+        "first": math.sqrt(next(iter(squares.values()))),
+        "last": math.sqrt(list(squares.values())[-1]),
+    }
+    if step.loss_scale != 1.0:
+        found["scaled"] = whole * step.loss_scale
+    return {name: norm for name, norm in found.items() if norm > 0}
+
+
+def _against(step: StepCapture, factor: float, norms: dict[str, float], limit: float) -> PieceResult:
+    """Against the declared limit."""
+    wanted = {name: min(1.0, limit / (norm + 1e-6)) for name, norm in norms.items()}
+    apart = abs(factor / wanted["all"] - 1)
+    result = PieceResult(PIECE, EQUAL, (), apart, _TOLERANCE, step=step.step)
+    if apart <= _TOLERANCE:
+        return result
+    values: dict[str, object] = {"factor": factor, "wanted": wanted["all"], "norm": norms["all"], "limit": limit}
+    if near(factor, 1.0, 1e-4):
+        return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-missing", values, step.step)
+    over = [name for name, f in wanted.items() if f < 1 and abs(factor / f - 1) <= _TOLERANCE]
+    if over:
+        return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-norm", {**values, "over": over[0]}, step.step)
+    values["left"] = factor * norms["all"]
+    return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-limit", values, step.step)
+
+
+def _against_earlier(
+    step: StepCapture, factor: float, limits: dict[str, float], earlier: list[dict[str, float]], seen: list[float]
+) -> PieceResult:
+    """Against the limits that clipped steps seen before had."""
+    if not earlier:
+        return not_checked(PIECE, "one clipped step was seen, and ng.task(max_grad_norm=…) says no limit", step.step)
+
+    def holds(name: str) -> bool:
+        return all(name in past and near(limits[name], past[name], _TOLERANCE) for past in earlier)
+
+    if holds("all"):
+        return PieceResult(PIECE, EQUAL, (), abs(limits["all"] / earlier[-1]["all"] - 1), _TOLERANCE, step=step.step)
+    apart = abs(limits["all"] / earlier[-1]["all"] - 1)
+    if all(near(factor, past, 1e-4) for past in seen):
+        values = {"factor": factor, "when": "after backward"}
+        return PieceResult("gradient", DEPARTS, (), abs(factor - 1), 1e-4, "gradient-scaled", values, step.step)
+    over = [name for name in limits if holds(name)]
+    if over and len(earlier) > 1:
+        values = {"factor": factor, "over": over[0], "limit": limits[over[0]], "norm": limits["all"] / factor}
+        return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-norm", values, step.step)
+    if over:
+        return not_checked(PIECE, "two clipped steps do not say over what the norm is taken", step.step)
+    return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "", {"factor": factor}, step.step)

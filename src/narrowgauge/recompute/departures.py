@@ -1,0 +1,275 @@
+"""The table of departures: what a piece of a step that departs is called, and the words for it.
+
+Pieces hand over ids and numbers (:class:`~narrowgauge.recompute.piece_results.PieceResult`); sentences are made here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.recompute.piece_results import DEPARTS, NOT_CHECKED, PieceResult
+from narrowgauge.runs.finding import Finding
+
+PIECES: dict[str, str] = {
+    "loss": "the loss: which tokens are predicted, and what they count",
+    "forward": "the forward pass: what each output depends on",
+    "gradient": "the gradient: its way back through the model, and until the update",
+    "clip": "the factor of clipping",
+    "update": "states and weights after the optimizer's step",
+    "between": "weights and states between two steps",
+    "data": "the batches",
+    "evaluation": "passes without gradients",
+}
+"""What is computed again, in the order of a step."""
+
+
+@dataclass(frozen=True)
+class Departure:
+    """One way in which a piece departs, with the alternative under which it agrees again.
+
+    Args:
+        name: the id that results carry.
+        pieces: that may depart so.
+        severity: a key of ``narrowgauge.runs.finding.SEVERITIES``.
+        message, advice: templates, filled with the result's values, ``where`` and ``difference``.
+    """
+
+    name: str
+    pieces: tuple[str, ...]
+    severity: str
+    message: str
+    advice: str
+
+
+_LOOP = "Look at what the loop does between backward() and optimizer.step()."
+_STEP = "Look at the optimizer's step and at what wraps it."
+DEPARTURES: dict[str, Departure] = {
+    row.name: row
+    for row in (
+        # loss
+        Departure(
+            "labels-shifted", ("loss",), "error",
+            "each position predicts the token {shift} places later, where the next is 1 place later.",
+            "Shift the labels once: logits[:, :-1] with tokens[:, 1:].",
+        ),
+        Departure(
+            "labels-other", ("loss",), "error", "{share:.1%} of the counted positions do not predict the next token.",
+            "Look at how labels are made; ng.task(loss=\"own\") if they are meant.",
+        ),
+        Departure(
+            "ignored-counted", ("loss",), "error",
+            "{share:.1%} of the counted positions predict token {token}, which is ignored.",
+            "Set these labels to -100, or give cross_entropy ignore_index.",
+        ),
+        Departure(
+            "label-smoothing", ("loss",), "note", "targets are smoothed by {value:.3g}.",
+            "Remove label_smoothing, or declare the loss as its own.",
+        ),
+        Departure(
+            "z-loss", ("loss",), "note", "the loss has a penalty of {value:.3g} × log² Z.",
+            "Remove it, or declare the loss as its own.",
+        ),
+        Departure("loss-zero", ("loss",), "error", "no position counts: the logits have no gradient.", "Look at the labels."),
+        Departure("loss-sign", ("loss",), "error", "the loss is maximized: its sign is wrong.", "Look for a minus."),
+        Departure(
+            "loss-scaled", ("loss",), "warning",
+            "all tokens of the step count {factor:.4g} together, where a mean counts 1{equal_to}.",
+            "Divide each micro-batch's sum by the number of tokens of the whole step.",
+        ),
+        Departure(
+            "micro-batches-uneven", ("loss",), "warning",
+            "a token of one micro-batch counts {least:.0%} of a token of another: each has its own mean.",
+            "Divide each micro-batch's sum by the number of tokens of the whole step.",
+        ),
+        Departure(
+            "tokens-weighted", ("loss",), "note", "{share:.0%} of the tokens count otherwise than the others.",
+            "Declare the loss as its own if that is meant.",
+        ),
+        # update
+        Departure("frozen", ("update",), "error", "the step left these weights as they were, and its rule moves them.", _STEP),
+        Departure(
+            "step-lost", ("update",), "error",
+            "only weight decay moved these weights; the gradient's part of the step is missing.", _STEP,
+        ),
+        Departure(
+            "no-group", ("update",), "error", "these parameters are trained, and no group of the optimizer has them.",
+            "Pass them to the optimizer, or freeze them with requires_grad_(False).",
+        ),
+        Departure(
+            "rate", ("update",), "error", "these weights moved {factor:.4g} times as far as lr = {rate:.3g} moves them.",
+            "Look for a second factor on the learning rate, or a rate that was changed after the group was read.",
+        ),
+        Departure(
+            "step-scaled", ("update",), "error",
+            "the gradient's part of the step is {factor:.4g} times the rule's; weight decay is as given.", _STEP,
+        ),
+        Departure(
+            "rate-and-decay", ("update",), "error",
+            "the step is {factor:.4g} times the rule's, and its weight decay is {value:.4g}.", _STEP,
+        ),
+        Departure(
+            "decay", ("update",), "error", "the step decayed these weights by {value:.4g}, where their group says {wanted:.4g}.",
+            "Compare weight_decay of each group with what the step uses.",
+        ),
+        Departure(
+            "decay-lost", ("update",), "error", "the step did not decay these weights, and their group says it should.", _STEP,
+        ),
+        Departure(
+            "decay-unwanted", ("update",), "error", "these parameters are decayed, and '{declared}' was declared.",
+            "Give them a group with weight_decay=0.",
+        ),
+        Departure(
+            "decay-wanted", ("update",), "error", "these parameters are not decayed, and '{declared}' was declared.",
+            "Give them the weight_decay of the others.",
+        ),
+        Departure(
+            "decay-in-gradient", ("update", "gradient"), "error",
+            "the gradient holds {value:.4g} times the weight: decay that passes through the moments, or a penalty in the loss.",
+            "Use decoupled weight decay, or declare the term: ng.task(auxiliary=True).",
+        ),
+        Departure("sign", ("update",), "error", "the step goes up the gradient.", "Look for maximize=True or a sign."),
+        Departure(
+            "eps", ("update",), "error", "the step was taken with eps = {value:.0e}, where the group says {wanted:.0e}.", _STEP,
+        ),
+        Departure(
+            "eps-inside-root", ("update",), "error", "eps was added under the root of the second moment, not after it.", _STEP,
+        ),
+        Departure("no-bias-correction", ("update",), "error", "the bias of {of} was not corrected.", _STEP),
+        Departure(
+            "step-count", ("update",), "error", "the step was taken as number {count}, and it is number {wanted}.",
+            "Look at the states' step count after loading a checkpoint.",
+        ),
+        Departure("no-momentum", ("update",), "error", "the step used the gradient itself, not its running mean.", _STEP),
+        Departure("nesterov", ("update",), "error", "nesterov = {given} is given, and the step is that of the opposite.", _STEP),
+        Departure("stale-moment", ("update",), "error", "the step used {state} of before the update.", _STEP),
+        Departure(
+            "weight-narrow", ("update",), "error", "the weights were rounded to {format} after the step, in a wider tensor.",
+            "Look for a cast of weights after optimizer.step().",
+        ),
+        Departure("state-frozen", ("update",), "error", "{state} was not updated.", _STEP),
+        Departure("state-zero", ("update",), "error", "{state} is zero after the step.", _STEP),
+        Departure("state-lost", ("update",), "error", "{state} began anew: what it held before the step is gone.", _STEP),
+        Departure("state-narrow", ("update",), "error", "{state} was rounded to {format} in a wider tensor.", _STEP),
+        Departure(
+            "beta", ("update",), "error", "{state} was averaged with beta = {value:.6g}, where the group says {wanted:.6g}.",
+            _STEP,
+        ),
+        Departure(
+            "state-other-factors", ("update",), "error",
+            "{state} kept {kept:.4g} of itself and took {taken:.4g} of the gradient's term.", _STEP,
+        ),
+        # gradient
+        Departure(
+            "gradient-scaled", ("gradient", "update"), "error",
+            "the gradient is {factor:.6g} times what it should be{equal_to}.",
+            "Look for a factor on the loss or the gradient: accumulation, ranks, loss scale.",
+        ),
+        Departure(
+            "gradient-kept", ("gradient",), "error", "{share:.3g} of the last step's gradient is in this one.",
+            "Call zero_grad() after each step.",
+        ),
+        Departure(
+            "gradient-stale", ("gradient", "update"), "error", "the gradient is that of the step before (share {share:.3g}).",
+            _LOOP,
+        ),
+        Departure(
+            "gradient-zero", ("gradient",), "error", "the gradient is zero, and computed again it is not.", _LOOP,
+        ),
+        Departure(
+            "gradient-missing", ("gradient",), "error", "there is no gradient, and computed again there is one.",
+            "Look for detach(), no_grad() or grad = None around these parameters.",
+        ),
+        Departure(
+            "not-in-graph", ("gradient",), "error",
+            "these parameters have a gradient, and the model's output does not depend on them: it may use a copy made earlier.",
+            "Look for cached or copied weights.",
+        ),
+        Departure(
+            "micro-batch-missing", ("gradient",), "error", "of {of} micro-batches, the gradients of {missing} are missing.",
+            "Call zero_grad() only after optimizer.step().",
+        ),
+        Departure(
+            "micro-batches-weighted", ("gradient",), "error", "micro-batches count {factors} times.",
+            "Divide every micro-batch's loss by the same number.",
+        ),
+        Departure(
+            "gradient-narrow", ("gradient",), "error", "the gradient was rounded to {format} in a wider tensor.", _LOOP,
+        ),
+        Departure(
+            "gradient-underflow", ("gradient",), "error", "{share:.0%} of the gradient is zero: all values under {below:.2g}.",
+            "Scale the loss, or keep gradients in a wider format.",
+        ),
+        Departure(
+            "part", ("gradient", "update"), "error",
+            "{share:.0%} of the elements are others than computed again; the rest agree.",
+            "Look for a mask, an index or an axis.",
+        ),
+        # clip
+        Departure(
+            "clip-missing", ("clip",), "error", "a gradient of norm {norm:.4g} was not clipped to {limit:.4g}.",
+            "Clip after the last backward() and before the step.",
+        ),
+        Departure(
+            "clip-norm", ("clip",), "error",
+            "gradients were clipped to {limit:.4g} by a norm over other values than all: {over}.",
+            "Unscale first, and give clip_grad_norm_ all parameters at once.",
+        ),
+        Departure(
+            "clip-limit", ("clip",), "error", "clipping left a norm of {left:.4g}, where the limit is {limit:.4g}.",
+            "Compare max_norm with what was declared.",
+        ),
+        Departure(
+            "clip-each", ("clip",), "error", "each parameter was clipped by its own norm, to {limit:.4g}.",
+            "Give clip_grad_norm_ all parameters at once.",
+        ),
+        Departure(
+            "clip-values", ("clip",), "error", "values were cut at {limit:.4g}, where a limit of the norm is declared.",
+            "clip_grad_norm_, not clip_grad_value_",
+        ),
+    )
+}  # fmt: skip
+_UNKNOWN = "computed again it differs by {difference:.2g}, where rounding gives {envelope:.1g}; no alternative agrees."
+
+
+def findings_of(results: Iterable[PieceResult]) -> list[Finding]:
+    """The findings of an audited step, in the order of a step's pieces; what was not checked is no finding.
+
+    A piece that departs without an alternative that agrees is a note: where is known, and what is not.
+    """
+    order = list(PIECES)
+    departs = sorted((each for each in results if each.status == DEPARTS), key=lambda each: order.index(each.piece))
+    return [_finding(each) for each in departs]
+
+
+def _finding(result: PieceResult) -> Finding:
+    row = DEPARTURES.get(result.cause)
+    where = shown(result.where)
+    values: dict[str, Any] = {**result.values, "difference": result.difference, "envelope": result.envelope}
+    values["equal_to"] = f", and equals {result.values['equals']}" if "equals" in result.values else ""
+    name, message, advice, severity = result.cause or f"{result.piece}-departs", _UNKNOWN, "", "note"
+    if row is not None:
+        message, advice, severity = row.message, row.advice, row.severity
+    else:
+        advice = f"Look at {PIECES[result.piece]}, or declare what is meant with ng.task(…)."
+    return Finding.filled(
+        name, message, advice, values,
+        where=where, severity=severity, step=result.step, value=result.difference, threshold=result.envelope,
+    )  # fmt: skip
+
+
+def unchecked(results: Iterable[PieceResult]) -> dict[str, str]:
+    """Why a piece was not checked, by piece."""
+    return {each.piece: str(each.values.get("why", "")) for each in results if each.status == NOT_CHECKED}
+
+
+def shown(names: Sequence[str], most: int = 3) -> str:
+    """Some names, and how many others there are; ``all`` parameters have no name.
+
+    Example:
+        >>> shown(["a", "b", "c", "d"]), shown([])
+        ('a, b, c and 1 other', '')
+    """
+    rest = len(names) - most
+    return ", ".join(names[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")

@@ -1,0 +1,269 @@
+"""The gradient of a step, computed again from what arrived at the model's outputs, and what was done to it before the update.
+
+Two differences are explained alike: what the backward passes left against the same passes taken again, and what the optimizer
+received against what the backward passes left. Each is fitted, for every parameter, as a sum of known terms: the gradient of
+each micro-batch, that of the step before, the weight.
+
+A factor that all parameters share and that is below 1 is clipping, which :mod:`narrowgauge.recompute.clip_piece` judges.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.recompute.capture import ParameterSample, StepCapture, spread
+from narrowgauge.recompute.fitting import fitted, near
+from narrowgauge.recompute.passes_again import gradients_again, moved_by_half_a_spacing, parameters_of
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.update_piece import joined, narrower_format
+
+PIECE = "gradient"
+_MOST_CALLS = 16
+_MARGIN = 4.0
+
+
+def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
+    """Compare what the backward passes left with the same passes taken again.
+
+    Args:
+        step: before its update, with its forward passes.
+        model: unwrapped, with the weights of before the update.
+
+    Cost: twice the forward and backward passes of the step, and a copy of the parameters.
+    """
+    if "calls" in step.missing:
+        return [not_checked(PIECE, step.missing["calls"], step.step)]
+    calls = [call for call in step.calls if call.gradients]
+    if not calls:
+        return [not_checked(PIECE, "no backward pass through the model's own outputs was seen", step.step)]
+    if len(calls) > _MOST_CALLS:
+        return [not_checked(PIECE, f"{len(calls)} micro-batches, and {_MOST_CALLS} at most are taken again", step.step)]
+    parameters = parameters_of(model)
+    passes: list[dict[str, Tensor | None]] = []
+    spreads: dict[str, Tensor] = {}
+    moved = moved_by_half_a_spacing(parameters)
+    for call in calls:
+        found = gradients_again(model, parameters, call)
+        other = gradients_again(model, moved, call)
+        passes.append({name: None if g is None else spread(g).double().cpu() for name, g in found.items()})
+        for name, g in other.items():
+            now = passes[-1][name]
+            if g is not None and now is not None:
+                apart = spread(g).double().cpu() - now
+                spreads[name] = spreads[name] + apart if name in spreads else apart
+        del found, other
+    results = []
+    for name, sample in step.parameters.items():
+        terms = [found.get(name) for found in passes]
+        if name not in passes[0] or (sample.computed is None and all(t is None for t in terms)):
+            continue
+        results.append(_of_parameter(step, sample, terms, spreads.get(name)))
+    return _gathered(step, results, "backward")
+
+
+def _gathered(step: StepCapture, results: Sequence[PieceResult], when: str) -> list[PieceResult]:
+    if not results:
+        return [not_checked(PIECE, "no parameter had a gradient", step.step)]
+    departs = [replace(each, values={**each.values, "when": when}) for each in results if each.status == DEPARTS]
+    if departs:
+        return joined(departs, len(results))
+    most = max(results, key=lambda each: each.difference)
+    return [PieceResult(PIECE, EQUAL, (), most.difference, most.envelope, values={"when": when}, step=step.step)]
+
+
+def _of_parameter(
+    step: StepCapture, sample: ParameterSample, terms: Sequence[Tensor | None], apart: Tensor | None
+) -> PieceResult:
+    result = PieceResult(PIECE, EQUAL, (sample.name,), step=step.step)
+    known = [t for t in terms if t is not None]
+    if sample.computed is None or not known:
+        if sample.computed is None and any(bool(t.any()) for t in known):
+            return replace(result, status=DEPARTS, difference=1.0, cause="gradient-missing")
+        if not known and sample.computed is not None and bool(sample.computed.any()):
+            return replace(result, status=DEPARTS, difference=1.0, cause="not-in-graph")
+        return result
+    expected, actual = sum(known[1:], known[0]), sample.computed.double().cpu()
+    if not bool(actual.isfinite().all()) or not bool(expected.isfinite().all()):
+        return result
+    length = max(float(expected.norm()), 1e-300)
+    spacing = torch.finfo(sample.computed.dtype).eps * length * max(1, len(known))
+    envelope = _MARGIN * (0.0 if apart is None else float(apart.norm())) + 4 * spacing
+    distance = float((actual - expected).norm())
+    result = replace(result, difference=distance / length, envelope=envelope / length)
+    if distance <= envelope:
+        return result
+    cause, values = _cause(sample, known, expected, actual, envelope, step)
+    return replace(result, status=DEPARTS, cause=cause, values=values)
+
+
+def _cause(
+    sample: ParameterSample,
+    terms: Sequence[Tensor],
+    expected: Tensor,
+    actual: Tensor,
+    envelope: float,
+    step: StepCapture,
+) -> tuple[str, dict[str, object]]:
+    if not actual.any():
+        return "gradient-zero", {}
+    (factor,), rest = fitted(actual, [expected])
+    tolerance = max(2 * envelope * max(1.0, abs(factor)), 1e-5 * float(actual.norm()))
+    if rest <= tolerance:
+        return "gradient-scaled", {"factor": factor, **what_it_equals(factor, len(terms), step.loss_scale)}
+    if len(terms) > 1:
+        factors, rest = fitted(actual, terms)
+        if rest <= tolerance:
+            absent = [place for place, f in enumerate(factors, 1) if abs(f) < 1e-3]
+            if absent and all(near(f, 1.0) for f in factors if abs(f) >= 1e-3):
+                return "micro-batch-missing", {"missing": ", ".join(map(str, absent)), "of": len(terms)}
+            return "micro-batches-weighted", {"factors": ", ".join(f"{f:.3g}" for f in factors)}
+    if sample.previous is not None:
+        last = sample.previous.double().cpu()
+        (factor, share), rest = fitted(actual, [expected, last])
+        if rest <= tolerance:
+            if abs(factor) < 1e-3:
+                return "gradient-stale", {"share": 1.0}
+            return "gradient-kept", {"share": share, "factor": factor}
+    (factor, taken), rest = fitted(actual, [expected, sample.weight.double().cpu()])
+    if rest <= tolerance:
+        return "decay-in-gradient", {"value": taken}
+    if (narrow := narrower_format(actual, expected, sample.weight.dtype)) is not None:
+        return "gradient-narrow", {"format": narrow}
+    gone = (actual == 0) & (expected != 0)
+    if bool(gone.any()) and float((actual - expected)[~gone].norm()) <= tolerance:
+        largest, middle = float(expected[gone].abs().max()), float(expected[expected != 0].abs().median())
+        share = float(gone.double().mean())
+        return (
+            ("gradient-underflow", {"share": share, "below": largest})
+            if largest < middle
+            else ("part", {"share": share})
+        )
+    apart = float(((actual - expected).abs() > 1e-3 * expected.abs().clamp_min(1e-30)).double().mean())
+    return ("part", {"share": apart}) if 0 < apart < 0.9 else ("", {})
+
+
+def what_it_equals(factor: float, micro_batches: int, loss_scale: float, ranks: int = 1) -> dict[str, object]:
+    """A quantity of the run that a factor equals, by name; nothing where it equals none, or several.
+
+    Example:
+        >>> what_it_equals(0.25, 4, 1.0)
+        {'equals': '1 / micro-batches'}
+    """
+    known = {
+        "micro-batches": float(micro_batches), "1 / micro-batches": 1 / micro_batches,
+        "loss scale": loss_scale, "1 / loss scale": 1 / loss_scale,
+        "ranks": float(ranks), "1 / ranks": 1 / ranks, "ranks + 1": ranks + 1.0,
+    }  # fmt: skip
+    if ranks == 1:
+        del known["ranks + 1"]
+    found = [name for name, value in known.items() if value != 1.0 and near(factor, value, 1e-4)]
+    return {"equals": found[0]} if len(found) == 1 else {}
+
+
+# ── between the backward passes and the update ────────────────────────────────────────────────────────────────────────
+
+
+def factor_after_backward(step: StepCapture) -> tuple[float | None, dict[str, float]]:
+    """The factor by which all gradients were multiplied after the backward passes, and that of each parameter.
+
+    ``None`` where most of them share none. A parameter whose gradient changed otherwise has no factor.
+    """
+    factors = {}
+    for name, sample in step.parameters.items():
+        now, then = sample.gradient, sample.computed
+        if now is None or then is None or not then.any():
+            continue
+        (factor,), rest = fitted(now.double(), [then.double()])
+        if rest <= 4 * torch.finfo(now.dtype).eps * float(now.double().norm()) + 1e-5 * float(now.double().norm()):
+            factors[name] = factor
+    if not factors:
+        return None, factors
+    middle = statistics.median_low(sorted(factors.values()))
+    alike = sum(near(f, middle, 1e-4) for f in factors.values())
+    return (middle if alike * 2 > len(factors) else None), factors
+
+
+def limit_of_values(step: StepCapture) -> float | None:
+    """The limit at which values of the gradients were cut, as ``clip_grad_value_`` does; ``None`` if none was."""
+    limits = []
+    for sample in step.parameters.values():
+        now, then = sample.gradient, sample.computed
+        if now is None or then is None or now.equal(then):
+            continue
+        limits.append(float(now.abs().max()))
+        if not limits[-1] or not now.equal(then.clamp(-limits[-1], limits[-1])):
+            return None
+    return max(limits) if limits and max(limits) - min(limits) <= 1e-5 * max(limits) else None
+
+
+def limit_of_each(step: StepCapture) -> tuple[float, list[str]] | None:
+    """The norm that several parameters have alike, each by a factor of its own: each was clipped alone."""
+    left = {}
+    for name, factor in factor_after_backward(step)[1].items():
+        squares = step.parameters[name].computed_squares
+        if factor * step.loss_scale < 1 - 1e-4 and squares is not None:
+            left[name] = (factor, factor * math.sqrt(float(squares)))
+    if len(left) < 2:
+        return None
+    factors, norms = zip(*left.values(), strict=True)
+    if near(max(factors), min(factors), 1e-3) or not near(max(norms), min(norms), 2e-3):
+        return None
+    return max(norms), list(left)
+
+
+def _nearest_factor(step: StepCapture) -> float | None:
+    """The factor that most gradients nearly share, whatever else was done to them; that of unscaling, if it is near."""
+    factors = []
+    for sample in step.parameters.values():
+        now, then = sample.gradient, sample.computed
+        if now is not None and then is not None and then.any():
+            factors.append(fitted(now.double(), [then.double()])[0][0])
+    if not factors:
+        return None
+    middle = statistics.median_low(sorted(factors))
+    if near(middle * step.loss_scale, 1.0, 0.02):
+        return 1.0 / step.loss_scale
+    return middle if sum(near(f, middle, 0.02) for f in factors) * 2 > len(factors) else None
+
+
+def check_after_backward(step: StepCapture) -> list[PieceResult]:
+    """Compare what the optimizer received with what the backward passes left, apart from a factor that all share.
+
+    Clipping of single values and of single parameters is left to :mod:`narrowgauge.recompute.clip_piece`.
+    """
+    common, factors = factor_after_backward(step)
+    compared = {n: s for n, s in step.parameters.items() if s.gradient is not None and s.computed is not None}
+    if not compared or limit_of_values(step) is not None or limit_of_each(step) is not None:
+        return []
+    common = _nearest_factor(step) if common is None else common
+    if common is None:
+        return [not_checked(PIECE, "gradients share no factor after the backward pass", step.step)]
+    results = []
+    for name, sample in compared.items():
+        assert sample.gradient is not None and sample.computed is not None
+        expected, actual = common * sample.computed.double().cpu(), sample.gradient.double().cpu()
+        length = max(float(expected.norm()), 1e-300)
+        result = PieceResult(PIECE, EQUAL, (name,), step=step.step)
+        if (name in factors and near(factors[name], common, 1e-4)) or not bool(actual.isfinite().all()):
+            results.append(result)
+            continue
+        distance = float((actual - expected).norm())
+        envelope = 4 * torch.finfo(sample.gradient.dtype).eps * length
+        cause, values = _cause(sample, [expected], expected, actual, envelope, step)
+        results.append(
+            replace(
+                result,
+                status=DEPARTS,
+                difference=distance / length,
+                envelope=envelope / length,
+                cause=cause,
+                values=values,
+            )
+        )
+    return _gathered(step, results, "after backward") if any(r.status == DEPARTS for r in results) else []

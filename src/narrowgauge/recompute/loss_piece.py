@@ -1,0 +1,250 @@
+"""The loss, read from the gradient of the logits: which token each position predicts, and what the position counts.
+
+The gradient of a cross entropy with respect to the logits of one position is ``w · (p − q)``, with ``p`` the softmax, ``q``
+the target and ``w`` what the position counts. So each position tells, without the loss function, its target (the one logit
+that is pushed up), its weight, whether targets are smoothed (part of ``q`` is spread over all tokens), and a penalty on the
+logarithm of the partition function (part of ``w`` times ``p`` alone). Where the gradient has another form, the loss is
+another, and this says that it was not checked.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from narrowgauge.recompute.capture import ForwardCall, StepCapture
+from narrowgauge.recompute.fitting import near
+from narrowgauge.recompute.gradient_piece import what_it_equals
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.task import Task
+
+PIECE = "loss"
+POSITIONS = 1 << 9
+"""Positions of a forward pass that are fitted."""
+SHIFTS = (1, 0, -1, 2, 3)
+_FITS = 0.02
+_AGREE = 0.9
+
+
+@dataclass(frozen=True)
+class _Positions:
+    """Sampled positions of one forward pass: place in its sequence, what was fitted, and how well.
+
+    ``weight`` is what a position counts; ``smoothed`` the share of its target spread over all tokens, and ``penalty`` what the
+    gradient has of ``p`` beyond the cross entropy, both relative to the weight; ``unexplained`` is the rest, likewise.
+    """
+
+    tokens: Tensor
+    row: Tensor
+    place: Tensor
+    target: Tensor
+    weight: Tensor
+    smoothed: Tensor
+    penalty: Tensor
+    unexplained: Tensor
+    log_partition: Tensor
+    number: int
+
+
+def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
+    """Read the loss of every forward pass from the gradients that arrived at its logits.
+
+    Args:
+        step: with its forward passes.
+        task: ``ignore`` is the token that must not count; a loss of one's own is not checked.
+    """
+    if task.loss == "own":
+        return [not_checked(PIECE, "declared as a loss of its own", step.step)]
+    calls = [call for call in step.calls if call.logits is not None and call.tokens is not None]
+    if not calls:
+        return [not_checked(PIECE, "no gradient arrived at logits of (batch, sequence, vocabulary)", step.step)]
+    found = [positions for call in calls if (positions := _fitted_positions(call)) is not None]
+    if not found:
+        return [not_checked(PIECE, "logits and tokens have other shapes", step.step)]
+    counted = torch.cat([each.weight.abs() > 1e-12 for each in found])
+    if not bool(counted.any()):
+        return [PieceResult(PIECE, DEPARTS, (), 1.0, 0.0, "loss-zero", {}, step.step)]
+    unexplained = torch.cat([each.unexplained for each in found])[counted]
+    if float(unexplained.median()) > _FITS:
+        return [not_checked(PIECE, "the gradient of the logits is not that of a cross entropy", step.step)]
+    results = [*_targets(found, step), *_ignored(found, step, task), *_shape(found, step), *_counts(found, step)]
+    if results:
+        return results
+    return [PieceResult(PIECE, EQUAL, (), float(unexplained.median()), _FITS, step=step.step)]
+
+
+def _fitted_positions(call: ForwardCall) -> _Positions | None:
+    place = call.logits
+    tokens = call.tokens
+    assert place is not None and tokens is not None
+    logits, gradients = call.outputs[place], call.gradients[place]
+    if logits.shape[:2] != tokens.shape:
+        return None
+    batch, length, vocabulary = logits.shape
+    if vocabulary < 3:
+        return None
+    stride = max(1, batch * length // POSITIONS)
+    while stride > 1 and math.gcd(stride, length) > 1:
+        stride += 1
+    chosen = torch.arange(0, batch * length, stride, device=logits.device)
+    z = logits.reshape(-1, vocabulary)[chosen].double()
+    d = gradients.reshape(-1, vocabulary)[chosen].double()
+    log_partition = z.logsumexp(-1)
+    p = (z - log_partition[:, None]).exp()
+    # Least squares with p, the target and a constant: d = a p - b e_target - c.
+    target = d.abs().argmax(-1)  # the sum of a cross entropy's gradient is 0, so the target's is as large as all others
+    one = torch.zeros_like(p).scatter_(1, target[:, None], 1.0)
+    columns = torch.stack([p, -one, torch.full_like(p, -1.0 / vocabulary)], dim=-1)
+    scale = d.norm(dim=-1, keepdim=True).clamp_min(1e-300)
+    # Columns of like length, so that the solution is well determined.
+    lengths = columns.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    columns = columns / lengths
+    gram = columns.mT @ columns + 1e-12 * torch.eye(3, dtype=torch.float64, device=d.device)
+    solution = torch.linalg.solve(gram, columns.mT @ (d / scale)[..., None])
+    rest = ((columns @ solution)[..., 0] - d / scale).norm(dim=-1)
+    a, b, c = (solution[..., 0] / lengths[:, 0] * scale).unbind(-1)
+    weight = b + c
+    safe = torch.where(weight.abs() > 0, weight, torch.ones_like(weight))
+    is_counted = d.abs().amax(-1) > 0
+    zero = torch.zeros_like(weight)
+    return _Positions(
+        tokens.cpu(),
+        (chosen // length).cpu(),
+        (chosen % length).cpu(),
+        target.cpu(),
+        torch.where(is_counted, weight, zero).cpu(),
+        torch.where(is_counted, c / safe, zero).cpu(),
+        torch.where(is_counted, a / safe - 1, zero).cpu(),
+        torch.where(is_counted, rest, zero).cpu(),
+        log_partition.cpu(),
+        batch * length,
+    )
+
+
+# ── which token is predicted ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _agreement(found: list[_Positions], shift: int) -> float:
+    """The share of counted positions whose target is the token ``shift`` places later."""
+    hits = number = 0.0
+    for each in found:
+        there = each.place + shift
+        is_known = (there >= 0) & (there < each.tokens.shape[1]) & (each.weight.abs() > 0)
+        if bool(is_known.any()):
+            wanted = each.tokens[each.row[is_known], there[is_known]]
+            hits += float((wanted == each.target[is_known]).sum())
+            number += float(is_known.sum())
+    return hits / number if number else 0.0
+
+
+def _targets(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
+    shares = {shift: _agreement(found, shift) for shift in SHIFTS}
+    if shares[1] >= _AGREE:
+        if 1 - shares[1] > 0.01:
+            values = {"share": 1 - shares[1]}
+            return [PieceResult(PIECE, DEPARTS, (), 1 - shares[1], 0.01, "labels-other", values, step.step)]
+        return []
+    best = max(shares, key=lambda shift: shares[shift])
+    if shares[best] >= _AGREE:
+        values = {"shift": best}
+        return [PieceResult(PIECE, DEPARTS, (), 1 - shares[1], 0.01, "labels-shifted", values, step.step)]
+    if shares[1] > 0.5:
+        values = {"share": 1 - shares[1]}
+        return [PieceResult(PIECE, DEPARTS, (), 1 - shares[1], 0.01, "labels-other", values, step.step)]
+    return [
+        not_checked(PIECE, "the targets are not the next tokens; ng.task(loss=…) declares what they are", step.step)
+    ]
+
+
+def _ignored(found: list[_Positions], step: StepCapture, task: Task) -> list[PieceResult]:
+    if task.ignore is None:
+        return []
+    counted = torch.cat([each.weight.abs() > 0 for each in found])
+    targets = torch.cat([each.target for each in found])
+    wrong = counted & (targets == task.ignore)
+    if not bool(wrong.any()):
+        return []
+    share = float(wrong.sum()) / float(counted.sum())
+    return [
+        PieceResult(
+            PIECE, DEPARTS, (), share, 0.0, "ignored-counted", {"token": task.ignore, "share": share}, step.step
+        )
+    ]
+
+
+# ── its form, and what positions count ────────────────────────────────────────────────────────────────────────────────
+
+
+def _shape(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
+    counted = [each.weight.abs() > 0 for each in found]
+    smoothed = torch.cat([each.smoothed[c] for each, c in zip(found, counted, strict=True)])
+    penalty = torch.cat([each.penalty[c] for each, c in zip(found, counted, strict=True)])
+    partition = torch.cat([each.log_partition[c] for each, c in zip(found, counted, strict=True)])
+    narrow = _rounding(step)
+    results = []
+    middle = float(smoothed.median())
+    if abs(middle) > max(5e-3, 20 * narrow):
+        results.append(PieceResult(PIECE, DEPARTS, (), middle, 5e-3, "label-smoothing", {"value": middle}, step.step))
+    # 2 c log Z for a penalty c log² Z
+    factor = float((penalty / (2 * partition)).median())
+    if float(penalty.abs().median()) > max(1e-5, 20 * narrow):
+        spread = float((penalty - 2 * factor * partition).abs().median()) / float(penalty.abs().median())
+        if spread < 0.1:
+            results.append(PieceResult(PIECE, DEPARTS, (), factor, 1e-5, "z-loss", {"value": factor}, step.step))
+        elif spread > 0.1 and not results:
+            results.append(PieceResult(PIECE, DEPARTS, (), float(penalty.median()), 1e-5, "", {}, step.step))
+    return results
+
+
+def _rounding(step: StepCapture) -> float:
+    """The spacing of the coarsest logits or gradients of the step."""
+    kept = [
+        t
+        for call in step.calls
+        if call.logits is not None
+        for t in (call.outputs[call.logits], call.gradients[call.logits])
+    ]
+    return max((torch.finfo(t.dtype).eps for t in kept), default=0.0)
+
+
+def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
+    """What a position counts: all alike, and all of the step together as much as one mean."""
+    sampled = [each.weight[each.weight.abs() > 0] for each in found]
+    sampled = [weights for weights in sampled if len(weights)]
+    middles = [float(weights.median()) for weights in sampled]
+    numbers = [
+        each.number * float((each.weight.abs() > 0).double().mean())
+        for each in found
+        if bool((each.weight.abs() > 0).any())
+    ]
+    total = sum(m * n for m, n in zip(middles, numbers, strict=True)) / step.loss_scale
+    tolerance = max(0.02, 20 * _rounding(step))
+    result = PieceResult(PIECE, DEPARTS, (), 0.0, tolerance, step=step.step)
+    if total < 0:
+        return [replace(result, difference=2.0, cause="loss-sign")]
+    uneven = max(float((w - m).abs().max()) / abs(m) for w, m in zip(sampled, middles, strict=True))
+    if uneven > max(tolerance, 0.05):
+        share = float(
+            torch.cat([(w - m).abs() > tolerance * abs(m) for w, m in zip(sampled, middles, strict=True)])
+            .double()
+            .mean()
+        )
+        return [replace(result, difference=uneven, cause="tokens-weighted", values={"share": share})]
+    if max(middles) > (1 + tolerance) * min(middles):
+        values = {"least": min(middles) / max(middles)}
+        return [replace(result, difference=1 - values["least"], cause="micro-batches-uneven", values=values)]
+    # A sample of positions knows the number of those that count only to a few percent, unless it is all or they are.
+    if near(total, 1.0, 0.05) or not _is_whole(found):
+        return []
+    equals = what_it_equals(total, len(found), step.loss_scale)
+    tokens = sum(numbers)
+    if near(total, tokens, 0.05):
+        equals = {"equals": "the number of tokens"}
+    return [replace(result, difference=abs(total - 1), cause="loss-scaled", values={"factor": total, **equals})]
+
+
+def _is_whole(found: list[_Positions]) -> bool:
+    return all(each.number == len(each.weight) or bool((each.weight.abs() > 0).all()) for each in found)

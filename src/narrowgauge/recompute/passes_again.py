@@ -1,0 +1,167 @@
+"""The forward and backward passes of a captured step, taken again without a trace in the run.
+
+The model is called as it is, with copies of its parameters and buffers, the captured inputs and the captured state of the
+random generators. Hooks of this package on its modules are left out, since gauges would count the passes; hooks of users
+stay, since they may compute part of the model. Afterwards generators, buffers and training modes are as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from narrowgauge.recompute.capture import ForwardCall, float_outputs
+
+Tensors = dict[str, Tensor]
+
+
+def unwrapped_model(model: nn.Module) -> nn.Module:
+    """The model inside ``torch.compile`` and ``DistributedDataParallel``."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ == "DistributedDataParallel":
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def random_states(device: torch.device) -> dict[str, Tensor]:
+    """The state of the generators that a forward pass may draw from."""
+    found = {"cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+@contextmanager
+def _random_as(call: ForwardCall) -> Iterator[None]:
+    before = random_states(call.device)
+    _set_random(call.random, call.device)
+    try:
+        yield
+    finally:
+        _set_random(before, call.device)
+
+
+def _set_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def _is_own(hook: Any) -> bool:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith("narrowgauge.")
+
+
+@contextmanager
+def without_own_hooks(model: nn.Module) -> Iterator[None]:
+    """Take the forward hooks of this package off all modules, and put them back in their order."""
+    kept = []
+    for module in model.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            if any(map(_is_own, hooks.values())):
+                kept.append((hooks, list(hooks.items())))
+                for key in [key for key, hook in hooks.items() if _is_own(hook)]:
+                    del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, entries in kept:
+            hooks.clear()
+            hooks.update(entries)
+
+
+@contextmanager
+def in_mode(model: nn.Module, is_training: bool) -> Iterator[None]:
+    """Set every module's training mode, and put each back as it was."""
+    before = [(module, module.training) for module in model.modules()]
+    model.train(is_training)
+    try:
+        yield
+    finally:
+        for module, mode in before:
+            module.training = mode
+
+
+def _autocast(call: ForwardCall) -> AbstractContextManager[Any]:
+    if call.autocast is None:
+        return torch.autocast(call.device.type, enabled=False) if torch.is_autocast_enabled() else nullcontext()
+    return torch.autocast(call.device.type, dtype=call.autocast)
+
+
+def parameters_of(model: nn.Module) -> Tensors:
+    """Copies of the parameters, which gradients are wanted of where the run wants them."""
+    return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+
+
+def outputs_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> Tensors:
+    """The floating-point outputs of a forward pass with other parameters; the run's own are not touched.
+
+    Args:
+        model: unwrapped.
+        parameters: by the model's names.
+    """
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with _random_as(call), without_own_hooks(model), _autocast(call):
+        output = functional_call(model, (parameters, buffers), call.args, call.kwargs)
+    return float_outputs(output)
+
+
+def gradients_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> dict[str, Tensor | None]:
+    """The gradients of one forward pass, from what arrived at its outputs in the run.
+
+    Args:
+        model: unwrapped.
+        parameters: by the model's names; those with ``requires_grad`` get a gradient.
+    Returns:
+        By name; ``None`` for a parameter that no output depends on.
+    """
+    with torch.enable_grad():
+        outputs = outputs_again(model, parameters, call)
+        places = _roots(call)
+        wanted = {name: p for name, p in parameters.items() if p.requires_grad}
+        found = torch.autograd.grad(
+            [outputs[place] for place in places],
+            list(wanted.values()),
+            [call.gradients[place] for place in places],
+            allow_unused=True,
+        )
+    return dict(zip(wanted, found, strict=True))
+
+
+def _roots(call: ForwardCall) -> list[str]:
+    """The outputs from which a backward pass began: the loss, where the model returns one, since logits come before it."""
+    scalars = [place for place in call.gradients if call.outputs[place].ndim == 0]
+    return scalars[:1] or list(call.gradients)
+
+
+def moved_by_half_a_spacing(parameters: Tensors, seed: int = 0) -> Tensors:
+    """Copies of parameters, each value moved up or down by half a spacing of float32, and rounded to its format.
+
+    Of a 16-bit format, which half a spacing of float32 would not move, 1 of 64 values at random moves by a whole spacing.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    result = {}
+    for name, p in parameters.items():
+        # Drawn on the CPU, so that every device has the same.
+        signs = (
+            torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8).to(p.device).to(torch.float32) * 2 - 1
+        )
+        unit = torch.finfo(p.dtype).eps
+        if p.dtype in (torch.bfloat16, torch.float16):
+            chosen = torch.randint(0, 64, p.shape, generator=generator, dtype=torch.int8).to(p.device) == 0
+            signs = signs * chosen
+        moved = (p.detach().to(torch.float64 if p.dtype is torch.float64 else torch.float32) * (1 + unit * signs)).to(
+            p.dtype
+        )
+        result[name] = moved.requires_grad_(p.requires_grad)
+    return result

@@ -1,0 +1,42 @@
+"""What a piece of a step showed when it was computed again: ids and numbers; sentences are made from them in one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+EQUAL, DEPARTS, NOT_CHECKED = "equal", "departs", "not checked"
+
+
+@dataclass(frozen=True)
+class PieceResult:
+    """One piece of a step, computed again.
+
+    Args:
+        piece: a key of :data:`narrowgauge.recompute.causes.PIECES`.
+        status: :data:`EQUAL` to rounding, :data:`DEPARTS`, or :data:`NOT_CHECKED`.
+        where: the parameters or modules; empty for all.
+        difference: between the run's values and those computed again, relative to the latter.
+        envelope: what rounding alone gives, measured in the same unit.
+        cause: the id of the alternative with which the run agrees again; empty where none does.
+        values: of that alternative, by name.
+        step: the step's number.
+
+    Example:
+        >>> PieceResult("update", DEPARTS, ("head.weight",), 0.5, 1e-6, "rate", {"factor": 0.5}, 7).cause
+        'rate'
+    """
+
+    piece: str
+    status: str
+    where: tuple[str, ...] = ()
+    difference: float = 0.0
+    envelope: float = 0.0
+    cause: str = ""
+    values: dict[str, Any] = field(default_factory=dict)
+    step: int = 0
+
+
+def not_checked(piece: str, why: str, step: int) -> PieceResult:
+    """The result of a piece for which something is missing."""
+    return PieceResult(piece, NOT_CHECKED, values={"why": why}, step=step)

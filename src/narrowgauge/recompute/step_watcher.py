@@ -1,0 +1,279 @@
+"""Watches a training loop by hooks, and hands each sampled step to the pieces that compute it again.
+
+Hooks stand on the optimizer's step, on the model's forward pass and, only before a sampled step, on the gradients of its
+parameters. They copy, and change nothing: a loop has the same bits with and without them. What is kept is bounded
+(:mod:`narrowgauge.recompute.capture`), and an error of the audit itself ends no run; the piece is then reported as not
+checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from narrowgauge import _torch
+from narrowgauge._torch import plain_name
+from narrowgauge.numerics.shards import is_sharded, local_of
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.capture import (
+    CALL_BYTES,
+    ForwardCall,
+    ParameterSample,
+    StepCapture,
+    copied,
+    float_outputs,
+    number_of,
+    rule_of,
+    settings_of,
+    spread,
+    states_of,
+    sum_of_squares,
+    weight_of,
+)
+from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
+from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward
+from narrowgauge.recompute.loss_piece import check_loss
+from narrowgauge.recompute.passes_again import random_states, unwrapped_model
+from narrowgauge.recompute.piece_results import PieceResult, not_checked
+from narrowgauge.recompute.task import Task
+from narrowgauge.recompute.update_piece import check_decay_groups, check_update
+
+LARGEST_MODEL = 1 << 28
+"""Parameters up to which the passes of a step are taken again, which needs a copy of them."""
+Report = Callable[[int, list[PieceResult]], object]
+
+
+class StepWatcher:
+    """Audits some steps of a loop.
+
+    Args:
+        model: as the loop calls it.
+        optimizer: that steps it, without wrappers.
+        every: steps between audited ones; the second step is audited too. 1: all.
+        report: called with the step and its results after each audited step.
+        task: what is declared.
+
+    Attributes:
+        num_steps: optimizer steps seen.
+        nbytes: the largest capture so far.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int, report: Report, task: Task | None = None
+    ) -> None:
+        self.model, self.optimizer, self.every, self.task = model, optimizer, every, task or Task()
+        self._inner, self._report = unwrapped_model(model), report
+        self.num_steps, self.nbytes = 0, 0
+        self._clips = ClipHistory()
+        self._capture: StepCapture | None = None
+        self._previous: dict[int, Tensor] = {}
+        self._computed: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._calls: list[ForwardCall] = []
+        self._is_full, self._is_own_pass = False, False
+        self._results: list[PieceResult] = []
+        self._on_gradients: list[Any] = []
+        self._names = {id(p): plain_name(name) for name, p in self._inner.named_parameters()}
+        self._handles = [
+            self._inner.register_forward_pre_hook(_plain(self._before_forward), with_kwargs=True),
+            self._inner.register_forward_hook(_plain(self._after_forward)),
+            optimizer.register_step_pre_hook(_plain(self._before_step)),
+            optimizer.register_step_post_hook(_plain(self._after_step)),
+        ]
+        self._prepare()
+
+    def remove(self) -> None:
+        """Remove every hook."""
+        for handle in [*self._handles, *self._on_gradients]:
+            handle.remove()
+        self._handles, self._on_gradients = [], []
+
+    def is_sampled(self, step: int) -> bool:
+        """Whether a step is audited."""
+        return step == 2 or step % self.every == 0
+
+    @property
+    def _is_sampling(self) -> bool:
+        return self.is_sampled(self.num_steps + 1)
+
+    def _prepare(self) -> None:
+        """Hook the gradients if the step that begins is audited."""
+        self._calls, self._computed, self._is_full = [], {}, False
+        if self._is_sampling and self._handles:
+            trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
+            self._on_gradients = [p.register_post_accumulate_grad_hook(_plain(self._after_gradient)) for p in trained]
+
+    # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_sampling or not torch.is_grad_enabled() or self._is_full:
+            return
+        device = next(self._inner.parameters()).device
+        is_cast = torch.is_autocast_enabled(device.type)
+        autocast = torch.get_autocast_dtype(device.type) if is_cast else None
+        self._calls.append(ForwardCall(copied(args), copied(kwargs), random_states(device), device, autocast))
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or not self._is_sampling or not torch.is_grad_enabled() or self._is_full:
+            return
+        if not self._calls:
+            return
+        call = self._calls[-1]
+        for place, tensor in float_outputs(output).items():
+            if tensor.requires_grad:
+                call.outputs[place] = tensor.detach()
+                tensor.register_hook(_keeper(call, place))
+        if 2 * sum(each.nbytes for each in self._calls) > CALL_BYTES:  # gradients take as much as outputs
+            self._is_full, self._calls = True, []
+
+    def _after_gradient(self, parameter: Tensor) -> None:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is torch.strided:
+            squares = None if is_sharded(gradient) else sum_of_squares(gradient)
+            self._computed[id(parameter)] = spread(gradient), squares
+
+    # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._capture = None
+        if not self._is_sampling or any(map(callable, [*args, *kwargs.values()])):
+            return
+        self._results = []
+        self._guarded("update", self._take)
+        step = self._capture
+        if step is not None:
+            self._guarded("gradient", lambda: self._results.extend(self._again(step)))
+
+    def _take(self) -> None:
+        optimizer = self.optimizer
+        step = StepCapture(self.num_steps + 1, rule_of(optimizer), calls=[c for c in self._calls if c.gradients])
+        if self._is_full:
+            step.missing["calls"] = f"the inputs and outputs of a step exceed {CALL_BYTES >> 20} MiB"
+        if (scaler := _torch.scaler_of_step()) is not None:
+            step.loss_scale = float(scaler.get_scale())
+        if isinstance(optimizer, Optimizer):
+            step.is_narrow = any(group["storage"].rpartition("/")[2] != "float32" for group in optimizer.param_groups)
+            if optimizer.loss_scaler is not None or optimizer.max_grad_norm is not None:
+                step.missing["update"] = "the optimizer clips or unscales in its own step"
+        for group in optimizer.param_groups:
+            settings = settings_of(group)
+            for place, parameter in enumerate(group["params"]):
+                name = self._names.get(id(parameter), f"param {place}")
+                step.parameters[name] = self._sample(name, parameter, settings)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        named = dict(self._inner.named_parameters())
+        step.outside = tuple(plain_name(n) for n, p in named.items() if p.requires_grad and id(p) not in held)
+        tables = [m.weight for m in self._inner.modules() if isinstance(m, nn.Embedding)]
+        step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
+        self._capture = step
+
+    def _sample(self, name: str, parameter: Tensor, settings: dict[str, Any]) -> ParameterSample:
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout is not torch.strided:
+            gradient = None
+        computed, squares = self._computed.get(id(parameter), (None, None))
+        return ParameterSample(
+            name,
+            parameter.shape,
+            parameter.dtype,
+            settings,
+            weight=spread(weight_of(self.optimizer, parameter)),
+            states=states_of(self.optimizer, parameter),
+            gradient=None if gradient is None else spread(gradient),
+            squares=None if gradient is None or is_sharded(gradient) else sum_of_squares(gradient),
+            computed=computed,
+            computed_squares=squares,
+            previous=self._previous.get(id(parameter)),
+            requires_grad=parameter.requires_grad,
+        )
+
+    def _again(self, step: StepCapture) -> list[PieceResult]:
+        """What must be computed before the update: passes through the model, with the weights that they had."""
+        return [
+            *self._passes(step),
+            *check_after_backward(step),
+            *check_clip(step, self._clips, self.task.max_grad_norm),
+        ]
+
+    def _passes(self, step: StepCapture) -> list[PieceResult]:
+        if (why := self._why_not_again()) is not None:
+            return [*check_loss(step, self.task), not_checked("gradient", why, step.step)]
+        return [*check_loss(step, self.task), *check_backward(step, self._inner)]
+
+    def _why_not_again(self) -> str | None:
+        parameters = list(self._inner.parameters())
+        number = sum(local_of(p).numel() for p in parameters)
+        if number > LARGEST_MODEL:
+            return f"{number:,} parameters; the passes of up to {LARGEST_MODEL:,} are taken again"
+        if any(map(is_sharded, parameters)):
+            return "parameters are sharded over ranks"
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            return "gradients are sums over several ranks"
+        return None
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        step, self._capture = self._capture, None
+        if step is not None:
+            self._guarded("update", lambda: self._finish(step))
+        for handle in self._on_gradients:
+            handle.remove()
+        self._on_gradients = []
+        self.num_steps += 1
+        # The gradients of this step, where the next one is audited: before they are set to None.
+        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        self._previous = {id(p): spread(p.grad) for p in held} if self._is_sampling else {}
+        self._prepare()
+        if step is not None:
+            results, self._results = self._results, []
+            self._report(self.num_steps, results)
+
+    def _finish(self, step: StepCapture) -> None:
+        optimizer = self.optimizer
+        held = {self._names.get(id(p), ""): p for group in optimizer.param_groups for p in group["params"]}
+        for name, sample in step.parameters.items():
+            if (parameter := held.get(name)) is not None:
+                sample.weight_after = spread(weight_of(optimizer, parameter))
+                sample.states_after = states_of(optimizer, parameter)
+                sample.number = number_of(optimizer, parameter)
+        self.nbytes = max(self.nbytes, step.nbytes)
+        if "update" in step.missing:
+            self._results.append(not_checked("update", step.missing["update"], step.step))
+        else:
+            self._results.extend(check_update(step))
+        self._results.extend(check_decay_groups(step, self.task.decay_groups))
+
+    def _guarded(self, piece: str, function: Callable[[], object]) -> None:
+        """Call a part of the audit; an error of its own is a result, and not the end of the run."""
+        try:
+            with torch.no_grad():
+                function()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            self._results.append(not_checked(piece, reason[:200], self.num_steps + 1))
+
+
+def _keeper(call: ForwardCall, place: str) -> Callable[[Tensor], None]:
+    def keep(gradient: Tensor) -> None:
+        call.gradients[place] = gradient.detach()
+
+    return keep
+
+
+def _plain(function: Callable[..., None]) -> Callable[..., None]:
+    """A hook that the compiler, if it is loaded, does not trace."""
+    result: Callable[..., None] = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    return result
+
+
+def named(results: Sequence[PieceResult]) -> list[str]:
+    """The causes in some results, in order.
+
+    Example:
+        >>> named([PieceResult("update", "departs", cause="rate")])
+        ['rate']
+    """
+    return [each.cause for each in results if each.cause]

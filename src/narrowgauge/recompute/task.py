@@ -1,0 +1,72 @@
+"""What a training loop means to do where that is not the usual: ``ng.task`` says it in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from narrowgauge.errors import RecipeError, suggestion
+
+LOSSES = {
+    "next-token": "the mean over all counted tokens of the step of the cross entropy of the next token",
+    "own": "another loss; only its gradient's way through the model is computed again",
+}
+"""The losses that a task can declare."""
+GROUPS = {
+    "": "not declared: any division is taken as meant",
+    "all": "every parameter is decayed alike",
+    "matrices": "parameters of two dims and more are decayed, norms and biases are not",
+    "matrices-not-embeddings": "as matrices, without embeddings",
+}
+"""Which parameters a task can declare to be decayed."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is declared of a loop; see :func:`task`."""
+
+    loss: str = ""
+    decay_groups: str = ""
+    averages: Any = None
+    auxiliary: bool = False
+    max_grad_norm: float | None = None
+    ignore: int | None = None
+
+
+def task(
+    *,
+    loss: str = "",
+    decay_groups: str = "",
+    averages: Any = None,
+    auxiliary: bool = False,
+    max_grad_norm: float | None = None,
+    ignore: int | None = None,
+) -> Task:
+    """Declare what a training loop means to do, for the audit of its steps.
+
+    What is not declared is not judged: an undeclared division of weight decay is taken as meant, and clipping is compared
+    only with that of other steps.
+
+    Args:
+        loss: a key of ``LOSSES``: ``"next-token"``, or ``"own"`` for any other. Empty: next-token where the gradient of the
+            logits has its form, otherwise not judged.
+        decay_groups: a key of ``GROUPS``: ``"all"``, ``"matrices"``, ``"matrices-not-embeddings"``.
+        averages: a module whose parameters average those of the model, updated after each step.
+        auxiliary: whether terms beside the logits' loss add to gradients, as a router's balancing loss does. Then gradients
+            that differ without an explanation are not reported.
+        max_grad_norm: the limit to which gradients are clipped.
+        ignore: the token that is not trained on, such as padding.
+    Returns:
+        The declaration, for ``ng.check(…, task=…)`` and ``ng.RunRecorder(…, task=…)``.
+    Raises:
+        RecipeError: an unknown loss or division of weight decay.
+    Example:
+        >>> import narrowgauge as ng
+        >>> ng.task(decay_groups="matrices", max_grad_norm=1.0).max_grad_norm
+        1.0
+    """
+    for name, value, known in (("loss", loss, ("", *LOSSES)), ("decay_groups", decay_groups, GROUPS)):
+        if value not in known:
+            hint = suggestion(value, known) or f"Known are {', '.join(repr(each) for each in known if each)}."
+            raise RecipeError(f"a task has no {name} {value!r}.", hint)
+    return Task(loss, decay_groups, averages, auxiliary, max_grad_norm, ignore)

@@ -1,0 +1,475 @@
+"""The update of an optimizer, computed again from the gradient, the states and the settings that it had.
+
+Each parameter is compared alone. Its states come first: the weight that they make is then computed from the states as the
+rule defines them, or, where those depart, from the states as they are; so a fault of a moment is not reported as one of the
+weight too. Where the weight departs, it is fitted as ``weight − a·step − c·weight`` for the step of the rule and of its
+variants (other epsilon, no bias correction, another count of steps), and the variant with the fewest free numbers that agrees
+to rounding is reported.
+
+The envelope of rounding is measured: the rule in the formats of the tensors, and with every input moved by half a spacing of
+its format, against the rule in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from narrowgauge.recompute.capture import ParameterSample, StepCapture
+from narrowgauge.recompute.fitting import fitted, near
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+
+PIECE = "update"
+_MARGIN = 3.0
+"""The envelope over the largest distance that was measured."""
+NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_EPSILONS = (0.0, 1e-16, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+Values = dict[str, Tensor]
+Rule = Callable[[Values], Tensor]
+
+
+def check_update(step: StepCapture) -> list[PieceResult]:
+    """Compute the update of every sampled parameter again.
+
+    Args:
+        step: with weights and states after the update.
+    Returns:
+        One result if all are equal; otherwise one for each cause, with the parameters that it is about.
+    """
+    if step.outside:
+        absent = [PieceResult(PIECE, DEPARTS, step.outside, 1.0, 0.0, "no-group", step=step.step)]
+        return [*absent, *check_update(replace(step, outside=()))]
+    if not step.rule:
+        return [not_checked(PIECE, "the optimizer's rule has no definition here", step.step)]
+    if step.is_narrow:
+        return [not_checked(PIECE, "the storage rounds what it keeps; ng.audit measures that", step.step)]
+    found = [each for sample in step.parameters.values() for each in _of_parameter(step, sample)]
+    if not found:
+        return [not_checked(PIECE, "no parameter had a gradient", step.step)]
+    departs = [each for each in found if each.status == DEPARTS]
+    if departs:
+        kept = _without_rounded(step, departs)
+        return joined(kept, len({each.where for each in found}) - (len(departs) - len(kept)))
+    return [_worst(found, step.step)]
+
+
+def check_decay_groups(step: StepCapture, declared: str) -> list[PieceResult]:
+    """Compare which parameters are decayed with what was declared.
+
+    Args:
+        declared: a key of :data:`narrowgauge.recompute.task.GROUPS`; nothing is compared if it is empty.
+    """
+    if not declared:
+        return []
+    wrong: dict[str, list[str]] = {"decay-unwanted": [], "decay-wanted": []}
+    has_decay = any(_decay(step.rule, sample) for sample in step.parameters.values())
+    for name, sample in step.parameters.items():
+        is_matrix = len(sample.shape) > 1
+        without = declared == "matrices-not-embeddings" and name in step.embeddings
+        wanted = declared == "all" or (is_matrix and not without)
+        is_decayed = _decay(step.rule, sample) > 0
+        if is_decayed and not wanted:
+            wrong["decay-unwanted"].append(name)
+        elif has_decay and wanted and not is_decayed:
+            wrong["decay-wanted"].append(name)
+    return [
+        PieceResult(PIECE, DEPARTS, tuple(names), 1.0, 0.0, cause, {"declared": declared}, step.step)
+        for cause, names in wrong.items()
+        if names
+    ]
+
+
+def _without_rounded(step: StepCapture, departs: Sequence[PieceResult]) -> list[PieceResult]:
+    """Without weights that stood still because all were rounded to a narrower format, as gains of 1 do."""
+    formats = [getattr(torch, each.values["format"]) for each in departs if each.cause == "weight-narrow"]
+
+    def is_rounded(each: PieceResult) -> bool:
+        after = step.parameters[each.where[0]].weight_after
+        return (
+            each.cause == "frozen" and after is not None and bool((after.to(formats[0]).to(after.dtype) == after).all())
+        )
+
+    return [each for each in departs if not formats or not is_rounded(each)]
+
+
+def _worst(found: Sequence[PieceResult], step: int) -> PieceResult:
+    most = max(found, key=lambda each: each.difference / max(each.envelope, 1e-300))
+    return PieceResult(PIECE, EQUAL, (), most.difference, most.envelope, step=step)
+
+
+def joined(departs: Iterable[PieceResult], number: int) -> list[PieceResult]:
+    """Results of one cause and like values as one, those of most parameters first; ``where`` is empty if it is all of them.
+
+    Args:
+        departs: results about one parameter each.
+        number: parameters that were compared.
+    """
+    groups: dict[tuple[object, ...], list[PieceResult]] = {}
+    for each in departs:
+        alike = tuple((k, f"{v:.1e}" if isinstance(v, float) else v) for k, v in sorted(each.values.items()))
+        groups.setdefault((each.cause, *alike), []).append(each)
+    results = []
+    for members in sorted(groups.values(), key=len, reverse=True):
+        most = max(members, key=lambda each: each.difference)
+        names = tuple(dict.fromkeys(name for each in members for name in each.where))
+        results.append(replace(most, where=() if len(names) == number and number > 1 else names))
+    return results
+
+
+# ── one parameter ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceResult]:
+    after = sample.weight_after
+    if after is None or sample.weight.numel() == 0:
+        return
+    if sample.gradient is None:
+        return
+    given = _inputs(step, sample)
+    if not all(bool(t.isfinite().all()) for t in given.values()) or not bool(after.isfinite().all()):
+        return
+    states: Values = {}
+    is_departed = False
+    for name, rule in _state_rules(step.rule, sample).items():
+        now = sample.states_after.get(name)
+        if now is None:
+            continue
+        result = _compare_state(step, sample, name, rule, given, now)
+        states[name] = rule(given) if result.status == EQUAL else now.double()
+        is_departed |= result.status == DEPARTS
+        yield result
+    if not is_departed:  # otherwise its corrections belong to other states
+        yield _compare_weight(step, sample, given, states, after)
+
+
+def _inputs(step: StepCapture, sample: ParameterSample) -> Values:
+    assert sample.gradient is not None
+    sign = -1.0 if sample.settings.get("maximize") else 1.0
+    gradient = sample.gradient.double() * (step.own_factor * sign)
+    zeros = torch.zeros_like(gradient)
+    found = {"weight": sample.weight.double(), "gradient": gradient}
+    for name in _state_rules(step.rule, sample):
+        kept = sample.states.get(name)
+        found[name] = zeros if kept is None else kept.double()
+    return found
+
+
+def _decay(rule: str, sample: ParameterSample) -> float:
+    return float(sample.settings.get("weight_decay") or 0.0)
+
+
+def _is_decoupled(rule: str, sample: ParameterSample) -> bool:
+    return rule == "adamw" or bool(sample.settings.get("decoupled_weight_decay"))
+
+
+def _gradient(rule: str, sample: ParameterSample, given: Values) -> Tensor:
+    """The gradient that the states take, with decay where the rule adds it there."""
+    if _is_decoupled(rule, sample):
+        return given["gradient"]
+    return given["gradient"] + _decay(rule, sample) * given["weight"]
+
+
+def _factors(rule: str, sample: ParameterSample) -> dict[str, tuple[float, float]]:
+    """What each state keeps of itself and takes of its new term."""
+    if rule == "sgd":
+        momentum = float(sample.settings.get("momentum") or 0.0)
+        is_first = "momentum_buffer" not in sample.states
+        taken = 1.0 if is_first else 1.0 - float(sample.settings.get("dampening") or 0.0)
+        return {"momentum_buffer": (momentum, taken)} if momentum else {}
+    beta1, beta2 = sample.settings["betas"]
+    return {"exp_avg": (beta1, 1 - beta1), "exp_avg_sq": (beta2, 1 - beta2)}
+
+
+def _new_term(name: str, gradient: Tensor) -> Tensor:
+    return gradient.square() if name == "exp_avg_sq" else gradient
+
+
+def _state_rules(rule: str, sample: ParameterSample) -> dict[str, Rule]:
+    def make(name: str, kept: float, taken: float) -> Rule:
+        return lambda given: kept * given[name] + taken * _new_term(name, _gradient(rule, sample, given))
+
+    return {name: make(name, *factors) for name, factors in _factors(rule, sample).items()}
+
+
+def measured_envelope(rule: Rule, given: Values, formats: dict[str, torch.dtype], result: torch.dtype) -> float:
+    """How far rounding alone takes a rule from its value in float64, a length.
+
+    The rule is computed with every value in its format, and with every input moved up or down by half a spacing.
+
+    Args:
+        rule: elementwise.
+        given: float64 inputs.
+        formats: of each input.
+        result: the format of what is stored.
+    """
+    exact = rule(given)
+    worked = rule({name: value.to(formats.get(name, torch.float32)) for name, value in given.items()})
+    stored = worked.to(result).double() - exact
+    generator = torch.Generator().manual_seed(0)
+    moved = {}
+    for name, value in given.items():
+        half = torch.finfo(formats.get(name, torch.float32)).eps / 2
+        signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).double() * 2 - 1
+        moved[name] = value if name == "weight" else value * (1 + half * signs)
+    perturbed = rule(moved).to(result).double() - exact
+    spacing = torch.finfo(result).eps / 2 * float(exact.norm())
+    return _MARGIN * max(float(stored.norm()), float(perturbed.norm()), spacing / _MARGIN)
+
+
+def _formats(sample: ParameterSample) -> dict[str, torch.dtype]:
+    found = {name: state.dtype for name, state in sample.states_after.items()}
+    gradient = sample.weight.dtype if sample.gradient is None else sample.gradient.dtype
+    return {**found, "weight": sample.weight.dtype, "gradient": gradient}
+
+
+# ── states ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compare_state(
+    step: StepCapture, sample: ParameterSample, name: str, rule: Rule, given: Values, now: Tensor
+) -> PieceResult:
+    expected, actual = rule(given), now.double()
+    envelope = measured_envelope(rule, given, _formats(sample), now.dtype)
+    distance, length = float((actual - expected).norm()), max(float(expected.norm()), 1e-300)
+    result = PieceResult(PIECE, EQUAL, (sample.name,), distance / length, envelope / length, step=step.step)
+    if distance <= envelope:
+        return result
+    cause, values = _cause_of_state(step, sample, name, given, expected, actual, envelope)
+    return replace(result, status=DEPARTS, cause=cause, values={"state": name, **values})
+
+
+def _cause_of_state(
+    step: StepCapture,
+    sample: ParameterSample,
+    name: str,
+    given: Values,
+    expected: Tensor,
+    actual: Tensor,
+    envelope: float,
+) -> tuple[str, dict[str, object]]:
+    if bool((actual == given[name]).all()):
+        return "state-frozen", {}
+    if not actual.any():
+        return "state-zero", {}
+    if (narrow := narrower_format(actual, expected, sample.states_after[name].dtype)) is not None:
+        return "state-narrow", {"format": narrow}
+    kept, taken = _factors(step.rule, sample)[name]
+    term = _new_term(name, _gradient(step.rule, sample, given))
+    (alpha, beta), rest = fitted(actual, [given[name], term])
+    tolerance = 2 * envelope
+    if rest <= tolerance:
+        if not given[name].any():
+            alpha = kept  # nothing is known of it
+        if near(alpha, 0.0, 1e-6) or abs(alpha) < 1e-4:
+            return "state-lost", {}
+        if near(alpha + beta, 1.0, 1e-3) and not near(alpha, kept, 1e-5) and step.rule != "sgd":
+            return "beta", {"value": alpha, "wanted": kept}
+        if near(alpha, kept, 1e-3):
+            factor = beta / taken if taken else 0.0
+            if name == "exp_avg_sq":
+                factor = abs(factor) ** 0.5
+            return "gradient-scaled", {"factor": factor}
+        return "state-other-factors", {"kept": alpha, "taken": beta}
+    if sample.previous is not None and name != "exp_avg_sq":
+        (_, now, then), rest = fitted(actual, [given[name], term, sample.previous.double()])
+        if rest <= tolerance:
+            return "gradient-stale", {"share": then / (now + then) if now + then else 1.0}
+    if name != "exp_avg_sq":
+        (_, _, decay), rest = fitted(actual, [given[name], term, given["weight"]])
+        if rest <= tolerance and taken:
+            return "decay-in-gradient", {"value": decay / taken}
+    share = float(((actual - expected).abs() > 1e-4 * expected.abs()).double().mean())
+    return ("part", {"share": share}) if 0 < share < 0.9 else ("", {})
+
+
+def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
+    """The format, narrower than its dtype, in which a value was rounded: every element is one of it, and near the expected."""
+    if torch.finfo(dtype).bits < 32 or actual.numel() < 8:
+        return None
+    for narrow in reversed(NARROWER):
+        unit = torch.finfo(narrow).eps
+        is_in = bool((actual.float().to(narrow).double() == actual).all())
+        if is_in and float((actual - expected).norm()) <= unit * float(expected.norm()):
+            return str(narrow).removeprefix("torch.")
+    return None
+
+
+# ── the weight ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A step of the rule or of one that is near it: ``cause`` is empty for the rule itself."""
+
+    cause: str
+    values: tuple[tuple[str, object], ...]
+    step: Tensor
+
+
+def _compare_weight(
+    step: StepCapture, sample: ParameterSample, given: Values, states: Values, after: Tensor
+) -> PieceResult:
+    rate, decay = float(sample.settings["lr"]), _decay(step.rule, sample)
+    decay = decay if _is_decoupled(step.rule, sample) else 0.0
+    known = {**given, **{f"new_{name}": value for name, value in states.items()}}
+
+    def rule(values: Values) -> Tensor:
+        weight = values["weight"]
+        return weight * (1 - rate * decay) - rate * _direction(step.rule, sample, values)
+
+    formats = {**_formats(sample)}
+    formats |= {f"new_{name}": formats.get(name, torch.float32) for name in states}
+    envelope = measured_envelope(rule, known, formats, after.dtype)
+    expected, moved = rule(known), after.double() - given["weight"]
+    distance = float((after.double() - expected).norm())
+    length = max(float((expected - given["weight"]).norm()), 1e-300)
+    result = PieceResult(PIECE, EQUAL, (sample.name,), distance / length, envelope / length, step=step.step)
+    if distance <= envelope:
+        return result
+    cause, values = _cause_of_weight(step, sample, known, expected, moved, after, rate, decay, envelope)
+    return replace(result, status=DEPARTS, cause=cause, values=values)
+
+
+def _direction(rule: str, sample: ParameterSample, values: Values) -> Tensor:
+    """What the learning rate multiplies."""
+    if rule == "sgd":
+        gradient = _gradient(rule, sample, values)
+        if "new_momentum_buffer" not in values:
+            return gradient
+        buffer = values["new_momentum_buffer"]
+        momentum = float(sample.settings["momentum"])
+        return gradient + momentum * buffer if sample.settings.get("nesterov") else buffer
+    return _adam_step(sample, values["new_exp_avg"], values["new_exp_avg_sq"], sample.number, sample.number)
+
+
+def _adam_step(
+    sample: ParameterSample, first: Tensor, second: Tensor, count1: int, count2: int, eps: float | None = None
+) -> Tensor:
+    """Adam's step; a count of 0 corrects no bias."""
+    beta1, beta2 = sample.settings["betas"]
+    correction1 = 1 - beta1**count1 if count1 else 1.0
+    correction2 = 1 - beta2**count2 if count2 else 1.0
+    eps = float(sample.settings["eps"]) if eps is None else eps
+    return first / correction1 / ((second / correction2).sqrt() + eps).clamp_min(1e-300)
+
+
+def _variants(rule: str, sample: ParameterSample, known: Values) -> Iterator[_Variant]:
+    yield _Variant("", (), _direction(rule, sample, known))
+    if rule == "sgd":
+        gradient, decay = known["gradient"], _decay(rule, sample)
+        if "new_momentum_buffer" in known:
+            buffer, momentum = known["new_momentum_buffer"], float(sample.settings["momentum"])
+            yield _Variant("no-momentum", (), _gradient(rule, sample, known))
+            is_nesterov = bool(sample.settings.get("nesterov"))
+            other = buffer if is_nesterov else _gradient(rule, sample, known) + momentum * buffer
+            yield _Variant("nesterov", (("given", is_nesterov),), other)
+        elif decay:
+            yield _Variant("decay-lost", (), gradient)
+        return
+    first, second, count = known["new_exp_avg"], known["new_exp_avg_sq"], sample.number
+    yield _Variant("no-bias-correction", (("of", "both"),), _adam_step(sample, first, second, 0, 0))
+    yield _Variant("no-bias-correction", (("of", "exp_avg"),), _adam_step(sample, first, second, 0, count))
+    yield _Variant("no-bias-correction", (("of", "exp_avg_sq"),), _adam_step(sample, first, second, count, 0))
+    for number in (count - 1, count + 1, 1):
+        if number > 0 and number != count:
+            counts = (("count", number), ("wanted", count))
+            yield _Variant("step-count", counts, _adam_step(sample, first, second, number, number))
+    eps, beta2 = float(sample.settings["eps"]), float(sample.settings["betas"][1])
+    for value in _EPSILONS:
+        if value != eps:
+            values = (("value", value), ("wanted", eps))
+            yield _Variant("eps", values, _adam_step(sample, first, second, count, count, value))
+    correction2 = 1 - beta2**count
+    inside = first / (1 - sample.settings["betas"][0] ** count) / (second / correction2 + eps).sqrt()
+    yield _Variant("eps-inside-root", (), inside)
+    yield _Variant("no-momentum", (), _adam_step(sample, known["gradient"], second, 0, count))
+    yield _Variant("stale-moment", (("state", "exp_avg"),), _adam_step(sample, known["exp_avg"], second, count, count))
+    if known["exp_avg_sq"].any():
+        stale = _adam_step(sample, first, known["exp_avg_sq"], count, count)
+        yield _Variant("stale-moment", (("state", "exp_avg_sq"),), stale)
+
+
+def _cause_of_weight(
+    step: StepCapture,
+    sample: ParameterSample,
+    known: Values,
+    expected: Tensor,
+    moved: Tensor,
+    after: Tensor,
+    rate: float,
+    decay: float,
+    envelope: float,
+) -> tuple[str, dict[str, object]]:
+    weight = known["weight"]
+    if not moved.any():
+        return "frozen", {}
+    length = float((expected - weight).norm())
+    if (narrow := narrower_format(after.double(), expected, after.dtype)) is not None:
+        return "weight-narrow", {"format": narrow}
+    tolerance = 1.5 * envelope
+    variants = list(_variants(step.rule, sample, known))
+    # Free numbers: none, the rate, the decay, both. The fewest that agree are the answer.
+    fits = [
+        min((_fit(v, free, moved, weight, rate, decay) for v in variants), key=lambda fit: fit[1])
+        for free in ("", "rate", "decay", "step", "both")
+    ]
+    own = {free: _fit(variants[0], free, moved, weight, rate, decay) for free in ("", "rate", "decay", "step", "both")}
+    for free, best in zip(("", "rate", "decay", "step", "both"), fits, strict=True):
+        variant, rest, factor, taken = own[free] if own[free][1] <= tolerance else best
+        if rest > tolerance:
+            continue
+        if variant.cause:
+            return variant.cause, dict(variant.values)
+        return _cause_of_factors(factor, taken, rate, decay)
+    if (share := _share_apart(after, expected)) < 0.9:
+        return "part", {"share": share}
+    # Nothing agrees to rounding; a fit that leaves almost nothing is still an answer.
+    variant, rest, factor, taken = own["both"]
+    if rest <= 1e-2 * length:
+        return _cause_of_factors(factor, taken, rate, decay)
+    return "", {}
+
+
+def _share_apart(after: Tensor, expected: Tensor) -> float:
+    spacing = torch.finfo(after.dtype).eps * expected.abs().clamp_min(1e-30)
+    return float(((after.double() - expected).abs() > 4 * spacing).double().mean())
+
+
+def _fit(
+    variant: _Variant, free: str, moved: Tensor, weight: Tensor, rate: float, decay: float
+) -> tuple[_Variant, float, float, float]:
+    """What is left of the change with some free numbers; the factor on the step, and what decay took of the weight."""
+    step, drop = -rate * variant.step, -rate * decay * weight
+    if free == "":
+        return variant, float((moved - step - drop).norm()), 1.0, rate * decay
+    if free == "rate":
+        (factor,), rest = fitted(moved, [step + drop])
+        return variant, rest, factor, factor * rate * decay
+    if free == "decay":
+        (taken,), rest = fitted(moved - step, [-weight])
+        return variant, rest, 1.0, taken
+    if free == "step":
+        (factor,), rest = fitted(moved - drop, [step])
+        return variant, rest, factor, rate * decay
+    (factor, taken), rest = fitted(moved, [step, -weight])
+    return variant, rest, factor, taken
+
+
+def _cause_of_factors(factor: float, taken: float, rate: float, decay: float) -> tuple[str, dict[str, object]]:
+    """The cause behind a factor on the step, and what decay took of the weight."""
+    wanted = rate * decay
+    has_decay = wanted > 0 and near(taken, wanted, 0.05)
+    if near(factor, 1.0, 1e-3):
+        if wanted and abs(taken) < 0.05 * wanted:
+            return "decay-lost", {}
+        return "decay", {"value": taken / rate, "wanted": decay}
+    if near(factor, -1.0, 1e-3):
+        return "sign", {}
+    if abs(factor) < 1e-4:
+        return "step-lost", {}
+    if (wanted == 0 and abs(taken) < 1e-9) or near(taken, factor * wanted, 0.05):
+        return "rate", {"factor": factor, "rate": rate}
+    return ("step-scaled" if has_decay else "rate-and-decay"), {"factor": factor, "value": taken / (rate * factor)}

@@ -1,0 +1,212 @@
+"""Gradients computed again: what backward left, what became of it before the update, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from narrowgauge.recompute.departures import unchecked
+from narrowgauge.recompute.piece_results import EQUAL
+from narrowgauge.recompute.task import task
+from recompute.audited_loop import Loop, next_token
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one micro-batch": {"micro_batches": 1},
+    "dropout": {"dropout": 0.2},
+    "autocast": {"autocast": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "clipped": {"clip": 0.5},
+    "clipped and declared": {"clip": 0.5, "task": task(max_grad_norm=0.5)},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_gradient_is_equal_and_keeps_the_loops_bits(name: str) -> None:
+    loop, alone = Loop(**HEALTHY[name]).run(5), Loop(every=0, **HEALTHY[name]).run(5)
+    assert not loop.findings()
+    for results in loop.results.values():
+        gradients = [each for each in results if each.piece == "gradient"]
+        assert [each.status for each in gradients] == [EQUAL] and 0 < gradients[0].envelope < 0.2, gradients
+    assert torch.equal(loop.bits(), alone.bits())
+    assert loop.watcher is not None and 0 < loop.watcher.nbytes < 1 << 24
+
+
+def test_removed_hooks_leave_nothing() -> None:
+    loop = Loop().run(2)
+    assert loop.watcher is not None
+    loop.watcher.remove()
+    loop.run(4)
+    assert list(loop.results) == [2]
+    assert not loop.model._forward_hooks and not loop.optimizer._optimizer_step_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in loop.model.parameters())
+
+
+def fault(place: str) -> Callable[[Callable[[Loop], None]], Callable[[Loop], None]]:
+    """A fault right after a place of the loop, or instead of it."""
+
+    def decorate(function: Callable[[Loop], None]) -> Callable[[Loop], None]:
+        def plant(loop: Loop) -> None:
+            before = getattr(loop, place)
+
+            def both(*args: Any) -> None:
+                before(*args)
+                function(loop)
+
+            setattr(loop, place, both)
+
+        return plant
+
+    return decorate
+
+
+def times(factor: float, only: int | None = None) -> Callable[[Loop], None]:
+    def edit(loop: Loop) -> None:
+        for place, p in enumerate(loop.model.parameters()):
+            if only is None or place == only:
+                assert p.grad is not None
+                p.grad.mul_(factor)
+
+    return fault("after_backward")(edit)
+
+
+def in_backward(factor: float, name: str) -> Callable[[Loop], None]:
+    """A hook on one parameter: what autograd itself leaves is wrong."""
+
+    def plant(loop: Loop) -> None:
+        dict(loop.model.named_parameters())[name].register_hook(lambda gradient: gradient * factor)
+
+    return plant
+
+
+def dropped(loop: Loop) -> None:
+    backward = loop.backward
+
+    def only_last(tokens: Any, number: int) -> None:
+        loop.optimizer.zero_grad()
+        backward(tokens, number)
+
+    loop.backward = only_last  # type: ignore[method-assign]
+
+
+def kept(loop: Loop) -> None:
+    def not_zeroed() -> None:
+        for p in loop.model.parameters():
+            if p.grad is not None:
+                p.grad.mul_(0.3)
+
+    loop.after_update = not_zeroed  # type: ignore[method-assign]
+
+
+@fault("after_backward")
+def narrow(loop: Loop) -> None:
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.copy_(p.grad.bfloat16())
+
+
+@fault("after_backward")
+def lost(loop: Loop) -> None:
+    loop.model.blocks[0].up.weight.grad.zero_()  # type: ignore[union-attr, operator]
+
+
+@fault("after_backward")
+def penalized(loop: Loop) -> None:
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad.add_(p.detach(), alpha=0.01)
+
+
+def cached(loop: Loop) -> None:
+    weight = loop.model.head.weight
+    loop.model.head.forward = lambda x: x @ weight.t()  # type: ignore[method-assign]
+
+
+FAULTS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
+    "all": (times(3.0), "gradient-scaled", {"factor": 3.0, "where": ""}),
+    "micro-batches": (times(2.0), "gradient-scaled", {"factor": 2.0, "equals": "micro-batches"}),
+    "one": (times(1.02, 4), "gradient-scaled", {"factor": 1.02, "where": "blocks.0.norm2.weight"}),
+    "autograd": (
+        in_backward(0.5, "blocks.1.qkv.weight"), "gradient-scaled", {"factor": 0.5, "where": "blocks.1.qkv.weight"},
+    ),
+    "first micro-batch": (dropped, "micro-batch-missing", {"missing": "1"}),
+    "kept": (kept, "gradient-kept", {"share": 0.3}),
+    "narrow": (narrow, "gradient-narrow", {"format": "bfloat16"}),
+    "zero": (lost, "gradient-zero", {"where": "blocks.0.up.weight"}),
+    "penalty": (penalized, "decay-in-gradient", {"value": 0.01}),
+    "copied weight": (cached, "not-in-graph", {"where": "head.weight"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_gradient_is_named_with_its_size(name: str) -> None:
+    plant, cause, values = FAULTS[name]
+    loop = Loop(every=4).run(2)
+    assert not loop.findings()
+    plant(loop)
+    loop.run(2)
+    found = [each for each in loop.results[4] if each.status == "departs"]
+    assert {each.cause for each in found} == {cause}, found
+    known = {**found[0].values, "where": ", ".join(found[0].where)}
+    for key, value in values.items():
+        now = known[key]
+        assert math.isclose(now, value, rel_tol=2e-2) if isinstance(value, float) else now == value, (key, now)
+
+
+CLIPS: dict[str, tuple[Callable[[Loop], object], str]] = {
+    "matrices alone": (
+        lambda loop: _clip(loop, nn.utils.get_total_norm([p.grad for p in loop.model.parameters() if p.ndim > 1])),  # type: ignore[misc]
+        "clip-norm",
+    ),
+    "sum of norms": (lambda loop: _clip(loop, sum(p.grad.norm() for p in loop.model.parameters())), "clip-norm"),  # type: ignore[union-attr]
+    "each alone": (
+        lambda loop: [nn.utils.clip_grad_norm_([p], 0.05) for p in loop.model.parameters()], "clip-each",
+    ),
+    "not at all": (lambda loop: None, "clip-missing"),
+    "another limit": (lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1), "clip-limit"),
+    "values": (lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3), "clip-values"),
+}  # fmt: skip
+
+
+def _clip(loop: Loop, norm: Any) -> None:
+    for p in loop.model.parameters():
+        assert p.grad is not None
+        p.grad.mul_(0.25 / (norm + 1e-6))
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_fault_of_clipping_is_named(name: str) -> None:
+    clip, cause = CLIPS[name]
+    loop = Loop(every=4, clip=0.25, task=task(max_grad_norm=0.25)).run(2)
+    assert not loop.findings()
+    loop.clip_gradients = lambda: clip(loop)  # type: ignore[method-assign, assignment, return-value]
+    loop.run(2)
+    assert {each.name for each in loop.findings()} == {cause}, loop.results[4]
+
+
+def test_a_limit_that_is_not_declared_is_learnt_from_clipped_steps() -> None:
+    loop = Loop(every=2, clip=0.25).run(2)
+    assert "clip" in unchecked(loop.results[2]), "one clipped step says no limit"
+    loop.run(4)
+    assert not loop.findings()
+    loop.clip_gradients = lambda: CLIPS["sum of norms"][0](loop)  # type: ignore[method-assign, assignment, return-value]
+    loop.run(2)
+    assert [each.piece for each in loop.results[8] if each.status == "departs"] == ["clip"]
+
+
+def test_what_needs_the_model_is_not_checked_where_it_was_not_called() -> None:
+    loop = Loop()
+
+    def inner(tokens: torch.Tensor, number: int) -> None:
+        model = loop.model
+        x = model.embedding(tokens[:, :-1])
+        next_token(model.head(model.norm(x)), tokens).backward()
+
+    loop.backward = inner  # type: ignore[method-assign]
+    loop.run(2)
+    assert "gradient" in unchecked(loop.results[2]) and not loop.findings()

@@ -1,0 +1,123 @@
+"""The loss, read from the gradient of the logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from narrowgauge.recompute.departures import unchecked
+from narrowgauge.recompute.piece_results import EQUAL, PieceResult
+from narrowgauge.recompute.task import task
+from recompute.audited_loop import Loop
+
+PADDING = 7
+
+
+def audited(loss: Callable[[Tensor, Tensor], Tensor], **settings: Any) -> tuple[Loop, list[PieceResult]]:
+    """The results of the loss piece in a loop whose loss is ``loss(logits, tokens)``."""
+    loop = Loop(**settings)
+
+    def backward(tokens: Tensor, number: int) -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=loop.autocast):
+            logits = loop.model(tokens[:, :-1])
+        loss(logits.float(), tokens).backward()
+
+    loop.backward = backward  # type: ignore[method-assign]
+    loop.run(2)
+    return loop, [each for each in loop.results[2] if each.piece == "loss"]
+
+
+def mean(logits: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), **options)
+
+
+def padded(tokens: Tensor) -> Tensor:
+    tokens = tokens.clone()
+    tokens[0, 12:] = PADDING
+    return tokens
+
+
+HEALTHY: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], dict[str, Any]]] = {
+    "mean of micro-batches": (lambda z, x: mean(z, x[:, 1:]) / 2, {}),
+    "one micro-batch": (lambda z, x: mean(z, x[:, 1:]), {"micro_batches": 1}),
+    "autocast": (lambda z, x: mean(z, x[:, 1:]) / 2, {"autocast": True}),
+    "shifted inside": (lambda z, x: mean(z[:, :-1], x[:, 1:-1]) / 2, {}),
+    "some ignored": (
+        lambda z, x: mean(z, x[:, 1:], ignore_index=PADDING, reduction="sum") / (x[:, 1:] != PADDING).sum(),
+        {"task": task(ignore=PADDING), "micro_batches": 1},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_loss_is_equal(name: str) -> None:
+    loss, settings = HEALTHY[name]
+    loop, results = audited(loss, **settings)
+    assert [each.status for each in results] == [EQUAL], results
+    assert not loop.findings()
+
+
+FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, dict[str, Any]]] = {
+    "shifted twice": (lambda z, x: mean(z[:, :-1], x[:, 2:]) / 2, "labels-shifted", {"shift": 2}),
+    "not shifted": (lambda z, x: mean(z, x[:, :-1]) / 2, "labels-shifted", {"shift": 0}),
+    "the token before": (lambda z, x: mean(z[:, 1:], x[:, :-2]) / 2, "labels-shifted", {"shift": -1}),
+    "a row of another": (
+        lambda z, x: mean(z, torch.cat([x[1:2], x[1:]])[:, 1:]) / 2, "labels-other", {"share": 0.25},
+    ),
+    "sum": (lambda z, x: mean(z, x[:, 1:], reduction="sum"), "loss-scaled", {"equals": "the number of tokens"}),
+    "not divided": (lambda z, x: mean(z, x[:, 1:]), "loss-scaled", {"factor": 2.0, "equals": "micro-batches"}),
+    "mean over the batch": (
+        lambda z, x: mean(z, x[:, 1:], reduction="sum") / 2 / len(x), "loss-scaled", {"factor": 24.0},
+    ),
+    "smoothed": (lambda z, x: mean(z, x[:, 1:], label_smoothing=0.1) / 2, "label-smoothing", {"value": 0.1}),
+    "penalty": (
+        lambda z, x: (mean(z, x[:, 1:]) + 1e-2 * z.logsumexp(-1).square().mean()) / 2, "z-loss", {"value": 1e-2},
+    ),
+    "maximized": (lambda z, x: -mean(z, x[:, 1:]) / 2, "loss-sign", {}),
+    "padding": (lambda z, x: mean(z, padded(x)[:, 1:]) / 2, "ignored-counted", {"token": PADDING}),
+    "weighted": (
+        lambda z, x: (mean(z, x[:, 1:], reduction="none").view(4, -1) * torch.arange(24) / 12).mean() / 2,
+        "tokens-weighted",
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_the_loss_is_named_with_its_size(name: str) -> None:
+    loss, cause, values = FAULTS[name]
+    loop, results = audited(loss, task=task(ignore=PADDING) if name == "padding" else None)
+    assert cause in [each.cause for each in results], results
+    if name != "padding":
+        assert loop.names() == {cause}, "one fault, one name: the gradient of this loss is right"
+    found = next(each for each in results if each.cause == cause)
+    for key, value in values.items():
+        now = found.values[key]
+        assert math.isclose(now, value, rel_tol=5e-2) if isinstance(value, float) else now == value, (key, now)
+
+
+def test_micro_batches_of_other_lengths_that_have_means_of_their_own() -> None:
+    calls: list[int] = []
+
+    def loss(z: Tensor, x: Tensor) -> Tensor:
+        calls.append(0)
+        targets = x[:, 1:].clone()
+        if len(calls) % 2:
+            targets[:, 6:] = -100
+        return mean(z, targets) / 2
+
+    loop, _ = audited(loss)
+    assert loop.names() == {"micro-batches-uneven"}
+
+
+def test_another_loss_is_not_checked() -> None:
+    loop, results = audited(lambda z, x: z.square().mean())
+    assert not loop.findings() and "loss" in unchecked(results)
+    loop, results = audited(lambda z, x: mean(z, x[:, :-1]), task=task(loss="own"))
+    assert not loop.findings() and "loss" in unchecked(results)

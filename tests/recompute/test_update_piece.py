@@ -1,0 +1,193 @@
+"""An optimizer's step computed again: equal for every healthy optimizer, and each fault by its own name and size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowgauge as ng
+from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED
+from narrowgauge.recompute.task import task
+from recompute.audited_loop import Loop
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw, bfloat16 weights": {"dtype": torch.bfloat16, "lr": 1e-2},
+    "adamw, one tensor at a time": {"foreach": False},
+    "adamw, fused": {"fused": True},
+    "adam": {"optimizer": torch.optim.Adam},
+    "sgd": {"optimizer": torch.optim.SGD, "lr": 0.1},
+    "sgd with momentum": {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "ours": {"optimizer": ng.AdamW, "storage": "float32"},
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_step_is_equal_to_rounding(name: str) -> None:
+    loop = Loop(**HEALTHY[name]).run(5)
+    updates = [each for results in loop.results.values() for each in results if each.piece == "update"]
+    assert [each.status for each in updates] == [EQUAL, EQUAL], updates
+    assert all(0 < each.difference <= each.envelope for each in updates), "rounding was not met: the test is empty"
+    assert not loop.findings()
+
+
+def test_nothing_is_said_of_an_optimizer_without_a_definition() -> None:
+    loop = Loop(optimizer=torch.optim.RMSprop).run(2)
+    assert [each.status for each in loop.results[2] if each.piece == "update"] == [NOT_CHECKED]
+    assert not loop.findings()
+
+
+def patched(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
+    """A fault inside the optimizer: its class is patched, so that settings and states differ from what it does."""
+
+    def plant(loop: Loop) -> None:
+        optimizer = loop.optimizer
+
+        def begin(*_: Any) -> None:
+            optimizer.undo = change(optimizer)
+
+        def end(*_: Any) -> None:
+            optimizer.undo()
+
+        optimizer.register_step_pre_hook(begin)  # after the audit's
+        handle = optimizer.register_step_post_hook(end)
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # before the audit's
+
+    return plant
+
+
+def setting(**values: Any) -> Callable[[Any], Any]:
+    """Within the step, all groups have other settings than they say."""
+
+    def change(optimizer: Any) -> Any:
+        before = [{name: group[name] for name in values} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group.update(values)
+
+        def undo() -> None:
+            for group, old in zip(optimizer.param_groups, before, strict=True):
+                group.update(old)
+
+        return undo
+
+    return change
+
+
+def edited(edit: Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], None], only: int | None = None) -> Any:
+    """After the step, parameters are edited: (parameter, weight before, state, state before)."""
+
+    def change(optimizer: Any) -> Any:
+        chosen = [p for group in optimizer.param_groups for p in group["params"]]
+        chosen = chosen if only is None else [chosen[only]]
+        weights = [p.detach().clone() for p in chosen]
+        states = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in chosen]
+
+        def undo() -> None:
+            with torch.no_grad():
+                for p, weight, state in zip(chosen, weights, states, strict=True):
+                    edit(p, weight, optimizer.state[p], state)
+
+        return undo
+
+    return change
+
+
+def scaled(factor: float) -> Any:
+    return lambda p, weight, state, before: p.copy_(weight + factor * (p - weight))
+
+
+def counted(number: int) -> Callable[[Any], Any]:
+    def change(optimizer: Any) -> Any:
+        states = list(optimizer.state.values())
+        before = [state["step"].clone() for state in states]
+        for state in states:
+            state["step"].fill_(number)
+
+        def undo() -> None:
+            for state, count in zip(states, before, strict=True):
+                state["step"].copy_(count + 1)
+
+        return undo
+
+    return change
+
+
+FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
+    "rate of all": (setting(lr=2e-3), "rate", {"factor": 2.0}),
+    "rate of one": (edited(scaled(1.1), 3), "rate", {"factor": 1.1}),
+    "decay lost": (setting(weight_decay=0.0), "decay-lost", {}),
+    "decay": (setting(weight_decay=0.3), "decay", {"value": 0.3}),
+    "eps": (setting(eps=1e-5), "eps", {"value": 1e-5}),
+    "beta1": (setting(betas=(0.8, 0.999)), "beta", {"value": 0.8}),
+    "beta2": (setting(betas=(0.9, 0.95)), "beta", {"value": 0.95}),
+    "sign": (setting(maximize=True), "gradient-scaled", {"factor": -1.0}),
+    "frozen": (edited(lambda p, weight, state, before: p.copy_(weight), 5), "frozen", {}),
+    "count": (counted(0), "step-count", {"count": 1}),
+    "narrow weights": (edited(lambda p, *_: p.copy_(p.bfloat16())), "weight-narrow", {"format": "bfloat16"}),
+    "narrow moments": (
+        edited(lambda p, w, state, before: state["exp_avg"].copy_(state["exp_avg"].bfloat16())),
+        "state-narrow",
+        {"format": "bfloat16", "state": "exp_avg"},
+    ),
+    "frozen moments": (
+        edited(lambda p, w, state, before: state["exp_avg_sq"].copy_(before["exp_avg_sq"]), 2),
+        "state-frozen",
+        {"state": "exp_avg_sq"},
+    ),
+    "some rows": (
+        edited(lambda p, weight, *_: p[: len(p) // 4].copy_(weight[: len(p) // 4]), 4), "part", {"share": 0.25},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_step_is_named_with_its_size(fault: str) -> None:
+    change, cause, values = FAULTS[fault]
+    loop = Loop(every=4)
+    loop.run(2)
+    assert not loop.findings()
+    patched(change)(loop)
+    loop.run(2)
+    found = [each for each in loop.results[4] if each.cause == cause]
+    assert found, loop.results[4]
+    assert {each.cause for each in loop.results[4] if each.cause} == {cause}
+    for name, value in values.items():
+        now = found[0].values[name]
+        assert math.isclose(now, value, rel_tol=5e-3) if isinstance(value, float) else now == value, (name, now)
+    if fault in ("rate of one", "frozen", "frozen moments", "some rows"):
+        assert len(found[0].where) == 1
+
+
+def test_a_parameter_of_no_group_is_named() -> None:
+    loop = Loop()
+    loop.optimizer.param_groups[0]["params"].pop()
+    loop.run(2)
+    assert [(each.name, each.where) for each in loop.findings()] == [("no-group", "head.weight")]
+
+
+def test_a_group_that_is_removed_or_replaced_later_ends_no_run() -> None:
+    loop = Loop().run(2)
+    half = loop.optimizer.param_groups[0]["params"]
+    loop.optimizer.add_param_group({"params": [half.pop()], "lr": 1e-4})
+    loop.run(2)
+    del loop.optimizer.param_groups[0]
+    loop.run(2)
+    assert {each.name for each in loop.findings()} == {"no-group"} and 6 in loop.results
+
+
+def test_declared_decay_groups_are_compared() -> None:
+    assert not Loop(task=task(decay_groups="all")).run(2).findings()
+    found = Loop(task=task(decay_groups="matrices")).run(2).findings()
+    assert [each.name for each in found] == ["decay-unwanted"] and "norm" in found[0].where
+    found = Loop(task=task(decay_groups="matrices-not-embeddings")).run(2).findings()
+    assert "embedding.weight" in found[0].where
+
+
+def test_an_unknown_declaration_is_refused() -> None:
+    with pytest.raises(ng.NarrowgaugeError, match="decay_groups 'matrics'"):
+        task(decay_groups="matrics")
