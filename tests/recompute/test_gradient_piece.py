@@ -123,7 +123,7 @@ def penalized(loop: Loop) -> None:
 
 
 def cached(loop: Loop) -> None:
-    weight = loop.model.head.weight
+    weight = loop.model.head.weight.detach().clone()
     loop.model.head.forward = lambda x: x @ weight.t()  # type: ignore[method-assign]
 
 
@@ -139,7 +139,7 @@ FAULTS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
     "narrow": (narrow, "gradient-narrow", {"format": "bfloat16"}),
     "zero": (lost, "gradient-zero", {"where": "blocks.0.up.weight"}),
     "penalty": (penalized, "decay-in-gradient", {"value": 0.01}),
-    "copied weight": (cached, "not-in-graph", {"where": "head.weight"}),
+    "copied weight": (cached, "unused", {"where": "head.weight"}),
 }  # fmt: skip
 
 
@@ -156,6 +156,14 @@ def test_a_fault_of_the_gradient_is_named_with_its_size(name: str) -> None:
     for key, value in values.items():
         now = known[key]
         assert math.isclose(now, value, rel_tol=2e-2) if isinstance(value, float) else now == value, (key, now)
+
+
+def test_a_parameter_that_is_held_by_reference_is_used() -> None:
+    loop = Loop()
+    weight = loop.model.head.weight
+    loop.model.head.forward = lambda x: x @ weight.t()  # type: ignore[method-assign]
+    loop.run(2)
+    assert not loop.findings()
 
 
 CLIPS: dict[str, tuple[Callable[[Loop], object], str]] = {

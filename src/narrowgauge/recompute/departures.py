@@ -160,6 +160,27 @@ DEPARTURES: dict[str, Departure] = {
             "state-other-factors", ("update",), "error",
             "{state} kept {kept:.4g} of itself and took {taken:.4g} of the gradient's term.", _STEP,
         ),
+        # forward
+        Departure(
+            "sees-future", ("forward",), "error", "outputs change with later tokens.",
+            "Look at the causal mask, and at sums or shifts along the sequence.",
+        ),
+        Departure(
+            "rows-mixed", ("forward",), "error", "the outputs of one sequence change with the others of its batch.",
+            "Look for a sum, norm or softmax over the batch.",
+        ),
+        Departure(
+            "past-unseen", ("forward",), "error", "outputs do not change with the token before.",
+            "Look at the mask and at what attention returns.",
+        ),
+        Departure(
+            "order-unseen", ("forward",), "warning", "outputs do not change with the order of earlier tokens.",
+            "Look at the positions.",
+        ),
+        Departure(
+            "module-cast", ("forward",), "note", "these modules compute in a narrower format inside than their float32 weights.",
+            "Look for a cast in their forward; declare it if it is meant.",
+        ),
         # gradient
         Departure(
             "gradient-scaled", ("gradient", "update"), "error",
@@ -180,6 +201,10 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "gradient-missing", ("gradient",), "error", "there is no gradient, and computed again there is one.",
             "Look for detach(), no_grad() or grad = None around these parameters.",
+        ),
+        Departure(
+            "unused", ("gradient",), "note", "the optimizer has these parameters, and no output of the model depends on them.",
+            "Look for cached or copied weights, detach() and no_grad(); leave them out if they are not used.",
         ),
         Departure(
             "not-in-graph", ("gradient",), "error",

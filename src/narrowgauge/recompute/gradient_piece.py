@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, spread
 from narrowgauge.recompute.fitting import fitted, near
-from narrowgauge.recompute.passes_again import gradients_again, moved_by_half_a_spacing, parameters_of
+from narrowgauge.recompute.passes_again import gradients_again, moved_by_half_a_spacing, parameters_of, reached
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.update_piece import joined, narrower_format
 
@@ -58,13 +58,25 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
                 apart = spread(g).double().cpu() - now
                 spreads[name] = spreads[name] + apart if name in spreads else apart
         del found, other
-    results = []
+    results: list[PieceResult] = []
+    unused = [name for name in passes[0] if all(found[name] is None for found in passes)]
+    unused = [name for name in unused if name in step.parameters]
+    if unused:
+        # A module may hold a parameter by other ways than its name, which no copy replaces.
+        unused = [name for name in unused if name not in reached(model, calls[0], unused)]
+        results.extend(_unused(step, name) for name in unused)
     for name, sample in step.parameters.items():
         terms = [found.get(name) for found in passes]
-        if name not in passes[0] or (sample.computed is None and all(t is None for t in terms)):
+        if name not in passes[0]:
             continue
         results.append(_of_parameter(step, sample, terms, spreads.get(name)))
     return _gathered(step, results, "backward")
+
+
+def _unused(step: StepCapture, name: str) -> PieceResult:
+    computed = step.parameters[name].computed
+    cause = "unused" if computed is None or not computed.any() else "not-in-graph"
+    return PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, cause, step=step.step)
 
 
 def _gathered(step: StepCapture, results: Sequence[PieceResult], when: str) -> list[PieceResult]:
@@ -85,8 +97,6 @@ def _of_parameter(
     if sample.computed is None or not known:
         if sample.computed is None and any(bool(t.any()) for t in known):
             return replace(result, status=DEPARTS, difference=1.0, cause="gradient-missing")
-        if not known and sample.computed is not None and bool(sample.computed.any()):
-            return replace(result, status=DEPARTS, difference=1.0, cause="not-in-graph")
         return result
     expected, actual = sum(known[1:], known[0]), sample.computed.double().cpu()
     if not bool(actual.isfinite().all()) or not bool(expected.isfinite().all()):

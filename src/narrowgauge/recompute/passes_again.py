@@ -8,7 +8,7 @@ stay, since they may compute part of the model. Afterwards generators, buffers a
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -136,6 +136,21 @@ def gradients_again(model: nn.Module, parameters: Tensors, call: ForwardCall) ->
             allow_unused=True,
         )
     return dict(zip(wanted, found, strict=True))
+
+
+def reached(model: nn.Module, call: ForwardCall, names: Iterable[str]) -> set[str]:
+    """Those parameters, of some by name, on which the outputs depend when the model is called with its own."""
+    wanted = set(names)
+    own = {name: p for name, p in model.named_parameters() if name in wanted}
+    if not own:
+        return set()
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    with torch.enable_grad(), _random_as(call), without_own_hooks(model), _autocast(call):
+        outputs = float_outputs(functional_call(model, buffers, call.args, call.kwargs))
+        found = torch.autograd.grad(
+            [outputs[place].sum() for place in _roots(call)], list(own.values()), allow_unused=True
+        )
+    return {name for name, gradient in zip(own, found, strict=True) if gradient is not None}
 
 
 def _roots(call: ForwardCall) -> list[str]:

@@ -36,6 +36,7 @@ from narrowgauge.recompute.capture import (
     weight_of,
 )
 from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
+from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward
 from narrowgauge.recompute.loss_piece import check_loss
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
@@ -202,7 +203,12 @@ class StepWatcher:
     def _passes(self, step: StepCapture) -> list[PieceResult]:
         if (why := self._why_not_again()) is not None:
             return [*check_loss(step, self.task), not_checked("gradient", why, step.step)]
-        return [*check_loss(step, self.task), *check_backward(step, self._inner)]
+        loss = check_loss(step, self.task)
+        try:
+            forward = check_forward(step, self._inner)
+        except Exception as error:
+            forward = [not_checked("forward", _reason(error), step.step)]
+        return [*loss, *forward, *check_backward(step, self._inner)]
 
     def _why_not_again(self) -> str | None:
         parameters = list(self._inner.parameters())
@@ -252,8 +258,12 @@ class StepWatcher:
             with torch.no_grad():
                 function()
         except Exception as error:
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            self._results.append(not_checked(piece, reason[:200], self.num_steps + 1))
+            self._results.append(not_checked(piece, _reason(error), self.num_steps + 1))
+
+
+def _reason(error: Exception) -> str:
+    said = str(error).splitlines()[0] if str(error) else ""
+    return f"{type(error).__name__}: {said}"[:200]
 
 
 def _keeper(call: ForwardCall, place: str) -> Callable[[Tensor], None]:

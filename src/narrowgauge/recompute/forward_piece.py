@@ -1,0 +1,245 @@
+"""The forward pass, by what each output may depend on: no reference model is needed.
+
+The model is called on a slice of the step's batch in float32, without dropout and autocast, and again with one thing changed.
+Of a language model that predicts the next token is asked: an output does not change with later tokens, nor with the other
+sequences of the batch; it does change with the token before, and with the order of the tokens before. Where an output changes
+that must not, the first module whose output changes is named.
+
+Each module with parameters is also called alone on what it received, moved by far less than a spacing of bfloat16: a module
+that casts to a narrower format inside answers with steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from narrowgauge._torch import plain_name
+from narrowgauge.recompute.capture import ForwardCall, StepCapture, tensors_in
+from narrowgauge.recompute.passes_again import in_mode, moved_by_half_a_spacing, outputs_again, without_own_hooks
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+
+PIECE = "forward"
+ROWS, PLACES = 3, 64
+"""The slice of a batch: sequences, and tokens of each."""
+_MARGIN = 8.0
+_NUDGE = 2.0**-18
+_AMPLIFIES = 8.0
+
+
+def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
+    """Ask of each output what it depends on.
+
+    Args:
+        step: with its forward passes.
+        model: unwrapped.
+
+    Cost: six forward passes over at most 3 × 64 tokens, and each module once more.
+    """
+    call = next((each for each in step.calls if each.logits is not None), None)
+    if call is None:
+        return [not_checked(PIECE, "no output has dims (batch, sequence, vocabulary)", step.step)]
+    if (sliced := _sliced(call)) is None:
+        return [not_checked(PIECE, "the model takes tensors beside tokens of (batch, sequence)", step.step)]
+    questions = _Questions(step, model, sliced)
+    if questions.base.shape[:2] != questions.tokens.shape:
+        return [not_checked(PIECE, "outputs have another shape than tokens", step.step)]
+    found = [*questions.ask(), *narrow_modules(step, model, sliced)]
+    departs = [each for each in found if each.status == DEPARTS]
+    return departs or [PieceResult(PIECE, EQUAL, (), 0.0, questions.envelope, step=step.step)]
+
+
+def _sliced(call: ForwardCall) -> ForwardCall | None:
+    """The call with a few tokens of a few sequences; ``None`` if it has inputs whose dims are not theirs."""
+    tokens = call.tokens
+    if tokens is None or tokens.shape[1] < 4:
+        return None
+    if any(t.shape != tokens.shape for t in tensors_in((call.args, call.kwargs))):
+        return None
+    return _mapped(replace(call, autocast=None), lambda t: t[:ROWS, :PLACES])
+
+
+def _mapped(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCall:
+    def of(value: Any) -> Any:
+        return change(value) if isinstance(value, Tensor) else value
+
+    return replace(
+        call, args=tuple(map(of, call.args)), kwargs={name: of(value) for name, value in call.kwargs.items()}
+    )
+
+
+class _Questions:
+    """The model in float32 on one slice, and what changes its outputs."""
+
+    def __init__(self, step: StepCapture, model: nn.Module, call: ForwardCall) -> None:
+        self.step, self.model, self.call = step, model, call
+        assert call.tokens is not None
+        self.tokens = call.tokens
+        self.place = next(each.logits for each in step.calls if each.logits is not None) or ""
+        self.parameters = {
+            name: p.detach().float() if p.is_floating_point() else p.detach() for name, p in model.named_parameters()
+        }
+        with in_mode(model, False):
+            self.base = self._outputs(call)
+            other = outputs_again(model, moved_by_half_a_spacing(self.parameters), call)[self.place]
+        self.envelope = _MARGIN * float((other - self.base).abs().max()) + 1e-12
+
+    def _outputs(self, call: ForwardCall) -> Tensor:
+        with torch.no_grad():
+            return outputs_again(self.model, self.parameters, call)[self.place].detach()
+
+    def _with_tokens(self, tokens: Tensor) -> ForwardCall:
+        own = self.tokens
+        return _mapped(self.call, lambda t: tokens if t is own else t)
+
+    def ask(self) -> Iterator[PieceResult]:
+        with in_mode(self.model, False):
+            yield from self._later_tokens()
+            yield from self._other_rows()
+            yield from self._tokens_before()
+
+    def _apart(self, call: ForwardCall, where: tuple[slice, slice]) -> float:
+        return float((self._outputs(call)[where] - self.base[where]).abs().max())
+
+    def _result(self, cause: str, apart: float, where: tuple[str, ...] = ()) -> PieceResult:
+        return PieceResult(PIECE, DEPARTS, where, apart, self.envelope, cause, step=self.step.step)
+
+    def _later_tokens(self) -> Iterator[PieceResult]:
+        half = self.tokens.shape[1] // 2
+        other = self.tokens.clone()
+        other[:, half:] = self.tokens[:, :half].flip(1).repeat(1, 2)[:, : other.shape[1] - half]
+        if other.equal(self.tokens):
+            return
+        call = self._with_tokens(other)
+        early = (slice(None), slice(0, half))
+        apart = self._apart(call, early)
+        if apart > self.envelope:
+            yield self._result("sees-future", apart, self._first_module(call, early))
+
+    def _other_rows(self) -> Iterator[PieceResult]:
+        if len(self.tokens) < 2:
+            return
+        alone = _mapped(self.call, lambda t: t[:1])
+        apart = float((self._outputs(alone)[0] - self.base[0]).abs().max())
+        if apart > self.envelope:
+            yield self._result("rows-mixed", apart, self._first_module(alone, (slice(0, 1), slice(None))))
+
+    def _tokens_before(self) -> Iterator[PieceResult]:
+        last = (slice(None), slice(-1, None))
+        other = self.tokens.clone()
+        other[:, -2] = self.tokens[:, 0]
+        if bool((other != self.tokens).any()):
+            apart = self._apart(self._with_tokens(other), last)
+            if apart == 0.0:
+                yield self._result("past-unseen", apart)
+                return
+        swapped = self.tokens.clone()
+        swapped[:, [0, 1]] = self.tokens[:, [1, 0]]
+        if bool((swapped != self.tokens).any()):
+            apart = self._apart(self._with_tokens(swapped), last)
+            if apart <= self.envelope / _MARGIN:
+                yield self._result("order-unseen", apart)
+
+    def _first_module(self, call: ForwardCall, where: tuple[slice, slice]) -> tuple[str, ...]:
+        """The first module in the order of calls whose output changes there, or of several the innermost."""
+        with _module_outputs(self.model) as before:
+            self._outputs(self.call)
+        with _module_outputs(self.model) as after:
+            self._outputs(call)
+        shape = self.tokens.shape
+        for name, output in before.items():
+            other = after.get(name)
+            if other is None or output.ndim < 3 or output.shape[1] != shape[1] or other.shape[1] != shape[1]:
+                continue
+            apart = float((output[where] - other[where]).abs().max())
+            if apart > self.envelope * max(1.0, float(output.abs().max())):
+                return (name,)
+        return ()
+
+
+@contextmanager
+def _module_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+    """The first output of every module by name, in the order in which they end."""
+    found: dict[str, Tensor] = {}
+
+    def keep(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = next(tensors_in(output), None)
+            if first is not None and first.is_floating_point():
+                found.setdefault(name, first.detach())
+
+        hook.__module__ = "of the audit's own pass"  # it is not left out
+        return hook
+
+    handles = [module.register_forward_hook(keep(plain_name(name))) for name, module in model.named_modules() if name]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ── casts inside modules ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def narrow_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> list[PieceResult]:
+    """Modules that cast to a narrower format inside, of a model whose parameters are all float32.
+
+    Input and parameters are moved by 2^-18 of each value. The output of a module that multiplies in float32 moves by as much; one
+    that casts to 16 bits stays or jumps by a spacing, which is many times more on the whole.
+    """
+    if any(p.dtype is not torch.float32 for p in model.parameters()) or any(c.autocast is not None for c in step.calls):
+        return []
+    inputs: dict[nn.Module, tuple[Any, ...]] = {}
+
+    def keep(module: nn.Module, args: Any) -> None:
+        inputs.setdefault(module, args)
+
+    keep.__module__ = "of the audit's own pass"
+    named = [(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)) and name]
+    handles = [module.register_forward_pre_hook(keep) for _, module in named]
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+    try:
+        with torch.no_grad(), in_mode(model, False):
+            outputs_again(model, parameters, call)
+    finally:
+        for handle in handles:
+            handle.remove()
+    amplified = {}
+    for name, module in named:
+        if (ratio := _amplification(module, inputs.get(module))) is not None:
+            amplified[plain_name(name)] = ratio
+    odd = {name: ratio for name, ratio in amplified.items() if ratio > _AMPLIFIES}
+    if not odd or len(odd) * 2 > len(amplified):
+        return []
+    return [PieceResult(PIECE, DEPARTS, tuple(odd), max(odd.values()), _AMPLIFIES, "module-cast", step=step.step)]
+
+
+def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | None:
+    """How many times more a module's output moves than its input and parameters; ``None`` where it takes no floats alone."""
+    if not args or any(isinstance(a, Tensor) and not a.is_floating_point() for a in args):
+        return None
+    if next(module.children(), None) is not None:
+        return None
+    generator = torch.Generator().manual_seed(0)
+
+    def nudged(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
+        return value.detach() * (1 + _NUDGE * signs.to(value.dtype))
+
+    own = {name: p.detach() for name, p in module.named_parameters()}
+    with torch.no_grad(), in_mode(module, False), without_own_hooks(module):
+        before = next(tensors_in(functional_call(module, own, args)), None)
+        moved = {name: nudged(p) for name, p in own.items()}
+        after = next(tensors_in(functional_call(module, moved, tuple(map(nudged, args)))), None)
+    if before is None or after is None or not before.any() or not before.is_floating_point():
+        return None
+    return float((after.double() - before.double()).norm() / before.double().norm()) / _NUDGE
