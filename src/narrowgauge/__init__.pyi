@@ -38,6 +38,8 @@ from narrowgauge.optim.optimizers import Lion as Lion
 from narrowgauge.optim.optimizers import Muon as Muon
 from narrowgauge.planner.plan import plan as plan
 from narrowgauge.planner.plan_report import Plan as Plan
+from narrowgauge.recompute.task import Task as Task
+from narrowgauge.recompute.task import task as task
 from narrowgauge.runs.events import Event as Event
 from narrowgauge.runs.events import on_event as on_event
 from narrowgauge.runs.record import Run as Run

@@ -86,9 +86,12 @@ class Loop:
         self.optimizer = optimizer(self.model.parameters(), **settings)
         self.micro_batches, self.clip, self.autocast = micro_batches, clip, autocast
         self.results: dict[int, list[PieceResult]] = {}
-        self.watcher = StepWatcher(self.model, self.optimizer, every, self.results.__setitem__, task) if every else None
+        self.watcher = StepWatcher(self.model, self.optimizer, every, self.keep, task) if every else None
         self.data = iter(batches())
         self.step = 0
+
+    def keep(self, step: int, results: list[PieceResult]) -> None:
+        self.results.setdefault(step, []).extend(results)
 
     def loss(self, tokens: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):

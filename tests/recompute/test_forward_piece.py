@@ -57,7 +57,7 @@ def unordered(loop: Loop) -> None:
     assert loop.watcher is not None
     loop.watcher.remove()
     loop.model = model  # type: ignore[assignment]
-    loop.watcher = type(loop.watcher)(model, loop.optimizer, 2, loop.results.__setitem__)
+    loop.watcher = type(loop.watcher)(model, loop.optimizer, 2, loop.keep)
 
 
 def cast(loop: Loop) -> None:

@@ -42,7 +42,7 @@ def test_removed_hooks_leave_nothing() -> None:
     assert loop.watcher is not None
     loop.watcher.remove()
     loop.run(4)
-    assert list(loop.results) == [2]
+    assert list(loop.results) == [2] and len(loop.results[2]) > 3
     assert not loop.model._forward_hooks and not loop.optimizer._optimizer_step_pre_hooks
     assert not any(p._post_accumulate_grad_hooks for p in loop.model.parameters())
 
@@ -156,6 +156,20 @@ def test_a_fault_of_the_gradient_is_named_with_its_size(name: str) -> None:
     for key, value in values.items():
         now = known[key]
         assert math.isclose(now, value, rel_tol=2e-2) if isinstance(value, float) else now == value, (key, now)
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_term_beside_the_loss_is_named_or_declared(is_declared: bool) -> None:
+    loop = Loop(task=task(auxiliary=is_declared))
+    backward = loop.backward
+
+    def with_penalty(tokens: Any, number: int) -> None:
+        backward(tokens, number)
+        (0.05 * loop.model.head.weight.square().sum()).backward()
+
+    loop.backward = with_penalty  # type: ignore[method-assign]
+    loop.run(2)
+    assert loop.names() == (set() if is_declared else {"decay-in-gradient"})
 
 
 def test_a_parameter_that_is_held_by_reference_is_used() -> None:

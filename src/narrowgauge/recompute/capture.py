@@ -149,7 +149,7 @@ class StepCapture:
         own_factor: by which our optimizer multiplies gradients in its step (its clipping and loss scale).
         is_narrow: the storage keeps less than float32, so that updates are rounded.
         missing: why something was not kept, by piece.
-        outside: parameters of the model that are trained and in no group of the optimizer.
+        outside: samples of parameters that have a gradient and are in no group of the optimizer.
         embeddings: parameters of embeddings.
     """
 
@@ -161,7 +161,7 @@ class StepCapture:
     own_factor: float = 1.0
     is_narrow: bool = False
     missing: dict[str, str] = field(default_factory=dict)
-    outside: tuple[str, ...] = ()
+    outside: dict[str, Tensor] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
 
     @property

@@ -145,7 +145,8 @@ DEPARTURES: dict[str, Departure] = {
         Departure("nesterov", ("update",), "error", "nesterov = {given} is given, and the step is that of the opposite.", _STEP),
         Departure("stale-moment", ("update",), "error", "the step used {state} of before the update.", _STEP),
         Departure(
-            "weight-narrow", ("update",), "error", "the weights were rounded to {format} after the step, in a wider tensor.",
+            "weight-narrow", ("update", "between"), "error",
+            "the weights were rounded to {format} after the step, in a wider tensor.",
             "Look for a cast of weights after optimizer.step().",
         ),
         Departure("state-frozen", ("update",), "error", "{state} was not updated.", _STEP),
@@ -170,7 +171,7 @@ DEPARTURES: dict[str, Departure] = {
             "Look for a sum, norm or softmax over the batch.",
         ),
         Departure(
-            "past-unseen", ("forward",), "error", "outputs do not change with the token before.",
+            "past-unseen", ("forward",), "warning", "outputs do not change with the token before.",
             "Look at the mask and at what attention returns.",
         ),
         Departure(
@@ -252,6 +253,38 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "clip-values", ("clip",), "error", "values were cut at {limit:.4g}, where a limit of the norm is declared.",
             "clip_grad_norm_, not clip_grad_value_",
+        ),
+        # between
+        Departure(
+            "weights-written", ("between",), "warning", "{share:.0%} of the elements were changed between two steps.",
+            "Look at what the loop does after optimizer.step(): averages, clipping of weights, loading.",
+        ),
+        Departure(
+            "weights-scaled", ("between",), "warning", "the weights were multiplied by {factor:.6g} between two steps.",
+            "Look at what the loop does after optimizer.step().",
+        ),
+        Departure("step-undone", ("between",), "error", "the weights are those of before the step again.", "Look for a copy."),
+        Departure(
+            "states-lost", ("between",), "error", "{state} was lost between two steps.",
+            "Keep the optimizer, or load its state dict too.",
+        ),
+        Departure(
+            "states-written", ("between",), "warning", "{state} was changed between two steps.",
+            "Look at what the loop does after optimizer.step().",
+        ),
+        Departure(
+            "average-still", ("between",), "error", "the average of the weights stands still.",
+            "Update it after each step, with a decay below 1, in float32.",
+        ),
+        Departure(
+            "average-other", ("between",), "error", "the average of the weights is no mean of itself and the weights.",
+            "avg = decay × avg + (1 - decay) × weight",
+        ),
+        # evaluation
+        Departure(
+            "evaluated-in-training", ("evaluation",), "warning",
+            "without gradients the model was called in training mode, which changes these modules.",
+            "Call model.eval() before and model.train() after an evaluation.",
         ),
     )
 }  # fmt: skip

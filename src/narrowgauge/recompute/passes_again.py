@@ -147,7 +147,7 @@ def reached(model: nn.Module, call: ForwardCall, names: Iterable[str]) -> set[st
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with torch.enable_grad(), _random_as(call), without_own_hooks(model), _autocast(call):
         outputs = float_outputs(functional_call(model, buffers, call.args, call.kwargs))
-        found = torch.autograd.grad(
+        found: Any = torch.autograd.grad(
             [outputs[place].sum() for place in _roots(call)], list(own.values()), allow_unused=True
         )
     return {name for name, gradient in zip(own, found, strict=True) if gradient is not None}

@@ -20,6 +20,7 @@ from narrowgauge import _torch
 from narrowgauge._torch import plain_name
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.between_steps import AverageCheck, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
     CALL_BYTES,
     ForwardCall,
@@ -40,7 +41,7 @@ from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward
 from narrowgauge.recompute.loss_piece import check_loss
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
-from narrowgauge.recompute.piece_results import PieceResult, not_checked
+from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
 from narrowgauge.recompute.task import Task
 from narrowgauge.recompute.update_piece import check_decay_groups, check_update
 
@@ -55,9 +56,11 @@ class StepWatcher:
     Args:
         model: as the loop calls it.
         optimizer: that steps it, without wrappers.
-        every: steps between audited ones; the second step is audited too. 1: all.
-        report: called with the step and its results after each audited step.
+        every: steps between audited ones; 1 for all.
+        report: called with the step and its results after each audited step, and again before the next with what changed in
+            between.
         task: what is declared.
+        first: the first audited step.
 
     Attributes:
         num_steps: optimizer steps seen.
@@ -65,8 +68,15 @@ class StepWatcher:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int, report: Report, task: Task | None = None
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+        report: Report,
+        task: Task | None = None,
+        first: int = 2,
     ) -> None:
+        self._first = first
         self.model, self.optimizer, self.every, self.task = model, optimizer, every, task or Task()
         self._inner, self._report = unwrapped_model(model), report
         self.num_steps, self.nbytes = 0, 0
@@ -78,6 +88,9 @@ class StepWatcher:
         self._is_full, self._is_own_pass = False, False
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
+        self._left: LeftAfterStep | None = None
+        self._average = AverageCheck()
+        self._modes: set[str] = set()
         self._names = {id(p): plain_name(name) for name, p in self._inner.named_parameters()}
         self._handles = [
             self._inner.register_forward_pre_hook(_plain(self._before_forward), with_kwargs=True),
@@ -95,7 +108,7 @@ class StepWatcher:
 
     def is_sampled(self, step: int) -> bool:
         """Whether a step is audited."""
-        return step == 2 or step % self.every == 0
+        return step == self._first or (step > self._first and step % self.every == 0)
 
     @property
     def _is_sampling(self) -> bool:
@@ -111,6 +124,8 @@ class StepWatcher:
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self._is_own_pass:
+            self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
         if torch.compiler.is_compiling() or not self._is_sampling or not torch.is_grad_enabled() or self._is_full:
             return
         device = next(self._inner.parameters()).device
@@ -141,6 +156,11 @@ class StepWatcher:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._capture = None
+        if self._left is not None:
+            self._results = []
+            self._guarded("between", self._compare_with_left)
+            self._left = None
+            self._report(self.num_steps, self._results)
         if not self._is_sampling or any(map(callable, [*args, *kwargs.values()])):
             return
         self._results = []
@@ -167,7 +187,7 @@ class StepWatcher:
                 step.parameters[name] = self._sample(name, parameter, settings)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = dict(self._inner.named_parameters())
-        step.outside = tuple(plain_name(n) for n, p in named.items() if p.requires_grad and id(p) not in held)
+        step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in held}
         tables = [m.weight for m in self._inner.modules() if isinstance(m, nn.Embedding)]
         step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
         self._capture = step
@@ -208,7 +228,12 @@ class StepWatcher:
             forward = check_forward(step, self._inner)
         except Exception as error:
             forward = [not_checked("forward", _reason(error), step.step)]
-        return [*loss, *forward, *check_backward(step, self._inner)]
+        backward = check_backward(step, self._inner)
+        if self.task.auxiliary and any(
+            each.cause in ("", "decay-in-gradient") for each in backward if each.status == DEPARTS
+        ):
+            backward = [not_checked("gradient", "declared terms beside the logits' loss add to it", step.step)]
+        return [*loss, *forward, *backward]
 
     def _why_not_again(self) -> str | None:
         parameters = list(self._inner.parameters())
@@ -251,19 +276,58 @@ class StepWatcher:
         else:
             self._results.extend(check_update(step))
         self._results.extend(check_decay_groups(step, self.task.decay_groups))
+        self._left = LeftAfterStep(step.step, step.parameters, step.outside, self._averages())
+
+    def _averages(self) -> dict[str, Tensor]:
+        averages = self.task.averages
+        if averages is None:
+            return {}
+        return {plain_name(n).removeprefix("module."): spread(p) for n, p in averages.named_parameters()}
+
+    def _compare_with_left(self) -> None:
+        left, optimizer = self._left, self.optimizer
+        if left is None:
+            return
+        held = {self._names.get(id(p), ""): p for group in optimizer.param_groups for p in group["params"]}
+        held = {name: p for name, p in held.items() if name in left.parameters}
+        left.parameters = {name: sample for name, sample in left.parameters.items() if name in held}
+        named = {plain_name(n): p for n, p in self._inner.named_parameters()}
+        self._results.extend(
+            check_between(
+                left,
+                {name: spread(weight_of(optimizer, p)) for name, p in held.items()},
+                {name: states_of(optimizer, p) for name, p in held.items()},
+                {name: spread(named[name]) for name in left.outside if name in named},
+            )
+        )
+        self._results.extend(self._average.check(left, self._averages()))
+        if self._modes:
+            modes = tuple(sorted(self._modes))
+            self._results.append(
+                PieceResult("evaluation", DEPARTS, modes, 1.0, 0.0, "evaluated-in-training", step=left.step)
+            )
 
     def _guarded(self, piece: str, function: Callable[[], object]) -> None:
         """Call a part of the audit; an error of its own is a result, and not the end of the run."""
+        self._is_own_pass = True
         try:
             with torch.no_grad():
                 function()
         except Exception as error:
             self._results.append(not_checked(piece, _reason(error), self.num_steps + 1))
+        finally:
+            self._is_own_pass = False
 
 
 def _reason(error: Exception) -> str:
     said = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {said}"[:200]
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether training mode changes what a module computes: dropout, and norms over the batch."""
+    kind = type(module).__name__
+    return ("Dropout" in kind and getattr(module, "p", 0) > 0) or "BatchNorm" in kind
 
 
 def _keeper(call: ForwardCall, place: str) -> Callable[[Tensor], None]:

@@ -23,7 +23,16 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Task:
-    """What is declared of a loop; see :func:`task`."""
+    """What is declared of a loop, as :func:`task` takes it.
+
+    Args:
+        loss: a key of ``LOSSES``, or empty.
+        decay_groups: a key of ``GROUPS``.
+        averages: a module that averages the model's parameters.
+        auxiliary: whether terms beside the logits' loss add to gradients.
+        max_grad_norm: the limit of clipping.
+        ignore: the token that is not trained on.
+    """
 
     loss: str = ""
     decay_groups: str = ""

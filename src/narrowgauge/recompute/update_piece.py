@@ -39,9 +39,6 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     Returns:
         One result if all are equal; otherwise one for each cause, with the parameters that it is about.
     """
-    if step.outside:
-        absent = [PieceResult(PIECE, DEPARTS, step.outside, 1.0, 0.0, "no-group", step=step.step)]
-        return [*absent, *check_update(replace(step, outside=()))]
     if not step.rule:
         return [not_checked(PIECE, "the optimizer's rule has no definition here", step.step)]
     if step.is_narrow:

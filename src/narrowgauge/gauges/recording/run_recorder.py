@@ -41,6 +41,10 @@ from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.departures import findings_of
+from narrowgauge.recompute.piece_results import PieceResult
+from narrowgauge.recompute.step_watcher import StepWatcher
+from narrowgauge.recompute.task import Task
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.loggers.logger import names_in, require_loggers
 from narrowgauge.runs.record import Run, is_run, read_run
@@ -67,6 +71,9 @@ class RunRecorder:
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the settings in which runs differ, and
             pair runs of one ``seed``.
         gauges_every: steps between samples of the gauges; 0 for none.
+        audit_every: steps between those that are computed again, piece by piece; the second step is one too. 0 for none. What
+            departs becomes an event.
+        task: what the loop means to do, where that is not the usual (:func:`narrowgauge.task`).
         loggers: where rows and events also go: names such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"aim"``.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
 
@@ -78,7 +85,9 @@ class RunRecorder:
         RecipeError: the optimizer's storage is not the recipe's.
         NarrowgaugeError: an unknown logger, or one whose package is missing.
 
-    Cost: about 0.1 ms per step, and reading the loss from the device.
+    Cost: about 0.1 ms per step, and reading the loss from the device. An audited step takes its forward and backward passes
+        twice more, with a copy of the parameters, and keeps 4,096 elements of each tensor; what it keeps of inputs and outputs
+        is limited to 256 MiB.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -106,6 +115,8 @@ class RunRecorder:
         recipe: str | Path | Recipe | None = None,
         settings: Mapping[str, Any] | None = None,
         gauges_every: int = 0,
+        audit_every: int = 0,
+        task: Task | None = None,
         loggers: str | Iterable[str] = (),
         resume: bool = False,
     ) -> None:
@@ -128,6 +139,11 @@ class RunRecorder:
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
+            self._audited: StepWatcher | None = None
+            self._departed: set[tuple[str, str]] = set()
+            if audit_every:
+                self._audited = StepWatcher(model, self.optimizer, audit_every, self._audited_step, task)
+                undo.callback(self._audited.remove)
             self._must_go_back = found is not None and bool(found.steps)
             self._is_open = True
             if found is None:
@@ -228,6 +244,8 @@ class RunRecorder:
         """
         if self._is_open:
             self._is_open = False
+            if self._audited is not None:
+                self._audited.remove()
             self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
 
     def __enter__(self) -> RunRecorder:
@@ -235,6 +253,17 @@ class RunRecorder:
 
     def __exit__(self, kind: object, *_: object) -> None:
         self.close(finished=kind is None)
+
+    # ── the audit of steps ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _audited_step(self, _: int, results: list[PieceResult]) -> None:
+        """Write an event for each departure that is new; it comes within the step, before its row."""
+        step = self.num_steps if any(each.piece == "between" for each in results) else self.num_steps + 1
+        for each in findings_of(results):
+            if (each.name, each.where) not in self._departed:
+                self._departed.add((each.name, each.where))
+                kind = "note" if each.severity == "note" else "warning"
+                self.reporter.event(Event.of(kind, step, each), shown=kind == "warning")
 
     # ── what is written ─────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,7 @@ import io
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, overload
 
 import torch
@@ -23,6 +23,10 @@ from narrowgauge.integrations.check.set_up import SetUp, set_up_of, storage_of, 
 from narrowgauge.integrations.check.table import found_in
 from narrowgauge.integrations.check.watch import Seen, Watch
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.departures import findings_of
+from narrowgauge.recompute.piece_results import PieceResult
+from narrowgauge.recompute.step_watcher import StepWatcher
+from narrowgauge.recompute.task import Task
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.finding import SEVERITIES, Finding
 from narrowgauge.spec.tables import Table, name_columns, text_columns
@@ -175,6 +179,8 @@ def check(
     optimizer: Any,
     *,
     steps: int = 0,
+    step: int = 0,
+    task: Task | None = None,
     scheduler: Any = None,
     scaler: Any = None,
     average: Any = None,
@@ -193,6 +199,9 @@ def check(
         steps: optimizer steps to watch from now on; after the last, all findings are reported once, by a
             :class:`SetUpWarning <narrowgauge.integrations.SetUpWarning>` and by events. 0 watches none but those inside
             ``with ng.check(…) as watched:``.
+        step: the optimizer step, counted from now, that is computed again piece by piece: loss, forward pass, gradient,
+            clipping, update. What departs is a finding; watches that many steps at least. 0 for none.
+        task: what the loop means to do, where that is not the usual (:func:`narrowgauge.task`).
         scheduler: a learning-rate schedule that is no ``LRScheduler``.
         scaler: a loss scaler.
         average: an average of the weights: a module, tensors, or a state dict.
@@ -200,7 +209,7 @@ def check(
     Returns:
         The findings, most serious first. ``ok`` is true if none is worse than a note; ``require()`` raises otherwise.
     Raises:
-        RecipeError: ``model`` is not a module, or ``optimizer`` not an optimizer.
+        RecipeError: ``model`` is not a module, or ``optimizer`` not an optimizer; ``step`` with several optimizers.
 
     Cost: reads 16,384 elements of each parameter, and the list of the process's objects once: a second. Watched steps copy the
         gradients of six small parameters, and wait for the device.
@@ -213,13 +222,40 @@ def check(
         ['lost-updates', 'rate-below-spacing', 'frozen-second-moment']
     """
     Range().check("steps", steps)
+    Range().check("step", step)
     set_up = set_up_of(model, optimizer, scheduler, scaler, average, loss)
-    return Findings(found_in(set_up), map(_described, set_up.optimizers), lambda handle: _watch(set_up, handle), steps)
+    if step and len(set_up.optimizers) > 1:
+        raise RecipeError(
+            f"step={step} computes the step of one optimizer again, and check was given {len(set_up.optimizers)}.",
+            "Leave step out, or pass one optimizer.",
+        )
+    audit = Audit(step, task)
+    described = map(_described, set_up.optimizers)
+    return Findings(found_in(set_up), described, lambda handle: _watch(set_up, handle, audit), max(steps, step))
 
 
-def _watch(set_up: SetUp, handle: Findings) -> Callable[[], list[Finding]]:
+@dataclass(frozen=True)
+class Audit:
+    """The step that is computed again, and what is declared of it; step 0 is none."""
+
+    step: int
+    task: Task | None = None
+
+
+def _watch(set_up: SetUp, handle: Findings, audit: Audit) -> Callable[[], list[Finding]]:
     """Start watching; returns a function that ends it and runs the checks again, now that the optimizers have states."""
     set_up.seen = Seen()
+    results: list[PieceResult] = []
+    audited = None
+    if audit.step:  # its hooks come first, so that its results are there when the watch ends
+        audited = StepWatcher(
+            set_up.model,
+            set_up.optimizers[0],
+            audit.step,
+            lambda _, found: results.extend(found),
+            audit.task,
+            first=audit.step,
+        )
 
     def is_scaled() -> bool:
         return any(isinstance(scaler, torch.amp.GradScaler) for scaler in set_up.scalers())
@@ -229,10 +265,12 @@ def _watch(set_up: SetUp, handle: Findings) -> Callable[[], list[Finding]]:
 
     def end() -> list[Finding]:
         watch.remove()
+        if audited is not None:
+            audited.remove()
         now = updates_of_averages(set_up.model)
         updated = [average for average, count in now.items() if count > before.get(average, 0)]
         set_up.averages += [each for each in updated if all(each is not known for known in set_up.averages)]
-        return found_in(set_up)
+        return [*found_in(set_up), *findings_of(results)]
 
     return end
 

@@ -1,0 +1,120 @@
+"""What must not change between two steps: weights and states; and what must: an average of the weights.
+
+Samples that were taken after an audited step are compared with the same places before the next one, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from narrowgauge.recompute.capture import ParameterSample
+from narrowgauge.recompute.fitting import fitted, near
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult
+from narrowgauge.recompute.update_piece import joined, narrower_format
+
+PIECE = "between"
+_STILL = 3
+"""Audited steps over which an average that stands still is reported: some are updated every few steps."""
+
+
+@dataclass
+class LeftAfterStep:
+    """What an audited step left.
+
+    Args:
+        step: its number.
+        parameters: samples with weights and states after it.
+        outside: samples of trained parameters that the optimizer does not have, before the step, which had gradients.
+        averages: samples of the averages of the weights, by the parameter's name.
+    """
+
+    step: int
+    parameters: dict[str, ParameterSample]
+    outside: dict[str, Tensor] = field(default_factory=dict)
+    averages: dict[str, Tensor] = field(default_factory=dict)
+
+
+def check_between(
+    left: LeftAfterStep,
+    weights: Mapping[str, Tensor],
+    states: Mapping[str, Mapping[str, Tensor]],
+    outside: Mapping[str, Tensor],
+) -> list[PieceResult]:
+    """Compare what a step left with what the next one finds.
+
+    Args:
+        weights, states: samples at the same places, before the next step.
+        outside: samples of the parameters in ``left.outside``.
+    """
+    found = []
+    for name, sample in left.parameters.items():
+        after, now = sample.weight_after, weights.get(name)
+        if after is None or now is None or now.shape != after.shape or bool(((now == after) | after.isnan()).all()):
+            continue
+        result = PieceResult(PIECE, DEPARTS, (name,), _apart(now, after), 0.0, "weights-written", step=left.step)
+        found.append(_written(result, sample, after, now))
+    for name, sample in left.parameters.items():
+        for state, kept in sample.states_after.items():
+            now = states.get(name, {}).get(state)
+            if now is not None and now.shape == kept.shape and bool(((now == kept) | kept.isnan()).all()):
+                continue
+            cause = "states-lost" if now is None or not now.any() else "states-written"
+            found.append(PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, cause, {"state": state}, left.step))
+    absent = [name for name, before in left.outside.items() if name in outside and outside[name].equal(before)]
+    if absent:
+        found.append(PieceResult("update", DEPARTS, tuple(absent), 1.0, 0.0, "no-group", step=left.step))
+    return joined(found, len(left.parameters)) or [PieceResult(PIECE, EQUAL, step=left.step)]
+
+
+def _apart(now: Tensor, after: Tensor) -> float:
+    return float((now.double() - after.double()).norm() / max(float(after.double().norm()), 1e-300))
+
+
+def _written(result: PieceResult, sample: ParameterSample, after: Tensor, now: Tensor) -> PieceResult:
+    if now.equal(sample.weight):
+        return replace(result, cause="step-undone")
+    if (narrow := narrower_format(now.double(), after.double(), now.dtype)) is not None:
+        return replace(result, cause="weight-narrow", values={"format": narrow})
+    (factor,), rest = fitted(now.double(), [after.double()])
+    if rest <= 4 * torch.finfo(now.dtype).eps * float(after.double().norm()):
+        return replace(result, cause="weights-scaled", values={"factor": factor})
+    share = float((now != after).double().mean())
+    return replace(result, values={"share": share})
+
+
+class AverageCheck:
+    """Follows an average of the weights over audited steps."""
+
+    def __init__(self) -> None:
+        self._still = 0
+
+    def check(self, left: LeftAfterStep, averages: Mapping[str, Tensor]) -> list[PieceResult]:
+        """Compare the average before the next step with a mean of what it was and the weights.
+
+        Args:
+            averages: samples before the next step.
+        """
+        kinds = []
+        for name, before in left.averages.items():
+            sample, now = left.parameters.get(name), averages.get(name)
+            if sample is None or sample.weight_after is None or now is None or before.equal(sample.weight_after):
+                continue
+            if now.equal(before):
+                kinds.append("average-still")
+                continue
+            after = sample.weight_after.double()
+            (kept, taken), rest = fitted(now.double(), [before.double(), after])
+            if rest > 1e-4 * float(after.norm()):
+                kinds.append("average-other")
+            else:
+                kinds.append("" if near(kept + taken, 1.0, 1e-3) else "average-other")
+        if not kinds:
+            return []
+        self._still = self._still + 1 if all(kind == "average-still" for kind in kinds) else 0
+        others = kinds.count("average-other")
+        cause = "average-other" if others * 2 > len(kinds) else "average-still" if self._still >= _STILL else ""
+        return [PieceResult(PIECE, DEPARTS, (), 1.0, 0.0, cause, step=left.step)] if cause else []

@@ -1,0 +1,104 @@
+"""Between two steps: weights, states, averages; and passes without gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
+
+from narrowgauge.recompute.piece_results import EQUAL
+from narrowgauge.recompute.task import task
+from recompute.audited_loop import Loop
+
+
+def test_nothing_changes_between_healthy_steps() -> None:
+    loop = Loop().run(5)
+    found = [each.status for results in loop.results.values() for each in results if each.piece == "between"]
+    assert found == [EQUAL, EQUAL]
+
+
+def each_weight(change: Callable[[torch.Tensor], object]) -> Callable[[Loop], None]:
+    def after(loop: Loop) -> None:
+        with torch.no_grad():
+            for p in loop.model.parameters():
+                change(p)
+
+    return after
+
+
+def lose_states(loop: Loop) -> None:
+    for state in loop.optimizer.state.values():
+        state["exp_avg"].zero_()
+
+
+FAULTS: dict[str, tuple[Callable[[Loop], None], set[str]]] = {
+    "scaled": (each_weight(lambda p: p.mul_(0.99)), {"weights-scaled"}),
+    "narrow": (each_weight(lambda p: p.copy_(p.bfloat16())), {"weight-narrow"}),
+    "cut": (each_weight(lambda p: p.clamp_(-0.05, 0.05)), {"weights-written", "weights-scaled"}),
+    "states": (lose_states, {"states-lost"}),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_change_between_steps_is_named(name: str) -> None:
+    edit, causes = FAULTS[name]
+    loop = Loop(every=4)
+    loop.run(3)
+    assert not loop.findings()
+    after = loop.after_update
+
+    def both() -> None:
+        after()
+        edit(loop)
+
+    loop.after_update = both  # type: ignore[method-assign]
+    loop.run(2)
+    assert loop.names() and loop.names() <= causes, loop.results[4]
+
+
+AVERAGES: dict[str, tuple[Callable[[Any, Any], None], set[str]]] = {
+    "healthy": (lambda average, model: average.update_parameters(model), set()),
+    "still": (lambda average, model: None, {"average-still"}),
+    "a sum": (
+        lambda average, model: [a.data.mul_(0.9).add_(p.data, alpha=0.2) for a, p in _pairs(average, model)],  # type: ignore[dict-item, func-returns-value]
+        {"average-other"},
+    ),
+}
+
+
+def _pairs(average: Any, model: Any) -> Any:
+    return zip(average.parameters(), model.parameters(), strict=True)
+
+
+@pytest.mark.parametrize("name", AVERAGES)
+def test_an_average_that_is_none_is_named(name: str) -> None:
+    update, causes = AVERAGES[name]
+    loop = Loop(every=0)
+    average = AveragedModel(copy.deepcopy(loop.model), avg_fn=get_ema_avg_fn(0.9))
+    average.update_parameters(loop.model)
+    loop = Loop(every=2, task=task(averages=average))
+    after = loop.after_update
+
+    def both() -> None:
+        after()
+        update(average, loop.model)
+
+    loop.after_update = both  # type: ignore[method-assign]
+    loop.run(7)
+    assert loop.names() == causes
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_an_evaluation_in_training_mode_is_named(is_training: bool) -> None:
+    loop = Loop(dropout=0.1).run(2)
+    loop.model.train(is_training)
+    with torch.no_grad():
+        loop.model(next(loop.data)[:, :-1])
+    loop.model.train()
+    loop.run(2)
+    assert loop.names() == ({"evaluated-in-training"} if is_training else set())
+    assert is_training is any("dropout" in each.where for each in loop.findings())
