@@ -27,6 +27,7 @@ POSITIONS = 1 << 9
 SHIFTS = (1, 0, -1, 2, 3)
 _FITS = 0.02
 _AGREE = 0.9
+_SURE = 3e-3
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class _Positions:
     """Sampled positions of one forward pass: place in its sequence, what was fitted, and how well.
 
     ``weight`` is what a position counts; ``smoothed`` the share of its target spread over all tokens, and ``penalty`` what the
-    gradient has of ``p`` beyond the cross entropy, both relative to the weight; ``unexplained`` is the rest, likewise.
+    gradient has of ``p`` beyond the cross entropy, both relative to the weight; ``unexplained`` is the rest, likewise. Where the
+    model is sure of the target, its gradient is next to nothing and tells neither: that is not ``is_known``.
     """
 
     tokens: Tensor
@@ -46,6 +48,7 @@ class _Positions:
     penalty: Tensor
     unexplained: Tensor
     log_partition: Tensor
+    is_known: Tensor
     number: int
 
 
@@ -64,7 +67,7 @@ def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
     found = [positions for call in calls if (positions := _fitted_positions(call)) is not None]
     if not found:
         return [not_checked(PIECE, "logits and tokens have other shapes", step.step)]
-    counted = torch.cat([each.weight.abs() > 1e-12 for each in found])
+    counted = torch.cat([each.is_known for each in found])
     if not bool(counted.any()):
         return [PieceResult(PIECE, DEPARTS, (), 1.0, 0.0, "loss-zero", {}, step.step)]
     unexplained = torch.cat([each.unexplained for each in found])[counted]
@@ -108,7 +111,9 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
     a, b, c = (solution[..., 0] / lengths[:, 0] * scale).unbind(-1)
     weight = b + c
     safe = torch.where(weight.abs() > 0, weight, torch.ones_like(weight))
-    is_counted = d.abs().amax(-1) > 0
+    size = d.abs().amax(-1)
+    is_counted, is_known = size > 0, size > _SURE * size.max()
+    weight = torch.where(is_known, weight, weight[is_known].median()) if bool(is_known.any()) else weight
     zero = torch.zeros_like(weight)
     return _Positions(
         tokens.cpu(),
@@ -120,6 +125,7 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
         torch.where(is_counted, a / safe - 1, zero).cpu(),
         torch.where(is_counted, rest, zero).cpu(),
         log_partition.cpu(),
+        (is_counted & is_known).cpu(),
         batch * length,
     )
 
@@ -132,7 +138,7 @@ def _agreement(found: list[_Positions], shift: int) -> float:
     hits = number = 0.0
     for each in found:
         there = each.place + shift
-        is_known = (there >= 0) & (there < each.tokens.shape[1]) & (each.weight.abs() > 0)
+        is_known = (there >= 0) & (there < each.tokens.shape[1]) & each.is_known
         if bool(is_known.any()):
             wanted = each.tokens[each.row[is_known], there[is_known]]
             hits += float((wanted == each.target[is_known]).sum())
@@ -162,7 +168,7 @@ def _targets(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
 def _ignored(found: list[_Positions], step: StepCapture, task: Task) -> list[PieceResult]:
     if task.ignore is None:
         return []
-    counted = torch.cat([each.weight.abs() > 0 for each in found])
+    counted = torch.cat([each.is_known for each in found])
     targets = torch.cat([each.target for each in found])
     wrong = counted & (targets == task.ignore)
     if not bool(wrong.any()):
@@ -179,7 +185,7 @@ def _ignored(found: list[_Positions], step: StepCapture, task: Task) -> list[Pie
 
 
 def _shape(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
-    counted = [each.weight.abs() > 0 for each in found]
+    counted = [each.is_known for each in found]
     smoothed = torch.cat([each.smoothed[c] for each, c in zip(found, counted, strict=True)])
     penalty = torch.cat([each.penalty[c] for each, c in zip(found, counted, strict=True)])
     partition = torch.cat([each.log_partition[c] for each, c in zip(found, counted, strict=True)])
@@ -236,8 +242,8 @@ def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     if max(middles) > (1 + tolerance) * min(middles):
         values = {"least": min(middles) / max(middles)}
         return [replace(result, difference=1 - values["least"], cause="micro-batches-uneven", values=values)]
-    # A sample of positions knows the number of those that count only to a few percent, unless it is all or they are.
-    if near(total, 1.0, 0.05) or not _is_whole(found):
+    # A sample of positions does not say how many of the others count, unless all of them do.
+    if near(total, 1.0, max(2e-3, 20 * _rounding(step))) or not _is_whole(found):
         return []
     equals = what_it_equals(total, len(found), step.loss_scale)
     tokens = sum(numbers)

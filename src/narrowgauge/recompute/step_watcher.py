@@ -214,11 +214,12 @@ class StepWatcher:
 
     def _again(self, step: StepCapture) -> list[PieceResult]:
         """What must be computed before the update: passes through the model, with the weights that they had."""
-        return [
-            *self._passes(step),
-            *check_after_backward(step),
-            *check_clip(step, self._clips, self.task.max_grad_norm),
-        ]
+        changed = check_after_backward(step)
+        if any(each.status == DEPARTS for each in changed):
+            clip = [not_checked("clip", "the gradients were changed otherwise, too", step.step)]
+        else:
+            clip = check_clip(step, self._clips, self.task.max_grad_norm)
+        return [*self._passes(step), *changed, *clip]
 
     def _passes(self, step: StepCapture) -> list[PieceResult]:
         if (why := self._why_not_again()) is not None:

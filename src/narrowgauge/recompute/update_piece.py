@@ -282,14 +282,24 @@ def _cause_of_state(
     return ("part", {"share": share}) if 0 < share < 0.9 else ("", {})
 
 
-def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> str | None:
-    """The format, narrower than its dtype, in which a value was rounded: every element is one of it, and near the expected."""
-    if torch.finfo(dtype).bits < 32 or actual.numel() < 8:
+def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1.0) -> str | None:
+    """The format, narrower than its dtype, in which values were rounded, or ``None``.
+
+    Every element is a value of that format, and nearly every one is the expected rounded to it; few lie near a tie.
+
+    Args:
+        actual, expected: float64.
+        dtype: of the run's tensor.
+        factor: by which both were multiplied after the rounding.
+    """
+    if torch.finfo(dtype).bits < 32 or actual.numel() < 8 or not factor:
         return None
+    actual, expected = actual / factor, expected / factor
+    slack = 4 * torch.finfo(dtype).eps * actual.abs()
     for narrow in reversed(NARROWER):
-        unit = torch.finfo(narrow).eps
-        is_in = bool((actual.float().to(narrow).double() == actual).all())
-        if is_in and float((actual - expected).norm()) <= unit * float(expected.norm()):
+        is_in = bool(((actual.float().to(narrow).double() - actual).abs() <= slack).all())
+        rounded = (expected.float().to(narrow).double() - actual).abs() <= slack
+        if is_in and float(rounded.double().mean()) >= 0.95:
             return str(narrow).removeprefix("torch.")
     return None
 
