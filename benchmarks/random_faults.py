@@ -67,6 +67,7 @@ class Fault:
         piece: where it is.
         where: the one tensor or module that it is about, or empty.
         plant: puts it into a loop.
+        members: the tensors that it is about; ``None`` for all.
     """
 
     says: str
@@ -74,6 +75,7 @@ class Fault:
     piece: str
     where: str
     plant: Callable[[Loop], None]
+    members: set[str] | None = None
 
 
 # ── operations on a tensor ────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +162,7 @@ def of_gradient(draw: random.Random, loop: Loop) -> Fault:
 
         around(loop, "after_backward", edit)
 
-    return Fault(f"gradient of {who}: {words}", names, "gradient", where, plant)
+    return Fault(f"gradient of {who}: {words}", names, "gradient", where, plant, set(parameters(loop)))
 
 
 def of_micro_batches(draw: random.Random, loop: Loop) -> Fault:
@@ -340,10 +342,9 @@ def of_weights(draw: random.Random, loop: Loop) -> Fault:
         else:
             around(loop, "update", after, before)
 
-    place = "within the step" if is_within else "after the step"
-    return Fault(
-        f"{state or 'weight'} of {who} {place}: {words}", names, "update" if is_within else "between", where, plant
-    )
+    place, piece = ("within the step", "update") if is_within else ("after the step", "between")
+    says = f"{state or 'weight'} of {who} {place}: {words}"
+    return Fault(says, names, piece, where, plant, set(parameters(loop)))
 
 
 PIECES: tuple[Callable[[random.Random, Loop], Fault], ...] = (
@@ -376,7 +377,9 @@ def trial(seed: int) -> Row:
 
     def is_right(finding: Any) -> bool:
         names = [name for name in finding.where.split(", ") if name]
-        return finding.name in fault.names and (not fault.where or not names or any(fault.where in n for n in names))
+        shown = {name.split(" and ")[0] for name in names}
+        is_there = not fault.where or not names or any(fault.where in n for n in names)
+        return finding.name in fault.names and is_there and (fault.members is None or shown <= fault.members)
 
     first, three = bool(found) and is_right(found[0]), any(map(is_right, found[:3]))
     is_note = bool(found) and found[0].severity == "note"

@@ -172,6 +172,26 @@ def test_a_term_beside_the_loss_is_named_or_declared(is_declared: bool) -> None:
     assert loop.names() == (set() if is_declared else {"decay-in-gradient"})
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.25])
+def test_a_factor_is_of_those_that_were_changed_and_not_of_the_others(clip: float) -> None:
+    loop = Loop(clip=clip)
+    vectors = {name for name, p in loop.model.named_parameters() if p.ndim == 1}
+    assert len(vectors) * 2 > len(list(loop.model.parameters())), "they are the majority"
+
+    def tripled() -> None:
+        for name, p in loop.model.named_parameters():
+            if name in vectors and p.grad is not None:
+                p.grad.mul_(3.0)
+
+    loop.after_backward = tripled  # type: ignore[method-assign]
+    loop.run(2)
+    found = [each for each in loop.results[2] if each.status == "departs"]
+    if clip:  # two factors, neither 1: which part was changed is not to be seen
+        assert [(each.cause, each.where) for each in found] == [("", ())]
+    else:
+        assert [(each.cause, set(each.where)) for each in found] == [("gradient-scaled", vectors)]
+
+
 def test_a_parameter_that_is_held_by_reference_is_used() -> None:
     loop = Loop()
     weight = loop.model.head.weight

@@ -127,6 +127,7 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
     "beta2": (setting(betas=(0.9, 0.95)), "beta", {"value": 0.95}),
     "sign": (setting(maximize=True), "gradient-scaled", {"factor": -1.0}),
     "frozen": (edited(lambda p, weight, state, before: p.copy_(weight), 5), "frozen", {}),
+    "scaled weights": (edited(lambda p, *_: p.mul_(3.0)), "weights-scaled", {"factor": 3.0}),
     "count": (counted(0), "step-count", {"count": 1}),
     "narrow weights": (edited(lambda p, *_: p.copy_(p.bfloat16())), "weight-narrow", {"format": "bfloat16"}),
     "narrow moments": (

@@ -260,8 +260,8 @@ DEPARTURES: dict[str, Departure] = {
             "Look at what the loop does after optimizer.step(): averages, clipping of weights, loading.",
         ),
         Departure(
-            "weights-scaled", ("between",), "warning", "the weights were multiplied by {factor:.6g} between two steps.",
-            "Look at what the loop does after optimizer.step().",
+            "weights-scaled", ("update", "between"), "warning", "the weights were multiplied by {factor:.6g} after the step.",
+            "Look at what the loop does after optimizer.step(), and at what wraps it.",
         ),
         Departure("step-undone", ("between",), "error", "the weights are those of before the step again.", "Look for a copy."),
         Departure(

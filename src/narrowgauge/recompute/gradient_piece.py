@@ -204,6 +204,10 @@ def factor_after_backward(step: StepCapture) -> tuple[float | None, dict[str, fl
             factors[name] = factor
     if not factors:
         return None, factors
+    # Those that nothing changed are the measure of the others, even where they are few.
+    plain = 1.0 / step.loss_scale
+    if sum(near(f, plain, 1e-5) for f in factors.values()) * 4 > len(factors):
+        return plain, factors
     middle = statistics.median_low(sorted(factors.values()))
     alike = sum(near(f, middle, 1e-4) for f in factors.values())
     return (middle if alike * 2 > len(factors) else None), factors
@@ -288,6 +292,10 @@ def check_after_backward(step: StepCapture) -> list[PieceResult]:
             )
         )
     departs = [each for each in results if each.status == DEPARTS]
+    if len(departs) * 4 > len(results) and not near(common * step.loss_scale, 1.0, 1e-4):
+        # Two parts of the parameters were multiplied by two factors, and nothing says which of them is right.
+        most = max(departs, key=lambda each: each.difference)
+        return [replace(most, where=(), cause="", values={"when": "after backward"})]
     if is_guess and not all(each.cause in ("gradient-stale", "gradient-kept") for each in departs):
         return [not_checked(PIECE, "gradients share no factor after the backward pass", step.step)]
     return _gathered(step, results, "after backward") if departs else []

@@ -468,6 +468,8 @@ def _fit(
 def _cause_of_factors(factor: float, taken: float, rate: float, decay: float) -> tuple[str, dict[str, object]]:
     """The cause behind a factor on the step, and what decay took of the weight."""
     wanted = rate * decay
+    if abs(taken) > 1e-3 and abs(taken - wanted) > 0.5 * abs(wanted) and near(factor, 1 - taken, 1e-3):
+        return "weights-scaled", {"factor": factor}
     has_decay = wanted > 0 and near(taken, wanted, 0.05)
     if near(factor, 1.0, 1e-3):
         if wanted and abs(taken) < 0.05 * wanted:

@@ -1,0 +1,27 @@
+"""The generator of faults: its trials are repeatable, plant what they say, and judge both ways."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from benchmark_modules import benchmark_module
+from recompute.audited_loop import Loop
+
+faults = benchmark_module("random_faults")
+
+
+@pytest.mark.parametrize("seed", [1, 17])
+def test_a_trial_is_repeatable_and_named(seed: int) -> None:
+    row = faults.trial(seed)
+    assert row["answer"] == "first" and row["in three"] == "yes", row
+    assert faults.trial(seed) == row
+
+
+def test_a_fault_that_is_planted_changes_the_loop_and_a_wrong_name_is_not_right() -> None:
+    fault = faults.of_gradient(random.Random(3), Loop(every=0))
+    loop, healthy = Loop(every=0), Loop(every=0)
+    fault.plant(loop)
+    assert not loop.run(3).bits().equal(healthy.run(3).bits()), fault.says
+    assert fault.piece == "gradient" and "rate" not in fault.names
