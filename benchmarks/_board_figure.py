@@ -18,12 +18,13 @@ from pathlib import Path
 from _board_costs import Cost, is_others
 from _board_records import MASTER, RULES
 
-from narrowgauge.analysis.comparison.intervals import MINUS
+from narrowgauge.analysis.comparison.intervals import MINUS, PairedDifference
 from narrowgauge.spec.storages import STORAGES
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 
-TOP, BOTTOM, LEFT, RIGHT = 58, 470, 74, 16
+TOP, BOTTOM, LEFT, RIGHT = 76, 488, 74, 16
+LEAST_WIDTH = 800
 STEP, LINE, LETTER = 10, 15.0, 6.7
 """Pixels between points of a band, between labels, and a letter's width."""
 TICKS = (0.001, 0.005, 0.02, 0.1, 0.5)
@@ -68,19 +69,25 @@ def _bent(difference: float) -> float:
 def figure(costs: Iterable[Cost], colours: Colours = LIGHT) -> str:
     """The SVG of all rows that are complete and compared with ``master``, but storages that belong to another compute."""
     of_computes = {name for name in STORAGES if "/" in name}
-    compared = [cost for cost in costs if cost.baseline == MASTER and cost.over_all is not None]
+    all_costs = list(costs)
+    compared = [cost for cost in all_costs if cost.baseline == MASTER and cost.over_all is not None]
     shown = [cost for cost in compared if cost.row not in of_computes]
+    num_rows = len(shown)
+    # The zero that the others are compared with is a row, too, once there is something to compare.
+    shown += [cost for cost in all_costs if num_rows and cost.row == MASTER]
     shown.sort(key=lambda cost: (_bytes(cost), cost.over_all.mean if cost.over_all else 0.0, cost.row))
     bands = [(size, list(group)) for size, group in groupby(shown, key=_bytes)]
-    widths = [STEP * len(group) + LETTER * max(len(cost.row) for cost in group) + 26 for _, group in bands]
+    least = [STEP * len(group) + LETTER * max(len(cost.row) for cost in group) + 26 for _, group in bands]
+    spread = max(1.0, LEAST_WIDTH / sum(least)) if least else 1.0
+    widths = [spread * wide for wide in least]
     low, high = _reach(shown)
-    width = round(LEFT + RIGHT + max(sum(widths), 800))
+    width = round(LEFT + RIGHT + max(sum(widths), LEAST_WIDTH))
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {BOTTOM + 62}" role="img" '
         'aria-label="Validation loss difference from master against bytes per parameter">',
         f"<style>{colours.style}</style>",
         f'<text class="title" x="{LEFT}" y="20">What each format costs: validation loss against bytes per parameter</text>',
-        f'<text x="{LEFT}" y="40">{_subtitle(len(shown))}</text>',
+        *(f'<text x="{LEFT}" y="{y}">{line}</text>' for y, line in zip((40, 57), _subtitle(num_rows), strict=False)),
         *_frame(width, low, high),
     ]
     left = float(LEFT)
@@ -99,13 +106,13 @@ def _bytes(cost: Cost) -> int:
     return round(cost.bytes_per_param)
 
 
-def _subtitle(num_rows: int) -> str:
+def _subtitle(num_rows: int) -> tuple[str, ...]:
     if not num_rows:
-        return "no row is complete yet"
-    seeds = len(RULES.seeds)
+        return ("no row is complete yet",)
+    cells = f"{len(RULES.betas)} values of beta2, {len(RULES.lrs)} rates, {len(RULES.seeds)} seeds"
     return (
-        f"{RULES.model}, {RULES.steps} steps, {len(RULES.cells)} cells × {seeds} seeds, mean and 95 % interval; "
-        f"band: ± {RULES.resolve:g} nats; blue: Narrowgauge's rows, orange: others'"
+        f"{RULES.model}, {RULES.steps} steps, {cells}: mean difference from {MASTER} and its 95 % interval",
+        f"band: ± {RULES.resolve:g} nats; blue: Narrowgauge's rows, orange: other packages' and published ones",
     )
 
 
@@ -142,7 +149,8 @@ def _band(size: int, group: Sequence[Cost], left: float, wide: float, low: float
         f'<line class="axis" x1="{left:.1f}" x2="{left:.1f}" y1="{BOTTOM}" y2="{BOTTOM + 5}"/>',
         f'<text x="{left + wide / 2:.1f}" y="{BOTTOM + 20}" text-anchor="middle">{size}</text>',
     ]
-    found = [(cost, cost.over_all) for cost in group if cost.over_all is not None]
+    zero = PairedDifference(MASTER, 0.0, 0.0, len(RULES.seeds))
+    found = [(cost, cost.over_all or zero) for cost in group]
     heights = [_height(difference.mean, low, high) for _, difference in found]
     labels = _apart(heights)
     beside = left + 12 + STEP * len(found)

@@ -389,11 +389,13 @@ def test_the_figure_shows_complete_rows_with_labels_apart() -> None:
     assert text == figures.figure(costs_of.costs([*BASE, *found[:-1]], RULES))
     root = ElementTree.fromstring(text)
     svg = "{http://www.w3.org/2000/svg}"
-    assert len(root.findall(f"{svg}circle")) == 4
+    assert len(root.findall(f"{svg}circle")) == 4 + 1
     labels = [each for each in root.findall(f"{svg}text") if each.get("class") in ("ours", "others")]
     assert {each.text: each.get("class") for each in labels} == {
-        "word": "ours", "stochastic": "ours", "naive": "ours", "torch AdamW bfloat16": "others",
+        "word": "ours", "stochastic": "ours", "naive": "ours", "torch AdamW bfloat16": "others", "master": "ours",
     }  # fmt: skip
-    heights = sorted(float(each.get("y", "nan")) for each in labels)
+    zero = next(each for each in root.findall(f"{svg}line") if each.get("class") == "axis zero").get("y1")
+    assert zero in {each.get("cy") for each in root.findall(f"{svg}circle")}, "the baseline is a row at zero"
+    heights = sorted(float(each.get("y", "nan")) for each in labels if each.text != "master")  # of the rows of 8 bytes
     assert all(after - before >= figures.LINE - 0.11 for before, after in itertools.pairwise(heights))
     assert heights[0] >= figures.TOP - 20 and heights[-1] <= figures.BOTTOM + 10

@@ -92,7 +92,7 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
     stride = max(1, batch * length // POSITIONS)
     while stride > 1 and math.gcd(stride, length) > 1:
         stride += 1
-    chosen = torch.arange(0, batch * length, stride, device=logits.device)
+    chosen = torch.arange(0, batch * length, stride, dtype=torch.int64, device=logits.device)
     z = logits.reshape(-1, vocabulary)[chosen].double()
     d = gradients.reshape(-1, vocabulary)[chosen].double()
     log_partition = z.logsumexp(-1)
