@@ -61,7 +61,7 @@ def own_loop(recipe: str, seed: int, log: RunLog) -> dict[str, Any]:
         log.step({"loss": loss.detach(), "tokens": 8.0 * step, "grad_norm": None, "skipped": step == 3})
     log.eval({"val_loss": loss.detach(), "tokens_per_second": 1.0, "peak_memory_bytes": 1 << 20})
     log.event(ng.Event("note", 4, "words"))
-    log.event(ng.Event("first_bad_value", 4, "words", detector="replay", phase="forward"))
+    log.event(ng.Event("first_bad_value", 4, "words", detector="replay", phase="forward", operation="aten.log"))
     return {"saturated": 0, "model": "own"}
 
 
