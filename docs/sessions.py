@@ -26,6 +26,7 @@ from narrowgauge.cli.main import main as narrowgauge
 
 DOCS = Path(__file__).parent
 _BLOCK = re.compile(r"(<!-- session: (exact|figures differ) -->\n```text\n)(.*?)(^```)", re.DOTALL | re.MULTILINE)
+_COMMAND = re.compile(r"^\$ (?:.*\\\n)*.*$", re.MULTILINE)
 _NUMBER = re.compile(r"[+−-]?\d[\d,.]*(?:e[+-]?\d+)?")
 
 
@@ -38,14 +39,13 @@ class Session:
 
     @property
     def commands(self) -> list[str]:
-        """Without their ``$``; a line that ends in a backslash goes on in the next one."""
-        joined = self.text.replace("\\\n", " ")
-        return [line[2:] for line in joined.splitlines() if line.startswith("$ ")]
+        """As the page shows them; a line that ends in a backslash goes on in the next one."""
+        return _COMMAND.findall(self.text)
 
     def run(self) -> str:
         """The commands with what they print now, in the working folder."""
         parts = []
-        for shown in re.findall(r"^\$ (?:.*\\\n)*.*$", self.text, re.MULTILINE):
+        for shown in self.commands:
             name, *words = shlex.split(shown[2:].replace("\\\n", " "))
             if name != "narrowgauge":
                 raise ValueError(f"a session runs narrowgauge alone, and not {name}")

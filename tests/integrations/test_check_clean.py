@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import narrowgauge as ng
-from narrowgauge.integrations.check.set_up import optimizers_of, storage_of, told
+from narrowgauge.integrations.check.set_up import optimizers_of, storage_of
 from narrowgauge.runs.events import on_event
+from narrowgauge.runs.finding import told
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore:.*cannot.*:UserWarning")
 

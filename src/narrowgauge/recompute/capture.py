@@ -53,6 +53,11 @@ def spread(tensor: Tensor, most: int = ELEMENTS) -> Tensor:
     return flat[::stride].clone()
 
 
+def random_signs(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Ones and minus ones, int8, drawn on the CPU so that every device has the same."""
+    return torch.randint(0, 2, shape, generator=generator, dtype=torch.int8) * 2 - 1
+
+
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """The sum of squares of this rank's part of a tensor, a float64 scalar."""
     norm: Tensor = torch.linalg.vector_norm(local_of(tensor.detach()), dtype=torch.float32)
@@ -69,8 +74,8 @@ class ParameterSample:
         settings: those of its group that the rule reads.
         weight, states: before the step, 1-D.
         gradient: as the optimizer received it; ``None`` where there was none.
-        squares: the sum of squares of that gradient, all elements.
-        computed, computed_squares: the gradient as the backward passes left it, before it was unscaled or clipped.
+        computed, computed_squares: the gradient as the backward passes left it, before it was unscaled or clipped, and the sum
+            of squares of all its elements.
         previous: the gradient that the optimizer received one step earlier.
         weight_after, states_after: after the step.
         number: how many steps the optimizer has done with it, this one included.
@@ -83,7 +88,6 @@ class ParameterSample:
     weight: Tensor
     states: dict[str, Tensor]
     gradient: Tensor | None = None
-    squares: Tensor | None = None
     computed: Tensor | None = None
     computed_squares: Tensor | None = None
     previous: Tensor | None = None
@@ -146,7 +150,6 @@ class StepCapture:
         parameters: by name.
         calls: its forward passes in order; empty where they were not kept.
         loss_scale: by which a ``GradScaler`` multiplied the loss.
-        own_factor: by which our optimizer multiplies gradients in its step (its clipping and loss scale).
         is_narrow: the storage keeps less than float32, so that updates are rounded.
         missing: why something was not kept, by piece.
         outside: samples of parameters that have a gradient and are in no group of the optimizer.
@@ -158,7 +161,6 @@ class StepCapture:
     parameters: dict[str, ParameterSample] = field(default_factory=dict)
     calls: list[ForwardCall] = field(default_factory=list)
     loss_scale: float = 1.0
-    own_factor: float = 1.0
     is_narrow: bool = False
     missing: dict[str, str] = field(default_factory=dict)
     outside: dict[str, Tensor] = field(default_factory=dict)

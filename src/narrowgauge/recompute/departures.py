@@ -5,12 +5,12 @@ Pieces hand over ids and numbers (:class:`~narrowgauge.recompute.piece_results.P
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.recompute.piece_results import DEPARTS, NOT_CHECKED, PieceResult
-from narrowgauge.runs.finding import Finding
+from narrowgauge.runs.finding import Finding, told
 
 PIECES: dict[str, str] = {
     "loss": "the loss: which tokens are predicted, and what they count",
@@ -303,7 +303,7 @@ def findings_of(results: Iterable[PieceResult]) -> list[Finding]:
 
 def _finding(result: PieceResult) -> Finding:
     row = DEPARTURES.get(result.cause)
-    where = shown(result.where)
+    where = told(result.where)
     values: dict[str, Any] = {**result.values, "difference": result.difference, "envelope": result.envelope}
     values["equal_to"] = f", and equals {result.values['equals']}" if "equals" in result.values else ""
     name, message, advice, severity = result.cause or f"{result.piece}-departs", _UNKNOWN, "", "note"
@@ -320,14 +320,3 @@ def _finding(result: PieceResult) -> Finding:
 def unchecked(results: Iterable[PieceResult]) -> dict[str, str]:
     """Why a piece was not checked, by piece."""
     return {each.piece: str(each.values.get("why", "")) for each in results if each.status == NOT_CHECKED}
-
-
-def shown(names: Sequence[str], most: int = 3) -> str:
-    """Some names, and how many others there are; ``all`` parameters have no name.
-
-    Example:
-        >>> shown(["a", "b", "c", "d"]), shown([])
-        ('a, b, c and 1 other', '')
-    """
-    rest = len(names) - most
-    return ", ".join(names[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")

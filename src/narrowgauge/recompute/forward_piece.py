@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from narrowgauge._torch import plain_name
-from narrowgauge.recompute.capture import ForwardCall, StepCapture, tensors_in
+from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs, tensors_in
 from narrowgauge.recompute.passes_again import in_mode, moved_by_half_a_spacing, outputs_again, without_own_hooks
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 
@@ -232,7 +232,7 @@ def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | N
     def nudged(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).to(value.device) * 2 - 1
+        signs = random_signs(value.shape, generator).to(value.device)
         return value.detach() * (1 + _NUDGE * signs.to(value.dtype))
 
     own = {name: p.detach() for name, p in module.named_parameters()}

@@ -168,7 +168,7 @@ def _of_last(factor: float, share: float) -> tuple[str, dict[str, object]]:
     return "gradient-kept", {"share": share, "factor": factor}
 
 
-def what_it_equals(factor: float, micro_batches: int, loss_scale: float, ranks: int = 1) -> dict[str, object]:
+def what_it_equals(factor: float, micro_batches: int, loss_scale: float) -> dict[str, object]:
     """A quantity of the run that a factor equals, by name; nothing where it equals none, or several.
 
     Example:
@@ -178,10 +178,7 @@ def what_it_equals(factor: float, micro_batches: int, loss_scale: float, ranks: 
     known = {
         "micro-batches": float(micro_batches), "1 / micro-batches": 1 / micro_batches,
         "loss scale": loss_scale, "1 / loss scale": 1 / loss_scale,
-        "ranks": float(ranks), "1 / ranks": 1 / ranks, "ranks + 1": ranks + 1.0,
     }  # fmt: skip
-    if ranks == 1:
-        del known["ranks + 1"]
     found = [name for name, value in known.items() if value != 1.0 and near(factor, value, 1e-4)]
     return {"equals": found[0]} if len(found) == 1 else {}
 

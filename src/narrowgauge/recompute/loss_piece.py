@@ -148,18 +148,15 @@ def _agreement(found: list[_Positions], shift: int) -> float:
 
 def _targets(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     shares = {shift: _agreement(found, shift) for shift in SHIFTS}
+    wrong = 1 - shares[1]
+    others = PieceResult(PIECE, DEPARTS, (), wrong, 0.01, "labels-other", {"share": wrong}, step.step)
     if shares[1] >= _AGREE:
-        if 1 - shares[1] > 0.01:
-            values = {"share": 1 - shares[1]}
-            return [PieceResult(PIECE, DEPARTS, (), 1 - shares[1], 0.01, "labels-other", values, step.step)]
-        return []
+        return [others] if wrong > 0.01 else []
     best = max(shares, key=lambda shift: shares[shift])
     if shares[best] >= _AGREE:
-        values = {"shift": best}
-        return [PieceResult(PIECE, DEPARTS, (), 1 - shares[1], 0.01, "labels-shifted", values, step.step)]
+        return [replace(others, cause="labels-shifted", values={"shift": best})]
     if shares[1] > 0.5:
-        values = {"share": 1 - shares[1]}
-        return [PieceResult(PIECE, DEPARTS, (), 1 - shares[1], 0.01, "labels-other", values, step.step)]
+        return [others]
     return [
         not_checked(PIECE, "the targets are not the next tokens; ng.task(loss=…) declares what they are", step.step)
     ]

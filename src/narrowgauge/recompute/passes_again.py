@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from narrowgauge.recompute.capture import ForwardCall, float_outputs
+from narrowgauge.recompute.capture import ForwardCall, float_outputs, random_signs
 
 Tensors = dict[str, Tensor]
 
@@ -167,10 +167,7 @@ def moved_by_half_a_spacing(parameters: Tensors, seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     result = {}
     for name, p in parameters.items():
-        # Drawn on the CPU, so that every device has the same.
-        signs = (
-            torch.randint(0, 2, p.shape, generator=generator, dtype=torch.int8).to(p.device).to(torch.float32) * 2 - 1
-        )
+        signs = random_signs(p.shape, generator).to(p.device).to(torch.float32)
         unit = torch.finfo(p.dtype).eps
         if p.dtype in (torch.bfloat16, torch.float16):
             chosen = torch.randint(0, 64, p.shape, generator=generator, dtype=torch.int8).to(p.device) == 0

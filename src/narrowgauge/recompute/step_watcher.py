@@ -9,7 +9,7 @@ checked.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -205,7 +205,6 @@ class StepWatcher:
             weight=spread(weight_of(self.optimizer, parameter)),
             states=states_of(self.optimizer, parameter),
             gradient=None if gradient is None else spread(gradient),
-            squares=None if gradient is None or is_sharded(gradient) else sum_of_squares(gradient),
             computed=computed,
             computed_squares=squares,
             previous=self._previous.get(id(parameter)),
@@ -265,7 +264,7 @@ class StepWatcher:
 
     def _finish(self, step: StepCapture) -> None:
         optimizer = self.optimizer
-        held = {self._names.get(id(p), ""): p for group in optimizer.param_groups for p in group["params"]}
+        held = self._held()
         for name, sample in step.parameters.items():
             if (parameter := held.get(name)) is not None:
                 sample.weight_after = spread(weight_of(optimizer, parameter))
@@ -279,6 +278,10 @@ class StepWatcher:
         self._results.extend(check_decay_groups(step, self.task.decay_groups))
         self._left = LeftAfterStep(step.step, step.parameters, step.outside, self._averages())
 
+    def _held(self) -> dict[str, Tensor]:
+        """The parameters of the optimizer by the model's names."""
+        return {self._names.get(id(p), ""): p for group in self.optimizer.param_groups for p in group["params"]}
+
     def _averages(self) -> dict[str, Tensor]:
         averages = self.task.averages
         if averages is None:
@@ -289,8 +292,7 @@ class StepWatcher:
         left, optimizer = self._left, self.optimizer
         if left is None:
             return
-        held = {self._names.get(id(p), ""): p for group in optimizer.param_groups for p in group["params"]}
-        held = {name: p for name, p in held.items() if name in left.parameters}
+        held = {name: p for name, p in self._held().items() if name in left.parameters}
         left.parameters = {name: sample for name, sample in left.parameters.items() if name in held}
         named = {plain_name(n): p for n, p in self._inner.named_parameters()}
         self._results.extend(
@@ -342,13 +344,3 @@ def _plain(function: Callable[..., None]) -> Callable[..., None]:
     """A hook that the compiler, if it is loaded, does not trace."""
     result: Callable[..., None] = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
     return result
-
-
-def named(results: Sequence[PieceResult]) -> list[str]:
-    """The causes in some results, in order.
-
-    Example:
-        >>> named([PieceResult("update", "departs", cause="rate")])
-        ['rate']
-    """
-    return [each.cause for each in results if each.cause]

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from narrowgauge.recompute.capture import ParameterSample, StepCapture
+from narrowgauge.recompute.capture import ParameterSample, StepCapture, random_signs
 from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 
@@ -27,6 +27,8 @@ _MARGIN = 3.0
 """The envelope over the largest distance that was measured."""
 NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _EPSILONS = (0.0, 1e-16, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
+_FREE = ("", "rate", "decay", "step", "both")
+"""The numbers that are free in a fit of a weight: the fewest that agree are the answer."""
 Values = dict[str, Tensor]
 Rule = Callable[[Values], Tensor]
 
@@ -62,12 +64,12 @@ def check_decay_groups(step: StepCapture, declared: str) -> list[PieceResult]:
     if not declared:
         return []
     wrong: dict[str, list[str]] = {"decay-unwanted": [], "decay-wanted": []}
-    has_decay = any(_decay(step.rule, sample) for sample in step.parameters.values())
+    has_decay = any(_decay(sample) for sample in step.parameters.values())
     for name, sample in step.parameters.items():
         is_matrix = len(sample.shape) > 1
         without = declared == "matrices-not-embeddings" and name in step.embeddings
         wanted = declared == "all" or (is_matrix and not without)
-        is_decayed = _decay(step.rule, sample) > 0
+        is_decayed = _decay(sample) > 0
         if is_decayed and not wanted:
             wrong["decay-unwanted"].append(name)
         elif has_decay and wanted and not is_decayed:
@@ -145,7 +147,7 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
 def _inputs(step: StepCapture, sample: ParameterSample) -> Values:
     assert sample.gradient is not None
     sign = -1.0 if sample.settings.get("maximize") else 1.0
-    gradient = sample.gradient.double() * (step.own_factor * sign)
+    gradient = sample.gradient.double() * sign
     zeros = torch.zeros_like(gradient)
     found = {"weight": sample.weight.double(), "gradient": gradient}
     for name in _state_rules(step.rule, sample):
@@ -154,7 +156,7 @@ def _inputs(step: StepCapture, sample: ParameterSample) -> Values:
     return found
 
 
-def _decay(rule: str, sample: ParameterSample) -> float:
+def _decay(sample: ParameterSample) -> float:
     return float(sample.settings.get("weight_decay") or 0.0)
 
 
@@ -166,7 +168,7 @@ def _gradient(rule: str, sample: ParameterSample, given: Values) -> Tensor:
     """The gradient that the states take, with decay where the rule adds it there."""
     if _is_decoupled(rule, sample):
         return given["gradient"]
-    return given["gradient"] + _decay(rule, sample) * given["weight"]
+    return given["gradient"] + _decay(sample) * given["weight"]
 
 
 def _factors(rule: str, sample: ParameterSample) -> dict[str, tuple[float, float]]:
@@ -209,7 +211,7 @@ def measured_envelope(rule: Rule, given: Values, formats: dict[str, torch.dtype]
     moved = {}
     for name, value in given.items():
         half = torch.finfo(formats.get(name, torch.float32)).eps / 2
-        signs = torch.randint(0, 2, value.shape, generator=generator, dtype=torch.int8).double() * 2 - 1
+        signs = random_signs(value.shape, generator).double()
         moved[name] = value if name == "weight" else value * (1 + half * signs)
     perturbed = rule(moved).to(result).double() - exact
     spacing = torch.finfo(result).eps / 2 * float(exact.norm())
@@ -319,7 +321,7 @@ class _Variant:
 def _compare_weight(
     step: StepCapture, sample: ParameterSample, given: Values, states: Values, after: Tensor
 ) -> PieceResult:
-    rate, decay = float(sample.settings["lr"]), _decay(step.rule, sample)
+    rate, decay = float(sample.settings["lr"]), _decay(sample)
     decay = decay if _is_decoupled(step.rule, sample) else 0.0
     known = {**given, **{f"new_{name}": value for name, value in states.items()}}
 
@@ -366,7 +368,7 @@ def _adam_step(
 def _variants(rule: str, sample: ParameterSample, known: Values) -> Iterator[_Variant]:
     yield _Variant("", (), _direction(rule, sample, known))
     if rule == "sgd":
-        gradient, decay = known["gradient"], _decay(rule, sample)
+        gradient, decay = known["gradient"], _decay(sample)
         if "new_momentum_buffer" in known:
             buffer, momentum = known["new_momentum_buffer"], float(sample.settings["momentum"])
             yield _Variant("no-momentum", (), _gradient(rule, sample, known))
@@ -418,14 +420,11 @@ def _cause_of_weight(
         return "weight-narrow", {"format": narrow}
     tolerance = 1.5 * envelope
     variants = list(_variants(step.rule, sample, known))
-    # Free numbers: none, the rate, the decay, both. The fewest that agree are the answer.
-    fits = [
-        min((_fit(v, free, moved, weight, rate, decay) for v in variants), key=lambda fit: fit[1])
-        for free in ("", "rate", "decay", "step", "both")
-    ]
-    own = {free: _fit(variants[0], free, moved, weight, rate, decay) for free in ("", "rate", "decay", "step", "both")}
-    for free, best in zip(("", "rate", "decay", "step", "both"), fits, strict=True):
-        variant, rest, factor, taken = own[free] if own[free][1] <= tolerance else best
+    for free in _FREE:
+        fits = [_fit(variant, free, moved, weight, rate, decay) for variant in variants]
+        own = fits[0]
+        # The rule itself, where it agrees; else the nearest of its variants.
+        variant, rest, factor, taken = own if own[1] <= tolerance else min(fits, key=lambda fit: fit[1])
         if rest > tolerance:
             continue
         if variant.cause:
@@ -434,7 +433,7 @@ def _cause_of_weight(
     if (share := _share_apart(after, expected)) < 0.9:
         return "part", {"share": share}
     # Nothing agrees to rounding; a fit that leaves almost nothing is still an answer.
-    variant, rest, factor, taken = own["both"]
+    _, rest, factor, taken = _fit(variants[0], _FREE[-1], moved, weight, rate, decay)
     if rest <= 1e-2 * length:
         return _cause_of_factors(factor, taken, rate, decay)
     return "", {}

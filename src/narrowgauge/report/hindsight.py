@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from narrowgauge.analysis.diagnosis.coverage import loop_of_run
+from narrowgauge.analysis.diagnosis.coverage import loop_of
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, diagnose
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 from narrowgauge.analysis.monitor.detectors import SERIOUS
@@ -152,7 +152,7 @@ def earlier(finding: CauseFinding, found: Hindsight, run: Run) -> list[str]:
     """Sentences on what would have shown the fault earlier, or acted on it, and at which cost."""
     said = [_watching(run, found.sign), *_sampling(finding, run)]
     kinds = [str(found.alarm.get("kind"))] if found.alarm is not None else []
-    loop = loop_of_run(run)
+    loop = loop_of(run)
     if set(kinds) & set(_SPIKES) and loop == "trainer":
         said.append(
             f"--on-spike stop would have ended the run at step {step_of(found.alarm or {})}; --on-spike skip leaves such "

@@ -8,7 +8,7 @@ and its advice for a console, a page or a logger. Code reads the fields and neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -102,6 +102,18 @@ def counted(number: int, thing: str) -> str:
         ('1 run', '2 runs', '1,234 steps')
     """
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
+def told(names: Iterable[str], most: int = 3) -> str:
+    """Some names, and how many others there are.
+
+    Example:
+        >>> told(["a", "b", "c", "d", "e"]), told(["a", "b", "c", "d"]), told([])
+        ('a, b, c and 2 others', 'a, b, c and 1 other', '')
+    """
+    found = list(dict.fromkeys(names))
+    rest = len(found) - most
+    return ", ".join(found[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
 
 
 def at_step(step: int | None, message: str) -> str:

@@ -69,13 +69,8 @@ AREAS: tuple[Area, ...] = (
 """The areas, in the order in which they are told; the last is what no row shows."""
 
 
-def loop_of(evidence: Evidence) -> str:
-    """A key of :data:`LOOPS`."""
-    return loop_of_run(evidence.run)
-
-
-def loop_of_run(run: Run) -> str:
-    """The same, of a run that is not evidence yet."""
+def loop_of(run: Run) -> str:
+    """How a run's record came about, a key of :data:`LOOPS`."""
     return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
 
 
@@ -86,7 +81,7 @@ def checked(evidence: Evidence) -> tuple[str, ...]:
 
 def not_seen(evidence: Evidence) -> dict[str, str]:
     """The areas that the run has and the record does not show, each with what would; empty text where nothing there is does."""
-    loop = loop_of(evidence)
+    loop = loop_of(evidence.run)
     return {
         area.name: str(getattr(area, loop))
         for area in AREAS

@@ -255,7 +255,7 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
     return CauseFinding.filled(
         cause.name,
         cause.title,
-        in_words_of(loop_of(evidence), cause.remedy),
+        in_words_of(loop_of(evidence.run), cause.remedy),
         advice_values(tensor, storage, evidence.compute),
         where=tensor or "",
         severity="error",

@@ -215,7 +215,7 @@ def _said(sign: Sign, evidence: Evidence, seen: Observations) -> str:
         step = first or (evidence.steps[-1] if evidence.steps else 1)
         # The path last: it may hold the word STEP.
         needs = needs.replace("STEP", str(step)).replace("RUN", str(evidence.run.path))
-    return f"{in_words_of(loop_of(evidence), needs)}: {sign.meaning}?"
+    return f"{in_words_of(loop_of(evidence.run), needs)}: {sign.meaning}?"
 
 
 def _cost(sign: Sign) -> float:

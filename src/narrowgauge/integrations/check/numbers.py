@@ -8,10 +8,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, sample, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, sample
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.numerics.update_metrics import lost_fraction, update_sums
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.finding import told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES
 

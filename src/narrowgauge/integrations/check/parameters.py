@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, tensors_of, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, SteppedParameter, Values, tensors_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.finding import told
 from narrowgauge.spec.formats import dtype_name
 
 

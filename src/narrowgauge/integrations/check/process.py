@@ -14,12 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from narrowgauge._torch import default_store, fsdp_policies
 from narrowgauge.assembly.trainable import depends_on_order
 from narrowgauge.distributed.ranks import Ranks, all_ranks
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, Values, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, Values
 from narrowgauge.integrations.check.watch import smallest
 from narrowgauge.matmul.swapping import Layer
 from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.finding import told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import WIDE
 

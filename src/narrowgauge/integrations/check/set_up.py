@@ -8,7 +8,7 @@ only that row, so one law judges all optimizers.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -223,15 +223,3 @@ def _listed(given: Any) -> Sequence[Any]:
 def _inner_name(name: str) -> str:
     """A name without the prefixes of compilers, activation checkpointing and DistributedDataParallel."""
     return plain_name(name).removeprefix("module.")
-
-
-def told(names: Iterable[str], most: int = 3) -> str:
-    """Some names, and how many others there are.
-
-    Example:
-        >>> told(["a", "b", "c", "d", "e"])
-        'a, b, c and 2 others'
-    """
-    found = list(dict.fromkeys(names))
-    rest = len(found) - most
-    return ", ".join(found[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")

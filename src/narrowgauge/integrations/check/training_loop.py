@@ -8,9 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from narrowgauge import _torch
-from narrowgauge.integrations.check.set_up import NARROW, SetUp, Values, told
+from narrowgauge.integrations.check.set_up import NARROW, SetUp, Values
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.finding import told
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import naive_limit
 

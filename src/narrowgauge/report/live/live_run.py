@@ -7,6 +7,7 @@ free could refuse the writer; Linux lists all locks in ``/proc/locks``, where re
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -208,7 +209,7 @@ class LiveRun:
         step = int(self.column("step")[-1]) if self.num_steps and np.isfinite(self.column("step")[-1]) else 0
         total = finite_number((self.settings.get("config") or {}).get("steps"))
         steps = None if total is None else int(total)
-        command = f"narrowgauge resume {_quoted(self.path)}"
+        command = f"narrowgauge resume {shlex.quote(str(self.path))}"
         if self.summary is not None:
             return State("ended", step=step, steps=steps)
         ended = next((event for event in reversed(self.events) if event.get("kind") in (*_ENDS, "start", "resume")), {})
@@ -251,11 +252,6 @@ def _values(rows: list[Row], name: str) -> Array:
         number = finite_number(own)
         values[place] = ABSENT if own is None else np.nan if number is None else number
     return values
-
-
-def _quoted(path: Path) -> str:
-    text = str(path)
-    return f"'{text}'" if " " in text else text
 
 
 def writers(paths: list[Path], locks: Path = Path("/proc/locks")) -> dict[Path, bool | None]:

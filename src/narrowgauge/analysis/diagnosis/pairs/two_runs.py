@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.analysis.diagnosis.coverage import in_words_of, loop_of_run
+from narrowgauge.analysis.diagnosis.coverage import in_words_of, loop_of
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, is_proven, weigh, without_rounding
@@ -112,7 +112,7 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
     ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
     names = _names(one, other)
     evidence = tuple(_evidence(alignment, ranked, names))
-    loop = "trainer" if all(loop_of_run(run) == "trainer" for run in (one, other)) else "recorder"
+    loop = "trainer" if all(loop_of(run) == "trainer" for run in (one, other)) else "recorder"
     measurement = _next(alignment, _can_be_replayed(one, other)) if loop == "trainer" else _repeat_one(alignment)
     return TwoRuns(names, alignment, ranked, evidence, measurement, loop)
 
