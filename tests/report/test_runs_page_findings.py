@@ -53,6 +53,24 @@ def test_a_finding_has_its_row_and_its_marks_and_healthy_runs_a_line(runs: list[
     assert (sign["x"], sign["y"]) == ([60], [found.rows[0].line])
 
 
+def test_the_same_finding_of_several_seeds_is_one_row(runs: list[Run], make_run: MakeRun) -> None:
+    later = make_run(
+        "bfloat16/master", seed=1, loss=lambda step: spiked(step - 20), events=(runs[1].events[0] | {"step": 80},)
+    )
+    found = run_findings(group_runs([*runs, later]))
+    assert [row.finding.step for row in found.rows] == [60, 80], "each has its mark"
+    (shared,) = found.shared
+    assert (shared.steps, shared.runs) == ("60–80", "bfloat16/master, 2 runs")
+    page = page_of([*runs, later])
+    assert (
+        page.count('<span class="kind">bad-data</span>') == 1
+        and "<td>60–80</td><td>bfloat16/master, 2 runs</td>" in page
+    )
+    assert page.count(f"narrowgauge diagnose {later.path}") == 1, "its own command is among those of each run"
+    (alone,) = run_findings(group_runs(runs)).shared
+    assert (alone.steps, alone.runs) == ("60", "bfloat16/master")
+
+
 def test_a_record_that_does_not_tell_is_a_row_without_a_cause_and_without_a_mark(make_run: MakeRun) -> None:
     # Not falling, and nothing else: several causes explain that.
     run = make_run(steps=200, loss=lambda step: 3.0 + 0.01 * (step % 3))

@@ -128,6 +128,8 @@ with Console(4, 2) as console:
     console.progress and console.progress.refresh()
     console.start("bfloat16/word", 1)
     console.progress and console.progress.refresh()
+    console.compiling("graph", 2)
+    console.progress and console.progress.refresh()
     console.step({"step": 2, "loss": 2.5, "tokens_per_second": 1234.0, "lr": 1e-3})
 """
 
@@ -138,7 +140,7 @@ def test_a_bar_is_there_before_there_are_steps(columns: str, monkeypatch: pytest
     output = on_terminal(TERM="xterm-256color", COLUMNS=columns)
     places = [output.find(word) for word in ("training a tokenizer", "building the model", "1/4", "2/4")]
     assert places == sorted(places) and places[0] >= 0, output
-    assert "━" in output[: places[1]] and ("the first step compiles" in output) == (columns == "100")
+    assert "━" in output[: places[1]] and ("compiling graph 2" in output) == (columns == "100")
     assert "/4" not in output[: places[1]], "no steps are counted before there are any"
     assert through_pipe() == "step      2/4  loss 2.5000  1,234 tokens/s  lr 1.00e-03\n"
 

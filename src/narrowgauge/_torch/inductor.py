@@ -368,6 +368,22 @@ def compile_any_shape(function: FunctionType, name: str) -> Callable[..., Any]:
     return torch.compile(own, fullgraph=True, dynamic=True, options=options)
 
 
+@contextlib.contextmanager
+def graphs_announced(tell: Callable[[], None]) -> Iterator[None]:
+    """Call ``tell`` before each graph that ``torch.compile`` compiles within the block."""
+
+    def begin(*_: object) -> None:  # older releases pass nothing
+        tell()
+
+    handler = torch._dynamo.callback.callback_handler
+    handler.register_start_callback(begin)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # a reset of the compiler has removed it
+            handler.remove_start_callback(begin)
+
+
 def why_compiling_failed(error: BaseException) -> str:
     """What a C++ compiler or the operating system said in an error of ``torch.compile``, or an empty string.
 

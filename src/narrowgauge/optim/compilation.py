@@ -208,9 +208,8 @@ def _float32_by_default() -> Iterator[None]:
         torch.set_default_dtype(chosen)
 
 
-ANNOUNCEMENT = "Compiling the optimizer's kernels: some seconds, the first time on this machine only."
-announce: list[Callable[[str], None]] = []
-"""Callbacks that receive, once, a sentence saying that a kernel is being compiled and takes seconds."""
+announce: list[Callable[[], None]] = []
+"""Callbacks that are called before each kernel that is compiled, which takes seconds."""
 _ELSEWHERE: dict[str, subprocess.Popen[bytes]] = {}
 
 
@@ -286,8 +285,8 @@ def _trace_and_compile(alias: str, definition: Definition) -> Compiled | None:
         with alone(key) as made:
             run = _load(key, definition)  # another process may have been quicker
             if run is None and not is_refuted(key):
-                while announce:
-                    announce.pop()(ANNOUNCEMENT)
+                for tell in announce:
+                    tell()
                 compile_ahead(program, made)
                 run = _prove(key, definition, made)
         return run

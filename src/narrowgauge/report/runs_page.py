@@ -471,11 +471,54 @@ class FindingRow:
 
 
 @dataclass(frozen=True)
+class SharedFinding:
+    """A row of the table: one finding in all runs of a recipe that have it.
+
+    Args:
+        rows: of these runs, at least one; what shows it is said of the first.
+        recipe: their recipe's label.
+    """
+
+    rows: Sequence[FindingRow]
+    recipe: str
+
+    @property
+    def first(self) -> FindingRow:
+        return self.rows[0]
+
+    @property
+    def runs(self) -> str:
+        """The run, or the recipe and how many of its runs."""
+        return self.first.run if len(self.rows) == 1 else f"{self.recipe}, {counted(len(self.rows), 'run')}"
+
+    @property
+    def steps(self) -> str:
+        """The step of the first sign, or from which to which the runs have theirs."""
+        known = sorted(row.finding.step for row in self.rows if row.finding.step is not None)
+        return "–".join(str(step) for step in dict.fromkeys([*known[:1], *known[-1:]]))
+
+
+@dataclass(frozen=True)
 class RunFindings:
-    """The section of a page: the findings, by run, and a sentence on each run that has none."""
+    """The section of a page: the findings, by run, and a sentence on each run that has none.
+
+    Args:
+        recipes: the labels of the page's recipes.
+    """
 
     rows: Sequence[FindingRow]
     lines: Sequence[str]
+    recipes: Sequence[str] = ()
+
+    @property
+    def shared(self) -> list[SharedFinding]:
+        """The findings by recipe, in the order of their first runs: the same one of several seeds is one row."""
+        found: dict[tuple[int, str, str], list[FindingRow]] = {}
+        for row in self.rows:
+            # Without a name, it is the causes in question that are the same.
+            what = row.finding.name or row.finding.message
+            found.setdefault((row.group, what, row.finding.where), []).append(row)
+        return [SharedFinding(rows, self.recipes[group]) for (group, *_), rows in found.items()]
 
 
 def run_findings(groups: Iterable[Group]) -> RunFindings:
@@ -484,6 +527,7 @@ def run_findings(groups: Iterable[Group]) -> RunFindings:
     Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
     """
     rows: list[FindingRow] = []
+    groups = list(groups)
     healthy, lines = [], []
     named = [
         (group.index, run, name, found)
@@ -500,7 +544,8 @@ def run_findings(groups: Iterable[Group]) -> RunFindings:
         else:
             command = f"narrowgauge diagnose {shlex.quote(str(run.path))}"
             rows += _rows(found, name, index, line, command)
-    return RunFindings(rows, [*([_healthy(healthy, len(named))] if healthy else []), *lines])
+    said = [*([_healthy(healthy, len(named))] if healthy else []), *lines]
+    return RunFindings(rows, said, [group.label for group in groups])
 
 
 def _healthy(names: Sequence[str], num_runs: int) -> str:

@@ -104,6 +104,25 @@ def counted(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """A waiting time, rounded.
+
+    Example:
+        >>> [duration(seconds) for seconds in (0.4, 42, 89, 200, 3599, 3600, 9000, 200_000)]
+        ['1 s', '42 s', '1 min 29 s', '3 min 20 s', '1 h', '1 h', '2 h 30 min', '2 d 8 h']
+    """
+    least = max(1, round(seconds))
+    for size, unit, below, part, most in (
+        (86400, "d", 3600, "h", 24),
+        (3600, "h", 60, "min", 60),
+        (60, "min", 1, "s", 60),
+    ):
+        if least >= size - below / 2:
+            whole, rest = divmod(round(least / below), most)
+            return f"{whole} {unit}" + (f" {rest} {part}" if rest else "")
+    return f"{least} s"
+
+
 def told(names: Iterable[str], most: int = 3) -> str:
     """Some names, and how many others there are.
 

@@ -67,7 +67,14 @@ class Console:
         self._bar(what, None, 0, "")
 
     def start(self, name: str, step: int) -> None:
-        self._bar(name, self.num_steps, step, "the first step compiles")
+        self._bar(name, self.num_steps, step, "the first step")
+
+    def compiling(self, what: str, number: int) -> None:
+        """Count on the bar what compiles; without a bar, one line for the first kernel."""
+        if self.progress is not None and self.progress.task_ids:
+            self.progress.update(self.progress.task_ids[0], metrics=compiling_text(what, number))
+        elif (what, number) == ("kernel", 1):
+            self.say(ONCE_COMPILED)
 
     def _bar(self, name: str, total: int | None, step: int, metrics: str) -> None:
         if self.progress is None:
@@ -109,6 +116,19 @@ class Console:
         # A table that does not fit would be cut to nothing; lines only wrap.
         widths = table.widths(self.rich.width) if self.on_terminal else []
         self.rich.print(table.rich(widths) if widths else table.plain().rstrip(), markup=False, soft_wrap=True)
+
+
+ONCE_COMPILED = "Compiling the optimizer's kernels: some seconds, the first time on this machine only."
+
+
+def compiling_text(what: str, number: int) -> str:
+    """What compiles.
+
+    Example:
+        >>> compiling_text("graph", 2), compiling_text("kernel", 1)
+        ('compiling graph 2', 'compiling kernel 1 of the optimizer')
+    """
+    return f"compiling {what} {number}" + (" of the optimizer" if what == "kernel" else "")
 
 
 def write_past_buffers(line: str) -> None:

@@ -13,13 +13,14 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from narrowgauge._torch.inductor import why_compiling_failed
+from narrowgauge._torch.inductor import graphs_announced, why_compiling_failed
 from narrowgauge.distributed.launch.process_group import beat
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.traffic import Traffic
@@ -260,7 +261,8 @@ def _prepared_data(config: TrainConfig, folder: Path, stage: Callable[[str], Non
 
 def _run(session: Session, writer: RunWriter, console: Screen) -> None:
     config, began = session.config, time.perf_counter() - session.seconds
-    with interruptible(console.stopping) as interrupted, session.watched(), Traffic() as session.traffic:
+    shown, watched = compiling_shown(console), session.watched()
+    with interruptible(console.stopping) as interrupted, shown, watched, Traffic() as session.traffic:
         loggers = config.loggers if session.here.is_first else ()
         reporter = Reporter(writer, console, config.recipe, loggers, config.to_dict(), session.step)
         _announce(session, console)
@@ -327,7 +329,24 @@ def _announce(session: Session, console: Screen) -> None:
         console.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
     for note in session.notes:
         _note(session, note)
-    compilation.announce[:] = [console.say]
+
+
+@contextmanager
+def compiling_shown(console: Screen) -> Iterator[None]:
+    """Count on the screen what is compiled within the block."""
+    numbers: Counter[str] = Counter()
+
+    def tell(what: str) -> None:
+        numbers[what] += 1
+        console.compiling(what, numbers[what])
+
+    kernels = partial(tell, "kernel")
+    compilation.announce.append(kernels)
+    try:
+        with graphs_announced(partial(tell, "graph")):
+            yield
+    finally:
+        compilation.announce.remove(kernels)
 
 
 def _note(session: Session, said: str) -> None:

@@ -10,7 +10,8 @@ from rich.console import Console as RichConsole
 
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer.experiment.planned_runs import plan_runs
-from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress
+from narrowgauge.trainer.experiment.progress import Progress, RunProgress
+from narrowgauge.trainer.experiment.time_left import RunEstimate
 
 RECIPES = ("bfloat16/word", "bfloat16/naive")
 

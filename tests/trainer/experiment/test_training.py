@@ -17,6 +17,8 @@ import torch
 from analysis.comparison.made_runs import close
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
+from narrowgauge.gauges.recording.run_reporter import NullScreen
+from narrowgauge.optim import compilation
 from narrowgauge.report import runs_page as report_render
 from narrowgauge.runs.atomic_io import held_folder
 from narrowgauge.runs.record import Run, read_run
@@ -24,7 +26,7 @@ from narrowgauge.spec.notation import parse, parse_names
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.experiment import progress, training
+from narrowgauge.trainer.experiment import time_left, training
 from narrowgauge.trainer.experiment.definition import (
     ExperimentConfig,
     config_of_flags,
@@ -34,6 +36,7 @@ from narrowgauge.trainer.experiment.definition import (
 )
 from narrowgauge.trainer.experiment.progress import Progress
 from narrowgauge.trainer.experiment.training import run_experiment
+from narrowgauge.trainer.session import Session
 from trainer.tiny_runs import call, lasting, settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -281,7 +284,7 @@ def test_a_folder_that_may_not_be_looked_into_costs_one_line(
 def test_no_time_is_estimated_for_finished_runs(
     first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(training, "estimate_runs", lambda configs: pytest.fail("measured for nothing"))
+    monkeypatch.setattr(training, "estimate_runs", lambda configs, screen: pytest.fail("measured for nothing"))
     assert " left" not in done(base, first[0]) and "about" not in done(base, first[0])
 
 
@@ -289,26 +292,67 @@ def test_a_model_that_cannot_be_built_is_reported_by_its_run(base: TrainConfig, 
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_text('{"model_type": "unheard of"}')
-    assert progress.estimate_runs([replace(base, model=str(broken))]) == {}
+    assert time_left.estimate_runs([replace(base, model=str(broken))], NullScreen()) == {}
     with pytest.raises(DataError, match="bfloat16-word-seed0"):
         done(replace(base, model=str(broken)), tmp_path / "out")
 
 
 def test_each_recipe_is_measured_until_the_time_is_up(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     configs = [replace(base, recipe=recipe, gradient_accumulation_steps=2) for recipe in RECIPES]
-    found = progress.estimate_runs(configs)
+    found = time_left.estimate_runs(configs, NullScreen())
     assert list(found) == [recipe.title for recipe in RECIPES]
     assert all(one.step_seconds > 0 and one.once_seconds > 0 for one in found.values())
-    monkeypatch.setattr(progress, "MAX_SECONDS", 0.0)
-    assert progress.estimate_runs(configs) == {}
+    monkeypatch.setattr(time_left, "MAX_SECONDS", 0.0)
+    assert time_left.estimate_runs(configs, NullScreen()) == {}
+
+
+def test_an_estimate_is_of_a_usual_step_and_counts_what_else_a_run_does(
+    base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first step of a process may take a hundred times as long on a busy machine, and was once taken for every step."""
+    seconds = iter([100.0, 1.0, 3.0, 1.0])
+    sizes: list[int] = []
+
+    def step(session: Session) -> float:
+        sizes.append(session.config.batch_size)
+        return next(seconds)
+
+    monkeypatch.setattr(time_left, "_step_seconds", step)
+    config = replace(base, batch_size=6, steps=10, eval_every=3, eval_batches=2, gradient_accumulation_steps=2)
+    found, took = time_left.estimate_run(config)
+    # Two batches of validation, each a third of half a step, after steps 3, 6 and 9; and once more at the end.
+    assert sizes == [1, 6, 6, 6] and found.step_seconds == pytest.approx(1 + 3 * (2 / 6) / 10)
+    assert found.once_seconds == pytest.approx(took - 5 + 2 / 6) and found.compile_seconds == 0
+    seconds = iter([100.0, 6.0])
+    compiled, _ = time_left.estimate_run(replace(config, compile=True))
+    assert compiled.compile_seconds > 0 and compiled.step_seconds == pytest.approx(6 * 1.1)
+
+
+def test_the_kernels_that_a_measured_step_compiles_are_shown(
+    base: TrainConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, int]] = []
+    screen = NullScreen()
+    monkeypatch.setattr(screen, "compiling", lambda *what: shown.append(what), raising=False)
+
+    def compiles(config: TrainConfig) -> Any:
+        for tell in compilation.announce:
+            tell()
+        torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2, dtype=torch.float32))
+        return time_left.RunEstimate(1.0), 1.0
+
+    monkeypatch.setattr(time_left, "estimate_run", compiles)
+    before = list(compilation.announce)
+    time_left.estimate_runs([base], screen)
+    assert shown == [("kernel", 1), ("graph", 1)] and compilation.announce == before
 
 
 def test_a_batch_that_does_not_fit_is_reported_by_its_run(base: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(config: TrainConfig) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(progress, "estimate_run", full)
-    assert progress.estimate_runs([base]) == {}
+    monkeypatch.setattr(time_left, "estimate_run", full)
+    assert time_left.estimate_runs([base], NullScreen()) == {}
 
 
 # ── names ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -40,6 +40,9 @@ class Screen(Protocol):
     def start(self, name: str, step: int) -> None:
         """Begin to count steps, after ``step``."""
 
+    def compiling(self, what: str, number: int) -> None:
+        """Show that something compiles, which takes seconds: the how manieth ``"kernel"`` or ``"graph"`` of this process."""
+
     def say(self, line: str) -> None:
         """Print one line."""
 
@@ -261,7 +264,7 @@ class NullWriter(_Null):
 class NullScreen(_Null):
     """A :class:`Screen` that shows nothing."""
 
-    stage = start = say = step = evaluation = stopping = summary = _Null._nothing
+    stage = start = compiling = say = step = evaluation = stopping = summary = _Null._nothing
 
 
 def first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:

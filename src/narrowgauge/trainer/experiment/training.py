@@ -36,7 +36,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import CHANGEABLE_ON_RESUME, TrainConfig, first_free
 from narrowgauge.trainer.experiment.definition import ExperimentConfig, is_comparison
 from narrowgauge.trainer.experiment.planned_runs import compare_and_publish, hold, make_runs, plan_runs
-from narrowgauge.trainer.experiment.progress import Progress, RunEstimate, RunProgress, estimate_runs
+from narrowgauge.trainer.experiment.progress import Progress, RunProgress
+from narrowgauge.trainer.experiment.time_left import RunEstimate, estimate_runs
 
 if TYPE_CHECKING:
     from narrowgauge.gauges.recording.run_reporter import Screen
@@ -260,7 +261,7 @@ def _print_estimate(config: ExperimentConfig, out: Path, progress: Progress, *, 
         progress.status("measuring a step of each recipe")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the runs themselves will warn
-            estimates = estimate_runs(list(left.values()))
+            estimates = estimate_runs(list(left.values()), RunProgress(progress, 0))
     progress.plan(
         [(of_run.recipe.title, of_run.steps, is_done) for of_run, is_done in zip(configs, ended, strict=True)],
         estimates,

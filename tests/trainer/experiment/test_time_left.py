@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from narrowgauge.trainer.experiment.progress import RunEstimate, TimeLeft
+from narrowgauge.trainer.experiment.time_left import RunEstimate, TimeLeft
 
 
 class Clock:
@@ -87,6 +87,14 @@ def test_a_run_takes_as_long_as_the_last_of_its_recipe_and_a_first_run_compiles(
     assert time_left.seconds() == (30 + 10) * 3
     run(time_left, clock, 1, 10, step=3, once=5)
     assert time_left.seconds() == 5 + 10 + 5 + 30
+
+
+def test_only_the_first_run_of_a_recipe_compiles() -> None:
+    clock = Clock()
+    time_left = TimeLeft([("a", 10), ("a", 10)], {"a": RunEstimate(1, 2, compile_seconds=30)}, clock)
+    assert time_left.seconds() == 30 + 2 + 10 + 2 + 10
+    time_left.end(0)  # in an earlier command; this process compiles again
+    assert time_left.seconds() == 30 + 2 + 10
 
 
 def test_an_estimate_is_scaled_by_how_far_the_others_were_off() -> None:
