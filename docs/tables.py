@@ -14,6 +14,7 @@ from typing import Any
 from narrowgauge import errors
 from narrowgauge._public import homes_of, rooms
 from narrowgauge.analysis.diagnosis.causes import cause_table
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
 from narrowgauge.analysis.diagnosis.replay_findings import variant_table
@@ -187,7 +188,7 @@ def reasons() -> str:
             "decided": ", ".join(f"`{name}`" for name in row.decided_by) or "no setting",
             "stages": ", ".join(row.stages),
             "size": row.size,
-            "remedy": row.remedy,
+            "remedy": in_terms_of("trainer", row.remedy),
         }
         for row in REASONS.values()
     ]

@@ -11,6 +11,7 @@ from itertools import count
 import numpy as np
 
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, Diagnosis
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of
 from narrowgauge.analysis.diagnosis.pairs.first_difference import FirstDifference
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns
 from narrowgauge.analysis.diagnosis.replay_findings import RESULT_COLUMNS, variant_results
@@ -262,7 +263,12 @@ _REASON = (*text_columns(reason="reason", what_it_is="is", remedy="remedy"), *nu
 
 def _reasons(found: TwoRuns) -> list[Table]:
     rows = [
-        {"reason": reason.name, "is": reason.title, "remedy": reason.remedy, "share": f"{share:.1%}"}
+        {
+            "reason": reason.name,
+            "is": reason.title,
+            "remedy": in_terms_of(found.loop, reason.remedy),
+            "share": f"{share:.1%}",
+        }
         for reason, share in found.reasons
         if share >= 0.001
     ]

@@ -11,8 +11,9 @@ import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 
-from narrowgauge.analysis.diagnosis.coverage import loop_of
 from narrowgauge.analysis.diagnosis.diagnosis import CauseFinding, diagnose
+from narrowgauge.analysis.diagnosis.loop_terms import loop_of
+from narrowgauge.analysis.diagnosis.signs.event_signs import AUDIT, GAUGES
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 from narrowgauge.analysis.monitor.detectors import SERIOUS
 from narrowgauge.errors import RecordError
@@ -178,7 +179,8 @@ def _watching(run: Run, sign: int) -> str:
     )
 
 
-_PERIODS = {"gauges_every": "--gauges-every", "audit_every": "--audit-every"}
+_PERIODS = {"gauges_every": ("--gauges-every", GAUGES), "audit_every": ("--audit-every", AUDIT)}
+"""Of each sampling period, its flag and what a sign needs that is sampled by it."""
 
 
 def _sampling(finding: CauseFinding, run: Run) -> list[str]:
@@ -186,10 +188,10 @@ def _sampling(finding: CauseFinding, run: Run) -> list[str]:
     first = next((each for each in finding.chain if each.step is not None), None)
     needs = SIGNS[first.sign].needs if first is not None else ""
     said = []
-    for name, flag in _PERIODS.items():
+    for name, (flag, sampled) in _PERIODS.items():
         config = run.run.get("config")
         period = config.get(name) if isinstance(config, dict) else None
-        if flag in needs and isinstance(period, int) and period > 1:
+        if needs == sampled and isinstance(period, int) and period > 1:
             sample = _seconds(gauges_of(run)) / max(1, len(gauges_of(run))) if name == "gauges_every" else 0.0
             cost = f", and costs {duration_text(sample)} a sample" if sample else ""
             said.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import pytest
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, EVERY, Row, healthy_run, later, raise_events, tensor
 from narrowgauge.analysis.diagnosis.causes import CAUSES
-from narrowgauge.analysis.diagnosis.coverage import AREAS, in_words_of
+from narrowgauge.analysis.diagnosis.coverage import AREAS
 from narrowgauge.analysis.diagnosis.evidence import gather
+from narrowgauge.analysis.diagnosis.loop_terms import LOOPS, TERMS, in_terms_of
+from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.record import Run
@@ -171,14 +174,30 @@ def test_a_run_without_a_sign_says_what_was_checked_and_what_would_show_the_rest
 @pytest.mark.parametrize("loop", ["recorder", "log"])
 def test_advice_names_only_what_the_loop_at_hand_has(loop: str) -> None:
     for cause in CAUSES.values():
-        said = in_words_of(loop, cause.remedy)
+        said = in_terms_of(loop, cause.remedy)
         assert "--" not in said and "narrowgauge train" not in said and "  " not in said, (cause.name, said)
     for sign in SIGNS.values():
         if not any(read.startswith("replay.") for read in sign.reads):  # asked only of folders that hold their data
-            said = in_words_of(loop, sign.needs)
+            said = in_terms_of(loop, sign.needs)
             assert "--" not in said and "narrowgauge train" not in said, (sign.name, said)
     for area in AREAS:
-        assert "--" not in getattr(area, loop)
+        assert "--" not in in_terms_of(loop, getattr(area, loop))
+
+
+def test_every_name_in_braces_is_a_term_or_filled_later_and_every_term_is_used() -> None:
+    later = {"module", "storage", "compute", "tensor"}
+    templates = [
+        *(cause.remedy for cause in CAUSES.values()),
+        *(reason.remedy for reason in REASONS.values()),
+        *(sign.needs for sign in SIGNS.values()),
+        *(getattr(area, loop) for area in AREAS for loop in LOOPS),
+    ]
+    names = {name for template in templates for name in re.findall(r"{(\w+)}", template)}
+    assert names - later == set(TERMS), "a misspelt term would be shown in its braces"
+    for loop in LOOPS:
+        for template in templates:
+            left = set(re.findall(r"{(\w+)}", in_terms_of(loop, template)))
+            assert left <= later, template
 
 
 def test_a_recorded_loop_is_advised_in_calls() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, text_columns
 
 HEALTHY = "healthy"
@@ -29,7 +30,7 @@ class Cause:
 
     Args:
         remedy: what to do; ``{module}``, ``{storage}`` and ``{compute}`` stand for the module where it shows, the storage that
-            keeps updates, and a compute with more range.
+            keeps updates, and a compute with more range; terms of the loop are in braces, too.
         predicts: by sign: how likely a run with this cause shows it.
         applies: whether a run can have it at all.
         prior: how often it occurs, relative to the other causes, before anything is known.
@@ -68,7 +69,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "fp16-overflow", "values exceed float16",
         "activations pass 65504, the loss is NaN or infinite, and no loss scale helps",
-        "Take compute 'bfloat16', or keep '{module}' in float32 (keep = [\"{module}\"] in a recipe file).",
+        "{use_bfloat16}, or {keep_wide}.",
         "Micikevicius et al. 2018 (1710.03740); BLOOM-104B, chronicles of tr8",
         {
             "near-float16-maximum": 0.45, "first-in-forward": 0.6, "loss-not-finite": 0.85, "norm-not-finite": 0.2,
@@ -100,7 +101,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "loss-scale-collapse", "gradients overflow at any loss scale",
         "the scale is halved until most steps are skipped; tens of steps later the loss diverges",
-        "Lower the learning rate, and take compute 'bfloat16', which needs no loss scale.",
+        "Lower the learning rate, and {use_bfloat16}, which needs no loss scale.",
         "OPT-175B's logbook; GLM-130B: 30 steps of warning",
         {
             "loss-scale-falls": 0.95, "loss-rises-with-scale": 0.1, "gradients-overflow-alone": 0.7,
@@ -131,7 +132,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "narrow-accumulation", "micro-batches are summed in few bits",
         "the sum stops growing while addends are added: small gradients are lost, always in the same direction",
-        "--accumulation-dtype float32, or kahan for the same bytes.",
+        "{sum_wide}.",
         "a bfloat16 sum of equal gradients stops at 256 of them; Micikevicius et al. 2018",
         {"accumulates-in-bfloat16": 1.0, "loss-does-not-fall": 0.2, "accumulation-rounds": 0.8},
         Evidence.accumulates, replay="the same gradients summed in float32 differ by more than a rounding",
@@ -159,7 +160,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
         "eps-underflow", "epsilon or second moments below the format",
         "second moments of small gradients stay at the format's smallest value, or are zero and so is epsilon: steps are too "
         "short, or without a limit, or NaN",
-        "Take storage '{storage}', or one with float32 states (--eps 1e-8); where every operation is in float16, --eps 1e-4.",
+        "Take storage '{storage}', or one with float32 states ({eps} 1e-8); where every operation is in float16, {eps} 1e-4.",
         "numerics, §C2 8: float16 Adam gives NaN in its first step",
         {
             "eps-rounds-to-zero": 0.45, "second-moments-at-floor": 0.9, "moments-freeze": 0.45, "updates-below-rate": 0.45,
@@ -170,7 +171,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "eps-too-large", "AdamW's epsilon exceeds the gradients",
         "updates shrink with the gradients: early layers of large models hardly learn",
-        "Lower --eps (1e-15 for large models).",
+        "Lower {eps} (1e-15 for large models).",
         _WORTSMAN,
         {
             "updates-below-rate": 0.9, "gradients-below-eps": 0.9, "weights-hardly-move": 0.3, "loss-does-not-fall": 0.2,
@@ -180,7 +181,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
     Cause(
         "fp16-divergence", "float16 diverges",
         "the loss scale falls for thousands of steps, the loss spikes, climbs and ends in NaN",
-        "Go back to a checkpoint and take compute 'bfloat16'.",
+        "Go back to a checkpoint and {use_bfloat16}.",
         "BLOOM-104B, chronicles of tr8: the scale turned 2,000 steps before the loss",
         {
             "loss-scale-falls": 0.9, "loss-rises-with-scale": 0.7, "loss-spikes": 0.8,
@@ -281,7 +282,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
     Cause(
         "recovering-spike", "an unstable step, from which the run recovers",
         "the gradient norm rises, some steps later the loss, and it takes tens of steps to come back",
-        "Nothing, if it is rare; --on-spike skip leaves such steps out. A lower learning rate or beta2 = 0.95 makes them rarer.",
+        "Nothing, if it is rare; {leave_out} such steps out. A lower learning rate or beta2 = 0.95 makes them rarer.",
         "BLOOM-176B, chronicles of tr11: gradient norm 0.2 to 960 in six steps, loss back after 30",
         {
             **_SPIKE, "spike-recovers-slowly": 0.8, "spike-of-one-batch": 0.15, "gradient-leads-spike": 0.7,
@@ -354,7 +355,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
     Cause(
         "resume-changed", "a resume changed something",
         "settings, states or data are not those from before the resume, and the loss goes on at another level",
-        "Compare run.toml with the checkpoint's settings; resume without --accept-changes.",
+        "Compare run.toml with the checkpoint's settings{refuse_changes}.",
         "the run's own notes",
         {
             "settings-changed": 0.45, "level-moves-at-resume": 0.45, "checkpoint-was-damaged": 0.1, "loss-spikes": 0.3,
@@ -394,7 +395,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
     Cause(
         "learning-rate-too-high", "the learning rate is too high",
         "updates overshoot: the gradient norm spikes again and again, weights grow, the loss jumps or stops falling",
-        "Lower --lr by three to ten times, with a longer --warmup-steps.",
+        "Lower {lr} by three to ten times, with a longer {warmup}.",
         _WORTSMAN,
         {
             "rate-is-high": 0.75, "rate-jumps": 0.3, "updates-are-large": 0.3, "loss-spikes": 0.4, "gradient-spikes": 0.4,
@@ -413,7 +414,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
     Cause(
         "learning-rate-too-low", "the learning rate is too low",
         "weights hardly move, or by less than the storage resolves, so that it adds more noise than update",
-        "Raise --lr; where updates drown in rounding noise, storage '{storage}' helps too.",
+        "Raise {lr}; where updates drown in rounding noise, storage '{storage}' helps too.",
         "measured: bfloat16 weights rounded stochastically get 20 times as much noise as update at lr 1e-5",
         {
             "rate-is-low": 0.9, "weights-hardly-move": 0.6, "learns-nothing": 0.45, "rounding-noise": 0.45,
@@ -432,7 +433,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
     Cause(
         "bad-data", "a corrupted batch",
         "one batch of damaged or foreign text makes the loss jump; the next one is as before",
-        "Look at the data of the step in question; --on-spike skip leaves such batches out.",
+        "Look at the data of the step in question; {leave_out} such batches out.",
         "PaLM (2204.02311), section 5.1",
         {
             "tokens-are-unusual": 0.45, "embedding-gradient-alone": 0.2, "loss-follows-tokens": 0.95, "loss-spikes": 0.6,
@@ -527,7 +528,7 @@ def _cause_row(cause: Cause) -> Row:
         "title": cause.title,
         "effect": cause.effect,
         "predicts": dict(sorted(cause.predicts.items(), key=lambda item: -item[1])),
-        "remedy": cause.remedy.format(**_WORDS),
+        "remedy": in_terms_of("trainer", cause.remedy).format(**_WORDS),
         "source": cause.source,
         "prior": cause.prior,
         "replay": cause.replay,

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, overload
 
 from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, UNKNOWN_CAUSE, Cause
-from narrowgauge.analysis.diagnosis.coverage import checked, in_words_of, loop_of, not_seen
+from narrowgauge.analysis.diagnosis.coverage import checked, not_seen
 from narrowgauge.analysis.diagnosis.evidence import Evidence, gather
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of, loop_of
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
 from narrowgauge.analysis.diagnosis.posterior import (
     CONFIDENCE,
@@ -255,7 +256,7 @@ def _finding(evidence: Evidence, seen: Observations, first: Ranked, others: Sequ
     return CauseFinding.filled(
         cause.name,
         cause.title,
-        in_words_of(loop_of(evidence.run), cause.remedy),
+        in_terms_of(loop_of(evidence.run), cause.remedy),
         advice_values(tensor, storage, evidence.compute),
         where=tensor or "",
         severity="error",

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, UNKNOWN_CAUSE, Cause
-from narrowgauge.analysis.diagnosis.coverage import in_words_of, loop_of
 from narrowgauge.analysis.diagnosis.evidence import Evidence
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of, loop_of
 from narrowgauge.analysis.diagnosis.signs.sign import Observation, Sign
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS
 
@@ -215,7 +215,7 @@ def _said(sign: Sign, evidence: Evidence, seen: Observations) -> str:
         step = first or (evidence.steps[-1] if evidence.steps else 1)
         # The path last: it may hold the word STEP.
         needs = needs.replace("STEP", str(step)).replace("RUN", str(evidence.run.path))
-    return f"{in_words_of(loop_of(evidence.run), needs)}: {sign.meaning}?"
+    return f"{in_terms_of(loop_of(evidence.run), needs)}: {sign.meaning}?"
 
 
 def _cost(sign: Sign) -> float:

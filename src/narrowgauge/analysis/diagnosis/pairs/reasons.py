@@ -55,13 +55,13 @@ _ROWS = (
         "random-numbers",
         "other random numbers: the seed decides the first weights, the order of the data and stochastic rounding",
         ("config.seed",), ("start", "tokens", "output", "loss", "update"), "any", 1.0,
-        "Give both runs one --seed.",
+        "Give both runs one {seed}.",
     ),
     Reason(
         "data", "other data, or batches of another shape",
         ("config.data", "config.tokenizer", "config.held_out", "config.batch_size", "config.sequence_length", "data.*"),
         ("tokens", "loss", "output"), "any", 1.0,
-        "Give both runs the same --data, --batch-size and --sequence-length; the order follows from the seed.",
+        "Give both runs {same_data}; the order follows from the seed.",
     ),
     Reason(
         "data-order", "the same data in another order, which no setting says", (), ("tokens",), "any", 1.0,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.analysis.diagnosis.coverage import in_words_of, loop_of
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of, loop_of
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, is_proven, weigh, without_rounding
@@ -31,7 +31,7 @@ class TwoRuns:
         reasons: why, with probabilities, the likeliest first; empty where the runs do not differ.
         evidence: what speaks for the first, a sentence each.
         next_measurement: what to measure next, or empty.
-        loop: how both were recorded, a key of :data:`~narrowgauge.analysis.diagnosis.coverage.LOOPS`.
+        loop: how both were recorded, a key of :data:`~narrowgauge.analysis.diagnosis.loop_terms.LOOPS`.
     """
 
     names: tuple[str, str]
@@ -44,7 +44,7 @@ class TwoRuns:
     @property
     def remedy(self) -> str:
         """What to do, in the words of the loops; empty where no reason is known."""
-        return in_words_of(self.loop, self.reason.remedy) if self.reason is not None else ""
+        return in_terms_of(self.loop, self.reason.remedy) if self.reason is not None else ""
 
     @property
     def reason(self) -> Reason | None:

@@ -14,7 +14,7 @@ from statistics import fmean, median, pstdev
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, present
-from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, FEWEST, LATER, finite, jitter
+from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, FEWEST, finite, jitter
 
 UNUSUAL, LEAST_UNUSUAL = 7.0, 0.1
 """Standard deviations, and nats, between a step's unigram loss and that of all steps, from which its tokens are unusual."""
@@ -233,7 +233,7 @@ _TOKENS, _LOSS = ("steps.unigram_loss",), ("steps.loss",)
 SIGNS_OF_BATCHES: tuple[Sign, ...] = (
     Sign(
         "batches-repeat", "batches come more than once", ("steps.batch_crc",), 0.002, _repeats,
-        LATER.format("batch_crc"),
+        "{batches}",
     ),
     Sign(
         "repeats-begin-at-resume", "batches come again from a resume on", ("steps.batch_crc",), 0.05, _repeats_since_resume,
@@ -241,7 +241,7 @@ SIGNS_OF_BATCHES: tuple[Sign, ...] = (
     ),
     Sign(
         "tokens-are-unusual", "the tokens of some steps are unlike those of all others", _TOKENS, 0.01, _unusual,
-        LATER.format("unigram_loss"), per_step=1e-5,
+        "{unigram_loss}", per_step=1e-5,
     ),
     Sign(
         "loss-follows-tokens", "the loss is higher where the tokens are unusual", _TOKENS + _LOSS, 0.3, _loss_follows,
@@ -249,7 +249,7 @@ SIGNS_OF_BATCHES: tuple[Sign, ...] = (
     ),
     Sign(
         "tokens-change", "from one step on the tokens are others, for good", _TOKENS, 0.02, _tokens_change,
-        LATER.format("unigram_loss"),
+        "{unigram_loss}",
     ),
     Sign(
         "loss-moves-with-tokens", "the loss rises where the tokens change for good", _TOKENS + _LOSS, 0.2,
@@ -261,6 +261,6 @@ SIGNS_OF_BATCHES: tuple[Sign, ...] = (
     ),
     Sign(
         "learns-nothing", "the loss stays above that of a model that knows how often each token occurs", _TOKENS + _LOSS, 0.01,
-        _learns_nothing, LATER.format("unigram_loss"),
+        _learns_nothing, "{unigram_loss}",
     ),
 )  # fmt: skip

@@ -19,7 +19,7 @@ from narrowgauge.analysis.monitor.detectors import DETECTORS
 from narrowgauge.runs.finding import Finding
 from narrowgauge.runs.schema import Row, number, step_of
 
-GAUGES, AUDIT, VERIFIED = "--gauges-every 20", "--audit-every 10", "--verify-every 100"
+GAUGES, AUDIT, VERIFIED = "{gauges}", "{audit}", "{verification}"
 _GLU = ("input:*down_proj", "input:*.w2", "input:*fc2", "input:*c_proj")
 
 

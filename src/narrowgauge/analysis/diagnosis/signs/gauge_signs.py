@@ -15,7 +15,7 @@ from statistics import fmean, median
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.analysis.diagnosis.signs.event_signs import GAUGES, first_of
 from narrowgauge.analysis.diagnosis.signs.sign import ABSENT, UNKNOWN, Observation, Sign, earliest, present
-from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, LATER, level_of
+from narrowgauge.analysis.diagnosis.signs.step_signs import BEFORE, level_of
 from narrowgauge.analysis.monitor.detectors import DETECTORS, MAX_BIAS
 from narrowgauge.runs.schema import FIRST_EXPONENT
 from narrowgauge.spec.significance import MIN_EDQ
@@ -573,7 +573,7 @@ SIGNS_OF_LAYERS: tuple[Sign, ...] = (
     Sign(
         "embedding-gradient-alone", "the embedding's gradient jumps, and no other's", ("steps.embedding_grad_norm",
         "steps.grad_norm"),
-        0.003, _embedding_jumps, LATER.format("embedding_grad_norm"), per_step=1e-6,
+        0.003, _embedding_jumps, "{embedding_grad_norm}", per_step=1e-6,
     ),
     Sign("gradients-at-edge", "much of all gradients lies where float16 ends", ("run.histograms",), 0.003, _piled, GAUGES),
     Sign(

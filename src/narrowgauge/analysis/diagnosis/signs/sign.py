@@ -81,7 +81,7 @@ class Sign:
         reads: what it takes to know, as for :meth:`Evidence.has`: all of them.
         base_rate: share of the healthy runs that show it.
         find: looks for it; called only where the record holds all that it reads.
-        needs: what records it, where not every run does: flags of the next run.
+        needs: what records it, where not every run does: a template of :data:`~narrowgauge.analysis.diagnosis.loop_terms.TERMS`.
         given: a sign of which this one says more: it is unknown unless that one is present, and all its probabilities are
             those among runs that show that one. So nothing is counted twice.
         per_step: how often a step of a healthy run shows it: what is rare is likelier in a long run.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from narrowgauge.analysis.diagnosis.evidence import Evidence
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of
 from narrowgauge.analysis.diagnosis.signs.batch_signs import SIGNS_OF_BATCHES
 from narrowgauge.analysis.diagnosis.signs.event_signs import SIGNS_OF_EVENTS
 from narrowgauge.analysis.diagnosis.signs.gauge_signs import SIGNS_OF_GAUGES, SIGNS_OF_LAYERS
@@ -63,7 +64,7 @@ def sign_rows() -> list[Row]:
             "meaning": sign.meaning,
             "reads": list(sign.reads),
             "base_rate": sign.base_rate,
-            "needs": sign.needs,
+            "needs": in_terms_of("trainer", sign.needs),
             "given": sign.given,
         }
         for sign in SIGNS.values()

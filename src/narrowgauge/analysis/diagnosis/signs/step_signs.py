@@ -348,8 +348,6 @@ def _ends_high(evidence: Evidence) -> Observation:
 
 
 _LOSS, _NORM = ("steps.loss",), ("steps.grad_norm",)
-LATER = "a run of narrowgauge train of this version, which records {}"
-"""What records a column that older versions lack."""
 
 SIGNS_OF_STEPS: tuple[Sign, ...] = (
     Sign(
@@ -433,7 +431,7 @@ def _parts(evidence: Evidence) -> Observation:
 SIGNS_OF_EVALS: tuple[Sign, ...] = (
     Sign(
         "validation-parts-from-training", "the training loss falls, and the validation loss falls less or rises",
-        ("steps.loss", "run.evals"), 0.03, _parts, "--eval-every 100",
+        ("steps.loss", "run.evals"), 0.03, _parts, "{evaluations}",
     ),
 )  # fmt: skip
 
@@ -668,7 +666,7 @@ _TIME, _DATA, _WAIT = "steps.seconds", "steps.data_seconds", "steps.wait_seconds
 SIGNS_OF_TIME: tuple[Sign, ...] = (
     Sign(
         "data-is-slow", "a fifth of the time or more is spent waiting for data", (_TIME, _DATA), 0.003,
-        partial(_waits_for, "data_seconds", "waiting for data"), LATER.format("data_seconds"),
+        partial(_waits_for, "data_seconds", "waiting for data"), "{data_seconds}",
     ),
     Sign(
         "ranks-wait", "a fifth of the time or more is spent waiting for the slowest rank", (_TIME, _WAIT), 0.02,
@@ -677,7 +675,7 @@ SIGNS_OF_TIME: tuple[Sign, ...] = (
     Sign("steps-slow-down", "late steps take longer than early ones", (_TIME,), 0.012, _slows_down),
     Sign(
         "computing-slows-down", "late steps take more processor time than early ones",
-        ("steps.cpu_seconds", "run.on_cpu"), 0.006, _computes_slower, LATER.format("cpu_seconds"),
+        ("steps.cpu_seconds", "run.on_cpu"), 0.006, _computes_slower, "{cpu_seconds}",
     ),
     Sign("run-was-resumed", "the run was resumed", ("run.ours",), 0.2, _was_resumed),
     Sign(
