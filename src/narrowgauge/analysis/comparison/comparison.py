@@ -92,9 +92,9 @@ class Comparison:
             Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
             *self._memory_columns(),
-            Column("EDQ", _shown("edq", "{:.3f}"), right=True),
+            Column("mean EDQ", _shown("edq", "{:.3f}"), right=True),
             Column("noise", SUMMARY["noise"].cell, right=True),
-            Column("lost", SUMMARY["lost_fraction"].cell, right=True),
+            Column("mean lost", SUMMARY["lost_fraction"].cell, right=True),
             Column("seeds", "num_seeds", right=True),
         )
         return Table(tuple(c for c in columns if self.differences or not c.title.startswith("minus")), list(self.rows))
