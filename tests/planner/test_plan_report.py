@@ -15,6 +15,7 @@ from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan, fits_text, train_settings
 from narrowgauge.spec.chips import get_chip
+from narrowgauge.spec.notation import DEFAULT_RECIPE
 from narrowgauge.trainer.config import TrainConfig
 from planner.made_plans import STEP, made_option, made_plan
 
@@ -32,6 +33,18 @@ FIELDS = {
 
 def said(plan: Plan) -> str:
     return " ".join(plan.sentences())
+
+
+def test_where_no_recipe_is_named_the_default_comes_before_the_best() -> None:
+    asked = {"chip": "H100-SXM", "chips": 8, "sequence_length": 2048}
+    found = plan("llama-1b", **asked)
+    first, second, *_ = found.sentences()
+    assert found.best.recipe.title != DEFAULT_RECIPE and second.startswith(found.best.recipe.title)
+    (usual,) = (option for option in found.options if option.recipe.title == DEFAULT_RECIPE)
+    assert first.startswith(f"No recipe was named, so {len(found.options)} are compared. {DEFAULT_RECIPE}, the default")
+    assert f"takes {usual.tokens_per_second:,.0f} tokens/s" in first
+    named = plan("llama-1b", recipes=[found.best.recipe, DEFAULT_RECIPE], **asked)
+    assert named.sentences()[0].startswith(found.best.recipe.title), "what was asked for is answered at once"
 
 
 def test_json_has_every_promised_field_and_only_plain_values() -> None:

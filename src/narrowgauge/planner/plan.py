@@ -196,7 +196,7 @@ def plan(
             option for place in _tried(question) for option in _searched(question, place, known, tokens_per_step)
         ]
     found = _ranked(question, options, is_by_size=question.is_bounded and not known)
-    found = replace(found, trainable=_trainable(found, tokens_per_step))
+    found = replace(found, trainable=_trainable(found, tokens_per_step), names_recipes=bool(known))
     is_shared = len({place.chip_names for place in places}) > 1 and len(places) <= MOST_SHARED
     return replace(found, shared=_shared(found, tokens_per_step)) if is_shared else found
 

@@ -36,6 +36,7 @@ from narrowgauge.planner.terms import Term, Terms, changes
 from narrowgauge.planner.time.step_time import LATE_NODES, SLOWEST_KIND
 from narrowgauge.runs.finding import sentences
 from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.notation import DEFAULT_RECIPE
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
 
@@ -49,12 +50,14 @@ class Plan:
         shared: with several clusters, one configuration for all: an option on each; empty if there is none.
         trainable: where the best option is not one of this project's trainer, the trainer's best one (the nearest to fitting if
             none fits), or the error that says why it has none; else None.
+        names_recipes: whether the recipes were asked for; otherwise they are all that suit the chips.
     """
 
     question: Question
     options: tuple[Option, ...]
     shared: tuple[Option, ...] = ()
     trainable: Option | RecipeError | None = None
+    names_recipes: bool = True
 
     @property
     def best(self) -> Option:
@@ -78,7 +81,7 @@ class Plan:
         """What follows from the options, the most important first."""
         if self.is_state_only:
             return [*_about_state(self), *_about_model(self)]
-        return [*_about_best(self), *_about_model(self), *_about_all(self)]
+        return [*_about_choice(self), *_about_best(self), *_about_model(self), *_about_all(self)]
 
     def tables(self) -> list[Table]:
         """The table of options."""
@@ -298,6 +301,24 @@ def _replicated(plan: Plan) -> str:
             f"; a chip has {bytes_text(capacity)}: {'impossible' if is_impossible else 'the narrowest state fits'}"
         )
     return f"Pure data parallelism keeps the whole state on every chip: {' and '.join(needs)}{verdict}."
+
+
+def _about_choice(plan: Plan) -> Iterator[str]:
+    """Where no recipe was asked for: how the trainer's own does, before the best of all."""
+    best = plan.best
+    usual = next((option for option in plan.options if option.recipe.title == DEFAULT_RECIPE), None)
+    if plan.names_recipes or usual is None or usual is best or not best.fits:
+        return
+    told = f"No recipe was named, so {len(plan.options)} are compared. {DEFAULT_RECIPE}, the default of training,"
+    if not usual.fits:
+        yield f"{told} does not fit: {_clause(usual)}"
+        return
+    assert usual.tokens_per_second is not None and best.tokens_per_second is not None
+    assert usual.headroom_bytes is not None
+    yield (
+        f"{told} fits with {bytes_text(usual.headroom_bytes)} to spare and takes {usual.tokens_per_second:,.0f} tokens/s, "
+        f"{usual.tokens_per_second / best.tokens_per_second:.0%} of the best one's."
+    )
 
 
 def _about_best(plan: Plan) -> Iterator[str]:

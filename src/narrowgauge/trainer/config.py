@@ -21,7 +21,7 @@ from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeErr
 from narrowgauge.machine.cpp_compiler import gpu_compiler_missing, model_compiler_missing, switched_off
 from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
-from narrowgauge.spec.notation import parse, parse_value
+from narrowgauge.spec.notation import DEFAULT_RECIPE, parse, parse_value
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
@@ -181,7 +181,7 @@ class TrainConfig:
         "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool
     )
     recipe: Recipe = dataclasses.field(
-        default=parse("bfloat16/word"),
+        default=parse(DEFAULT_RECIPE),
         metadata=described("A recipe (narrowgauge show recipes) or a .toml file with one."),
     )
     rule: str = name_field(
