@@ -32,7 +32,7 @@ MEASURED_STEPS = 3
 FORWARD_SHARE = 1 / 3
 """Of a micro-batch's time, the forward pass, which is all that validation does: two of the six operations per weight."""
 MODEL_COMPILE_SECONDS = 30.0
-"""Of a model that is compiled for the first time, on two cores: see docs/log/index.md."""
+"""Of a model that is compiled for the first time on a machine (llama-8m, measured; docs/log/runs.md)."""
 
 
 @dataclass(frozen=True)
