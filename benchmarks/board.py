@@ -53,7 +53,7 @@ from timing import Report, exit_by, parser, peer_version
 from narrowgauge.analysis.comparison.run_stats import LossCurve, divergence
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
@@ -248,14 +248,7 @@ def announcement(wanted: Sequence[Job], there: Sequence[Record]) -> str:
         return f"{told}; no run is recorded yet, so the time is not known"
     usual = statistics.median(run.wall_seconds for run in runs)
     seconds = sum(statistics.median(times.get(each.storage, [usual])) for each in wanted)
-    return f"{told}, about {_duration(seconds)} on one core like those of the recorded runs"
-
-
-def _duration(seconds: float) -> str:
-    minutes = seconds / 60
-    if minutes < 1:
-        return f"{seconds:.0f} s"
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
+    return f"{told}, about {duration(seconds)} on one core like those of the recorded runs"
 
 
 def train(wanted: Sequence[Job], out: Path, rules: Rules = RULES) -> int:
