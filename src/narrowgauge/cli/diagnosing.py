@@ -5,7 +5,6 @@ What they print is made in :mod:`narrowgauge.analysis.diagnosis`, which needs no
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +104,8 @@ def _record(path: Path) -> Run:
 def _compared_exactly(run: Run, other: Run, perturbations: int) -> TwoRuns:
     from narrowgauge.trainer.replays.two_replays import compare_exactly
 
-    return compare_exactly(run.path, other.path, num_replays=perturbations, say=partial(click.echo, err=True))
+    with StepBar() as bar:
+        return compare_exactly(run.path, other.path, num_replays=perturbations, say=bar.say, progress=bar.show)
 
 
 def _replayed(run: Path, step: int) -> ReplayedStep:
@@ -117,7 +117,45 @@ def _replayed(run: Path, step: int) -> ReplayedStep:
     except ModuleNotFoundError as error:
         advice = "pip install narrowgauge installs it."
         raise NarrowgaugeError(f"--replay computes a step, and {error.name} is not installed.", advice) from error
-    return replay_step(run, step, say=lambda said: click.echo(said, err=True))
+    with StepBar() as bar:
+        return replay_step(run, step, say=bar.say, progress=bar.show)
+
+
+class StepBar:
+    """What a replay says, on standard error; on a terminal with a bar of the steps that it repeats."""
+
+    def __enter__(self) -> StepBar:
+        # Imported here: most diagnoses replay nothing.
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+        from narrowgauge.trainer.console import PipedConsole
+
+        console = PipedConsole(stderr=True, highlight=False)
+        self._bar = Progress(
+            BarColumn(40), MofNCompleteColumn(), TimeRemainingColumn(), console=console, transient=True
+        )
+        self._is_shown = console.is_terminal and not console.is_dumb_terminal
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_shown:  # otherwise it prints an empty line
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """Print a sentence, above the bar."""
+        self._bar.console.print(line, markup=False, soft_wrap=True)
+
+    def show(self, done: int, total: int) -> None:
+        """Show how many steps of a stretch are done."""
+        if not self._is_shown:
+            return
+        if not self._bar.task_ids:
+            self._bar.start()
+            self._bar.add_task("", total=total)
+        (task,) = self._bar.task_ids
+        if done == 1:
+            self._bar.reset(task, total=total)
+        self._bar.update(task, completed=done)
 
 
 def _write(text: str, page: Path, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from analysis.diagnosis.test_two_trainings import AT, scaled_gradient, struck
 from narrowgauge.analysis.diagnosis.pairs.two_runs import TwoRuns, compare_two
-from narrowgauge.runs.record import read_run
+from narrowgauge.cli.diagnosing import StepBar
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.trainer import loop
+from narrowgauge.trainer.replays.past_steps import expected_time
 from narrowgauge.trainer.replays.two_replays import common_state, compare_exactly, measure_envelope
 from narrowgauge.trainer.session import Session
 from trainer.tiny_runs import call, settings
@@ -47,10 +50,12 @@ def test_where_settings_differ_the_first_tensor_is_found_and_rounding_is_measure
     place: Path, plain: Path, tmp_path: Path
 ) -> None:
     """From step 1 on the gradients are sums of two micro-batches; the record alone shows it in the norm."""
-    other, said = trained(place, tmp_path / "other", gradient_accumulation_steps=2), []
+    other, said, done = trained(place, tmp_path / "other", gradient_accumulation_steps=2), [], []
     recorded = compare_two(read_run(plain), read_run(other))
     assert "--exact" in recorded.next_measurement
-    found = compare_exactly(plain, other, say=said.append)
+    found = compare_exactly(plain, other, say=said.append, progress=lambda *steps: done.append(steps))
+    assert said[0].startswith("Both runs are computed again from step 1 to step 1: about 1 s by the recorded steps")
+    assert done[:2] == [(1, 1), (1, 1)], "a step of each run, then those with changed weights"
     parting, replayed = found.alignment.first_difference, found.alignment.replayed
     assert replayed is not None and replayed.repeats == (True, True) and replayed.since == 0, found.text()
     assert parting is not None and parting.step == 1, found.text()
@@ -82,6 +87,29 @@ def test_damage_does_not_happen_twice_and_code_does(
     assert found.reason is not None and found.reason.name == reason, found.text()
     assert f"of other, the replay first differs from the record at step {AT}" in found.text()
     assert "computed again here, both give the same: settings and data do not explain the difference" in found.text()
+
+
+def test_how_long_a_replay_takes_is_said_and_its_steps_are_counted(plain: Path) -> None:
+    said: list[str] = []
+    done: list[tuple[int, int]] = []
+    run = read_run(plain)
+    assert measure_envelope(run, 3, "grad:model.norm.weight", 2, said.append, lambda *steps: done.append(steps))
+    assert done == [(1, 3), (2, 3), (3, 3)], "the checkpoint after step 2 leaves no step on the way"
+    assert " times with weights changed by one ulp of float32: about 1 s by the recorded steps." in said[0]
+    assert expected_time([run, Run(Path("bare"), {})], 5) == "", "a record without durations tells no time"
+
+
+def test_a_terminal_shows_a_bar_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    with StepBar() as bar:
+        bar.say("Repeating 2 steps.")
+        for step in (1, 2):
+            bar.show(step, 2)
+            bar._bar.refresh()
+    assert "Repeating 2 steps." in stream.getvalue() and "2/2" in stream.getvalue()
 
 
 def test_a_hundredth_of_a_gradient_is_more_than_rounding_in_a_narrow_format(plain: Path) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,8 +31,9 @@ from narrowgauge.checkpoints.saving import checkpoint_before
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.optim.accumulation import AccumulationWarning
+from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, finite_number
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, open_data
@@ -42,6 +44,16 @@ from narrowgauge.trainer.step import train_step
 
 _OF_ONE_PROCESS: dict[str, Any] = {"replicas": 1, "offload": False, "narrow_gather": False, "verify_every": 0}
 """Settings of ranks, none of which changes a bit of what one process computes."""
+
+
+Say = Callable[[str], object]
+"""Called with a sentence before what takes a while."""
+StepsDone = Callable[[int, int], object]
+"""Called after each step with the number of those done and of all."""
+
+
+def nothing(*_: object) -> None:
+    """What nobody listens to."""
 
 
 class RecordedJudgement:
@@ -130,7 +142,8 @@ def replaying(
     recipe: Recipe | None = None,
     prepared: Callable[[Session], Any] | None = None,
     perturb: Callable[[Session], Any] | None = None,
-    say: Callable[[str], object] = lambda _: None,
+    say: Say = nothing,
+    progress: StepsDone = nothing,
     **settings: Any,
 ) -> Iterator[PastStep]:
     """A run just before one of its steps; :meth:`PastStep.advance` takes the step.
@@ -143,6 +156,7 @@ def replaying(
         prepared: called with the session once it is built, before a state is loaded: hooks on modules go here.
         perturb: called with the session at the loaded state, before any step is taken.
         say: called with a sentence before what takes a while.
+        progress: called after each step on the way with the number of those done and of all.
         settings: other settings of the run, such as ``compile=False`` or ``fingerprints_every=1``.
     Raises:
         RecordError: no such run or step, or its data, model or checkpoint cannot be used.
@@ -163,10 +177,26 @@ def replaying(
         left = step - 1 - past.session.step
         if left:
             since = f"checkpoint {past.started}" if past.started else "the initial weights"
-            say(f"Repeating {left} step{'s' if left > 1 else ''} from {since} to step {step - 1}.")
-        while past.session.step < step - 1:
+            say(f"Repeating {counted(left, 'step')} from {since} to step {step - 1}{expected_time([run], left)}.")
+        for done in range(left):
             past.advance()
+            progress(done + 1, left)
         yield past
+
+
+def expected_time(runs: Sequence[Run], num_steps: int) -> str:
+    """How long so many steps of each run take by their recorded durations, to follow what is said of them; empty if unknown.
+
+    Example:
+        >>> expected_time([Run(Path("a"), {}, steps=[{"step": 1, "seconds": 0.5}])], 240)
+        ': about 2 min by the recorded steps'
+    """
+    known = [
+        [seconds for row in run.steps if (seconds := finite_number(row.get("seconds"))) is not None] for run in runs
+    ]
+    if not all(known):
+        return ""
+    return f": about {duration(num_steps * sum(map(median, known)))} by the recorded steps"
 
 
 def _loaded(

@@ -28,7 +28,16 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.recovery import replay_last_step
 from narrowgauge.trainer.replays.emulated_passes import EmulatedPasses, cut
-from narrowgauge.trainer.replays.past_steps import Moment, PastStep, in_other_recipe, replaying, require_finite
+from narrowgauge.trainer.replays.past_steps import (
+    Moment,
+    PastStep,
+    Say,
+    StepsDone,
+    in_other_recipe,
+    nothing,
+    replaying,
+    require_finite,
+)
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 
@@ -40,7 +49,8 @@ def replay_step(
     step: int,
     *,
     prepared: Callable[[Session], Any] | None = None,
-    say: Callable[[str], object] = lambda _: None,
+    say: Say = nothing,
+    progress: StepsDone = nothing,
 ) -> ReplayedStep:
     """Compute a step of a run again: as it was, in float32, and with each place of its arithmetic widened alone.
 
@@ -52,6 +62,7 @@ def replay_step(
         step: number of the step, from 1.
         prepared: called with each session that is built, such as to put hooks on its model.
         say: called with a sentence before what takes a while.
+        progress: called after each step on the way with the number of those done and of all.
     Returns:
         What it showed, to be given to :func:`narrowgauge.diagnose`.
     Raises:
@@ -61,7 +72,7 @@ def replay_step(
         model's weights and states.
     Example: ``narrowgauge.diagnose("runs/first", replay=narrowgauge.replay_step("runs/first", 28)).text()``
     """
-    with replaying(folder, step, prepared=prepared, say=say) as past:
+    with replaying(folder, step, prepared=prepared, say=say, progress=progress) as past:
         require_finite(past.session)
         before = Moment.of(past.session)
         say(f"Repeating step {step}.")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +25,11 @@ from narrowgauge.analysis.diagnosis.replay_findings import MeasuredEnvelope, Rep
 from narrowgauge.checkpoints.saving import checkpoint_before
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
-from narrowgauge.trainer.replays.past_steps import Moment, PastStep, replaying
+from narrowgauge.trainer.replays.past_steps import Moment, PastStep, Say, StepsDone, expected_time, nothing, replaying
 from narrowgauge.trainer.session import Session
 
 _ROUNDED = ("output", "grad", "update")
 """Stages whose tensors rounding moves."""
-Say = Callable[[str], object]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +47,9 @@ class _Repeated:
         return None if self.undecided else self.mismatch is None
 
 
-def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3, say: Say = lambda _: None) -> TwoRuns:
+def compare_exactly(
+    one: str | Path, other: str | Path, *, num_replays: int = 3, say: Say = nothing, progress: StepsDone = nothing
+) -> TwoRuns:
     """Find where two runs first differ, and why, by computing both again around the first step that differs.
 
     Invariant: nothing in the run folders changes.
@@ -57,7 +57,8 @@ def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3,
     Args:
         one, other: run folders, with their data.
         num_replays: how often the step is repeated with changed weights; 0 does not measure how far rounding reaches.
-        say: called with a sentence before what takes a while.
+        say: called with a sentence before what takes a while, the first of them with the time that both take by their records.
+        progress: called after each step of a stretch with the number of those done and of all in it.
     Returns:
         As :func:`~narrowgauge.analysis.diagnosis.pairs.two_runs.compare_two`, with what the replays say.
     Raises:
@@ -72,7 +73,9 @@ def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3,
         return found
     since = common_state(*runs, before=difference.step - (1 if _is_located(difference) else 2))
     while True:
-        repeated = [_repeat(run, since, difference.step, say) for run in runs]
+        time = expected_time(runs, difference.step - since)
+        say(f"Both runs are computed again from step {since + 1} to step {difference.step}{time}.")
+        repeated = [_repeat(run, since, difference.step, say, progress) for run in runs]
         first, second = (each.prints[0]["tensors"] for each in repeated)
         if since == 0 or {key: entry[0] for key, entry in first.items()} == {
             key: entry[0] for key, entry in second.items()
@@ -84,7 +87,7 @@ def compare_exactly(one: str | Path, other: str | Path, *, num_replays: int = 3,
         runs = _with_prints(runs[0], repeated[0].prints), _with_prints(runs[1], repeated[1].prints)
     located = compare_two(*runs, replayed).alignment.first_difference
     if located is not None and num_replays > 0 and located.tensor and located.stage in _ROUNDED:
-        envelope = measure_envelope(runs[0], located.step, located.tensor, num_replays, say)
+        envelope = measure_envelope(runs[0], located.step, located.tensor, num_replays, say, progress)
         replayed = dataclasses.replace(replayed, envelope=envelope)
     return compare_two(*runs, replayed)
 
@@ -110,7 +113,7 @@ def common_state(one: Run, other: Run, before: int) -> int:
     return 0
 
 
-def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
+def _repeat(run: Run, since: int, last: int, say: Say, progress: StepsDone) -> _Repeated:
     """The steps after a state, hashed."""
     say(f"Repeating steps {since + 1} to {last} of {run.path}, with every tensor hashed.")
     with replaying(run.path, since + 1, fingerprints_every=1) as past:
@@ -120,6 +123,7 @@ def _repeat(run: Run, since: int, last: int, say: Say) -> _Repeated:
         while past.session.step < last:
             past.advance()
             rows.append(prints.last)
+            progress(past.session.step - since, last - since)
         found = [row for row in rows if row is not None]
         undecided = _undecided(past)
         return _Repeated(found, past.mismatch, undecided, past.notes + ([] if undecided else past.reasons))
@@ -174,20 +178,22 @@ def _with_prints(run: Run, rows: list[Row]) -> Run:
 
 
 def measure_envelope(
-    run: Run, step: int, tensor: str, num_replays: int, say: Say = lambda _: None
+    run: Run, step: int, tensor: str, num_replays: int, say: Say = nothing, progress: StepsDone = nothing
 ) -> MeasuredEnvelope | None:
     """How far one-ulp changes of every weight carry a tensor in one step.
 
     Args:
         tensor: ``KIND:NAME`` of a fingerprint.
         num_replays: how often, each time with other signs.
+        say, progress: see :func:`compare_exactly`.
     Returns:
         The changes of its norm, or ``None`` where the replay does not make that tensor or its norm is not finite.
 
     Cost: ``1 + num_replays`` steps after those since the nearest checkpoint.
     """
-    say(f"Repeating step {step} of {run.path} {num_replays} times with weights changed by one ulp of float32.")
-    with replaying(run.path, step, fingerprints_every=1) as past, warnings.catch_warnings():
+    time = expected_time([run], num_replays + 1)
+    say(f"Repeating step {step} of {run.path} {num_replays} times with weights changed by one ulp of float32{time}.")
+    with replaying(run.path, step, fingerprints_every=1, progress=progress) as past, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the optimizer notices that its weights were changed
         before, norms = Moment.of(past.session), []
         for seed in range(num_replays + 1):
@@ -197,6 +203,7 @@ def measure_envelope(
             past.advance()
             row = past.session.fingerprints.last
             norms.append(row["tensors"].get(tensor, (0, math.nan))[1] if row is not None else math.nan)
+            progress(seed + 1, num_replays + 1)
     changes = tuple(relative_difference(norms[0], norm) for norm in norms[1:])
     return MeasuredEnvelope(step, tensor, changes) if changes and all(map(math.isfinite, changes)) else None
 
