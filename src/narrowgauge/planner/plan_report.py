@@ -317,7 +317,7 @@ def _about_choice(plan: Plan) -> Iterator[str]:
     assert usual.headroom_bytes is not None
     yield (
         f"{told} fits with {bytes_text(usual.headroom_bytes)} to spare and takes {usual.tokens_per_second:,.0f} tokens/s, "
-        f"{usual.tokens_per_second / best.tokens_per_second:.0%} of the best one's."
+        f"{usual.tokens_per_second / best.tokens_per_second:.0%} of what {best.recipe.title} takes."
     )
 
 
