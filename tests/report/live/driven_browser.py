@@ -9,6 +9,7 @@ import base64
 import contextlib
 import json
 import os
+import select
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,7 @@ class Tab:
         self._number, self._rest, self._session = 0, b"", ""
         self.requested: list[str] = []
         self.said: list[str] = []
+        self._downloads: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -52,6 +54,8 @@ class Tab:
 
     def _hear(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
+            # A promise that is looked at again and again has its own, shorter time.
+            assert select.select([self._of], [], [], 2 * SECONDS)[0], f"the browser is silent: {self.said}"
             more = self._of.read(1 << 16)
             assert more, "the browser ended"
             self._rest += more
@@ -61,6 +65,10 @@ class Tab:
     def _note(self, method: str | None, params: dict[str, Any]) -> None:
         if method == "Network.requestWillBeSent":
             self.requested.append(params["request"]["url"])
+        elif method == "Browser.downloadWillBegin":
+            self._downloads.append(params["suggestedFilename"])
+        elif method == "Browser.downloadProgress":
+            self._downloads.append(params["state"])
         elif method == "Runtime.exceptionThrown":
             self.said.append(str(params["exceptionDetails"].get("exception", params["exceptionDetails"])))
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
@@ -78,6 +86,19 @@ class Tab:
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600
         )
+
+    def saved(self, query: str, folder: Path) -> Path:
+        """Press the space bar on an element that saves a file; returns the file, in ``folder``, when it is there."""
+        of_page, self._session = self._session, ""
+        self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder), eventsEnabled=True)
+        self._session = of_page
+        self.see(f"document.querySelector({json.dumps(query)}).focus()")
+        self._downloads.clear()
+        self.press(" ", 32)
+        while "completed" not in self._downloads:
+            heard = self._hear()
+            self._note(heard.get("method"), heard.get("params", {}))
+        return folder / self._downloads[0]
 
     def see(self, expression: str) -> Any:
         """The value of an expression of JavaScript."""

@@ -140,6 +140,36 @@
     figures[name] = { ...before, spec, view: view ?? before.view };
   }
 
+  // ── saving a figure ─────────────────────────────────────────────────────────────────────────────────────────────
+  // As it is shown, zoom and choices included; by itself it needs its title, a background, and a legend of recipes, which the page has once.
+  function standalone(name) {
+    const place = document.querySelector(`[data-plot="${name}"]`);
+    const title = document.getElementById(name).querySelector("h3").textContent;
+    const groupOf = (trace) => (trace.name && trace.visible !== false ? trace.meta?.group : undefined);
+    const recipes = new Set(place.data.map(groupOf).filter((group) => group !== undefined));
+    const legend = !place.layout.showlegend && recipes.size > 1;
+    // Each recipe once, by the first of its traces.
+    const data = legend ? place.data.map((trace) => ({ ...trace, showlegend: recipes.delete(groupOf(trace)) })) : place.data;
+    const layout = {
+      ...place.layout,
+      paper_bgcolor: colourOf("@card"),
+      showlegend: legend || place.layout.showlegend,
+      title: { text: escaped(title), x: 0.01, xanchor: "left", y: 1, yref: "container", yanchor: "top", pad: { t: 12 }, automargin: true, font: { size: 15, color: colourOf("@ink") } },
+    };
+    return { data, layout };
+  }
+  const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+  const fileName = (text) => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 80);
+  async function save(name, format) {
+    const { clientWidth: width, clientHeight } = document.querySelector(`[data-plot="${name}"]`);
+    const figure = standalone(name);
+    const height = clientHeight + 60; // for what is not inside the figure on the page
+    const link = document.createElement("a");
+    link.href = await Plotly.toImage(figure, { format, width, height, scale: format === "png" ? 2 : 1 });
+    link.download = `${fileName(`${document.querySelector("h1").textContent} ${name}`)}.${format}`;
+    link.click();
+  }
+
   // ── inside one run ──────────────────────────────────────────────────────────────────────────────────────────────
   const choices = (name) => all(`[data-choice="${name}"]`);
   const chosen = (name) => choices(name)[0]?.value;
@@ -264,9 +294,10 @@
     addEventListener("hashchange", () => themeOfLink() && applyTheme(themeOfLink()));
     // Handled where they rise to: a live page replaces the buttons.
     document.addEventListener("click", (event) => {
-      const button = event.target.closest("[data-group], [data-view], [data-log]");
+      const button = event.target.closest("[data-group], [data-view], [data-log], [data-save]");
       if (!button) return;
-      if ("group" in button.dataset) switchGroup(button);
+      if ("save" in button.dataset) save(button.dataset.figure, button.dataset.save).catch((error) => complain(error, "This figure cannot be saved here"));
+      else if ("group" in button.dataset) switchGroup(button);
       else if ("view" in button.dataset) switchView(button);
       else switchLog(button);
     });
@@ -322,10 +353,10 @@
   }
 
   // ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
-  function complain(error) {
+  function complain(error, what = "The figures cannot be drawn here") {
     const trouble = document.getElementById("trouble");
     trouble.hidden = false;
-    trouble.textContent = `The figures cannot be drawn here: ${error.message || error}`;
+    trouble.textContent = `${what}: ${error.message || error}`;
     console.error(error);
   }
   async function inflated(letters) {
