@@ -21,6 +21,7 @@ from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import MINUS, shown_difference, shown_loss
 from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis
+from narrowgauge.report.event_commands import command_of
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps
 from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histograms
 from narrowgauge.report.figures.history_figures import ROUTINE, absent, event_strip
@@ -390,12 +391,14 @@ class EventRow:
     Args:
         run: the run's name.
         last: the step of the last.
+        command: what mends it or shows more; empty where nothing is to be done.
         more: the tensor or the message of each repetition, and its step where that is another.
     """
 
     run: str
     event: Row
     last: float | None
+    command: str = ""
     more: list[str] = field(default_factory=list)
 
     @property
@@ -428,7 +431,7 @@ def _event_rows(run: Run, name: str) -> list[EventRow]:
         key, step = (event.get("kind"), event.get("advice")), finite_number(event.get("step"))
         row = open_rows.get(key)
         if row is None or row.is_routine or not _follows(row.last, step):
-            row = open_rows[key] = EventRow(name, event, step)
+            row = open_rows[key] = EventRow(name, event, step, command_of(run, event))
             rows.append(row)
             continue
         where = "" if step == finite_number(row.event.get("step")) else f"step {event.get('step')}: "

@@ -88,14 +88,19 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
 
 
 def load_settings(path: str | Path) -> dict[str, Any]:
-    """The table of a settings file, unchecked; ``DataError`` where the file is missing or not TOML."""
+    """The table of a settings file, unchecked; ``DataError`` where the file is missing or not TOML.
+
+    The ``run.toml`` of a run is one too: it has the settings in a table, and the folder, which is the run's own, is left out.
+    """
     try:
-        return load_toml(Path(path).read_text(encoding="utf-8"))
+        found = load_toml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
+    settings = found.get("config")
+    return {name: settings[name] for name in settings if name != "out"} if isinstance(settings, dict) else found
 
 
 # ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────

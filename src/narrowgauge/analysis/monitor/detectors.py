@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from string import Formatter
 from typing import Literal, NamedTuple
 
 from narrowgauge.spec.computes import fallback_of
@@ -105,6 +106,12 @@ class Detector:
     @property
     def field(self) -> str:
         return self.metric.partition(".")[2]
+
+    @property
+    def advised_parts(self) -> tuple[str, ...]:
+        """The parts of a recipe, ``compute`` and ``storage``, of which its advice names another."""
+        named = {name for _, name, _, _ in Formatter().parse(self.advice)}
+        return tuple(part for part in ("compute", "storage") if part in named)
 
     def applies(self, metrics: Metrics, facts: Facts) -> bool:
         """Whether its condition holds, or it has none."""

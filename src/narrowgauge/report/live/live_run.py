@@ -7,7 +7,6 @@ free could refuse the writer; Linux lists all locks in ``/proc/locks``, where re
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.errors import RecordError
+from narrowgauge.report.event_commands import resumption
 from narrowgauge.report.figures.series import Array, Series
 from narrowgauge.report.live.row_tail import RowTail
 from narrowgauge.runs.older_events import with_detector
@@ -209,7 +209,7 @@ class LiveRun:
         step = int(self.column("step")[-1]) if self.num_steps and np.isfinite(self.column("step")[-1]) else 0
         total = finite_number((self.settings.get("config") or {}).get("steps"))
         steps = None if total is None else int(total)
-        command = f"narrowgauge resume {shlex.quote(str(self.path))}"
+        command = resumption(self.run)
         if self.summary is not None:
             return State("ended", step=step, steps=steps)
         ended = next((event for event in reversed(self.events) if event.get("kind") in (*_ENDS, "start", "resume")), {})
@@ -225,7 +225,7 @@ class LiveRun:
         if has_writer is False and silence > patience:
             return State("died", "No process of this machine is writing it.", command, step, steps)
         if not has_writer and silence > 4 * patience:
-            return State("silent", "If its process is gone, go on with the command.", command, step, steps)
+            return State("silent", "Its process may be gone.", command, step, steps)
         return State("running" if self.num_steps else "waiting", "", "", step, steps, left)
 
 

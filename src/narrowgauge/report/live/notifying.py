@@ -19,6 +19,7 @@ from queue import Queue
 from urllib.parse import urlsplit
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.report.event_commands import command_of
 from narrowgauge.report.live.live_page import finding_rows
 from narrowgauge.report.live.live_run import LiveRun, State
 from narrowgauge.runs.lines import json_value
@@ -55,7 +56,8 @@ def _findings(run: LiveRun, state: State | None) -> Iterator[tuple[Key, Row]]:
         key = (str(run.path), *(str(event.get(name, "")) for name in ("kind", "detector", "tensor")))
         fields = ("kind", "step", "message", "advice", "tensor", "value", "threshold")
         row = {name: event[name] for name in fields if event.get(name) is not None}
-        command = state.command if state is not None and state.command else f"narrowgauge diagnose {run.path}"
+        # Of a run that ended, how it goes on comes first.
+        command = (state.command if state is not None else "") or command_of(run.run, event)
         yield key, {"run": str(run.path), **row, "command": command}
     if state is not None and state.word == "died":
         row = {"kind": "died", "step": state.step, "message": state.said, "command": state.command}
