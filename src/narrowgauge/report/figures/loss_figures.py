@@ -59,9 +59,9 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
     """Loss of the training batches over steps, smoothed and raw."""
-    half_life = max(1, max((group.longest("steps", "loss") for group in groups), default=0) // 100)
+    half_life, smoothing = smoothed_by(groups)
     raw = [curve_of(group, group.lines("steps", "loss")) for group in groups]
-    smoothed = [curve_of(group, group.lines("steps", "loss", lambda line: smooth(line, half_life))) for group in groups]
+    smoothed = [curve_of(group, group.lines("steps", "loss", smoothing)) for group in groups]
     data = [
         *traces_of(smoothed, view="smoothed", name="training loss"),
         *traces_of(raw, view="raw", name="training loss"),
@@ -78,6 +78,12 @@ def training_loss(groups: Sequence[Group]) -> Figure | None:
     )
     views = (("smoothed", "Smoothed"), ("raw", "Raw"))
     return Figure("training-loss", "Training loss", how, data, layout, views, ("xaxis",))
+
+
+def smoothed_by(groups: Sequence[Group]) -> tuple[int, Callable[[Series], Series]]:
+    """The half-life in steps by which a page smooths training losses, and that smoothing."""
+    half_life = max(1, max((group.longest("steps", "loss") for group in groups), default=0) // 100)
+    return half_life, lambda line: smooth(line, half_life)
 
 
 def validation_loss(groups: Sequence[Group]) -> Figure | None:

@@ -20,6 +20,7 @@ from narrowgauge.report.figures.history_figures import ROUTINE, event_strip, gra
 from narrowgauge.report.figures.loss_figures import difference, training_loss, validation_loss
 from narrowgauge.report.figures.storage_figures import lost_decay, unchanged_weights
 from narrowgauge.report.figures.traces import Figure
+from narrowgauge.report.live.earlier_runs import EarlierRuns, finished_beside
 from narrowgauge.report.live.live_run import ABSENT, LiveRun, State, runs_in, writers
 from narrowgauge.report.live.thinned_groups import LINE_POINTS, ThinnedGroup, Window
 from narrowgauge.report.live.whole_report import sections_of
@@ -85,6 +86,8 @@ class LivePage:
     ) -> None:
         self.paths = list(paths)
         self.runs: dict[Path, LiveRun] = {}
+        self.beside: dict[Path, LiveRun] = {}
+        """Finished runs of the same comparison, which the page shows as a band alone."""
         self.version = 0
         self.generation = 0
         """Grows when the page must be loaded anew: a run or a recipe came or went."""
@@ -106,7 +109,8 @@ class LivePage:
         there = runs_in(self.paths)
         changed = set(there) != set(self.runs)
         self.runs = {path: self.runs.get(path) or LiveRun(path) for path in there}
-        for run in self.runs.values():
+        self.beside = {path: self.beside.get(path) or LiveRun(path) for path in finished_beside(there)}
+        for run in (*self.runs.values(), *self.beside.values()):
             changed |= run.poll()
         now, writing = self._clock(), self._has_writer(there)
         states = {path: run.state(now, writing[path]) for path, run in self.runs.items()}
@@ -121,7 +125,7 @@ class LivePage:
     @property
     def is_read(self) -> bool:
         """Whether all rows that are there have been read."""
-        return all(run.is_read for run in self.runs.values())
+        return all(run.is_read for run in (*self.runs.values(), *self.beside.values()))
 
     @property
     def num_rows(self) -> int:
@@ -198,9 +202,11 @@ class LivePage:
             return []
         groups = [replace(group, window=window) for group in self._groups]
         apart = difference(groups, self._found.baseline)
-        drawn = [*(make(groups) for make in FIGURES), apart]
+        drawn = [one for one in (*(make(groups) for make in FIGURES), apart) if one is not None]
+        earlier = EarlierRuns.of(self.runs, self.beside.values())
+        drawn = drawn if earlier is None else earlier.under(drawn, groups, window)
         marks = self.whole.get("marks", {})
-        return [replace(one, data=[*one.data, *marks.get(one.name, [])]) for one in drawn if one is not None]
+        return [replace(one, data=[*one.data, *marks.get(one.name, [])]) for one in drawn]
 
     def _group(self) -> None:
         """The recipes of the runs, again where a run came, went, ended or was given other settings."""
