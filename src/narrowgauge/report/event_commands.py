@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import shlex
 
+from narrowgauge.analysis.comparison.labels import parsed_recipe
 from narrowgauge.analysis.diagnosis.coverage import loop_of
 from narrowgauge.analysis.monitor.detectors import DETECTORS, advice_values
-from narrowgauge.errors import RecipeError
 from narrowgauge.report.figures.history_figures import ROUTINE
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.notation import parse, parse_value
 from narrowgauge.spec.recipes import own_name
 
 TRAINED = "trainer"
@@ -69,15 +68,12 @@ def _recipe_instead(run: Run, detector: str) -> str:
     """The run's recipe with the part that a detector's advice names another of; empty where it is about something else."""
     row = DETECTORS.get(detector)
     parts = _AUDIT.get(detector, ()) if row is None else row.advised_parts
-    try:
-        recipe = parse_value((run.run.get("config") or {}).get("recipe", ""))
-        if not parts or not recipe.is_plain:
-            return ""
-        values = advice_values(None, recipe.storage, recipe.compute.name)
-        # The name of a storage that belongs to a compute begins with it.
-        instead = {part: values[part].rpartition("/")[2] for part in parts}
-        named = {"compute": recipe.compute.name, "storage": own_name(recipe.storage)} | instead
-        other = parse("/".join([*named.values(), recipe.reduction.name]))
-    except (RecipeError, TypeError):
+    recipe = parsed_recipe((run.run.get("config") or {}).get("recipe"))
+    if not parts or recipe is None or not recipe.is_plain:
         return ""
-    return "" if other == recipe else other.name
+    values = advice_values(None, recipe.storage, recipe.compute.name)
+    # The name of a storage that belongs to a compute begins with it.
+    instead = {part: values[part].rpartition("/")[2] for part in parts}
+    named = {"compute": recipe.compute.name, "storage": own_name(recipe.storage)} | instead
+    other = parsed_recipe("/".join([*named.values(), recipe.reduction.name]))
+    return "" if other is None or other == recipe else other.name

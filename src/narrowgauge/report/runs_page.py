@@ -30,8 +30,10 @@ from narrowgauge.report.figures.palette import colour, plain
 from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.traces import Figure, mark
 from narrowgauge.report.figures.verdict_figure import differences
+from narrowgauge.report.memory_section import memory_beside_plan
 from narrowgauge.report.page import capitalized, document
 from narrowgauge.report.recipe_groups import Group, Samples, final_loss, groups_of, run_names
+from narrowgauge.report.recipe_tables import Cell, Line, RecipeTable, memory_text, tensor_bytes
 from narrowgauge.report.run_settings import environment
 from narrowgauge.runs.finding import Finding, counted
 from narrowgauge.runs.record import Run
@@ -80,6 +82,7 @@ def page_words(
         "questions": questions(groups, found),
         "hints": COLUMN_HINTS,
         "equal_time": equal_time_table(groups, found),
+        "memory": memory_beside_plan(groups),
         "comparison": found,
         "diagnosis": diagnosis,
         "figures": figures,
@@ -132,52 +135,6 @@ _DIFFERENCE = "mean of the paired differences per seed, and half its 95 % interv
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A number in a table.
-
-    Args:
-        column: the title of its column.
-        value: what the table is sorted by; ``None`` is last.
-        spread: its uncertainty, with a sign; empty where it has none.
-        is_final: whether it is known, and of runs that ended.
-    """
-
-    column: str
-    text: str = "–"
-    value: float | None = None
-    spread: str = ""
-    is_best: bool = False
-    is_final: bool = True
-
-
-@dataclass(frozen=True)
-class Line:
-    """A row of a table of recipes.
-
-    Args:
-        index: of the recipe on the page.
-        badge: a warning in a few words.
-        reason: for the badge, in short; ``hint`` in full.
-    """
-
-    recipe: str
-    index: int
-    cells: Sequence[Cell]
-    badge: str = ""
-    reason: str = ""
-    hint: str = ""
-    notes: Sequence[str] = ()
-
-
-@dataclass(frozen=True)
-class RecipeTable:
-    """Recipes by figures; ``columns`` are titles, each with a hint."""
-
-    columns: Mapping[str, str]
-    lines: Sequence[Line]
-
-
-@dataclass(frozen=True)
 class _CostColumn:
     title: str
     column: Column
@@ -207,23 +164,14 @@ def _percent(value: float) -> str:
     return f"{100 * value:.3g} %"
 
 
-def _memory(value: float) -> str:
-    return f"{value / 2**30:.2f} GiB" if value >= 2**30 else f"{value / 2**20:.0f} MiB"
-
-
-def _tensors(value: float) -> str:
-    """Counted bytes, which small models have few of."""
-    return _memory(value) if value >= 100 * 2**20 else f"{value / 2**20:.1f} MiB"
-
-
 _LATE = "the last values, by which the verdict judges"
 _COLUMNS = (
     _CostColumn("Validation loss", SUMMARY["val_loss"], shown_loss, "nats per token, mean over seeds; lower is better"),
     _CostColumn("Tokens/s", SUMMARY["tokens_per_second"], "{:,.0f}".format, "on this machine"),
     _CostColumn("Bytes/param", SUMMARY["bytes_per_param"], "{:.3g}".format),
-    _CostColumn("Activations", SUMMARY["activation_bytes"], _tensors),
-    _CostColumn("Peak of tensors", SUMMARY["peak_tensor_bytes"], _tensors),
-    _CostColumn("Peak memory", SUMMARY["peak_memory_bytes"], _memory),
+    _CostColumn("Activations", SUMMARY["activation_bytes"], tensor_bytes),
+    _CostColumn("Peak of tensors", SUMMARY["peak_tensor_bytes"], tensor_bytes),
+    _CostColumn("Peak memory", SUMMARY["peak_memory_bytes"], memory_text),
     _CostColumn("Late EDQ", STEP["edq"], "{:.3f}".format, _LATE, is_late=True),
     _CostColumn("Noise", SUMMARY["noise"], "{:.3g}".format),
     _CostColumn("Late lost", STEP["lost_fraction"], _percent, _LATE, is_late=True),
@@ -360,7 +308,7 @@ def _answer_table(answer: Answer, groups: Sequence[Group], found: Comparison) ->
         _CostColumn("Step", _STEP_SECONDS, lambda seconds: f"{1e3 * seconds:.3g} ms", "on this machine"),
         _CostColumn("Relative", _STEP_RATIO, "{:.2f} ×".format),
         *(
-            _CostColumn(title, SUMMARY[name], _tensors)
+            _CostColumn(title, SUMMARY[name], tensor_bytes)
             for title, name in (
                 ("State", "state_bytes"), ("Activations", "activation_bytes"), ("Peak", "peak_tensor_bytes"),
             )

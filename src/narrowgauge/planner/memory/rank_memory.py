@@ -164,6 +164,24 @@ def _state_terms(request: RankRequest, stage: Stage) -> tuple[Term, Term, Term]:
     return terms[0], terms[1], terms[2]
 
 
+def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> Terms:
+    """Weights, gradients, optimizer states and sums of micro-batches of the worst rank: what a step keeps, all together.
+
+    Example:
+        >>> from narrowgauge.planner.inputs.architectures import of_size
+        >>> from narrowgauge.spec.notation import parse
+        >>> state_terms(of_size(1e9), parse("bfloat16/word"), Layout(micro_batches=2)).groups
+        {'weights': 2000000000.0, 'gradients': 6000000000.0, 'optimizer': 4000000000.0}
+    """
+    figures = figures_of(architecture, recipe, 0, "flash", "eager")
+    request = RankRequest(architecture, recipe, layout, 0, "flash", "eager", True, {}, figures)
+    found = []
+    for stage in stages_of(architecture, layout):
+        weights, gradients, optimizer = _state_terms(request, stage)
+        found.append(Terms((weights, gradients, optimizer, *_sum_planes(request, gradients))))
+    return max(found, key=lambda terms: terms.total)
+
+
 def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout, sequence_length: int = 0) -> float:
     """What a rank of a layout with offloading keeps in the host's memory.
 

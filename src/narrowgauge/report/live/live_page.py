@@ -41,7 +41,19 @@ LIVE_NAMES = frozenset({
 })  # fmt: skip
 """The figures that :data:`FIGURES` draw."""
 LOSSES = ("training-loss", "validation-loss", "difference")
-_WHOLE = ("verdict", "diagnosis", "costs", "price", "layers", "ranges", "storage", "history", "ranks", "environment")
+_WHOLE = (
+    "verdict",
+    "diagnosis",
+    "costs",
+    "memory",
+    "price",
+    "layers",
+    "ranges",
+    "storage",
+    "history",
+    "ranks",
+    "environment",
+)
 """The sections that need the whole record."""
 _READING = "The whole record is being read for this section."
 
