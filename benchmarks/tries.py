@@ -43,7 +43,8 @@ SETTINGS = {
     "checkpoint-every": 2, "audit-every": 2, "gauges-every": 3, "log-every": 1, "held-out": 0.2,
 }  # fmt: skip
 TIMINGS = (
-    "tokens_per_second", "seconds", "data_seconds", "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
+    "tokens_per_second", "seconds", "data_seconds", "gradient_seconds", "update_seconds", "evaluation_seconds",
+    "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
     "peak_tensor_bytes", "communication_bytes", "communication_seconds", "wait_seconds", "ranks",
 )  # fmt: skip
 CALLS = ("write", "fsync", "rename", "replace", "open", "mkdir", "unlink")

@@ -19,7 +19,8 @@ SHAPE = {
     "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": True,
 }  # fmt: skip
 TIMINGS = {
-    "tokens_per_second", "seconds", "data_seconds", "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
+    "tokens_per_second", "seconds", "data_seconds", "gradient_seconds", "update_seconds", "evaluation_seconds",
+    "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
     "peak_tensor_bytes", "step_seconds",
 }  # fmt: skip
 OF_RANKS = {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"}

@@ -205,6 +205,8 @@ STEP = _table((
     ),
     Column("seconds", "number", "duration of the step", "s"),
     Column("data_seconds", "number", "of it, how long the step waited for its tokens", "s"),
+    Column("gradient_seconds", "number", "of it, forward and backward, communication included, without the wait for tokens", "s"),
+    Column("update_seconds", "number", "of it, the optimizer's step", "s"),
     Column("cpu_seconds", "number", "processor time in it, of all threads together: waiting does not count", "s"),
     Column("batch_crc", "text", "checksum of the step's tokens, of all ranks together: equal for equal batches", checked=False),
     Column(
@@ -249,6 +251,7 @@ EVAL = _table((
     ),
     _TOKENS,
     Column("seconds", "number", "training time so far", "s"),
+    Column("evaluation_seconds", "number", "duration of the evaluation", "s"),
     Column("tokens_per_second", "number", "training throughput", "tokens/s"),
     _MEMORY,
     _CHECKSUM,

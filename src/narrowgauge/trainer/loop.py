@@ -377,6 +377,8 @@ def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
 
 
 def _evaluate(session: Session, reporter: Reporter) -> float:
+    began = time.perf_counter()
     row = {"step": session.step, "val_loss": evaluate(session), "tokens": session.tokens}
+    row["evaluation_seconds"] = time.perf_counter() - began
     reporter.evaluation(row)
     return float(row["val_loss"])

@@ -9,10 +9,12 @@ them. States are also compared before a checkpoint is written, so that the last 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -27,6 +29,41 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.trainer import counted_memory
 from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.session import Session
+
+
+class StepClock:
+    """Moments within a step, and how long it was from one to the next.
+
+    Invariant: it changes no bit. Of CUDA the moments are events on the stream, so nothing waits for the device before
+    :meth:`seconds` does.
+
+    Cost: under a microsecond for a moment; on CUDA some.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._read = _device_moment if device.type == "cuda" else time.perf_counter
+        self._moments: list[Any] = []
+
+    def mark(self) -> None:
+        """Note this moment."""
+        self._moments.append(self._read())
+
+    def seconds(self) -> list[float]:
+        """The time between each moment and the next."""
+        return [_seconds_between(*pair) for pair in itertools.pairwise(self._moments)]
+
+
+def _device_moment() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(began: Any, ended: Any) -> float:
+    if isinstance(ended, float):
+        return float(ended - began)
+    ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1000
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
@@ -44,25 +81,31 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     if session.traffic is not None:
         session.traffic.begin_step()
     session.fingerprints.begin(session.step + 1)
+    clock = StepClock(session.device)
+    clock.mark()
     with session.fingerprints.sending(session.reduction):
         total = differentiate(session)
+    clock.mark()
     session.fingerprints.gradients()
     loss = None
     if judgement is not None:
         loss = float(total)
         optimizer.skip_above = judgement.judge_loss(loss)
     session.verifier.before_update()
+    clock.mark()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     # Reading the loss synchronizes anyway; settling here puts a skip and an audit into the record of this step.
     optimizer.settle()
+    clock.mark()
     session.step += 1
     session.fingerprints.states(session.step)
     session.verifier.after_update(session.step)
-    return _row(session, float(total) if loss is None else loss, rate, judgement)
+    return _row(session, float(total) if loss is None else loss, rate, judgement, clock)
 
 
-def _row(session: Session, loss: float, rate: float, judgement: StepJudgement | None) -> Row:
+def _row(session: Session, loss: float, rate: float, judgement: StepJudgement | None, clock: StepClock) -> Row:
+    in_gradients, _, in_update = clock.seconds()
     norm, own, before = session.optimizer.grad_norm, session.optimizer.watched_grad_norm, session.tokens
     session.tokens += session.config.tokens_per_step
     known: Row = {
@@ -73,6 +116,8 @@ def _row(session: Session, loss: float, rate: float, judgement: StepJudgement | 
         **(session.traffic.end_step() if session.traffic is not None else {}),
         "peak_memory_bytes": peak_memory_bytes(),
         "data_seconds": session.data_seconds,
+        "gradient_seconds": max(0.0, in_gradients - session.data_seconds),
+        "update_seconds": in_update,
         "batch_crc": session.batch_crc,
         "unigram_loss": session.unigram_loss,
         "embedding_grad_norm": None if own is None else float(own),

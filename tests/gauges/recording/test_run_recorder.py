@@ -20,7 +20,8 @@ from ranks import run_ranks
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
-    "seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds",
+    "seconds", "cpu_seconds", "tokens_per_second", "peak_memory_bytes", "audit_sums", "data_seconds", "gradient_seconds",
+    "update_seconds",
     "unigram_loss", "embedding_grad_norm",
 }  # fmt: skip
 

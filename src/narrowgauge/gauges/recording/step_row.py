@@ -37,7 +37,8 @@ from narrowgauge.runs.schema import Row
 
 _ORDER = (
     "step", "loss", "lr", "grad_norm", "tokens", "communication_bytes", "communication_seconds", "wait_seconds", "ranks",
-    "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "data_seconds", "cpu_seconds", "batch_crc", "unigram_loss",
+    "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "data_seconds", "gradient_seconds",
+    "update_seconds", "cpu_seconds", "batch_crc", "unigram_loss",
     "embedding_grad_norm", "spike", "loss_scale", "saturated",
 )  # fmt: skip
 """The columns of a row in the order in which they are written; the audit's and a loop's own come after them."""

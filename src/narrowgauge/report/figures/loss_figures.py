@@ -22,6 +22,7 @@ from narrowgauge.report.figures.history_figures import (
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.rank_figures import rank_figures
 from narrowgauge.report.figures.series import Series, band, column, is_wide, rounded, series_of, smooth
+from narrowgauge.report.figures.step_time_figure import time_of_a_step
 from narrowgauge.report.figures.storage_figures import lost_decay, unchanged_weights, wrong_moments
 from narrowgauge.report.figures.traces import (
     Curve,
@@ -47,7 +48,7 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
     """All figures that have data, by section; ``baseline`` is the label of the group to compare with, None the first."""
     sections: dict[str, list[Callable[[Sequence[Group]], Figure | None]]] = {
         "loss": [training_loss, validation_loss, lambda groups: difference(groups, baseline)],
-        "cost": [loss_against_bytes, loss_against_seconds],
+        "cost": [loss_against_bytes, loss_against_seconds, time_of_a_step],
         "storage": [unchanged_weights, lost_decay, wrong_moments],
         "history": [gradient_norm, loss_scale, skipped, worst_underflow, worst_overflow],
     }
