@@ -33,3 +33,26 @@ def test_the_parts_of_every_step_are_inside_it(place: Path, tmp_path: Path) -> N
         assert min(parts) > 0 and sum(parts) <= row["seconds"], row
     assert run.evals and all(row["evaluation_seconds"] > 0 for row in run.evals)
     assert json.loads((folder / "summary.json").read_text())["steps"] == len(run.steps)
+
+
+def test_on_a_device_moments_are_events_that_are_read_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            said.append("record")
+
+        def synchronize(self) -> None:
+            said.append("wait")
+
+        def elapsed_time(self, other: Event) -> float:
+            return 250.0
+
+    monkeypatch.setattr(steps.torch.cuda, "Event", Event)
+    clock = steps.StepClock(torch.device("cuda"))
+    clock.mark()
+    clock.mark()
+    assert said == ["record", "record"] and clock.seconds() == [0.25] and said[2:] == ["wait"]
