@@ -13,7 +13,9 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
+
+from markupsafe import Markup
 
 from narrowgauge.analysis.comparison.answers import Answer, rows_of
 from narrowgauge.analysis.comparison.classification import Classification
@@ -31,7 +33,7 @@ from narrowgauge.report.figures.rank_figures import RANK_COLUMNS, rank_rows
 from narrowgauge.report.figures.traces import Figure, mark
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.memory_section import memory_beside_plan
-from narrowgauge.report.page import capitalized, document
+from narrowgauge.report.page import capitalized, document, template
 from narrowgauge.report.recipe_groups import Group, Samples, final_loss, groups_of, run_names
 from narrowgauge.report.recipe_tables import Cell, Line, RecipeTable, memory_text, tensor_bytes
 from narrowgauge.report.run_settings import environment
@@ -48,7 +50,57 @@ def render(found: Comparison, title: str = "") -> str:
     Cost: about two seconds per ten thousand steps, a third of them the diagnosis; the document is 2 MB for Plotly and some
         0.1 MB per run.
     """
-    return document("page.html.j2", **page_words(found, groups_of(found), title))
+    words = page_words(found, groups_of(found), title)
+    return whole_page(words, sections_of(words))
+
+
+class Named(NamedTuple):
+    """A section's link in the bar at the top, and its heading."""
+
+    link: str
+    heading: str
+
+
+SECTIONS: dict[str, Named] = {
+    "verdict": Named("Verdict", "Verdict"),
+    "diagnosis": Named("Diagnosis", "Diagnosis"),
+    "costs": Named("Cost", "Cost"),
+    "memory": Named("Memory", "Memory against the plan"),
+    "loss": Named("Loss", "Loss"),
+    "price": Named("Loss/cost", "Loss against cost"),
+    "layers": Named("Layers", "Inside the layers"),
+    "ranges": Named("Ranges", "Ranges"),
+    "storage": Named("Storage", "What the storage kept"),
+    "history": Named("Scale", "Scale and overflow"),
+    "ranks": Named("Ranks", "Ranks"),
+    "events": Named("Events", "Events"),
+    "environment": Named("Environment", "Environment"),
+}
+"""The sections of the page in their order, by id; the questions of named sets come after the verdict."""
+HEADINGS = {name: row.heading for name, row in SECTIONS.items()}
+
+
+def sections_of(words: Mapping[str, Any]) -> dict[str, Markup]:
+    """The sections that have something to show, by id and in order, each rendered by itself.
+
+    Args:
+        words: what :func:`page_words` returns.
+    """
+    macros: Any = template("sections.html.j2").make_module({**words, "headings": HEADINGS})
+    made = {name: getattr(macros, f"{name}_section")() for name in SECTIONS}
+    first, *others = made.items()
+    asked = [(f"question-{one.name}", macros.question_section(one)) for one in words["questions"]]
+    return {name: Markup(html.strip()) for name, html in (first, *asked, *others) if html.strip()}
+
+
+def links_of(sections: Iterable[str]) -> dict[str, str]:
+    """The links to these sections."""
+    return {name: SECTIONS[name].link for name in sections if name in SECTIONS}
+
+
+def whole_page(words: Mapping[str, Any], sections: Mapping[str, Markup], live: Any = None) -> str:
+    """The document around sections; ``live`` as for :func:`~narrowgauge.report.page.document`."""
+    return document("page.html.j2", **words, sections=sections, links=links_of(sections), live=live)
 
 
 def page_words(

@@ -8,12 +8,13 @@ drawn by the report's own functions from thinned lines. All else needs the whole
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.report.figures.history_figures import ROUTINE, event_strip, gradient_norm, loss_scale, skipped
@@ -23,11 +24,10 @@ from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.live.earlier_runs import EarlierRuns, finished_beside
 from narrowgauge.report.live.live_run import ABSENT, LiveRun, State, runs_in, writers
 from narrowgauge.report.live.thinned_groups import LINE_POINTS, ThinnedGroup, Window
-from narrowgauge.report.live.whole_report import sections_of
 from narrowgauge.report.page import document, spec_of, template
 from narrowgauge.report.publishing import title_of
 from narrowgauge.report.recipe_groups import groups_of, run_names
-from narrowgauge.report.runs_page import RunFindings, event_words, page_words
+from narrowgauge.report.runs_page import HEADINGS, RunFindings, event_words, page_words, sections_of, whole_page
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row
 
@@ -153,8 +153,8 @@ class LivePage:
         strip = self._strip
         parts: dict[str, Any] = {
             "section:now": _section("now.html.j2", live=self._rows()),
-            "section:loss": _section("loss.html.j2", figures={"loss": losses}),
-            "section:events": _section("events.html.j2", **event_words(self.named)),
+            "section:loss": _section("loss.html.j2", figures={"loss": losses}, headings=HEADINGS),
+            "section:events": _section("events.html.j2", **event_words(self.named), headings=HEADINGS),
         }
         parts |= {f"figure:{name}": spec for name, spec in _specs(drawn).items()}
         parts |= {"strip": strip} if strip else {}
@@ -166,7 +166,7 @@ class LivePage:
             sections, figures = self.whole.get("sections", {}), self.whole.get("figures", {})
             parts = {f"section:{name}": html for name, html in sections.items()}
             parts |= {f"whole:{name}": spec for name, spec in figures.items() if name not in LIVE_NAMES}
-            parts |= {"gauges": self.whole["gauges"], "order": list(sections)} if sections else {}
+            parts |= {"gauges": self.whole["gauges"], "order": ["now", *sections]} if sections else {}
             self._written = {name: _json(value) for name, value in parts.items()}
             self._written_of = self.whole
         return self._written
@@ -189,11 +189,12 @@ class LivePage:
         if self._found is None:
             return self._numbered(_waiting(self.paths))
         words = page_words(self._found, self._groups, title_of(self._found), RunFindings([], []))
-        page = document("page.html.j2", **words, live=self._rows())
-        for name, html in sections_of(page).items():
-            if name in _WHOLE:
-                page = page.replace(html, self.whole.get("sections", {}).get(name) or _placeholder(html, self.trouble))
-        return self._numbered(page)
+        made, known = sections_of(words), self.whole.get("sections", {})
+        sections = {
+            name: html if name not in _WHOLE else Markup(known.get(name) or _pending(name, self.trouble))
+            for name, html in made.items()
+        }
+        return self._numbered(whole_page(words, sections, self._rows()))
 
     def _numbered(self, page: str) -> str:
         return page.replace("<html ", f'<html data-generation="{self.generation}" ', 1)
@@ -302,15 +303,13 @@ def _specs(figures: Iterable[Figure]) -> dict[str, Row]:
     return {figure.name: {**spec_of(figure), "how": figure.how} for figure in figures}
 
 
-def _section(name: str, **words: Any) -> str:
-    return template(name).render(**words).strip()
+def _section(template_name: str, /, **words: Any) -> str:
+    return template(template_name).render(**words).strip()
 
 
-def _placeholder(section: str, trouble: str) -> str:
+def _pending(name: str, trouble: str) -> str:
     """A section with its heading and one line."""
-    heading = re.search(r"^<section[^>]*>.*?</h2>", section, re.DOTALL)
-    assert heading is not None
-    return f"{heading[0]}\n{_section('pending.html.j2', text=trouble or _READING)}\n</section>"
+    return _section("pending.html.j2", name=name, headings=HEADINGS, text=trouble or _READING)
 
 
 def _waiting(paths: Iterable[Path]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,29 +20,8 @@ from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.page import spec_of, template
 from narrowgauge.report.publishing import resolve_of, title_of
 from narrowgauge.report.recipe_groups import groups_of
-from narrowgauge.report.runs_page import MARKED, marked, page_words, run_findings, sign_marks
+from narrowgauge.report.runs_page import MARKED, links_of, marked, page_words, run_findings, sections_of, sign_marks
 from narrowgauge.runs.record import read_run
-
-_SECTION = re.compile(r'<section id="([^"]+)".*?</section>', re.DOTALL)
-_NAVIGATION = re.compile(r"<nav .*?</nav>", re.DOTALL)
-
-
-def sections_of(page: str) -> dict[str, str]:
-    """The sections of a page's HTML, by id and in order, and ``nav``, its links.
-
-    Example:
-        >>> sections_of('<nav a></nav><section id="loss"><p>Low</p></section>')
-        {'nav': '<nav a></nav>', 'loss': '<section id="loss"><p>Low</p></section>'}
-    """
-    links = _NAVIGATION.search(page)
-    found = {"nav": links[0]} if links else {}
-    return found | {match[1]: match[0] for match in _SECTION.finditer(page)}
-
-
-def body_of(words: dict[str, Any], live: Any) -> str:
-    """A live page's HTML without its scripts and data, which do not change."""
-    empty = dict.fromkeys(("policy", "style", "script", "live_script", "data", "gauges", "plotly"), "")
-    return template("page.html.j2").render(**{**words, **empty}, live=live)
 
 
 def whole_report(folders: Sequence[Path], named: Sequence[Path]) -> dict[str, Any]:
@@ -61,9 +39,11 @@ def whole_report(folders: Sequence[Path], named: Sequence[Path]) -> dict[str, An
     groups = groups_of(found)
     diagnosis = run_findings(groups)
     words = page_words(found, groups, title_of(found), diagnosis)
+    sections = sections_of(words)
+    nav = template("nav.html.j2").render(links=links_of(sections), live=())
     empty = [Figure(name, "", "", [], {}) for name in MARKED]
     return {
-        "sections": sections_of(body_of(words, live=())),
+        "sections": {"nav": nav.strip(), **sections},
         "figures": {figure.name: spec_of(figure) for figure in words["drawn"]},
         "gauges": words["gauges"],
         "marks": {figure.name: marked(figure, diagnosis.rows).data for figure in empty},
