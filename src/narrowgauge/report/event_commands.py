@@ -10,7 +10,7 @@ from __future__ import annotations
 import shlex
 
 from narrowgauge.analysis.comparison.labels import parsed_recipe
-from narrowgauge.analysis.diagnosis.coverage import loop_of
+from narrowgauge.analysis.diagnosis.loop_terms import loop_of
 from narrowgauge.analysis.monitor.detectors import DETECTORS, advice_values
 from narrowgauge.report.figures.history_figures import ROUTINE
 from narrowgauge.runs.record import Run

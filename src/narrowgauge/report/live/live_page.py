@@ -28,6 +28,7 @@ from narrowgauge.report.page import document, spec_of, template
 from narrowgauge.report.publishing import title_of
 from narrowgauge.report.recipe_groups import groups_of, run_names
 from narrowgauge.report.runs_page import HEADINGS, RunFindings, event_words, page_words, sections_of, whole_page
+from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import STEP, Row
 
@@ -264,24 +265,9 @@ class LivePage:
         return NowRow(
             name, state, len(finding_rows(run)), f"{state.step:,}{of}",
             min(1.0, state.step / state.steps) if state.steps else None,
-            "–" if state.seconds_left is None else shown_seconds(state.seconds_left),
+            "–" if state.seconds_left is None else duration(state.seconds_left),
             _last(run, "loss"), _last(run, "tokens_per_second"), run.last_row_at, notes,
         )  # fmt: skip
-
-
-def shown_seconds(seconds: float) -> str:
-    """A duration in two units at most.
-
-    Example:
-        >>> [shown_seconds(seconds) for seconds in (4.2, 200, 7300, 200_000)]
-        ['4 s', '3 min 20 s', '2 h 1 min', '2 d 7 h']
-    """
-    whole = int(seconds)
-    for size, unit, below, smaller in ((86_400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            rest = whole % size // below
-            return f"{whole // size} {unit}" + (f" {rest} {smaller}" if rest else "")
-    return f"{whole} s"
 
 
 def _last(run: LiveRun, name: str) -> str:
