@@ -18,7 +18,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec.recipes import own_name
 
 TRAINED = "trainer"
-"""The kind of loop whose runs a command starts or resumes (:data:`narrowgauge.analysis.diagnosis.coverage.LOOPS`)."""
+"""The kind of loop whose runs a command starts or resumes (:data:`narrowgauge.analysis.diagnosis.loop_terms.LOOPS`)."""
 _RESUMED = frozenset({"stop", "lost"})
 """Kinds of events after which a run goes on as if nothing had been."""
 _AUDIT = {"audit": ("storage",)}
