@@ -62,3 +62,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(compressions: list[int],
     (tmp_path / "cache").write_text("a file where the folder would be")
     assert gzip.decompress(page._cached_compressed(SOURCE)) == SOURCE
     assert (tmp_path / "cache").is_file()
+
+
+def test_parts_of_templates_are_compiled_once_for_all() -> None:
+    assert (
+        len({id(page.template(name).environment) for name in ("page.html.j2", "loss.html.j2", "events.html.j2")}) == 1
+    )

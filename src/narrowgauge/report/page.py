@@ -175,6 +175,12 @@ def spec_of(figure: Figure) -> Row:
 @functools.cache
 def template(name: str) -> jinja2.Template:
     """A template of this package, which escapes everything."""
+    return _environment().get_template(name)
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    """One for all templates, so that parts which several import are compiled once."""
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(asset),
         autoescape=True,
@@ -189,7 +195,7 @@ def template(name: str) -> jinja2.Template:
         "num_colours": NUM_COLOURS,
         "solid": DASHES[0],
     }
-    return environment.get_template(name)
+    return environment
 
 
 def _breakable(text: Any) -> markupsafe.Markup:
