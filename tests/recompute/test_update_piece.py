@@ -36,9 +36,10 @@ def test_a_healthy_step_is_equal_to_rounding(name: str) -> None:
     assert not loop.findings()
 
 
-def test_nothing_is_said_of_an_optimizer_without_a_definition() -> None:
-    loop = Loop(optimizer=torch.optim.RMSprop).run(2)
-    assert [each.status for each in loop.results[2] if each.piece == "update"] == [NOT_CHECKED]
+@pytest.mark.parametrize("options", [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True, "lr": 1e-2}], ids=str)
+def test_nothing_is_said_of_an_optimizer_without_a_definition(options: dict[str, Any]) -> None:
+    loop = Loop(**options).run(6)
+    assert [each.status for each in loop.results[6] if each.piece == "update"] == [NOT_CHECKED]
     assert not loop.findings()
 
 

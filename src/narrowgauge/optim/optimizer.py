@@ -507,6 +507,10 @@ class Optimizer(torch.optim.Optimizer):
         values = dict(zip(map(id, known), read_leading(known, count, name), strict=True))
         return [values.get(id(state)) for state in states]
 
+    def packed_state(self, parameter: Tensor) -> ParameterState | None:
+        """The codes and words in which a parameter is stored, to be read only; ``None`` before its first step."""
+        return self._registry.get(parameter)
+
     def num_steps(self, parameter: Tensor) -> int:
         """Steps that a parameter has taken; 0 before the first."""
         state = self._registry.states.get(parameter)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.stored_values import Rounding
 
 ELEMENTS = 1 << 12
 """Elements that are kept of each parameter."""
@@ -60,7 +61,8 @@ def random_signs(shape: torch.Size, generator: torch.Generator) -> Tensor:
 
 def sum_of_squares(tensor: Tensor) -> Tensor:
     """The sum of squares of this rank's part of a tensor, a float64 scalar."""
-    norm: Tensor = torch.linalg.vector_norm(local_of(tensor.detach()), dtype=torch.float32)
+    values = local_of(tensor.detach())
+    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float32))
     return norm.double().square()
 
 
@@ -73,12 +75,13 @@ class ParameterSample:
         shape, dtype: of the whole parameter.
         settings: those of its group that the rule reads.
         weight, states: before the step, 1-D.
-        gradient: as the optimizer received it; ``None`` where there was none.
+        gradient: as the rule receives it, after what our own optimizers do with it in their step; ``None`` where there was none.
         computed, computed_squares: the gradient as the backward passes left it, before it was unscaled or clipped, and the sum
             of squares of all its elements.
         previous: the gradient that the optimizer received one step earlier.
         weight_after, states_after: after the step.
         number: how many steps the optimizer has done with it, this one included.
+        roundings: of the weight and the states that are stored in a narrower format than float32, by name.
     """
 
     name: str
@@ -95,6 +98,7 @@ class ParameterSample:
     states_after: dict[str, Tensor] = field(default_factory=dict)
     number: int = 0
     requires_grad: bool = True
+    roundings: dict[str, Rounding] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +154,6 @@ class StepCapture:
         parameters: by name.
         calls: its forward passes in order; empty where they were not kept.
         loss_scale: by which a ``GradScaler`` multiplied the loss.
-        is_narrow: the storage keeps less than float32, so that updates are rounded.
         missing: why something was not kept, by piece.
         outside: samples of parameters that have a gradient and are in no group of the optimizer.
         embeddings: parameters of embeddings.
@@ -161,7 +164,6 @@ class StepCapture:
     parameters: dict[str, ParameterSample] = field(default_factory=dict)
     calls: list[ForwardCall] = field(default_factory=list)
     loss_scale: float = 1.0
-    is_narrow: bool = False
     missing: dict[str, str] = field(default_factory=dict)
     outside: dict[str, Tensor] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
@@ -203,7 +205,9 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
 def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Samples of the states that rules read; empty before the first step."""
     if isinstance(optimizer, Optimizer):
-        found = {}
+        found: dict[str, Tensor] = {}
+        if not optimizer.num_steps(parameter):
+            return found
         for name in STATES:
             try:
                 found[name] = spread(optimizer.stored(parameter, name))
@@ -219,7 +223,8 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
 def number_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
     """The number of steps that an optimizer has counted for a parameter; 0 where it does not count."""
     if isinstance(optimizer, Optimizer):
-        return optimizer.num_steps(parameter)
+        state = optimizer.packed_state(parameter)
+        return 0 if state is None else state.step - state.begun
     return int(optimizer.state.get(parameter, {}).get("step", 0))
 
 

@@ -161,6 +161,12 @@ DEPARTURES: dict[str, Departure] = {
             "state-other-factors", ("update",), "error",
             "{state} kept {kept:.4g} of itself and took {taken:.4g} of the gradient's term.", _STEP,
         ),
+        Departure(
+            "lost-in-format", ("update",), "note",
+            "the step is the rule's, and up to {difference:.0%} of its change of {what} is lost in the format: storage "
+            "'{storage}' rounds it away.",
+            "'{fallback}' keeps it.",
+        ),
         # forward
         Departure(
             "sees-future", ("forward",), "error", "outputs change with later tokens.",

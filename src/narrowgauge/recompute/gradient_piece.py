@@ -142,7 +142,7 @@ def _cause(
     (factor, taken), rest = fitted(actual, [expected, sample.weight.double().cpu()])
     if rest <= tolerance:
         return "decay-in-gradient", {"value": taken}
-    if (narrow := narrower_format(actual, expected, sample.weight.dtype, common)) is not None:
+    if (narrow := narrower_format(actual, expected, sample.dtype, common)) is not None:
         return "gradient-narrow", {"format": narrow}
     gone = (actual == 0) & (expected != 0)
     if bool(gone.any()) and float((actual - expected)[~gone].norm()) <= tolerance:

@@ -9,6 +9,29 @@ EQUAL, DEPARTS, NOT_CHECKED = "equal", "departs", "not checked"
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """A cause with which a piece agrees again.
+
+    Args:
+        cause, values: as of :class:`PieceResult`.
+        free: the name of the value that was fitted, or empty.
+        error: how far that value is determined.
+        evidence: the logarithm of its likelihood, less what it gains by a number that is free.
+    """
+
+    cause: str
+    values: dict[str, Any]
+    free: str = ""
+    error: float = 0.0
+    evidence: float = 0.0
+
+    @property
+    def fixed(self) -> tuple[object, ...]:
+        """What must be the same for two alternatives to be the same."""
+        return self.cause, *((name, value) for name, value in sorted(self.values.items()) if name != self.free)
+
+
+@dataclass(frozen=True)
 class PieceResult:
     """One piece of a step, computed again.
 
@@ -21,6 +44,7 @@ class PieceResult:
         cause: the id of the alternative with which the run agrees again; empty where none does.
         values: of that alternative, by name.
         step: the step's number.
+        alternatives: where rounding leaves more than one, all of them.
 
     Example:
         >>> PieceResult("update", DEPARTS, ("head.weight",), 0.5, 1e-6, "rate", {"factor": 0.5}, 7).cause
@@ -35,6 +59,7 @@ class PieceResult:
     cause: str = ""
     values: dict[str, Any] = field(default_factory=dict)
     step: int = 0
+    alternatives: tuple[Alternative, ...] = ()
 
 
 def not_checked(piece: str, why: str, step: int) -> PieceResult:

@@ -40,6 +40,7 @@ from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward
 from narrowgauge.recompute.loss_piece import check_loss
+from narrowgauge.recompute.own_step import own_step, roundings_of
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
 from narrowgauge.recompute.task import Task
@@ -176,15 +177,15 @@ class StepWatcher:
             step.missing["calls"] = f"the inputs and outputs of a step exceed {CALL_BYTES >> 20} MiB"
         if (scaler := _torch.scaler_of_step()) is not None:
             step.loss_scale = float(scaler.get_scale())
-        if isinstance(optimizer, Optimizer):
-            step.is_narrow = any(group["storage"].rpartition("/")[2] != "float32" for group in optimizer.param_groups)
-            if optimizer.loss_scaler is not None or optimizer.max_grad_norm is not None:
-                step.missing["update"] = "the optimizer clips or unscales in its own step"
+        own = own_step(optimizer)
+        step.loss_scale = max(step.loss_scale, own.loss_scale)
+        if own.why_not:
+            step.missing["update"] = own.why_not
         for group in optimizer.param_groups:
             settings = settings_of(group)
             for place, parameter in enumerate(group["params"]):
                 name = self._names.get(id(parameter), f"param {place}")
-                step.parameters[name] = self._sample(name, parameter, settings)
+                step.parameters[name] = self._sample(name, parameter, settings, own.factor)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = dict(self._inner.named_parameters())
         step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in held}
@@ -192,10 +193,12 @@ class StepWatcher:
         step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
         self._capture = step
 
-    def _sample(self, name: str, parameter: Tensor, settings: dict[str, Any]) -> ParameterSample:
+    def _sample(self, name: str, parameter: Tensor, settings: dict[str, Any], factor: float) -> ParameterSample:
         gradient = parameter.grad
-        if gradient is not None and gradient.layout is not torch.strided:
-            gradient = None
+        gradient = None if gradient is None or gradient.layout is not torch.strided else spread(gradient)
+        if gradient is not None and isinstance(self.optimizer, Optimizer):
+            # Its rule computes in float32 with gradients of any format.
+            gradient = (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
         computed, squares = self._computed.get(id(parameter), (None, None))
         return ParameterSample(
             name,
@@ -204,7 +207,7 @@ class StepWatcher:
             settings,
             weight=spread(weight_of(self.optimizer, parameter)),
             states=states_of(self.optimizer, parameter),
-            gradient=None if gradient is None else spread(gradient),
+            gradient=gradient,
             computed=computed,
             computed_squares=squares,
             previous=self._previous.get(id(parameter)),
@@ -270,6 +273,7 @@ class StepWatcher:
                 sample.weight_after = spread(weight_of(optimizer, parameter))
                 sample.states_after = states_of(optimizer, parameter)
                 sample.number = number_of(optimizer, parameter)
+                sample.roundings = roundings_of(optimizer, parameter)
         self.nbytes = max(self.nbytes, step.nbytes)
         if "update" in step.missing:
             self._results.append(not_checked("update", step.missing["update"], step.step))

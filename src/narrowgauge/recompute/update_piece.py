@@ -12,25 +12,37 @@ its format, against the rule in float64.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, random_signs
 from narrowgauge.recompute.fitting import fitted, near
-from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult, not_checked
+from narrowgauge.recompute.rounded_update import LOST, by_shared_cause, compare_rounded_state, compare_rounded_weight
+from narrowgauge.recompute.rule_variants import (
+    Rule,
+    Values,
+    Variant,
+    decay_of,
+    direction,
+    factors_of,
+    gradient_with_decay,
+    inputs_of,
+    is_decoupled,
+    new_term,
+    state_rules,
+    variants_of,
+)
 
 PIECE = "update"
 _MARGIN = 3.0
 """The envelope over the largest distance that was measured."""
 NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
-_EPSILONS = (0.0, 1e-16, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
 _FREE = ("", "rate", "decay", "step", "both")
 """The numbers that are free in a fit of a weight: the fewest that agree are the answer."""
-Values = dict[str, Tensor]
-Rule = Callable[[Values], Tensor]
 
 
 def check_update(step: StepCapture) -> list[PieceResult]:
@@ -43,16 +55,18 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     """
     if not step.rule:
         return [not_checked(PIECE, "the optimizer's rule has no definition here", step.step)]
-    if step.is_narrow:
-        return [not_checked(PIECE, "the storage rounds what it keeps; ng.audit measures that", step.step)]
+    if any(sample.settings.get("amsgrad") for sample in step.parameters.values()):
+        return [not_checked(PIECE, "amsgrad has no definition here", step.step)]
     found = [each for sample in step.parameters.values() for each in _of_parameter(step, sample)]
     if not found:
         return [not_checked(PIECE, "no parameter had a gradient", step.step)]
-    departs = [each for each in found if each.status == DEPARTS]
+    departs = by_shared_cause([each for each in found if each.status == DEPARTS])
+    equal = [each for each in found if each.status == EQUAL]
+    unknown = joined((each for each in found if each.status == NOT_CHECKED), len({each.where for each in found}))
     if departs:
         kept = _without_rounded(step, departs)
-        return joined(kept, len({each.where for each in found}) - (len(departs) - len(kept)))
-    return [_worst(found, step.step)]
+        return [*joined(kept, len({each.where for each in found}) - (len(departs) - len(kept))), *unknown]
+    return [*([_worst(equal, step.step)] if equal else []), *unknown]
 
 
 def check_decay_groups(step: StepCapture, declared: str) -> list[PieceResult]:
@@ -64,12 +78,12 @@ def check_decay_groups(step: StepCapture, declared: str) -> list[PieceResult]:
     if not declared:
         return []
     wrong: dict[str, list[str]] = {"decay-unwanted": [], "decay-wanted": []}
-    has_decay = any(_decay(sample) for sample in step.parameters.values())
+    has_decay = any(decay_of(sample) for sample in step.parameters.values())
     for name, sample in step.parameters.items():
         is_matrix = len(sample.shape) > 1
         without = declared == "matrices-not-embeddings" and name in step.embeddings
         wanted = declared == "all" or (is_matrix and not without)
-        is_decayed = _decay(sample) > 0
+        is_decayed = decay_of(sample) > 0
         if is_decayed and not wanted:
             wrong["decay-unwanted"].append(name)
         elif has_decay and wanted and not is_decayed:
@@ -127,70 +141,30 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         return
     if sample.gradient is None:
         return
-    given = _inputs(step, sample)
+    given = inputs_of(step, sample)
     if not all(bool(t.isfinite().all()) for t in given.values()) or not bool(after.isfinite().all()):
         return
     states: Values = {}
     is_departed = False
-    for name, rule in _state_rules(step.rule, sample).items():
+    for name, rule in state_rules(step.rule, sample).items():
         now = sample.states_after.get(name)
         if now is None:
             continue
-        result = _compare_state(step, sample, name, rule, given, now)
-        states[name] = rule(given) if result.status == EQUAL else now.double()
-        is_departed |= result.status == DEPARTS
-        yield result
-    if not is_departed:  # otherwise its corrections belong to other states
+        if (rounding := sample.roundings.get(name)) is not None:
+            results = list(compare_rounded_state(step, sample, name, given, now, rounding))
+        else:
+            results = [_compare_state(step, sample, name, rule, given, now)]
+        is_other = any(each.status == DEPARTS and each.cause != LOST for each in results)
+        states[name] = now.double() if is_other else rule(given)
+        is_departed |= is_other
+        yield from results
+    if is_departed:  # its corrections belong to other states
+        return
+    if (rounding := sample.roundings.get("weight")) is not None:
+        known = {**given, **{f"new_{name}": value for name, value in states.items()}}
+        yield from compare_rounded_weight(step, sample, known, after, rounding)
+    else:
         yield _compare_weight(step, sample, given, states, after)
-
-
-def _inputs(step: StepCapture, sample: ParameterSample) -> Values:
-    assert sample.gradient is not None
-    sign = -1.0 if sample.settings.get("maximize") else 1.0
-    gradient = sample.gradient.double() * sign
-    zeros = torch.zeros_like(gradient)
-    found = {"weight": sample.weight.double(), "gradient": gradient}
-    for name in _state_rules(step.rule, sample):
-        kept = sample.states.get(name)
-        found[name] = zeros if kept is None else kept.double()
-    return found
-
-
-def _decay(sample: ParameterSample) -> float:
-    return float(sample.settings.get("weight_decay") or 0.0)
-
-
-def _is_decoupled(rule: str, sample: ParameterSample) -> bool:
-    return rule == "adamw" or bool(sample.settings.get("decoupled_weight_decay"))
-
-
-def _gradient(rule: str, sample: ParameterSample, given: Values) -> Tensor:
-    """The gradient that the states take, with decay where the rule adds it there."""
-    if _is_decoupled(rule, sample):
-        return given["gradient"]
-    return given["gradient"] + _decay(sample) * given["weight"]
-
-
-def _factors(rule: str, sample: ParameterSample) -> dict[str, tuple[float, float]]:
-    """What each state keeps of itself and takes of its new term."""
-    if rule == "sgd":
-        momentum = float(sample.settings.get("momentum") or 0.0)
-        is_first = "momentum_buffer" not in sample.states
-        taken = 1.0 if is_first else 1.0 - float(sample.settings.get("dampening") or 0.0)
-        return {"momentum_buffer": (momentum, taken)} if momentum else {}
-    beta1, beta2 = sample.settings["betas"]
-    return {"exp_avg": (beta1, 1 - beta1), "exp_avg_sq": (beta2, 1 - beta2)}
-
-
-def _new_term(name: str, gradient: Tensor) -> Tensor:
-    return gradient.square() if name == "exp_avg_sq" else gradient
-
-
-def _state_rules(rule: str, sample: ParameterSample) -> dict[str, Rule]:
-    def make(name: str, kept: float, taken: float) -> Rule:
-        return lambda given: kept * given[name] + taken * _new_term(name, _gradient(rule, sample, given))
-
-    return {name: make(name, *factors) for name, factors in _factors(rule, sample).items()}
 
 
 def measured_envelope(rule: Rule, given: Values, formats: dict[str, torch.dtype], result: torch.dtype) -> float:
@@ -214,7 +188,8 @@ def measured_envelope(rule: Rule, given: Values, formats: dict[str, torch.dtype]
         signs = random_signs(value.shape, generator).double()
         moved[name] = value if name == "weight" else value * (1 + half * signs)
     perturbed = rule(moved).to(result).double() - exact
-    spacing = torch.finfo(result).eps / 2 * float(exact.norm())
+    # Of float64 no wider format tells how far a few roundings go.
+    spacing = torch.finfo(result).eps / 2 * float(exact.norm()) * (8 if result is torch.float64 else 1)
     return _MARGIN * max(float(stored.norm()), float(perturbed.norm()), spacing / _MARGIN)
 
 
@@ -255,8 +230,8 @@ def _cause_of_state(
         return "state-zero", {}
     if (narrow := narrower_format(actual, expected, sample.states_after[name].dtype)) is not None:
         return "state-narrow", {"format": narrow}
-    kept, taken = _factors(step.rule, sample)[name]
-    term = _new_term(name, _gradient(step.rule, sample, given))
+    kept, taken = factors_of(step.rule, sample)[name]
+    term = new_term(name, gradient_with_decay(step.rule, sample, given))
     (alpha, beta), rest = fitted(actual, [given[name], term])
     tolerance = 2 * envelope
     if rest <= tolerance:
@@ -309,25 +284,16 @@ def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype, factor
 # ── the weight ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class _Variant:
-    """A step of the rule or of one that is near it: ``cause`` is empty for the rule itself."""
-
-    cause: str
-    values: tuple[tuple[str, object], ...]
-    step: Tensor
-
-
 def _compare_weight(
     step: StepCapture, sample: ParameterSample, given: Values, states: Values, after: Tensor
 ) -> PieceResult:
-    rate, decay = float(sample.settings["lr"]), _decay(sample)
-    decay = decay if _is_decoupled(step.rule, sample) else 0.0
+    rate, decay = float(sample.settings["lr"]), decay_of(sample)
+    decay = decay if is_decoupled(step.rule, sample) else 0.0
     known = {**given, **{f"new_{name}": value for name, value in states.items()}}
 
     def rule(values: Values) -> Tensor:
         weight = values["weight"]
-        return weight * (1 - rate * decay) - rate * _direction(step.rule, sample, values)
+        return weight * (1 - rate * decay) - rate * direction(step.rule, sample, values)
 
     formats = {**_formats(sample)}
     formats |= {f"new_{name}": formats.get(name, torch.float32) for name in states}
@@ -340,65 +306,6 @@ def _compare_weight(
         return result
     cause, values = _cause_of_weight(step, sample, known, expected, moved, after, rate, decay, envelope)
     return replace(result, status=DEPARTS, cause=cause, values=values)
-
-
-def _direction(rule: str, sample: ParameterSample, values: Values) -> Tensor:
-    """What the learning rate multiplies."""
-    if rule == "sgd":
-        gradient = _gradient(rule, sample, values)
-        if "new_momentum_buffer" not in values:
-            return gradient
-        buffer = values["new_momentum_buffer"]
-        momentum = float(sample.settings["momentum"])
-        return gradient + momentum * buffer if sample.settings.get("nesterov") else buffer
-    return _adam_step(sample, values["new_exp_avg"], values["new_exp_avg_sq"], sample.number, sample.number)
-
-
-def _adam_step(
-    sample: ParameterSample, first: Tensor, second: Tensor, count1: int, count2: int, eps: float | None = None
-) -> Tensor:
-    """Adam's step; a count of 0 corrects no bias."""
-    beta1, beta2 = sample.settings["betas"]
-    correction1 = 1 - beta1**count1 if count1 else 1.0
-    correction2 = 1 - beta2**count2 if count2 else 1.0
-    eps = float(sample.settings["eps"]) if eps is None else eps
-    return first / correction1 / ((second / correction2).sqrt() + eps).clamp_min(1e-300)
-
-
-def _variants(rule: str, sample: ParameterSample, known: Values) -> Iterator[_Variant]:
-    yield _Variant("", (), _direction(rule, sample, known))
-    if rule == "sgd":
-        gradient, decay = known["gradient"], _decay(sample)
-        if "new_momentum_buffer" in known:
-            buffer, momentum = known["new_momentum_buffer"], float(sample.settings["momentum"])
-            yield _Variant("no-momentum", (), _gradient(rule, sample, known))
-            is_nesterov = bool(sample.settings.get("nesterov"))
-            other = buffer if is_nesterov else _gradient(rule, sample, known) + momentum * buffer
-            yield _Variant("nesterov", (("given", is_nesterov),), other)
-        elif decay:
-            yield _Variant("decay-lost", (), gradient)
-        return
-    first, second, count = known["new_exp_avg"], known["new_exp_avg_sq"], sample.number
-    yield _Variant("no-bias-correction", (("of", "both"),), _adam_step(sample, first, second, 0, 0))
-    yield _Variant("no-bias-correction", (("of", "exp_avg"),), _adam_step(sample, first, second, 0, count))
-    yield _Variant("no-bias-correction", (("of", "exp_avg_sq"),), _adam_step(sample, first, second, count, 0))
-    for number in (count - 1, count + 1, 1):
-        if number > 0 and number != count:
-            counts = (("count", number), ("wanted", count))
-            yield _Variant("step-count", counts, _adam_step(sample, first, second, number, number))
-    eps, beta2 = float(sample.settings["eps"]), float(sample.settings["betas"][1])
-    for value in _EPSILONS:
-        if value != eps:
-            values = (("value", value), ("wanted", eps))
-            yield _Variant("eps", values, _adam_step(sample, first, second, count, count, value))
-    correction2 = 1 - beta2**count
-    inside = first / (1 - sample.settings["betas"][0] ** count) / (second / correction2 + eps).sqrt()
-    yield _Variant("eps-inside-root", (), inside)
-    yield _Variant("no-momentum", (), _adam_step(sample, known["gradient"], second, 0, count))
-    yield _Variant("stale-moment", (("state", "exp_avg"),), _adam_step(sample, known["exp_avg"], second, count, count))
-    if known["exp_avg_sq"].any():
-        stale = _adam_step(sample, first, known["exp_avg_sq"], count, count)
-        yield _Variant("stale-moment", (("state", "exp_avg_sq"),), stale)
 
 
 def _cause_of_weight(
@@ -419,7 +326,7 @@ def _cause_of_weight(
     if (narrow := narrower_format(after.double(), expected, after.dtype)) is not None:
         return "weight-narrow", {"format": narrow}
     tolerance = 1.5 * envelope
-    variants = list(_variants(step.rule, sample, known))
+    variants = list(variants_of(step.rule, sample, known))
     for free in _FREE:
         fits = [_fit(variant, free, moved, weight, rate, decay) for variant in variants]
         own = fits[0]
@@ -445,8 +352,8 @@ def _share_apart(after: Tensor, expected: Tensor) -> float:
 
 
 def _fit(
-    variant: _Variant, free: str, moved: Tensor, weight: Tensor, rate: float, decay: float
-) -> tuple[_Variant, float, float, float]:
+    variant: Variant, free: str, moved: Tensor, weight: Tensor, rate: float, decay: float
+) -> tuple[Variant, float, float, float]:
     """What is left of the change with some free numbers; the factor on the step, and what decay took of the weight."""
     step, drop = -rate * variant.step, -rate * decay * weight
     if free == "":
