@@ -154,6 +154,7 @@ class StepCapture:
         parameters: by name.
         calls: its forward passes in order; empty where they were not kept.
         loss_scale: by which a ``GradScaler`` multiplied the loss.
+        ranks: processes that train together.
         missing: why something was not kept, by piece.
         outside: samples of parameters that have a gradient and are in no group of the optimizer.
         embeddings: parameters of embeddings.
@@ -164,6 +165,7 @@ class StepCapture:
     parameters: dict[str, ParameterSample] = field(default_factory=dict)
     calls: list[ForwardCall] = field(default_factory=list)
     loss_scale: float = 1.0
+    ranks: int = 1
     missing: dict[str, str] = field(default_factory=dict)
     outside: dict[str, Tensor] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()

@@ -61,7 +61,7 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
                 PieceResult(PIECE, DEPARTS, (), whole / max(known) - 1, _TOLERANCE, "clip-missing", given, step.step)
             ]
         return [PieceResult(PIECE, EQUAL, (), step=step.step)]
-    equals = what_it_equals(common, len(step.calls) or 1, step.loss_scale)
+    equals = what_it_equals(common, step)
     if factor > 1 + 1e-4 or equals:
         values: dict[str, object] = {"factor": factor, **equals, "when": "after backward"}
         return [PieceResult("gradient", DEPARTS, (), abs(factor - 1), 1e-4, "gradient-scaled", values, step.step)]

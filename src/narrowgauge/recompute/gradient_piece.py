@@ -126,7 +126,7 @@ def _cause(
     (factor,), rest = fitted(actual, [expected])
     tolerance = max(2 * envelope * max(1.0, abs(factor)), 1e-5 * float(actual.norm()))
     if rest <= tolerance:
-        return "gradient-scaled", {"factor": factor, **what_it_equals(factor, len(terms), step.loss_scale)}
+        return "gradient-scaled", {"factor": factor, **what_it_equals(factor, step, len(terms))}
     if len(terms) > 1:
         factors, rest = fitted(actual, terms)
         if rest <= tolerance:
@@ -168,17 +168,26 @@ def _of_last(factor: float, share: float) -> tuple[str, dict[str, object]]:
     return "gradient-kept", {"share": share, "factor": factor}
 
 
-def what_it_equals(factor: float, micro_batches: int, loss_scale: float) -> dict[str, object]:
+def what_it_equals(factor: float, step: StepCapture, micro_batches: int | None = None) -> dict[str, object]:
     """A quantity of the run that a factor equals, by name; nothing where it equals none, or several.
 
+    A count that is one too large is a quantity too.
+
+    Args:
+        step: whose micro-batches, ranks and loss scale they are.
+        micro_batches: as counted otherwise.
     Example:
-        >>> what_it_equals(0.25, 4, 1.0)
-        {'equals': '1 / micro-batches'}
+        >>> what_it_equals(0.8, StepCapture(1, "adamw", ranks=4))
+        {'equals': 'ranks / (ranks + 1)'}
     """
-    known = {
-        "micro-batches": float(micro_batches), "1 / micro-batches": 1 / micro_batches,
-        "loss scale": loss_scale, "1 / loss scale": 1 / loss_scale,
-    }  # fmt: skip
+    known = {"loss scale": step.loss_scale, "1 / loss scale": 1 / step.loss_scale}
+    counts = {"micro-batches": micro_batches or len(step.calls) or 1, "ranks": step.ranks}
+    if min(counts.values()) > 1:
+        counts["(micro-batches × ranks)"] = math.prod(counts.values())
+    for name, count in counts.items():
+        known |= {name: float(count), f"1 / {name}": 1 / count}
+        if count > 1:
+            known |= {f"{name} / ({name} + 1)": count / (count + 1), f"({name} + 1) / {name}": (count + 1) / count}
     found = [name for name, value in known.items() if value != 1.0 and near(factor, value, 1e-4)]
     return {"equals": found[0]} if len(found) == 1 else {}
 
@@ -208,6 +217,14 @@ def factor_after_backward(step: StepCapture) -> tuple[float | None, dict[str, fl
     middle = statistics.median_low(sorted(factors.values()))
     alike = sum(near(f, middle, 1e-4) for f in factors.values())
     return (middle if alike * 2 > len(factors) else None), factors
+
+
+def is_own_multiple(step: StepCapture) -> bool:
+    """Whether all gradients that the optimizer receives are one multiple of what this process computed itself."""
+    common, factors = factor_after_backward(step)
+    with_both = [s for s in step.parameters.values() if s.gradient is not None and s.computed is not None]
+    is_alike = common is not None and all(near(factor, common, 1e-4) for factor in factors.values())
+    return is_alike and len(factors) == sum(bool(s.computed.any()) for s in with_both if s.computed is not None)
 
 
 def limit_of_values(step: StepCapture) -> float | None:

@@ -242,7 +242,7 @@ def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     # A sample of positions does not say how many of the others count, unless all of them do.
     if near(total, 1.0, max(2e-3, 20 * _rounding(step))) or not _is_whole(found):
         return []
-    equals = what_it_equals(total, len(found), step.loss_scale)
+    equals = what_it_equals(total, step, len(found))
     tokens = sum(numbers)
     if near(total, tokens, 0.05):
         equals = {"equals": "the number of tokens"}

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
@@ -38,11 +37,12 @@ from narrowgauge.recompute.capture import (
 )
 from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
 from narrowgauge.recompute.forward_piece import check_forward
-from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward
+from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.loss_piece import check_loss
 from narrowgauge.recompute.own_step import own_step, roundings_of
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
+from narrowgauge.recompute.rank_samples import RankSamples, with_means
 from narrowgauge.recompute.task import Task
 from narrowgauge.recompute.update_piece import check_decay_groups, check_update
 
@@ -92,6 +92,7 @@ class StepWatcher:
         self._left: LeftAfterStep | None = None
         self._average = AverageCheck()
         self._modes: set[str] = set()
+        self._ranks = RankSamples(model, f"{first} {every} {sum(1 for _ in self._inner.parameters())}")
         self._names = {id(p): plain_name(name) for name, p in self._inner.named_parameters()}
         self._handles = [
             self._inner.register_forward_pre_hook(_plain(self._before_forward), with_kwargs=True),
@@ -167,12 +168,14 @@ class StepWatcher:
         self._results = []
         self._guarded("update", self._take)
         step = self._capture
+        over_ranks = self._over_ranks(step)
         if step is not None:
-            self._guarded("gradient", lambda: self._results.extend(self._again(step)))
+            self._guarded("gradient", lambda: self._results.extend(self._again(step, over_ranks)))
 
     def _take(self) -> None:
         optimizer = self.optimizer
         step = StepCapture(self.num_steps + 1, rule_of(optimizer), calls=[c for c in self._calls if c.gradients])
+        step.ranks = self._ranks.ranks
         if self._is_full:
             step.missing["calls"] = f"the inputs and outputs of a step exceed {CALL_BYTES >> 20} MiB"
         if (scaler := _torch.scaler_of_step()) is not None:
@@ -214,14 +217,38 @@ class StepWatcher:
             requires_grad=parameter.requires_grad,
         )
 
-    def _again(self, step: StepCapture) -> list[PieceResult]:
+    def _over_ranks(self, step: StepCapture | None) -> StepCapture | str:
+        """The step with means over ranks, in which every rank takes part that has none itself; or why there are none."""
+        if self._ranks.ranks == 1:
+            return ""
+        if any(is_sharded(p) for p in self._inner.parameters()):
+            return "parameters are sharded over ranks"
+        held = self._held()
+        # Wait for a gradient: all ranks have then begun this step, and said before it whether they audit.
+        next((float(p.grad.sum()) for p in held.values() if p.grad is not None), 0.0)
+        if why := self._ranks.why_not():
+            return why
+        with torch.no_grad():
+            computed = [self._computed.get(id(p), (None, None))[0] for p in held.values()]
+            means = dict(zip(held, self._ranks.means(held.values(), computed), strict=True))
+        if step is None:
+            return "this rank kept nothing of the step"
+        squares = {name: sum_of_squares(p.grad) for name, p in held.items() if p.grad is not None}
+        return with_means(step, means, squares)
+
+    def _again(self, step: StepCapture, over_ranks: StepCapture | str) -> list[PieceResult]:
         """What must be computed before the update: passes through the model, with the weights that they had."""
+        passes = self._passes(step)
+        if self._ranks.ranks > 1 and not is_own_multiple(step):
+            if isinstance(over_ranks, str):
+                return [*passes, *(not_checked(piece, over_ranks, step.step) for piece in ("gradient", "clip"))]
+            step = over_ranks
         changed = check_after_backward(step)
         if any(each.status == DEPARTS for each in changed):
             clip = [not_checked("clip", "the gradients were changed otherwise, too", step.step)]
         else:
             clip = check_clip(step, self._clips, self.task.max_grad_norm)
-        return [*self._passes(step), *changed, *clip]
+        return [*passes, *changed, *clip]
 
     def _passes(self, step: StepCapture) -> list[PieceResult]:
         if (why := self._why_not_again()) is not None:
@@ -245,9 +272,8 @@ class StepWatcher:
             return f"{number:,} parameters; the passes of up to {LARGEST_MODEL:,} are taken again"
         if any(map(is_sharded, parameters)):
             return "parameters are sharded over ranks"
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            return "gradients are sums over several ranks"
-        return None
+        # A model's own exchange with other ranks must not be called by some of them alone.
+        return (self._ranks.why_not() or None) if self._ranks.ranks > 1 else None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step, self._capture = self._capture, None
