@@ -252,3 +252,25 @@ def test_what_needs_the_model_is_not_checked_where_it_was_not_called() -> None:
     loop.backward = inner  # type: ignore[method-assign]
     loop.run(2)
     assert "gradient" in unchecked(loop.results[2]) and not loop.findings()
+
+
+def test_a_step_whose_closure_makes_the_gradients_is_audited_with_the_same_bits() -> None:
+    def run(every: int, fault: float) -> Loop:
+        loop = Loop(every=every, micro_batches=1)
+
+        def closure() -> Any:
+            loop.optimizer.zero_grad()
+            loss = loop.loss(next(loop.data))
+            loss.backward()
+            loop.model.head.weight.grad.mul_(fault)  # type: ignore[operator, union-attr]
+            return loss
+
+        loop.backward = lambda tokens, number: None  # type: ignore[method-assign]
+        loop.update = lambda: loop.optimizer.step(closure)  # type: ignore[method-assign]
+        loop.after_update = lambda: None  # type: ignore[method-assign]
+        return loop.run(4)
+
+    audited = run(2, 1.0)
+    assert torch.equal(audited.bits(), run(0, 1.0).bits()) and not audited.findings()
+    assert {"loss", "gradient", "update"} <= {each.piece for each in audited.results[4] if each.status == EQUAL}
+    assert {(each.name, each.where) for each in run(4, 1.5).findings()} == {("gradient-scaled", "head.weight")}

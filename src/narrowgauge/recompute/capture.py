@@ -139,6 +139,11 @@ class ForwardCall:
         return next((place for place in self.gradients if self.outputs[place].ndim == 3), None)
 
     @property
+    def sequence(self) -> str | None:
+        """The place of the logits; without, of the first output with three dims: a framework may have cast it after the loss."""
+        return self.logits or next((place for place, t in self.outputs.items() if t.ndim == 3), self.logits)
+
+    @property
     def nbytes(self) -> int:
         held = [*tensors_in((self.args, self.kwargs)), *self.outputs.values(), *self.gradients.values()]
         return sum(t.numel() * t.element_size() for t in held)

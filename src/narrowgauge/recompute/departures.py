@@ -68,6 +68,10 @@ DEPARTURES: dict[str, Departure] = {
             "Remove label_smoothing, or declare the loss as its own.",
         ),
         Departure(
+            "label-smoothing-other", ("loss",), "error", "targets are smoothed by {value:.3g}, and {wanted:.3g} was declared.",
+            "Look at what computes the loss: the model itself may do so without the trainer's smoothing.",
+        ),
+        Departure(
             "z-loss", ("loss",), "note", "the loss has a penalty of {value:.3g} × log² Z.",
             "Remove it, or declare the loss as its own.",
         ),
@@ -88,6 +92,14 @@ DEPARTURES: dict[str, Departure] = {
             "Declare the loss as its own if that is meant.",
         ),
         # update
+        Departure(
+            "optimizer-other", ("update",), "error", "the optimizer's rule is {rule}, and {declared} was declared.",
+            "Look at what made the optimizer.",
+        ),
+        Departure(
+            "setting-other", ("update",), "error", "a group has {setting} = {value}, and {declared} was declared.",
+            "Look at what made the optimizer's groups.",
+        ),
         Departure("frozen", ("update",), "error", "the step left these weights as they were, and its rule moves them.", _STEP),
         Departure(
             "step-lost", ("update",), "error",
@@ -221,6 +233,11 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "micro-batch-missing", ("gradient",), "error", "of {of} micro-batches, the gradients of {missing} are missing.",
             "Call zero_grad() only after optimizer.step().",
+        ),
+        Departure(
+            "micro-batches-many", ("gradient",), "error",
+            "{number} micro-batches were accumulated in the step, and {declared} were declared.",
+            "Call optimizer.step() and zero_grad() after as many as were declared.",
         ),
         Departure(
             "micro-batches-weighted", ("gradient",), "error", "micro-batches count {factors} times.",

@@ -42,7 +42,7 @@ def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
 
     Cost: six forward passes over at most 3 × 64 tokens, and each module once more.
     """
-    call = next((each for each in step.calls if each.logits is not None), None)
+    call = next((each for each in step.calls if each.sequence is not None), None)
     if call is None:
         return [not_checked(PIECE, "no output has dims (batch, sequence, vocabulary)", step.step)]
     if (sliced := _sliced(call)) is None:
@@ -60,14 +60,14 @@ def _sliced(call: ForwardCall) -> ForwardCall | None:
     tokens = call.tokens
     if tokens is None or tokens.shape[1] < 4:
         return None
-    if any(t.shape != tokens.shape for t in tensors_in((call.args, call.kwargs))):
+    if any(t.ndim and t.shape != tokens.shape for t in tensors_in((call.args, call.kwargs))):
         return None
     return _mapped(replace(call, autocast=None), lambda t: t[:ROWS, :PLACES])
 
 
 def _mapped(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCall:
     def of(value: Any) -> Any:
-        return change(value) if isinstance(value, Tensor) else value
+        return change(value) if isinstance(value, Tensor) and value.ndim else value
 
     return replace(
         call, args=tuple(map(of, call.args)), kwargs={name: of(value) for name, value in call.kwargs.items()}
@@ -81,7 +81,7 @@ class _Questions:
         self.step, self.model, self.call = step, model, call
         assert call.tokens is not None
         self.tokens = call.tokens
-        self.place = next(each.logits for each in step.calls if each.logits is not None) or ""
+        self.place = next(each.sequence for each in step.calls if each.sequence is not None) or ""
         self.parameters = {
             name: p.detach().float() if p.is_floating_point() else p.detach() for name, p in model.named_parameters()
         }
@@ -223,8 +223,8 @@ def narrow_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> li
 
 def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | None:
     """How many times more a module's output moves than its input and parameters; ``None`` where it takes no floats alone."""
-    if not args or any(isinstance(a, Tensor) and not a.is_floating_point() for a in args):
-        return None
+    if not args or any(isinstance(a, Tensor) and a.dtype is not torch.float32 for a in args):
+        return None  # of other dtypes too: a framework may begin autocast inside the model
     if next(module.children(), None) is not None:
         return None
     generator = torch.Generator().manual_seed(0)

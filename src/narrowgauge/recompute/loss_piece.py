@@ -73,7 +73,7 @@ def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
     unexplained = torch.cat([each.unexplained for each in found])[counted]
     if float(unexplained.median()) > _FITS:
         return [not_checked(PIECE, "the gradient of the logits is not that of a cross entropy", step.step)]
-    results = [*_targets(found, step), *_ignored(found, step, task), *_shape(found, step), *_counts(found, step)]
+    results = [*_targets(found, step), *_ignored(found, step, task), *_shape(found, step, task), *_counts(found, step)]
     if results:
         return results
     return [PieceResult(PIECE, EQUAL, (), float(unexplained.median()), _FITS, step=step.step)]
@@ -181,7 +181,7 @@ def _ignored(found: list[_Positions], step: StepCapture, task: Task) -> list[Pie
 # ── its form, and what positions count ────────────────────────────────────────────────────────────────────────────────
 
 
-def _shape(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
+def _shape(found: list[_Positions], step: StepCapture, task: Task) -> list[PieceResult]:
     counted = [each.is_known for each in found]
     smoothed = torch.cat([each.smoothed[c] for each, c in zip(found, counted, strict=True)])
     penalty = torch.cat([each.penalty[c] for each, c in zip(found, counted, strict=True)])
@@ -189,8 +189,10 @@ def _shape(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     narrow = _rounding(step)
     results = []
     middle = float(smoothed.median())
-    if abs(middle) > max(5e-3, 20 * narrow):
-        results.append(PieceResult(PIECE, DEPARTS, (), middle, 5e-3, "label-smoothing", {"value": middle}, step.step))
+    if abs(middle - task.label_smoothing) > max(5e-3, 20 * narrow):
+        cause = "label-smoothing-other" if task.label_smoothing else "label-smoothing"
+        values = {"value": middle, "wanted": task.label_smoothing}
+        results.append(PieceResult(PIECE, DEPARTS, (), middle, 5e-3, cause, values, step.step))
     # 2 c log Z for a penalty c log² Z
     factor = float((penalty / (2 * partition)).median())
     if float(penalty.abs().median()) > max(1e-5, 20 * narrow):

@@ -36,6 +36,7 @@ from narrowgauge.recompute.capture import (
     weight_of,
 )
 from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
+from narrowgauge.recompute.declared_settings import check_declared
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.loss_piece import check_loss
@@ -44,7 +45,7 @@ from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
 from narrowgauge.recompute.task import Task
-from narrowgauge.recompute.update_piece import check_decay_groups, check_update
+from narrowgauge.recompute.update_piece import check_update
 
 LARGEST_MODEL = 1 << 28
 """Parameters up to which the passes of a step are taken again, which needs a copy of them."""
@@ -156,15 +157,35 @@ class StepWatcher:
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._capture = None
         if self._left is not None:
             self._results = []
             self._guarded("between", self._compare_with_left)
             self._left = None
             self._report(self.num_steps, self._results)
-        if not self._is_sampling or any(map(callable, [*args, *kwargs.values()])):
-            return
+        if not self._is_sampling:
+            return None
+        if not any(map(callable, [*args, *kwargs.values()])):
+            self._capture_step()
+            return None
+        if not rule_of(optimizer):  # it may call its closure more than once
+            return None
+        return tuple(map(self._then_capture, args)), {name: self._then_capture(each) for name, each in kwargs.items()}
+
+    def _then_capture(self, closure: Any) -> Any:
+        """A closure after which gradients are there, as frameworks pass one to the optimizer's step; others as they are."""
+        if not callable(closure):
+            return closure
+
+        def call() -> Any:
+            loss = closure()
+            self._capture_step()
+            return loss
+
+        return call
+
+    def _capture_step(self) -> None:
         self._results = []
         self._guarded("update", self._take)
         step = self._capture
@@ -305,7 +326,7 @@ class StepWatcher:
             self._results.append(not_checked("update", step.missing["update"], step.step))
         else:
             self._results.extend(check_update(step))
-        self._results.extend(check_decay_groups(step, self.task.decay_groups))
+        self._results.extend(check_declared(step, self.task, optimizer.param_groups))
         self._left = LeftAfterStep(step.step, step.parameters, step.outside, self._averages())
 
     def _held(self) -> dict[str, Tensor]:
@@ -370,7 +391,7 @@ def _keeper(call: ForwardCall, place: str) -> Callable[[Tensor], None]:
     return keep
 
 
-def _plain(function: Callable[..., None]) -> Callable[..., None]:
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
     """A hook that the compiler, if it is loaded, does not trace."""
-    result: Callable[..., None] = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    result: Callable[..., Any] = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
     return result

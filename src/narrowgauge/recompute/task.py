@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.errors import RecipeError, suggestion
@@ -19,6 +20,8 @@ GROUPS = {
     "matrices-not-embeddings": "as matrices, without embeddings",
 }
 """Which parameters a task can declare to be decayed."""
+RULES = ("adamw", "adam", "sgd")
+"""The rules that a task can declare."""
 
 
 @dataclass(frozen=True)
@@ -27,29 +30,41 @@ class Task:
 
     Args:
         loss: a key of ``LOSSES``, or empty.
-        decay_groups: a key of ``GROUPS``.
+        decay_groups: a key of ``GROUPS``, or the names of the parameters that are decayed.
         averages: a module that averages the model's parameters.
         auxiliary: whether terms beside the logits' loss add to gradients.
         max_grad_norm: the limit of clipping.
         ignore: the token that is not trained on.
+        label_smoothing: the share of each target that is spread over all tokens.
+        micro_batches: of a step, at most.
+        optimizer: one of ``RULES``, or empty.
+        settings: of the optimizer's groups, by name.
     """
 
     loss: str = ""
-    decay_groups: str = ""
+    decay_groups: str | frozenset[str] = ""
     averages: Any = None
     auxiliary: bool = False
     max_grad_norm: float | None = None
     ignore: int | None = None
+    label_smoothing: float = 0.0
+    micro_batches: int | None = None
+    optimizer: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def task(
     *,
     loss: str = "",
-    decay_groups: str = "",
+    decay_groups: str | Collection[str] = "",
     averages: Any = None,
     auxiliary: bool = False,
     max_grad_norm: float | None = None,
     ignore: int | None = None,
+    label_smoothing: float = 0.0,
+    micro_batches: int | None = None,
+    optimizer: str = "",
+    settings: Mapping[str, Any] | None = None,
 ) -> Task:
     """Declare what a training loop means to do, for the audit of its steps.
 
@@ -59,23 +74,42 @@ def task(
     Args:
         loss: a key of ``LOSSES``: ``"next-token"``, or ``"own"`` for any other. Empty: next-token where the gradient of the
             logits has its form, otherwise not judged.
-        decay_groups: a key of ``GROUPS``: ``"all"``, ``"matrices"``, ``"matrices-not-embeddings"``.
+        decay_groups: a key of ``GROUPS``: ``"all"``, ``"matrices"``, ``"matrices-not-embeddings"``; or the names of those
+            that are decayed.
         averages: a module whose parameters average those of the model, updated after each step.
         auxiliary: whether terms beside the logits' loss add to gradients, as a router's balancing loss does. Then gradients
             that differ without an explanation are not reported.
         max_grad_norm: the limit to which gradients are clipped.
         ignore: the token that is not trained on, such as padding.
+        label_smoothing: as in ``torch.nn.CrossEntropyLoss``.
+        micro_batches: forward passes of a step; the last step of an epoch may have fewer.
+        optimizer: ``"adamw"``, ``"adam"`` or ``"sgd"``.
+        settings: ``lr`` (before schedules), ``betas``, ``eps``, ``weight_decay`` (of those that are decayed), ``momentum`` …
     Returns:
         The declaration, for ``ng.check(…, task=…)`` and ``ng.RunRecorder(…, task=…)``.
     Raises:
-        RecipeError: an unknown loss or division of weight decay.
+        RecipeError: an unknown loss, division of weight decay or optimizer.
     Example:
         >>> import narrowgauge as ng
         >>> ng.task(decay_groups="matrices", max_grad_norm=1.0).max_grad_norm
         1.0
     """
-    for name, value, known in (("loss", loss, ("", *LOSSES)), ("decay_groups", decay_groups, GROUPS)):
+    division = decay_groups if isinstance(decay_groups, str) else frozenset(decay_groups)
+    named = division if isinstance(division, str) else ""
+    asked = (("loss", loss, ("", *LOSSES)), ("decay_groups", named, GROUPS), ("optimizer", optimizer, ("", *RULES)))
+    for name, value, known in asked:
         if value not in known:
             hint = suggestion(value, known) or f"Known are {', '.join(repr(each) for each in known if each)}."
             raise RecipeError(f"a task has no {name} {value!r}.", hint)
-    return Task(loss, decay_groups, averages, auxiliary, max_grad_norm, ignore)
+    return Task(
+        loss,
+        division,
+        averages,
+        auxiliary,
+        max_grad_norm,
+        ignore,
+        label_smoothing,
+        micro_batches,
+        optimizer,
+        dict(settings or {}),
+    )

@@ -69,32 +69,6 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     return [*([_worst(equal, step.step)] if equal else []), *unknown]
 
 
-def check_decay_groups(step: StepCapture, declared: str) -> list[PieceResult]:
-    """Compare which parameters are decayed with what was declared.
-
-    Args:
-        declared: a key of :data:`narrowgauge.recompute.task.GROUPS`; nothing is compared if it is empty.
-    """
-    if not declared:
-        return []
-    wrong: dict[str, list[str]] = {"decay-unwanted": [], "decay-wanted": []}
-    has_decay = any(decay_of(sample) for sample in step.parameters.values())
-    for name, sample in step.parameters.items():
-        is_matrix = len(sample.shape) > 1
-        without = declared == "matrices-not-embeddings" and name in step.embeddings
-        wanted = declared == "all" or (is_matrix and not without)
-        is_decayed = decay_of(sample) > 0
-        if is_decayed and not wanted:
-            wrong["decay-unwanted"].append(name)
-        elif has_decay and wanted and not is_decayed:
-            wrong["decay-wanted"].append(name)
-    return [
-        PieceResult(PIECE, DEPARTS, tuple(names), 1.0, 0.0, cause, {"declared": declared}, step.step)
-        for cause, names in wrong.items()
-        if names
-    ]
-
-
 def _without_rounded(step: StepCapture, departs: Sequence[PieceResult]) -> list[PieceResult]:
     """Without weights that stood still because all were rounded to a narrower format, as gains of 1 do."""
     formats = [getattr(torch, each.values["format"]) for each in departs if each.cause == "weight-narrow"]

@@ -1,2 +1,3 @@
+from narrowgauge.integrations.lightning.fit_audit import StepAudit as StepAudit
 from narrowgauge.integrations.lightning.monitor import NarrowgaugeMonitor as NarrowgaugeMonitor
 from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision as NarrowgaugePrecision
