@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import EQUAL
-from recompute.audited_loop import Loop
+from narrowgauge.recompute.step_watcher import StepWatcher
+from recompute.audited_loop import LENGTH, VOCABULARY, WIDTH, Loop, next_token
 
 
 @pytest.mark.parametrize("settings", [{}, {"autocast": True}, {"dtype": torch.bfloat16}, {"dropout": 0.3}])
@@ -94,3 +96,66 @@ def test_a_model_without_a_float32_path_is_not_checked() -> None:
     loop.model.norm.register_forward_hook(lambda m, args, output: output.bfloat16())
     loop.run(2)
     assert "forward" in unchecked(loop.results[2]) and not loop.findings()
+
+
+class Packed(nn.Module):
+    """One layer of attention that takes positions, and the borders of packed sequences from them, unless it ignores these."""
+
+    def __init__(self, ignores_borders: bool) -> None:
+        super().__init__()
+        self.embedding, self.position = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.ignores_borders = ignores_borders
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(position_ids)
+        of = (position_ids == 0).cumsum(1) * (0 if self.ignores_borders else 1)
+        seen = (of[:, :, None] == of[:, None, :]) & torch.ones(tokens.shape[1], tokens.shape[1]).tril().bool()
+        q, k, v = self.qkv(x).chunk(3, -1)
+        logits: torch.Tensor = self.head(x + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen))
+        return logits
+
+
+@pytest.mark.parametrize(("ignores", "packs"), [(False, True), (True, True), (True, False)])
+def test_a_packed_sequence_that_sees_the_one_before_is_named(ignores: bool, packs: bool) -> None:
+    loop = Loop(every=0, micro_batches=1)
+    loop.model = Packed(ignores)  # type: ignore[assignment]
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep)
+    positions = torch.arange(LENGTH) % (LENGTH // 2 if packs else LENGTH)
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        return next_token(loop.model(tokens[:, :-1], position_ids=positions.expand(len(tokens), -1)), tokens)
+
+    loop.loss = loss  # type: ignore[method-assign]
+    assert loop.run(2).names() == ({"border-ignored"} if ignores and packs else set())
+
+
+def test_padding_before_every_row_says_nothing_of_the_order() -> None:
+    loop = Loop(every=0, micro_batches=1)
+
+    class Masked(Packed):
+        def forward(self, tokens: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return super().forward(tokens * attention_mask, (attention_mask.cumsum(1) - 1).clamp_min(0))
+
+    loop.model = Masked(False)  # type: ignore[assignment]
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters())
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep)
+    mask = (torch.arange(LENGTH) >= 4).long()
+    loop.loss = lambda tokens: next_token(
+        loop.model(tokens[:, :-1], attention_mask=mask.expand(len(tokens), -1)), tokens
+    )  # type: ignore[method-assign, call-arg]
+    assert not {"order-unseen", "past-unseen"} & loop.run(2).names()
+
+
+def test_weights_that_a_configuration_ties_and_that_are_two_are_named() -> None:
+    def named(is_cut: bool) -> set[str]:
+        loop = Loop()
+        model: Any = loop.model
+        model.config = SimpleNamespace(tie_word_embeddings=True)
+        model.get_input_embeddings, model.get_output_embeddings = lambda: model.embedding, lambda: model.head
+        if not is_cut:
+            model.head.weight = model.embedding.weight
+        return loop.run(2).names()
+
+    assert "tie-cut" in named(True) and "tie-cut" not in named(False)

@@ -197,6 +197,15 @@ DEPARTURES: dict[str, Departure] = {
             "Look at the positions.",
         ),
         Departure(
+            "border-ignored", ("forward",), "warning",
+            "outputs change with the sequence before in the same row, and positions begin anew between the two.",
+            "Give attention the borders of packed sequences, or let positions go on if one is to see the other.",
+        ),
+        Departure(
+            "tie-cut", ("forward",), "warning", "the configuration ties these weights, and they are two parameters.",
+            "Call model.tie_weights() after what replaced one of them, before the optimizer is made.",
+        ),
+        Departure(
             "module-cast", ("forward",), "note", "these modules compute in a narrower format inside than their float32 weights.",
             "Look for a cast in their forward; declare it if it is meant.",
         ),

@@ -50,7 +50,7 @@ def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
     questions = _Questions(step, model, sliced)
     if questions.base.shape[:2] != questions.tokens.shape:
         return [not_checked(PIECE, "outputs have another shape than tokens", step.step)]
-    found = [*questions.ask(), *narrow_modules(step, model, sliced)]
+    found = [*questions.ask(), *narrow_modules(step, model, sliced), *_cut_ties(step, model)]
     departs = [each for each in found if each.status == DEPARTS]
     return departs or [PieceResult(PIECE, EQUAL, (), 0.0, questions.envelope, step=step.step)]
 
@@ -72,6 +72,20 @@ def _mapped(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCal
     return replace(
         call, args=tuple(map(of, call.args)), kwargs={name: of(value) for name, value in call.kwargs.items()}
     )
+
+
+def _cut_ties(step: StepCapture, model: nn.Module) -> list[PieceResult]:
+    """The output's weight of a model of transformers whose configuration says that it is the embedding's, and which is not."""
+    of: Any = model
+    is_tied = bool(getattr(getattr(of, "config", None), "tie_word_embeddings", False))
+    if not is_tied or not all(hasattr(of, name) for name in ("get_input_embeddings", "get_output_embeddings")):
+        return []
+    given, taken = (getattr(part(), "weight", None) for part in (of.get_input_embeddings, of.get_output_embeddings))
+    if given is None or taken is None or given is taken or given.shape != taken.shape:
+        return []
+    names = {id(p): plain_name(name) for name, p in model.named_parameters()}
+    where = tuple(names[id(p)] for p in (given, taken) if id(p) in names)
+    return [PieceResult(PIECE, DEPARTS, where, 1.0, 0.0, "tie-cut", step=step.step)]
 
 
 class _Questions:
@@ -102,7 +116,41 @@ class _Questions:
         with in_mode(self.model, False):
             yield from self._later_tokens()
             yield from self._other_rows()
-            yield from self._tokens_before()
+            yield from self._before_a_border()
+            if bool(self._whole_rows().any()):
+                yield from self._tokens_before()
+
+    def _beside(self, name: str) -> Tensor | None:
+        """An input beside the tokens, of their shape, by the name that transformers gives it."""
+        found = self.call.kwargs.get(name)
+        return found if isinstance(found, Tensor) and found.shape == self.tokens.shape else None
+
+    def _borders(self) -> Tensor:
+        """Where a sequence begins that was packed behind another in its row: its positions begin anew."""
+        positions, borders = self._beside("position_ids"), torch.zeros_like(self.tokens, dtype=torch.bool)
+        if positions is not None:
+            borders[:, 1:] = positions[:, 1:] < positions[:, :-1]
+        return borders
+
+    def _whole_rows(self) -> Tensor:
+        """The rows without padding and borders."""
+        mask = self._beside("attention_mask")
+        is_unpadded = torch.ones_like(self.tokens, dtype=torch.bool) if mask is None else mask.bool()
+        return is_unpadded.all(1) & ~self._borders().any(1)
+
+    def _before_a_border(self) -> Iterator[PieceResult]:
+        borders = self._borders().nonzero().tolist()
+        if not borders:
+            return
+        row, place = borders[0]
+        other = self.tokens.clone()
+        other[row, :place] = self.tokens[row].roll(1 - place)[:place].flip(0)
+        if other.equal(self.tokens):
+            return
+        call, after = self._with_tokens(other), (slice(row, row + 1), slice(place, None))
+        apart = self._apart(call, after)
+        if apart > self.envelope:
+            yield self._result("border-ignored", apart, self._first_module(call, after))
 
     def _apart(self, call: ForwardCall, where: tuple[slice, slice]) -> float:
         return float((self._outputs(call)[where] - self.base[where]).abs().max())
