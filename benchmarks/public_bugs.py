@@ -1,30 +1,53 @@
-"""What the diagnosis says of bugs that others had: of the record of each alone, and beside the loop without it.
+"""What the diagnosis and the audit of steps say of bugs that others had, and of loops in which nothing is wrong.
 
-The rows of ``_public_bugs.py`` cite a public thread each, and were written before anything was diagnosed. What counts first is
-that nothing wrong is said: a cause that is not a right word for the bug is wrong, and silence is not.
+The rows of ``_public_bugs.py`` and ``_public_bugs_of_steps.py`` cite a public thread each, and the words that count as right for
+it were written before anything was diagnosed. A third of them, by the checksum of the name, are for tuning: rules may be mended
+with those alone; rows that were there while rules were mended are a part of their own. Each is looked at in three ways:
 
-Claim: no wrong cause in a single run, and none in a pair; how many are named is what it is (docs/log/diagnosis.md).
-Baseline: the loop without a bug. Run: ``./dev bench public_bugs [--keep FOLDER] [--quick]``. No times are compared, so
+- *audit*: the findings of the audit of every fifth step, with what a careful user declares.
+- *two runs*: the reason why the run differs from the same loop without the bug.
+- *rows*: the causes that the rows of the run alone give.
+
+*First*: what is said first is right; *three*: one of the first three is; *located*: a note says that a piece departs, without a
+cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.
+
+Claim: none of its own (docs/log/diagnosis.md has the figures). Baseline: the loop without a bug.
+Run: ``./dev bench public_bugs [--parts tuning,aside,seen,healthy] [--keep FOLDER] [--quick]``. No times are compared, so
 ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import tempfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
 from _injected_runs import SHAPE, prepare
-from _public_bugs import BUGS, bug_run
-from timing import Report, Row, parser
+from _public_bugs_of_steps import BUGS
+from _public_healthy import HEALTHY
+from _public_loop import Bug, Setting, audit_of, made
+from timing import Report, Row, nothing, parser
 
 import narrowgauge as ng
-from narrowgauge.trainer.data.dataset import prepare_data
+from narrowgauge.runs.record import Run
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 
-RIGHT_OF_PAIRS = ("bug", "optimizer-settings", "data-order", "missing-part", "data")
-"""Reasons that are right words for a change of code, of what it reads, or of what it sets."""
+PARTS = ("tuning", "aside", "seen", "healthy")
+WAYS = ("audit", "two runs", "rows")
+ANSWERS = ("first", "located", "silent", "wrong")
+EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.01)
+"""Of the bins of the probabilities that are given."""
+
+
+def part_of(bug: Bug) -> str:
+    """The part of a row."""
+    if bug.seen:
+        return "seen"
+    return "tuning" if zlib.crc32(bug.name.encode()) % 3 == 0 else "aside"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,51 +56,157 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="where runs stay (default: a folder that is removed)"
     )
+    flags.add_argument("--parts", default=",".join(PARTS), help="of the rows, joined by commas")
     options = flags.parse_args(arguments)
     report = Report("public bugs", options)
     torch.set_num_threads(1)
+    asked = options.parts.split(",")
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.keep or Path(temporary)
         prepare(folder / "place")
-        _emit(report, folder, 3 if options.quick else len(BUGS))
+        runs = _Runs(folder)
+        for part in asked:
+            if part == "healthy":
+                _emit_healthy(report, runs, list(HEALTHY)[: 3 if options.quick else None])
+            else:
+                _emit_part(
+                    report, runs, part, [row for row in BUGS if part_of(row) == part][: 3 if options.quick else None]
+                )
     return report.end()
 
 
-def _emit(report: Report, folder: Path, count: int) -> None:
-    size = SHAPE["vocab_size"]
-    assert isinstance(size, int)
+class _Runs:
+    """Makes each run once."""
 
-    def data() -> object:
-        return prepare_data(str(folder / "place" / "text"), folder / "data", vocab_size=size, held_out=0.05, seed=0)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
-    sound = bug_run(folder / "place", folder / "none", BUGS[0], data)  # type: ignore[arg-type]
-    rows: list[Row] = []
-    for bug in BUGS[:count]:
-        run = bug_run(folder / "place", folder / bug.name, bug, data)  # type: ignore[arg-type]
-        found = ng.diagnose(run)
-        named = [finding.cause.name for finding in found.findings]
-        if bug.causes == ("healthy",):
-            answer, pair = "right" if not named else "wrong", ""
-        else:
-            answer = "named" if set(named[:1]) & set(bug.causes) else "wrong" if named else "silent"
-            both = ng.diagnose(sound, run)
-            reason = both.reason.name if both.reason is not None else ""
-            pair = f"{'right' if reason in RIGHT_OF_PAIRS else 'wrong' if reason else 'silent'} {reason}".strip()
-        rows.append(
+    def data(self) -> Dataset:
+        """The text, as tokens."""
+        size = SHAPE["vocab_size"]
+        assert isinstance(size, int)
+        return prepare_data(
+            str(self.folder / "place" / "text"), self.folder / "data", vocab_size=size, held_out=0.05, seed=0
+        )
+
+    def of(self, bug: Bug) -> tuple[Run, Path]:
+        """The run with a bug."""
+        return made(self.folder / bug.name, bug.setting, self.data, bug.plant), self.folder / bug.name
+
+    def sound(self, setting: Setting) -> tuple[Run, Path]:
+        """The run of a setting without one; the first row that has it names it."""
+        first = next((row.name for row in BUGS if row.setting == setting), "") or next(
+            name for name, each in HEALTHY.items() if each == setting
+        )
+        folder = self.folder / f"sound {first}".replace(" ", "-").replace(",", "")
+        return made(folder, setting, self.data, nothing_planted), folder
+
+
+def nothing_planted(loop: object) -> None:
+    """No bug."""
+    nothing()
+
+
+# ── what is said, and whether it is right ─────────────────────────────────────────────────────────────────────────────
+
+
+def answer(said: Sequence[str], right: Iterable[str], is_note: bool = False) -> str:
+    """The answer of one way: what is said, the first first."""
+    if not said:
+        return "silent"
+    if said[0] in set(right):
+        return "first"
+    return "located" if is_note else "wrong"
+
+
+def _judged(runs: _Runs, bug: Bug) -> tuple[Row, list[tuple[str, float, bool]]]:
+    """The row of a bug, and the probabilities that were given with whether each was of a right word."""
+    run, folder = runs.of(bug)
+    found = audit_of(folder)
+    names = [each["name"] for each in found]
+    row: Row = {
+        "": bug.name,
+        "audit": answer(names, bug.audit, is_note=bool(found) and found[0]["severity"] == "note"),
+        "audit says": "; ".join(f"{f['name']} ({f['where']})" if f["where"] else f["name"] for f in found[:3]),
+        "audit in three": "yes" if set(names[:3]) & bug.audit else "",
+    }
+    both = ng.diagnose(runs.sound(bug.setting)[0], run)
+    reasons = [(each.name, share) for each, share in both.reasons]
+    said = [both.reason.name] if both.reason is not None else []
+    row |= {
+        "two runs": answer(said, bug.pair),
+        "two runs say": ", ".join(said) or (f"({reasons[0][0]} {reasons[0][1]:.2f})" if reasons else "(the same)"),
+        "two runs in three": "yes" if {name for name, _ in reasons[:3]} & bug.pair else "",
+    }
+    one = ng.diagnose(run)
+    causes = [(each.cause.name, each.probability) for each in one.causes]
+    named = [finding.cause.name for finding in one.findings]
+    row |= {
+        "rows": answer(named, bug.rows),
+        "rows say": ", ".join(named) or f"({causes[0][0]} {causes[0][1]:.2f})",
+        "rows in three": "yes" if {name for name, _ in causes[:3]} & bug.rows else "",
+        "from": bug.source,
+    }
+    given = [("two runs", share, name in bug.pair) for name, share in reasons[:1]]
+    given += [("rows", f.probability, f.cause.name in bug.rows) for f in one.findings]
+    given += [("rows", share, name in bug.rows) for name, share in causes[:1] if not named and name not in _NO_CAUSE]
+    return row, given
+
+
+_NO_CAUSE = ("healthy", "unknown")
+
+
+def _emit_part(report: Report, runs: _Runs, part: str, bugs: Sequence[Bug]) -> None:
+    rows, given = [], []
+    for each in bugs:
+        row, shares = _judged(runs, each)
+        rows.append(row)
+        given.extend(shares)
+    words: dict[str, Callable[[Bug], object]] = {
+        "audit": lambda bug: bug.audit, "two runs": lambda bug: bug.pair, "rows": lambda bug: bug.rows,
+    }  # fmt: skip
+    report.add(f"{part}: {len(rows)} bugs of public threads", rows)
+    counts: list[Row] = []
+    for way in WAYS:
+        answers = [row[way] for row in rows]
+        counts.append(
             {
-                "": bug.name,
-                "one run": answer,
-                "says": ", ".join(named) or found.verdict[:60],
-                "of two": pair,
-                "from": bug.source,
+                "": way,
+                "rows": len(rows),
+                "have a right word": sum(bool(words[way](bug)) for bug in bugs),
+                **{each: answers.count(each) for each in ANSWERS},
+                "three": sum(bool(row[f"{way} in three"]) for row in rows),
             }
         )
-    report.add("bugs of public threads", rows)
-    single = [row["one run"] for row in rows[1:]]
-    pairs = [str(row["of two"]).partition(" ")[0] for row in rows[1:]]
-    for what, answers in (("one run", single), ("two runs", pairs)):
-        counts = ", ".join(f"{word} {answers.count(word)}" for word in dict.fromkeys(answers))
-        report.note(f"{what}: {counts} of {len(answers)}")
+    report.add(f"{part}: answers", counts)
+    bins: list[Row] = []
+    for low, high in itertools.pairwise(EDGES):
+        for way in WAYS[1:]:
+            here = [(share, is_right) for kind, share, is_right in given if kind == way and low <= share < high]
+            if here:
+                mean, right = sum(share for share, _ in here) / len(here), sum(is_right for _, is_right in here)
+                bins.append({"": way, "from": low, "mean given": mean, "right": right, "of": len(here)})
+    report.add(f"{part}: probabilities given, and how many were right", bins)
+
+
+def _emit_healthy(report: Report, runs: _Runs, names: Sequence[str]) -> None:
+    rows: list[Row] = []
+    for name in names:
+        run, folder = runs.sound(HEALTHY[name])
+        found = audit_of(folder)
+        causes = [finding.cause.name for finding in ng.diagnose(run).findings]
+        rows.append(
+            {
+                "": name,
+                "audit names": ", ".join(f["name"] for f in found if f["severity"] != "note"),
+                "notes": ", ".join(f["name"] for f in found if f["severity"] == "note"),
+                "rows name": ", ".join(causes),
+            }
+        )
+    report.add(f"healthy: {len(rows)} loops", rows)
+    report.note(
+        f"named: audit {sum(bool(r['audit names']) for r in rows)}, rows {sum(bool(r['rows name']) for r in rows)}"
+    )
 
 
 if __name__ == "__main__":
