@@ -1,0 +1,46 @@
+"""The rows of bugs of public threads: each cites a thread, its right words can be said, and an answer is judged so."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from benchmark_modules import benchmark_module
+from narrowgauge.analysis.diagnosis.causes import CAUSES
+from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
+from narrowgauge.recompute.departures import DEPARTURES, PIECES
+
+public_bugs = benchmark_module("public_bugs")
+rows = pytest.mark.parametrize("row", public_bugs.BUGS, ids=lambda row: row.name)
+
+
+@rows
+def test_a_row_cites_a_thread_and_its_right_words_can_be_said(row: Any) -> None:
+    assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", row.source)
+    assert "." in row.wrong
+    assert row.audit <= DEPARTURES.keys() | {f"{piece}-departs" for piece in PIECES}
+    assert row.pair <= REASONS.keys()
+    assert row.rows <= CAUSES.keys()
+
+
+def test_each_thread_is_cited_once_and_the_parts_do_not_change_with_other_rows() -> None:
+    sources = [row.source for row in public_bugs.BUGS]
+    assert len(sources) == len(set(sources)) >= 60
+    parts = {row.name: public_bugs.part_of(row) for row in public_bugs.BUGS}
+    assert parts["sum-of-micro-batches"] == "seen"
+    assert {parts["untied"], parts["never-zeroed"]} <= {"tuning", "aside"}
+
+
+@pytest.mark.parametrize(
+    ("said", "is_note", "answer"),
+    [
+        ([], False, "silent"),
+        (["clip-norm", "rate"], False, "first"),
+        (["rate", "clip-norm"], False, "wrong"),
+        (["rate"], True, "located"),
+    ],
+)
+def test_an_answer_is_judged_by_what_comes_first(said: list[str], is_note: bool, answer: str) -> None:
+    assert public_bugs.answer(said, {"clip-norm"}, is_note) == answer
