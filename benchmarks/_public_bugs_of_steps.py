@@ -447,7 +447,7 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     ),
     bug(
         "frozen-parts-decay", "ahrefs/ocannl/issues/673", "Frozen parameters took optimizer steps, and decayed.",
-        _decay_of_frozen, setting=Setting(frozen=("model.embed_tokens",)), audit="step-lost gradient-zero decay",
+        _decay_of_frozen, setting=Setting(frozen=("model.embed_tokens",)), audit="step-lost gradient-zero decay frozen-moves",
         pair="bug missing-part optimizer-settings",
     ),
     bug(

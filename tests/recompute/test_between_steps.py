@@ -67,6 +67,10 @@ AVERAGES: dict[str, tuple[Callable[[Any, Any], None], set[str]]] = {
         lambda average, model: [a.data.mul_(0.9).add_(p.data, alpha=0.2) for a, p in _pairs(average, model)],  # type: ignore[dict-item, func-returns-value]
         {"average-other"},
     ),
+    "away from the weights": (
+        lambda average, model: [a.data.mul_(1.1).sub_(p.data, alpha=0.1) for a, p in _pairs(average, model)],  # type: ignore[dict-item, func-returns-value]
+        {"average-other"},
+    ),
 }
 
 

@@ -241,6 +241,25 @@ def test_a_limit_that_is_not_declared_is_learnt_from_clipped_steps() -> None:
     assert [each.piece for each in loop.results[8] if each.status == "departs"] == ["clip"]
 
 
+def test_one_step_with_a_factor_says_no_limit_for_the_others() -> None:
+    loop = Loop(every=2).run(2)
+    clip = loop.clip_gradients
+    loop.clip_gradients = lambda: [p.grad.mul_(0.4) for p in loop.model.parameters()]  # type: ignore[method-assign, assignment, return-value, union-attr]
+    loop.run(2)
+    loop.clip_gradients = clip  # type: ignore[method-assign]
+    loop.run(4)
+    assert "clip-missing" not in loop.names()
+
+
+def test_a_norm_over_gradients_that_the_optimizer_does_not_have_is_not_judged() -> None:
+    loop = Loop(every=2, clip=0.25, task=task(max_grad_norm=0.25))
+    group = loop.optimizer.param_groups[0]
+    group["params"] = [p for p in group["params"] if p is not loop.model.head.weight]
+    loop.run(4)
+    assert loop.names() == {"no-group"}
+    assert "clip" in unchecked(loop.results[2])
+
+
 def test_what_needs_the_model_is_not_checked_where_it_was_not_called() -> None:
     loop = Loop()
 

@@ -172,6 +172,19 @@ def test_a_parameter_of_no_group_is_named() -> None:
     assert [(each.name, each.where) for each in loop.findings()] == [("no-group", "head.weight")]
 
 
+@pytest.mark.parametrize("has_gradient", [False, True])
+def test_a_frozen_parameter_that_decays_is_named(has_gradient: bool) -> None:
+    loop = Loop()
+    head = loop.model.head.weight.requires_grad_(False)
+
+    def zeros() -> None:
+        head.grad = torch.zeros_like(head) if has_gradient else None
+
+    loop.after_backward = zeros  # type: ignore[method-assign]
+    loop.run(2)
+    assert loop.names() == ({"frozen-moves"} if has_gradient else set())
+
+
 def test_a_group_that_is_removed_or_replaced_later_ends_no_run() -> None:
     loop = Loop().run(2)
     half = loop.optimizer.param_groups[0]["params"]

@@ -111,7 +111,8 @@ class AverageCheck:
             if rest > 1e-4 * float(after.norm()):
                 kinds.append("average-other")
             else:
-                kinds.append("" if near(kept + taken, 1.0, 1e-3) else "average-other")
+                is_between = near(kept + taken, 1.0, 1e-3) and -1e-3 <= taken <= 1 + 1e-3
+                kinds.append("" if is_between else "average-other")
         if not kinds:
             return []
         self._still = self._still + 1 if all(kind == "average-still" for kind in kinds) else 0

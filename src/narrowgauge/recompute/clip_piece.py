@@ -1,7 +1,7 @@
 """Clipping: the factor by which gradients were multiplied before the update, and the norm that it was made of.
 
 Clipping to a limit leaves a gradient whose norm is that limit. Where the limit is declared, the factor is computed again;
-where it is not, it is the norm that was left in the clipped steps seen before. Where a norm over something else gives a limit
+where it is not, it is the norm that was left in the clipped steps seen before, if two agree. Where a norm over something else gives a limit
 that holds, that is the cause.
 """
 
@@ -38,6 +38,8 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
     common, _ = factor_after_backward(step)
     if any(s.computed is not None and s.computed_squares is None for s in step.parameters.values()):
         return [not_checked(PIECE, "parameters are sharded, and norms need all ranks", step.step)]
+    if step.outside:
+        return [not_checked(PIECE, "gradients that the optimizer does not have may be in the norm", step.step)]
     if (cut := limit_of_values(step)) is not None:
         status, cause = (EQUAL, "") if limit is None else (DEPARTS, "clip-values")
         return [PieceResult(PIECE, status, (), 0.0, 0.0, cause, {"limit": cut}, step.step)]
@@ -55,7 +57,7 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
         return [_against(step, factor, norms, limit)]
     if near(factor, 1.0, 1e-4):
         known = [limits["all"] for limits in history.limits]
-        if known and max(known) - min(known) <= _TOLERANCE * max(known) and whole > 1.01 * max(known):
+        if len(known) > 1 and max(known) - min(known) <= _TOLERANCE * max(known) and whole > 1.01 * max(known):
             given = {"norm": whole, "limit": max(known)}
             return [
                 PieceResult(PIECE, DEPARTS, (), whole / max(known) - 1, _TOLERANCE, "clip-missing", given, step.step)

@@ -102,6 +102,10 @@ DEPARTURES: dict[str, Departure] = {
         ),
         Departure("frozen", ("update",), "error", "the step left these weights as they were, and its rule moves them.", _STEP),
         Departure(
+            "frozen-moves", ("update",), "error", "these parameters do not require a gradient, and the step changed them.",
+            "Leave them out of the optimizer: weight decay and momentum act on a gradient of zeros, too.",
+        ),
+        Departure(
             "step-lost", ("update",), "error",
             "only weight decay moved these weights; the gradient's part of the step is missing.", _STEP,
         ),

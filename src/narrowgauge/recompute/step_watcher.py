@@ -45,7 +45,7 @@ from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
 from narrowgauge.recompute.task import Task
-from narrowgauge.recompute.update_piece import check_update
+from narrowgauge.recompute.update_piece import check_frozen, check_update
 
 LARGEST_MODEL = 1 << 28
 """Parameters up to which the passes of a step are taken again, which needs a copy of them."""
@@ -326,6 +326,7 @@ class StepWatcher:
             self._results.append(not_checked("update", step.missing["update"], step.step))
         else:
             self._results.extend(check_update(step))
+        self._results.extend(check_frozen(step))
         self._results.extend(check_declared(step, self.task, optimizer.param_groups))
         self._left = LeftAfterStep(step.step, step.parameters, step.outside, self._averages())
 

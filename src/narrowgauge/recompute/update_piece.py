@@ -69,6 +69,16 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     return [*([_worst(equal, step.step)] if equal else []), *unknown]
 
 
+def check_frozen(step: StepCapture) -> list[PieceResult]:
+    """Name the parameters that do not require a gradient and were changed all the same."""
+    moved = [
+        name
+        for name, sample in step.parameters.items()
+        if not sample.requires_grad and sample.weight_after is not None and not sample.weight_after.equal(sample.weight)
+    ]
+    return [PieceResult(PIECE, DEPARTS, tuple(moved), 1.0, 0.0, "frozen-moves", step=step.step)] if moved else []
+
+
 def _without_rounded(step: StepCapture, departs: Sequence[PieceResult]) -> list[PieceResult]:
     """Without weights that stood still because all were rounded to a narrower format, as gains of 1 do."""
     formats = [getattr(torch, each.values["format"]) for each in departs if each.cause == "weight-narrow"]

@@ -91,8 +91,7 @@ CAUSES_OF_ARITHMETIC: tuple[Cause, ...] = (
             "all-gradients-are-zero": 0.4, "loss-does-not-fall": 0.15, "parameter-does-not-move": 0.1, "layer-is-dead": 0.3,
             "one-parameter-is-dead": 0.3, "casts-lose-gradients": 0.6,
         },
-        lambda evidence: evidence.is_narrow() or evidence.in_float16(),
-        replay="the same gradients in float32 are not zero",
+        Evidence.narrows_gradients, replay="the same gradients in float32 are not zero",
         required=(
             "gradients-at-edge", "gradients-underflow", "scale-falls-alone", "loss-scale-at-floor", "gradient-vanishes",
             "all-gradients-are-zero",

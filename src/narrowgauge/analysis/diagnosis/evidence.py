@@ -235,12 +235,21 @@ class Evidence:
             return True
         return any(cast.block is not None for c in self.recipe.computes for cast in c.casts.values())
 
+    @cached_property
+    def _stores_sixteen_bits(self) -> bool:
+        model = self.run.run.get("model")
+        return "float16" in (str(model.get("dtypes")) if isinstance(model, dict) else "")
+
+    def narrows_gradients(self) -> bool:
+        """Whether gradients pass through a narrow format; where no recipe says so, whether a dtype, a scale or a cast does."""
+        if self.recipe is None:
+            return self.in_float16() or self._stores_sixteen_bits or self.has("tensors.underflow")
+        return self.is_narrow() or self.in_float16()
+
     def rounds_weights(self) -> bool:
         """Whether stored weights are rounded to nearest; where no recipe says so, whether they are narrow, or were measured."""
         if self.recipe is None:
-            model = self.run.run.get("model")
-            dtypes = str(model.get("dtypes")) if isinstance(model, dict) else ""
-            return "float16" in dtypes or self.has("steps.edq") or self.has("updates.edq")
+            return self._stores_sixteen_bits or self.has("steps.edq") or self.has("updates.edq")
         return self.recipe.storage.weight.rounding == "nearest"
 
     def cannot_decay(self) -> bool:
