@@ -1,8 +1,8 @@
 """Clipping: the factor by which gradients were multiplied before the update, and the norm that it was made of.
 
 Clipping to a limit leaves a gradient whose norm is that limit. Where the limit is declared, the factor is computed again;
-where it is not, it is the norm that was left in the clipped steps seen before, if two agree. Where a norm over something else gives a limit
-that holds, that is the cause.
+where it is not, it is the norm that was left in the clipped steps seen before, if two of them agree. Where a norm over
+something else gives a limit that holds, that is the cause.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     if not step.rule:
         return [not_checked(PIECE, "the optimizer's rule has no definition here", step.step)]
     if any(sample.settings.get("amsgrad") for sample in step.parameters.values()):
-        return [not_checked(PIECE, "amsgrad has no definition here", step.step)]
+        return [not_checked(PIECE, "amsgrad divides by the largest second moment so far, which is not kept", step.step)]
     found = [each for sample in step.parameters.values() for each in _of_parameter(step, sample)]
     if not found:
         return [not_checked(PIECE, "no parameter had a gradient", step.step)]

@@ -20,6 +20,7 @@ from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
 from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import METRICS
 
 
 def trainer_log(folder: Path, rows: list[Row]) -> Path:
@@ -72,6 +73,32 @@ def test_the_rate_of_the_rows_outranks_that_of_the_settings() -> None:
     for row in run.steps:  # while it rises, the settings say where to
         row["lr"] = 1e-6 * row["step"]
     assert observe(gather(run))["rate-is-low"].state == "absent"
+
+
+@pytest.mark.parametrize(("order", "is_named"), [("anew", False), ("the same", True), ("with gaps", True)])
+def test_whole_epochs_in_another_order_are_no_repeated_data(order: str, is_named: bool) -> None:
+    run = healthy_run()
+    for row in run.steps:
+        epoch, within = divmod(row["step"] - 1, 12)
+        batches = random.Random(epoch if order != "the same" else 0).sample(range(12), 12)
+        row["batch_crc"] = f"{batches[within if order != 'with gaps' or epoch < 2 else within // 2]:016x}"
+    assert (observe(gather(run))["batches-repeat"].state == "present") is is_named
+
+
+def test_gradients_of_zero_are_not_rounded_where_nothing_is_narrow() -> None:
+    """A record that names no recipe may be of float32: a dtype, a loss scale or a measured cast must say otherwise."""
+    run = healthy_run()
+    del run.config["recipe"]
+    run.run["model"]["dtypes"] = "float32"
+    for sample in run.gauges:
+        for values in sample["tensors"].values():
+            values[list(METRICS["tensors"]).index("underflow")] = None
+    assert not gather(run).narrows_gradients()
+    run.run["model"]["dtypes"] = "bfloat16"
+    assert gather(run).narrows_gradients()
+    run.run["model"]["dtypes"] = "float32"
+    run.steps[0]["loss_scale"] = 1024.0
+    assert gather(run).narrows_gradients()
 
 
 def test_what_the_search_for_the_first_bad_value_found_decides() -> None:

@@ -164,6 +164,16 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
     assert "not recorded" in compared.table().plain() and "unfinished" not in compared.table().plain()
 
 
+def test_an_optimizer_with_a_setting_of_none_is_recorded(tmp_path: Path) -> None:
+    """``Adafactor`` has ``eps = (None, 1e-3)``, which TOML cannot hold."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
+        recorder.step(1.0)
+    kept = ng.read_run(tmp_path / "run").run["optimizer"]
+    assert kept["class"] == "Adafactor" and "eps" not in kept and "lr" in kept
+
+
 def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
     model, optimizer = small("split")
     ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)

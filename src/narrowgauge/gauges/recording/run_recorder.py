@@ -292,7 +292,7 @@ class RunRecorder:
             "model": type(self.model).__name__,
             "seed": group.get("seed", 0),
         }
-        plain = {name: value for name, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+        plain = {name: value for name, value in group.items() if _is_plain(value)}
         return {
             "config": {**config, **settings},
             **describe_process(parameters[0].device, all_ranks().size),
@@ -300,6 +300,11 @@ class RunRecorder:
             "model": describe_model(self.model),
             "recorder": {"program": Path(sys.argv[0]).name},
         }
+
+
+def _is_plain(value: object) -> bool:
+    """Whether TOML can hold it: ``Adafactor`` has an epsilon of ``None`` in a tuple."""
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, (bool, int, float, str))
 
 
 def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:

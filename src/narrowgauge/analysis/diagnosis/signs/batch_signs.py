@@ -34,6 +34,8 @@ LEARNED = 0.3
 
 def _repeated(evidence: Evidence) -> list[tuple[int, int]]:
     """The steps whose batch came before, each with the first step that had it; a second epoch does not count."""
+    if _is_shuffled_epochs([row.get("batch_crc") for row in evidence.run.steps]):
+        return []
     seen: dict[str, int] = {}
     repeats = []
     epoch = evidence.run.run.get("data", {}).get("tokens", math.inf)
@@ -46,6 +48,20 @@ def _repeated(evidence: Evidence) -> list[tuple[int, int]]:
                 repeats.append((int(row["step"]), seen[crc]))
             seen.setdefault(crc, int(row["step"]))
     return repeats
+
+
+def _is_shuffled_epochs(batches: Sequence[object]) -> bool:
+    """Whether every batch comes once before any comes again, over and over, and not in one order: epochs of small data.
+
+    The same order each time is left: a reader that never shuffles and one that begins anew look alike.
+    """
+    seen: dict[object, int] = {}
+    length = next((place for place, batch in enumerate(batches) if seen.setdefault(batch, place) < place), len(batches))
+    if not length:
+        return False
+    first, *others = (batches[start : start + length] for start in range(0, len(batches), length))
+    is_whole = all(len(set(each)) == len(each) and set(each) <= set(first) for each in others)
+    return bool(others) and is_whole and any(each != first[: len(each)] for each in others)
 
 
 def _repeats(evidence: Evidence) -> Observation:
