@@ -98,6 +98,21 @@ def edited(edit: Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], None
     return change
 
 
+def test_a_parameter_that_is_never_stepped_is_named_and_the_others_are_compared() -> None:
+    """Its gradient is hidden from the optimizer, which keeps no states of it."""
+
+    def hide(optimizer: Any) -> Any:
+        parameter = optimizer.param_groups[0]["params"][3]
+        gradient, parameter.grad = parameter.grad, None
+        return lambda: setattr(parameter, "grad", gradient)
+
+    loop = Loop()
+    patched(hide)(loop)
+    loop.run(3)
+    found = [each for each in loop.results[2] if each.piece == "update"]
+    assert [(each.status, each.cause, len(each.where)) for each in found] == [("departs", "frozen", 1)], found
+
+
 def scaled(factor: float) -> Any:
     return lambda p, weight, state, before: p.copy_(weight + factor * (p - weight))
 

@@ -132,7 +132,8 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
     is_departed = False
     for name, rule in state_rules(step.rule, sample).items():
         now = sample.states_after.get(name)
-        if now is None:
+        if now is None:  # of a parameter that the optimizer has never stepped
+            states[name] = rule(given)
             continue
         if (rounding := sample.roundings.get(name)) is not None:
             results = list(compare_rounded_state(step, sample, name, given, now, rounding))
