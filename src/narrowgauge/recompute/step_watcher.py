@@ -189,7 +189,10 @@ class StepWatcher:
         self._results = []
         self._guarded("update", self._take)
         step = self._capture
-        over_ranks = self._over_ranks(step)
+        try:
+            over_ranks = self._over_ranks(step)
+        except Exception as error:
+            over_ranks = _reason(error)
         if step is not None:
             self._guarded("gradient", lambda: self._results.extend(self._again(step, over_ranks)))
 
