@@ -85,6 +85,12 @@ def compare_rounded_weight(
     own = weight + change + drop
     moved = (change.abs() + drop.abs()).maximum((after.double() - weight).abs())
     slack = rounding.carried * weight.abs() + _OPERATIONS * rounding.unit * moved + rounding.read * drop.abs()
+    if "new_exp_avg" in known:
+        # Where the terms of the mean cancel, their rounding is large beside it.
+        kept, taken = factors_of(step.rule, sample)["exp_avg"]
+        terms = (kept * known["exp_avg"]).abs() + (taken * gradient_with_decay(step.rule, sample, known)).abs()
+        share = (change / known["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
+        slack = slack + 4 * rounding.unit * terms * share
     others = [
         Assumption(each.cause, weight - rate * each.step + drop, given=each.values) for each in variants if each.cause
     ]
