@@ -91,6 +91,19 @@ def test_a_fault_of_the_forward_pass_is_named_with_its_module(name: str) -> None
     assert [(each.cause, ", ".join(each.where)) for each in found] == [(cause, where)]
 
 
+def test_a_model_that_does_not_look_at_early_tokens_says_nothing_of_their_order(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    attention = nn.functional.scaled_dot_product_attention
+
+    def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool) -> torch.Tensor:
+        ones = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool)
+        return attention(q, k, v, attn_mask=ones.tril() & ones.triu(-3))
+
+    monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", local)
+    assert not Loop().run(3).findings()
+
+
 def test_a_model_without_a_float32_path_is_not_checked() -> None:
     loop = Loop(dtype=torch.bfloat16)
     loop.model.norm.register_forward_hook(lambda m, args, output: output.bfloat16())
