@@ -86,7 +86,8 @@ class Loop:
         self.optimizer = optimizer(self.model.parameters(), **settings)
         self.micro_batches, self.clip, self.autocast = micro_batches, clip, autocast
         self.results: dict[int, list[PieceResult]] = {}
-        self.watcher = StepWatcher(self.model, self.optimizer, every, self.keep, task) if every else None
+        told = {"task": task, "is_told_losses": True}
+        self.watcher = StepWatcher(self.model, self.optimizer, every, self.keep, **told) if every else None
         self.data = iter(batches())
         self.step = 0
 

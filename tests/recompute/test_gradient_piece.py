@@ -293,3 +293,16 @@ def test_a_step_whose_closure_makes_the_gradients_is_audited_with_the_same_bits(
     assert torch.equal(audited.bits(), run(0, 1.0).bits()) and not audited.findings()
     assert {"loss", "gradient", "update"} <= {each.piece for each in audited.results[4] if each.status == EQUAL}
     assert {(each.name, each.where) for each in run(4, 1.5).findings()} == {("gradient-scaled", "head.weight")}
+
+
+@pytest.mark.parametrize("kept", ["_keep_inputs", "_keep_outputs", "_keep_gradient"])
+def test_an_error_of_the_audits_own_hooks_is_a_reason_and_ends_no_run(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(StepWatcher, kept, fail)
+    loop = Loop().run(3)
+    (found,) = (each for each in loop.results[2] if each.piece == "gradient" and each.status == NOT_CHECKED)
+    assert found.reason == "MemoryError: no room" and not loop.findings()

@@ -107,6 +107,12 @@ class ParameterSample:
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
+def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """The first input of a forward pass that is of integers with two dims: batch, sequence."""
+    given = [*args, *kwargs.values()]
+    return next((t for t in given if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point()), None)
+
+
 @dataclass
 class ForwardCall:
     """A forward pass of the model that a backward pass followed.
@@ -130,8 +136,7 @@ class ForwardCall:
     @property
     def tokens(self) -> Tensor | None:
         """The first input of integers with two dims: batch, sequence."""
-        given = [*self.args, *self.kwargs.values()]
-        return next((t for t in given if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point()), None)
+        return tokens_of(self.args, self.kwargs)
 
     @property
     def logits(self) -> str | None:

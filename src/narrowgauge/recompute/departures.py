@@ -316,7 +316,84 @@ DEPARTURES: dict[str, Departure] = {
             "average-other", ("between",), "error", "the average of the weights is no mean of itself and the weights.",
             "avg = decay × avg + (1 - decay) × weight",
         ),
+        # data
+        Departure(
+            "rows-twice", ("data",), "warning",
+            "since step {since} {share:.0%} of the rows of a step are in it more than once; few rows come again otherwise.",
+            "Look for one batch that all micro-batches or workers take; ng.task(data=\"own\") if it is meant.",
+        ),
+        Departure(
+            "rows-again", ("data",), "warning",
+            "since step {since} {share:.0%} of a step's rows were those of {lag} steps before, and {seen:,} rows were seen: "
+            "it is no new pass.",
+            "Look for a loader that does not move on, or overlapping rows; ng.task(data=\"own\") if it is meant.",
+        ),
+        Departure(
+            "rows-few", ("data",), "warning",
+            "since step {since} the same {rows:,} of {seen:,} rows come again and again.",
+            "Look for one shard that is read again; ng.task(data=\"own\") if it is meant.",
+        ),
+        Departure(
+            "rows-anew", ("data",), "note",
+            "steps {since} to {until} had rows that had come before, and later steps have new ones: the data were not at their "
+            "end.",
+            "Look at where a reader begins after a restart.",
+        ),
+        Departure(
+            "rows-sorted", ("data",), "warning", "since step {since} {what} are sorted by the {key} of their tokens.",
+            "Shuffle the rows; ng.task(data=\"curriculum\") if the order is meant.",
+        ),
+        Departure(
+            "tokens-change", ("data",), "warning",
+            "from step {since} on tokens come in other frequencies, {ratio:.0f} times what they vary by itself.",
+            "Look at what the loader reads from there on; ng.task(data=\"curriculum\") if it is meant.",
+        ),
+        Departure(
+            "ranks-same-rows", ("data",), "error", "ranks {ranks} have the same weights and were given the same rows.",
+            "Give each rank its part: DistributedSampler, or a seed with its rank.",
+        ),
+        Departure(
+            "rows-evaluated", ("data",), "warning",
+            "{share:.1%} of the evaluated rows were trained on before; of the rows of a training step {own:.1%} were.",
+            "Split the text before it is cut into rows, and by documents.",
+        ),
+        Departure(
+            "evaluated-on-training", ("data",), "note", "every evaluated row was trained on before.",
+            "Evaluate on text that is not trained on, too.",
+        ),
         # evaluation
+        Departure(
+            "evaluated-stale", ("evaluation",), "error", "the evaluated weights are those of step {at}.",
+            "Copy the weights anew before each evaluation, and update an average after each step.",
+        ),
+        Departure(
+            "evaluated-scaled", ("evaluation",), "error", "the evaluated weights are {factor:.4g} times the trained ones.",
+            "An average is decay × average + (1 - decay) × weight, and starts from the weights or is divided by 1 - decay^steps.",
+        ),
+        Departure(
+            "evaluated-narrow", ("evaluation",), "note", "the evaluated weights are the trained ones rounded to {format}.",
+            "Evaluate in the format of training, or keep in mind that the loss is that of narrower weights.",
+        ),
+        Departure(
+            "evaluation-mean-of-means", ("evaluation",), "warning",
+            "the loss {loss:.6g} is the mean of the means of {passes} uneven batches; over all tokens it is {wanted:.6g}.",
+            "Sum the loss of all tokens, and divide by their number.",
+        ),
+        Departure(
+            "evaluation-count", ("evaluation",), "error",
+            "the loss {loss:.6g} is the sum divided by {more:+d} tokens {per}; over all tokens it is {wanted:.6g}.",
+            "Divide by the number of tokens that are predicted: one less a row than a row has.",
+        ),
+        Departure(
+            "evaluation-scaled", ("evaluation",), "error",
+            "the loss {loss:.6g} is {factor:.6g} times the mean over all tokens{equal_to}.",
+            "Divide the sum over all batches by all their tokens, and give it in nats.",
+        ),
+        Departure(
+            "evaluation-data-changed", ("evaluation",), "warning",
+            "{share:.0%} of the rows of the evaluation before are not in this one, which has {rows:,}.",
+            "Keep the rows of an evaluation, or its losses are of other data.",
+        ),
         Departure(
             "evaluated-in-training", ("evaluation",), "warning",
             "without gradients the model was called in training mode, which changes these modules.",

@@ -76,7 +76,17 @@ def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
     results = [*_targets(found, step), *_ignored(found, step, task), *_shape(found, step, task), *_counts(found, step)]
     if results:
         return results
-    return [PieceResult(PIECE, EQUAL, (), float(unexplained.median()), _FITS, step=step.step)]
+    values: dict[str, object] = {"counted": counted_positions(found)}
+    return [PieceResult(PIECE, EQUAL, (), float(unexplained.median()), _FITS, values=values, step=step.step)]
+
+
+def counted_positions(found: list[_Positions]) -> str:
+    """Which of the sampled positions count: ``"all"``, ``"all-but-last"`` of each row, or ``"some"``."""
+    is_last = torch.cat([each.place == each.tokens.shape[1] - 1 for each in found])
+    is_counted = torch.cat([each.weight.abs() > 0 for each in found])
+    if bool(is_counted.all()):
+        return "all"
+    return "all-but-last" if bool((is_counted != is_last).all()) else "some"
 
 
 def _fitted_positions(call: ForwardCall) -> _Positions | None:

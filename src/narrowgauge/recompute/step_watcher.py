@@ -8,6 +8,7 @@ checked.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +34,13 @@ from narrowgauge.recompute.capture import (
     spread,
     states_of,
     sum_of_squares,
+    tokens_of,
     weight_of,
 )
 from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
+from narrowgauge.recompute.data_piece import DataHistory, check_ranks
 from narrowgauge.recompute.declared_settings import check_declared
+from narrowgauge.recompute.evaluation_piece import EvaluationHistory, check_loss_of_evaluation, weights_sample
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.loss_piece import check_loss
@@ -63,6 +67,8 @@ class StepWatcher:
             between.
         task: what is declared.
         first: the first audited step.
+        gather: gives the value of each of several ranks, all of which have a watcher and so can compare their rows.
+        is_told_losses: :meth:`evaluated` will be called, so the losses of evaluations are computed again, too.
 
     Attributes:
         num_steps: optimizer steps seen.
@@ -77,6 +83,8 @@ class StepWatcher:
         report: Report,
         task: Task | None = None,
         first: int = 2,
+        gather: Callable[[Any], list[Any]] | None = None,
+        is_told_losses: bool = False,
     ) -> None:
         self._first = first
         self.model, self.optimizer, self.every, self.task = model, optimizer, every, task or Task()
@@ -87,21 +95,35 @@ class StepWatcher:
         self._previous: dict[int, Tensor] = {}
         self._computed: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._calls: list[ForwardCall] = []
-        self._is_full, self._is_own_pass = False, False
+        self._why_dropped, self._is_own_pass, self._is_data_ended = "", False, False
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
         self._left: LeftAfterStep | None = None
         self._average = AverageCheck()
         self._modes: set[str] = set()
         self._ranks = RankSamples(model, f"{first} {every} {sum(1 for _ in self._inner.parameters())}")
+        self._gather, self._is_told_losses = gather, is_told_losses
+        self._counts_loss, self._counted = is_told_losses, ""
+        self._not_followed: dict[str, str] = {}
+        self._was_training, self._version = False, -1
         self._names = {id(p): plain_name(name) for name, p in self._inner.named_parameters()}
+        self.begin_data_anew()
         self._handles = [
             self._inner.register_forward_pre_hook(_plain(self._before_forward), with_kwargs=True),
-            self._inner.register_forward_hook(_plain(self._after_forward)),
+            self._inner.register_forward_hook(_plain(self._after_forward), with_kwargs=True),
             optimizer.register_step_pre_hook(_plain(self._before_step)),
             optimizer.register_step_post_hook(_plain(self._after_step)),
         ]
         self._prepare()
+
+    def __deepcopy__(self, _: object) -> StepWatcher:
+        """Itself: a copy of the model has its hooks, too, and they pass it over."""
+        return self
+
+    def begin_data_anew(self) -> None:
+        """Forget the rows that were seen, as where a loop goes back to an earlier step."""
+        self._data, self._evaluations = DataHistory(self.task.data), EvaluationHistory()
+        self._follow("evaluation", lambda: self._evaluations.keep_weights(self.num_steps, self._held()))
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -119,7 +141,7 @@ class StepWatcher:
 
     def _prepare(self) -> None:
         """Hook the gradients if the step that begins is audited."""
-        self._calls, self._computed, self._is_full = [], {}, False
+        self._calls, self._computed, self._why_dropped, self._is_data_ended = [], {}, "", False
         if self._is_sampling and self._handles:
             trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._on_gradients = [p.register_post_accumulate_grad_hook(_plain(self._after_gradient)) for p in trained]
@@ -127,29 +149,68 @@ class StepWatcher:
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not self._is_own_pass:
-            self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
-        if torch.compiler.is_compiling() or not self._is_sampling or not torch.is_grad_enabled() or self._is_full:
+        if torch.compiler.is_compiling() or self._is_own_pass or module is not self._inner:
             return
+        if not torch.is_grad_enabled():
+            self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
+        else:
+            self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
+            if not self._why_dropped:
+                self._keep(lambda: self._keep_inputs(args, kwargs))
+
+    def _keep(self, function: Callable[[], object]) -> None:
+        """Keep something of a pass of an audited step; after an error of its own, the inputs and outputs of none."""
+        if not self._is_sampling:
+            return
+        try:
+            function()
+        except Exception as error:
+            self._drop(_reason(error))
+
+    def _drop(self, why: str) -> None:
+        self._why_dropped, self._calls = why, []
+
+    def _keep_inputs(self, args: Any, kwargs: Any) -> None:
         device = next(self._inner.parameters()).device
         is_cast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_cast else None
         self._calls.append(ForwardCall(copied(args), copied(kwargs), random_states(device), device, autocast))
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or not self._is_sampling or not torch.is_grad_enabled() or self._is_full:
+    def _trained_on(self, tokens: Tensor | None) -> None:
+        """Take the batch of a forward pass with gradients, unless it is one of evaluation."""
+        self._was_training |= self._inner.training
+        if tokens is None or self._was_training is not self._inner.training:
             return
-        if not self._calls:
+        version = next(self._inner.parameters())._version
+        if version != self._version:  # passes before were at other weights, of which only the last makes the step
+            self._data.begin_step()
+        self._version = version
+        self._data.add(tokens)
+
+    def _evaluated_on(self, tokens: Tensor | None, output: Any) -> None:
+        logits = next((t for t in float_outputs(output).values() if t.ndim == 3), None) if self._counts_loss else None
+        self._evaluations.add(self._held(), tokens, logits)
+
+    def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() or self._is_own_pass or module is not self._inner:
             return
-        call = self._calls[-1]
+        if not torch.is_grad_enabled():
+            self._follow("evaluation", lambda: self._evaluated_on(tokens_of(args, kwargs), output))
+        elif self._calls:
+            self._keep(lambda: self._keep_outputs(self._calls[-1], output))
+
+    def _keep_outputs(self, call: ForwardCall, output: Any) -> None:
         for place, tensor in float_outputs(output).items():
             if tensor.requires_grad:
                 call.outputs[place] = tensor.detach()
                 tensor.register_hook(_keeper(call, place))
         if 2 * sum(each.nbytes for each in self._calls) > CALL_BYTES:  # gradients take as much as outputs
-            self._is_full, self._calls = True, []
+            self._drop(f"the inputs and outputs of a step exceed {CALL_BYTES >> 20} MiB")
 
     def _after_gradient(self, parameter: Tensor) -> None:
+        self._keep(lambda: self._keep_gradient(parameter))
+
+    def _keep_gradient(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is torch.strided:
             squares = None if is_sharded(gradient) else sum_of_squares(gradient)
@@ -159,14 +220,19 @@ class StepWatcher:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._capture = None
-        if self._left is not None:
+        is_closure = any(map(callable, [*args, *kwargs.values()]))
+        if self._left is not None or self._evaluations.is_open:
             self._results = []
             self._guarded("between", self._compare_with_left)
             self._left = None
+            if self._evaluations.is_open:
+                self._follow("evaluation", self._end_evaluation)
             self._report(self.num_steps, self._results)
+        if not is_closure:
+            self._end_data()
         if not self._is_sampling:
             return None
-        if not any(map(callable, [*args, *kwargs.values()])):
+        if not is_closure:
             self._capture_step()
             return None
         if not rule_of(optimizer):  # it may call its closure more than once
@@ -180,10 +246,17 @@ class StepWatcher:
 
         def call() -> Any:
             loss = closure()
+            self._end_data()
             self._capture_step()
             return loss
 
         return call
+
+    def _end_data(self) -> None:
+        """The rows of this step are complete; at the latest after it, where the optimizer is given a closure."""
+        if not self._is_data_ended:
+            self._is_data_ended = True
+            self._follow("data", lambda: self._data.end_step(self.num_steps + 1))
 
     def _capture_step(self) -> None:
         self._results = []
@@ -195,13 +268,55 @@ class StepWatcher:
             over_ranks = _reason(error)
         if step is not None:
             self._guarded("gradient", lambda: self._results.extend(self._again(step, over_ranks)))
+        self._follow("data", lambda: self._results.extend(self._data.results(self.num_steps + 1)))
+        self._compare_ranks()
+        self._results.extend(not_checked(name, why, self.num_steps + 1) for name, why in self._not_followed.items())
+        self._counts_loss = self._is_told_losses
+
+    def _end_evaluation(self) -> None:
+        held = self._held()
+        dtype = next(iter(held.values())).dtype
+        self._results.extend(self._evaluations.end(self.num_steps, held, self._data, dtype))
+
+    def evaluated(self, loss: float) -> None:
+        """Compare a loss that the loop reports of the passes without gradients since its last step.
+
+        Only the first evaluation after an audited step is compared, since its losses are computed a second time.
+
+        Args:
+            loss: in nats per token.
+        """
+        losses, self._evaluations.losses = self._evaluations.losses, []
+        if self._counts_loss and losses and self._gather is None:
+            self._counts_loss = False
+            self._results = []
+
+            def compare() -> None:
+                found = check_loss_of_evaluation(losses, loss, self._counted, self.num_steps)
+                self._results.extend(self._evaluations.once(found))
+
+            self._guarded("evaluation", compare)
+            self._report(self.num_steps, self._results)
+
+    def _compare_ranks(self) -> None:
+        """Every rank asks the others, also one whose own part failed: the others would wait for it."""
+        if self._gather is None:
+            return
+        own: list[tuple[int | None, bytes]] = [(None, b"")]
+
+        def tell() -> None:
+            weights = hashlib.blake2b(weights_sample(self._held()).numpy().tobytes(), digest_size=8)
+            own[0] = (self._data.batch_hash(), weights.digest())
+
+        self._follow("data", tell)
+        self._results.extend(check_ranks(self.num_steps + 1, self._gather(own[0])))
 
     def _take(self) -> None:
         optimizer = self.optimizer
         step = StepCapture(self.num_steps + 1, rule_of(optimizer), calls=[c for c in self._calls if c.gradients])
         step.ranks = self._ranks.ranks
-        if self._is_full:
-            step.missing["calls"] = f"the inputs and outputs of a step exceed {CALL_BYTES >> 20} MiB"
+        if self._why_dropped:
+            step.missing["calls"] = self._why_dropped
         if (scaler := _torch.scaler_of_step()) is not None:
             step.loss_scale = float(scaler.get_scale())
         own = own_step(optimizer)
@@ -278,6 +393,7 @@ class StepWatcher:
         if (why := self._why_not_again()) is not None:
             return [*check_loss(step, self.task), not_checked("gradient", why, step.step)]
         loss = check_loss(step, self.task)
+        self._counted = next((str(each.values["counted"]) for each in loss if "counted" in each.values), "")
         try:
             forward = check_forward(step, self._inner)
         except Exception as error:
@@ -306,6 +422,10 @@ class StepWatcher:
         for handle in self._on_gradients:
             handle.remove()
         self._on_gradients = []
+        if any(map(callable, [*args, *kwargs.values()])) and not rule_of(optimizer):
+            self._data.begin_step()  # its closure takes the same batch as often as it likes
+        else:
+            self._end_data()
         self.num_steps += 1
         # The gradients of this step, where the next one is audited: before they are set to None.
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -331,6 +451,7 @@ class StepWatcher:
             self._results.extend(check_update(step))
         self._results.extend(check_frozen(step))
         self._results.extend(check_declared(step, self.task, optimizer.param_groups))
+        self._follow("evaluation", lambda: self._evaluations.keep_weights(step.step, self._held()))
         self._left = LeftAfterStep(step.step, step.parameters, step.outside, self._averages())
 
     def _held(self) -> dict[str, Tensor]:
@@ -364,6 +485,16 @@ class StepWatcher:
             self._results.append(
                 PieceResult("evaluation", DEPARTS, modes, 1.0, 0.0, "evaluated-in-training", step=left.step)
             )
+
+    def _follow(self, piece: str, function: Callable[[], object]) -> None:
+        """Call what follows the loop in every step; after an error of its own it is called no more."""
+        if piece in self._not_followed:
+            return
+        try:
+            with torch.no_grad():
+                function()
+        except Exception as error:
+            self._not_followed[piece] = _reason(error)
 
     def _guarded(self, piece: str, function: Callable[[], object]) -> None:
         """Call a part of the audit; an error of its own is a result, and not the end of the run."""

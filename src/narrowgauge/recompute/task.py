@@ -22,6 +22,12 @@ GROUPS = {
 """Which parameters a task can declare to be decayed."""
 RULES = ("adamw", "adam", "sgd")
 """The rules that a task can declare."""
+DATA = {
+    "": "not declared: rows in any order that does not depend on them, from one source",
+    "curriculum": "order and frequencies change as they are meant to; rows still come again only after a whole pass",
+    "own": "rows may come again at any time, too, as those of a replay buffer do",
+}
+"""What a task can declare of its data."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Task:
         micro_batches: of a step, at most.
         optimizer: one of ``RULES``, or empty.
         settings: of the optimizer's groups, by name.
+        data: a key of ``DATA``.
     """
 
     loss: str = ""
@@ -51,6 +58,7 @@ class Task:
     micro_batches: int | None = None
     optimizer: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    data: str = ""
 
 
 def task(
@@ -65,6 +73,7 @@ def task(
     micro_batches: int | None = None,
     optimizer: str = "",
     settings: Mapping[str, Any] | None = None,
+    data: str = "",
 ) -> Task:
     """Declare what a training loop means to do, for the audit of its steps.
 
@@ -85,10 +94,12 @@ def task(
         micro_batches: forward passes of a step; the last step of an epoch may have fewer.
         optimizer: ``"adamw"``, ``"adam"`` or ``"sgd"``.
         settings: ``lr`` (before schedules), ``betas``, ``eps``, ``weight_decay`` (of those that are decayed), ``momentum`` …
+        data: a key of ``DATA``: ``"curriculum"`` where order and frequencies of tokens change on purpose, ``"own"`` where rows
+            come again on purpose, too. Empty: rows are drawn from one source, in epochs or with replacement.
     Returns:
         The declaration, for ``ng.check(…, task=…)`` and ``ng.RunRecorder(…, task=…)``.
     Raises:
-        RecipeError: an unknown loss, division of weight decay or optimizer.
+        RecipeError: an unknown loss, division of weight decay, optimizer or kind of data.
     Example:
         >>> import narrowgauge as ng
         >>> ng.task(decay_groups="matrices", max_grad_norm=1.0).max_grad_norm
@@ -96,8 +107,12 @@ def task(
     """
     division = decay_groups if isinstance(decay_groups, str) else frozenset(decay_groups)
     named = division if isinstance(division, str) else ""
-    asked = (("loss", loss, ("", *LOSSES)), ("decay_groups", named, GROUPS), ("optimizer", optimizer, ("", *RULES)))
-    for name, value, known in asked:
+    for name, value, known in (
+        ("loss", loss, ("", *LOSSES)),
+        ("decay_groups", named, GROUPS),
+        ("optimizer", optimizer, ("", *RULES)),
+        ("data", data, DATA),
+    ):
         if value not in known:
             hint = suggestion(value, known) or f"Known are {', '.join(repr(each) for each in known if each)}."
             raise RecipeError(f"a task has no {name} {value!r}.", hint)
@@ -112,4 +127,5 @@ def task(
         micro_batches,
         optimizer,
         dict(settings or {}),
+        data,
     )

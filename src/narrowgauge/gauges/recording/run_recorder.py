@@ -42,7 +42,7 @@ from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.departures import findings_of
-from narrowgauge.recompute.piece_results import PieceResult
+from narrowgauge.recompute.piece_results import NOT_CHECKED, PieceResult
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import Task
 from narrowgauge.runs.events import Event
@@ -142,7 +142,10 @@ class RunRecorder:
             self._audited: StepWatcher | None = None
             self._departed: set[tuple[str, str]] = set()
             if audit_every:
-                self._audited = StepWatcher(model, self.optimizer, audit_every, self._audited_step, task)
+                gather = here.gather if here.size > 1 else None
+                self._audited = StepWatcher(
+                    model, self.optimizer, audit_every, self._audited_step, task, gather=gather, is_told_losses=True
+                )
                 undo.callback(self._audited.remove)
             self._must_go_back = found is not None and bool(found.steps)
             self._is_open = True
@@ -207,6 +210,8 @@ class RunRecorder:
             columns: further columns of the row.
         """
         self._record.evaluate({"val_loss": _number(loss), **columns})
+        if self._audited is not None:
+            self._audited.evaluated(_number(loss))
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Record an event of the loop's own at the current step.
@@ -232,6 +237,8 @@ class RunRecorder:
         began, goes_on = self.num_steps, self._must_go_back or step > 0
         self._record.here.of_first(lambda: _make_room(self.folder, step))
         self._record.go_back(step)
+        if self._audited is not None:
+            self._audited.begin_data_anew()
         self._must_go_back = False
         if goes_on or began:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
@@ -258,7 +265,8 @@ class RunRecorder:
 
     def _audited_step(self, _: int, results: list[PieceResult]) -> None:
         """Write an event for each departure that is new; it comes within the step, before its row."""
-        step = self.num_steps if any(each.piece == "between" for each in results) else self.num_steps + 1
+        is_over = any(each.piece in ("between", "evaluation") and each.status != NOT_CHECKED for each in results)
+        step = self.num_steps if is_over else self.num_steps + 1
         for each in findings_of(results):
             if (each.name, each.where) not in self._departed:
                 self._departed.add((each.name, each.where))
