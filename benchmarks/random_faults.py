@@ -12,14 +12,18 @@ strengths reach down to 1 %. Only the first third of the draws (``--tuning``) wa
 
 Baseline: the same loop without a fault, in every kind of loop of ``HEALTHY``, where nothing may be found.
 
-Run: ``./dev bench random_faults [--quick] [--tuning]``.
+Faults of data and of evaluations (``--data``) are drawn apart: their loops run for longer, with several orders of rows, and
+evaluate every other step.
+
+Run: ``./dev bench random_faults [--quick] [--tuning] [--data]``.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +34,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from narrowgauge.recompute.task import task
-from recompute.audited_loop import Loop
+from recompute.audited_loop import LENGTH, VOCABULARY, Loop
 
 FORMATS = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 FACTORS = (0.0, 0.1, 0.5, 0.9, 0.99, 1.01, 1.1, 1.5, 2.0, 3.0, 10.0, -1.0)
@@ -352,6 +356,224 @@ PIECES: tuple[Callable[[random.Random, Loop], Fault], ...] = (
 )  # fmt: skip
 
 
+# ── data and evaluations ──────────────────────────────────────────────────────────────────────────────────────────────
+
+LONG = 41
+ORDERS = ("new", "frequent", "epochs", "replacement")
+
+
+def in_order(kind: str, number: int, seed: int) -> Iterator[Tensor]:
+    """Batches of four rows: always new, of tokens that come unevenly, in epochs over some rows, or drawn from them."""
+    generator = torch.Generator().manual_seed(seed)
+    odds = 1 / torch.arange(1, VOCABULARY + 1, dtype=torch.float64) if kind == "frequent" else torch.ones(VOCABULARY)
+
+    def rows(count: int) -> Tensor:
+        return torch.multinomial(odds, count * (LENGTH + 1), True, generator=generator).view(count, LENGTH + 1)
+
+    data = rows(4 * number)
+    while True:
+        if kind in ("new", "frequent"):
+            yield rows(4)
+        elif kind == "epochs":
+            yield from data[torch.randperm(len(data), generator=generator)].split(4)
+        else:
+            yield data[torch.randint(0, len(data), (4,), generator=generator)]
+
+
+class EvaluatedLoop(Loop):
+    """A loop that evaluates every other step. Its methods are further places for a fault."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        generator = torch.Generator().manual_seed(7)
+        self.held = torch.randint(0, VOCABULARY, (120, LENGTH + 1), generator=generator)
+        self.sizes = (50, 50, 20)
+
+    def validation(self) -> list[Tensor]:
+        return list(self.held.split(list(self.sizes)))
+
+    def count(self, losses: list[Tensor]) -> float:
+        return float(torch.cat(losses).mean())
+
+    def weights(self, own: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The weights to evaluate with."""
+        return own
+
+    @torch.no_grad()
+    def set_weights(self, weights: dict[str, Tensor]) -> None:
+        for name, p in self.model.named_parameters():
+            p.copy_(weights[name])
+
+    @torch.no_grad()
+    def evaluate(self) -> None:
+        own = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.set_weights(self.weights(own))
+        losses = []
+        for tokens in self.validation():
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                logits = self.model(tokens[:, :-1]).float()
+            losses.append(nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="none"))
+        if self.watcher is not None:
+            self.watcher.evaluated(self.count(losses))
+        self.set_weights(own)
+
+    def run(self, steps: int = 4) -> Loop:
+        for _ in range(steps):
+            super().run(1)
+            if self.step % 2 == 0:
+                self.evaluate()
+        return self
+
+
+def of_data(draw: random.Random, loop: Loop) -> Fault:
+    """Batches are edited after they were read."""
+    kind = draw.choice(("stale", "stale", "copied", "sorted", "mapped", "zeroed", "mixed", "restarted"))
+    back, share = draw.choice((1, 1, 2, 4, 8)), draw.choice((0.25, 0.5, 1.0))
+    positions, key = draw.choice((0.02, 0.1, 0.5, 1.0)), draw.choice(("first", "mean", "last", "largest"))
+    names = {
+        "stale": {"rows-again", "rows-few"}, "copied": {"rows-twice"}, "sorted": {"rows-sorted"}, "mapped": {"tokens-change"},
+        "zeroed": {"tokens-change"}, "mixed": {"tokens-change"}, "restarted": {"rows-anew", "rows-again", "rows-few"},
+    }[kind]  # fmt: skip
+    says = {
+        "stale": f"{share} of the rows of {back} batches before", "copied": f"{share} of the rows copied over the others",
+        "sorted": f"sorted by {key}", "mapped": f"{positions} of the tokens are others",
+        "zeroed": f"{positions} of the tokens are 0",
+        "mixed": f"{share} of the rows of another source", "restarted": "read from the beginning",
+    }[kind]  # fmt: skip
+    of_key: dict[str, Callable[[Tensor], Tensor]] = {
+        "first": lambda x: x[:, 0], "mean": lambda x: x.double().mean(1), "last": lambda x: x[:, -1],
+        "largest": lambda x: x.amax(1),
+    }  # fmt: skip
+
+    def plant(loop: Loop) -> None:
+        source, generator = iter(loop.data), torch.Generator().manual_seed(3)
+        other = in_order("frequent", 8, 5)
+
+        def edited() -> Iterator[Tensor]:
+            kept: list[Tensor] = [next(source) for _ in range(back)]
+            if kind == "sorted":
+                pool = torch.cat([next(source) for _ in range(2 * LONG)])
+                yield from pool[of_key[key](pool).argsort(stable=True)].split(4)
+            if kind == "restarted":
+                yield from loop.again()  # type: ignore[attr-defined]
+            while True:
+                batch = next(source).clone()
+                number = max(1, int(share * len(batch)))
+                hit = torch.rand(batch.shape, generator=generator) < positions
+                if kind == "stale":
+                    batch[:number] = kept[0][:number]
+                    kept = [*kept[1:], batch]
+                elif kind == "copied":
+                    batch = (
+                        batch[:1].repeat(len(batch), 1) if share == 1.0 else torch.cat([batch[number:], batch[:number]])
+                    )
+                    batch[-number:] = batch[:1]
+                elif kind == "mapped":
+                    batch = torch.where(hit, (batch * 5 + 7) % 13, batch)
+                elif kind == "zeroed":
+                    batch = torch.where(hit, 0, batch)
+                elif kind == "mixed":
+                    batch[:number] = next(other)[:number]
+                yield batch
+
+        loop.data = edited()
+
+    return Fault(f"data: {says}", names, "data", "", plant)
+
+
+def of_leak(draw: random.Random, loop: Loop) -> Fault:
+    """Evaluated rows are trained on, in place of others."""
+    share = draw.choice((0.1, 0.25, 0.5, 1.0))
+
+    def plant(loop: Loop) -> None:
+        source, held = iter(loop.data), loop.held  # type: ignore[attr-defined]
+        leaked = held[torch.randperm(len(held), generator=torch.Generator().manual_seed(1))][: int(share * len(held))]
+
+        def edited() -> Iterator[Tensor]:
+            for row in leaked:
+                batch = next(source).clone()
+                batch[0] = row
+                yield batch
+            yield from source
+
+        loop.data = edited()
+
+    return Fault(
+        f"{share} of the evaluated rows are trained on", {"rows-evaluated", "evaluated-on-training"}, "data", "", plant
+    )
+
+
+def of_evaluated_rows(draw: random.Random, loop: Loop) -> Fault:
+    share = draw.choice((0.05, 0.25, 1.0))
+
+    def plant(loop: Loop) -> None:
+        held = loop.held.clone()  # type: ignore[attr-defined]
+        number = max(1, int(share * len(held)))
+        others = torch.randint(0, VOCABULARY, held.shape, generator=torch.Generator().manual_seed(11))
+        held[:number] = others[:number]
+        loop.held = held  # type: ignore[attr-defined]
+
+    return Fault(f"evaluation: {share} of the rows are others", {"evaluation-data-changed"}, "evaluation", "", plant)
+
+
+def of_evaluated_weights(draw: random.Random, loop: Loop) -> Fault:
+    kind = draw.choice(("revert", "late", "multiply", "cast", "average", "sum", "zero"))
+    factor, narrow, decay = draw.choice([f for f in FACTORS if f != 0]), draw.choice(FORMATS), draw.choice((0.5, 0.9))
+    names = {
+        "revert": {"evaluated-stale"}, "late": {"evaluated-stale"}, "multiply": {"evaluated-scaled"},
+        "cast": {"evaluated-narrow"}, "average": set(), "sum": {"evaluated-scaled"}, "zero": {"evaluated-scaled"},
+    }[kind]  # fmt: skip
+
+    def plant(loop: Loop) -> None:
+        kept: list[dict[str, Tensor]] = []
+
+        def weights(own: dict[str, Tensor]) -> dict[str, Tensor]:
+            last = kept[-1] if kept else {n: torch.zeros_like(w) for n, w in own.items()} if kind == "zero" else own
+            if kind in ("multiply", "cast"):
+                return {n: w * factor if kind == "multiply" else w.to(narrow).to(w.dtype) for n, w in own.items()}
+            taken = 1.0 if kind == "sum" else 1 - decay
+            now = own if kind in ("revert", "late") else {n: decay * last[n] + taken * w for n, w in own.items()}
+            if kind != "revert" or not kept:
+                kept.append(now)
+            return last if kind in ("revert", "late") else now
+
+        loop.weights = weights  # type: ignore[attr-defined]
+
+    size = {"multiply": factor, "cast": narrow, "average": decay, "sum": decay, "zero": decay}.get(kind, "")
+    return Fault(f"evaluated weights: {kind} {size}", names, "evaluation", "", plant)
+
+
+def of_evaluated_loss(draw: random.Random, loop: Loop) -> Fault:
+    kind, factor = draw.choice(("number", "means", "sum", "factor")), draw.choice((0.9, 0.99, 1 / math.log(2)))
+    more, is_uneven = draw.choice((-2, -1, 1)), draw.choice((True, False))
+    names = {
+        "number": {"evaluation-count"}, "means": {"evaluation-mean-of-means"}, "sum": {"evaluation-scaled"},
+        "factor": {"evaluation-scaled"},
+    }[kind]  # fmt: skip
+
+    def plant(loop: Loop) -> None:
+        def count(losses: list[Tensor]) -> float:
+            tokens = torch.cat(losses)
+            if kind == "number":
+                return float(tokens.sum()) / (len(tokens) + more * (len(tokens) // LENGTH))
+            if kind == "factor":
+                return factor * float(tokens.mean())
+            means = torch.stack([each.mean() for each in losses])
+            return float(means.sum() if kind == "sum" else means.mean())
+
+        loop.count = count  # type: ignore[attr-defined]
+        if kind == "means" and is_uneven:
+            loop.sizes = (115, 5)  # type: ignore[attr-defined]
+
+    size = {"number": more, "factor": factor, "means": "(115, 5)" if is_uneven else ""}.get(kind, "")
+    return Fault(f"evaluated loss: {kind} {size}", names, "evaluation", "", plant)
+
+
+DATA_PIECES: tuple[Callable[[random.Random, Loop], Fault], ...] = (
+    of_data, of_data, of_data, of_leak, of_evaluated_rows, of_evaluated_weights, of_evaluated_loss,
+)  # fmt: skip
+
+
 # ── the trial ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -368,11 +590,27 @@ def trial(seed: int) -> Row:
         settings["micro_batches"] = 2
     start = draw.randrange(2, 6)
     loop = Loop(every=4, **settings)
-    fault = make(draw, loop)
+    return judged(seed, kind, make(draw, loop), loop, start, STEPS)
+
+
+def data_trial(seed: int) -> Row:
+    """The same for a fault of the data or of an evaluation."""
+    draw = random.Random(seed)
+    kind, order, number = draw.choice(list(LOOPS)), draw.choice(ORDERS), draw.choice((3, 30, 300))
+    start, make = draw.randrange(9, 20), draw.choice(DATA_PIECES)
+    loop = EvaluatedLoop(every=4, **LOOPS[kind])
+    loop.data = in_order(order, number, seed)
+    loop.again = lambda: in_order(order, number, seed)  # type: ignore[attr-defined]
+    size = f" of {4 * number}" if order in ("epochs", "replacement") else ""
+    return judged(seed, f"{kind}; rows {order}{size}", make(draw, loop), loop, start, LONG)
+
+
+def judged(seed: int, kind: str, fault: Fault, loop: Loop, start: int, steps: int) -> Row:
+    """Run a loop, with a fault from a step on, and judge what the audit says."""
     loop.run(start)
     assert not loop.findings(), "something was found before the fault"
     fault.plant(loop)
-    loop.run(STEPS - start)
+    loop.run(steps - start)
     found = loop.findings()
 
     def is_right(finding: Any) -> bool:
@@ -404,6 +642,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument(
         "--tuning", action="store_true", help="only the draws that were looked at while the audit was written"
     )
+    options.add_argument("--data", action="store_true", help="faults of data and of evaluations, in longer loops")
     options.add_argument("--first", type=int, default=0, help="the number of the first draw")
     options.add_argument("--draws", type=int, default=60, help="faults drawn; a third of them are tuning's")
     given = options.parse_args(arguments)
@@ -417,7 +656,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.first:
         parts = {f"from {given.first}": range(given.first, given.first + number)}
     for part, seeds in parts.items():
-        rows = [trial(seed) for seed in seeds]
+        rows = [data_trial(seed) if given.data else trial(seed) for seed in seeds]
         answers = [row["answer"] for row in rows]
         counts = {answer: answers.count(answer) for answer in ("first", "located", "note elsewhere", "silent", "wrong")}
         counts["in three"] = sum(bool(row["in three"]) for row in rows)
@@ -427,6 +666,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [
             {"loop": kind, "named": ", ".join(sorted(Loop(every=2, **s).run(5).names()))} for kind, s in HEALTHY.items()
         ]
+        for order in ORDERS if given.data else ():
+            for number in (3, 30, 300):
+                loop = EvaluatedLoop(every=4)
+                loop.data = in_order(order, number, 1)
+                rows.append(
+                    {"loop": f"rows {order}, {4 * number}", "named": ", ".join(sorted(loop.run(3 * LONG).names()))}
+                )
         report.add("healthy loops", rows)
     return report.end()
 

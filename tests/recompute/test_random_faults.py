@@ -19,6 +19,13 @@ def test_a_trial_is_repeatable_and_judged(seed: int, answer: str) -> None:
     assert faults.trial(seed) == row
 
 
+@pytest.mark.parametrize(("seed", "answer"), [(0, "first"), (6, "first"), (18, "silent"), (28, "first")])
+def test_a_trial_of_data_or_evaluations_is_repeatable_and_judged(seed: int, answer: str) -> None:
+    row = faults.data_trial(seed)
+    assert row["answer"] == answer, row
+    assert faults.data_trial(seed) == row
+
+
 def test_a_fault_that_is_planted_changes_the_loop_and_a_wrong_name_is_not_right() -> None:
     fault = faults.of_gradient(random.Random(3), Loop(every=0))
     loop, healthy = Loop(every=0), Loop(every=0)
