@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from narrowgauge.recompute.departures import unchecked
-from narrowgauge.recompute.piece_results import EQUAL
+from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED
+from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import Loop, next_token
 
@@ -295,6 +296,23 @@ def test_a_step_whose_closure_makes_the_gradients_is_audited_with_the_same_bits(
     assert {(each.name, each.where) for each in run(4, 1.5).findings()} == {("gradient-scaled", "head.weight")}
 
 
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_the_rows_that_a_closure_takes_are_followed(is_stuck: bool) -> None:
+    loop = Loop(every=10, micro_batches=1)
+    kept = next(loop.data)
+
+    def closure() -> Any:
+        loop.optimizer.zero_grad()
+        loss = loop.loss(kept if is_stuck and loop.step > 12 else next(loop.data))
+        loss.backward()
+        return loss
+
+    loop.backward = lambda tokens, number: None  # type: ignore[method-assign]
+    loop.update = lambda: loop.optimizer.step(closure)  # type: ignore[method-assign]
+    loop.after_update = lambda: None  # type: ignore[method-assign]
+    assert loop.run(30).names() == ({"rows-few"} if is_stuck else set())
+
+
 @pytest.mark.parametrize("kept", ["_keep_inputs", "_keep_outputs", "_keep_gradient"])
 def test_an_error_of_the_audits_own_hooks_is_a_reason_and_ends_no_run(
     kept: str, monkeypatch: pytest.MonkeyPatch
@@ -305,4 +323,4 @@ def test_an_error_of_the_audits_own_hooks_is_a_reason_and_ends_no_run(
     monkeypatch.setattr(StepWatcher, kept, fail)
     loop = Loop().run(3)
     (found,) = (each for each in loop.results[2] if each.piece == "gradient" and each.status == NOT_CHECKED)
-    assert found.reason == "MemoryError: no room" and not loop.findings()
+    assert found.values["why"] == "MemoryError: no room" and not loop.findings()
