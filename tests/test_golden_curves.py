@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from golden_curves import STEPS, curve, recipes
-from golden_files import CURVES, TOLERANCE, check, deviation, machine_key, read_curves, update_curves
+from golden_files import CURVES, check, deviation, machine_key, read_curves, tolerance_of, update_curves
 
 HERE = Path(__file__).parent
 
@@ -39,11 +39,14 @@ def test_recorded_curves_agree_between_machines_and_are_of_recipes_that_exist() 
     assert len(recorded) >= 2
     for one, other in combinations(recorded.values(), 2):
         for name in one.keys() & other.keys():
-            assert deviation(one[name], other[name]) <= TOLERANCE, name
+            assert deviation(one[name], other[name]) <= tolerance_of(name), name
     assert set().union(*recorded.values()) == set(recipes())
 
 
-RECORDED = {"here": {"a": [4.0, 2.0, 1.0]}, "there": {"a": [4.0, 2.001, 1.0], "b": [3.0, 2.0, 1.0]}}
+RECORDED = {
+    "here": {"a": [4.0, 2.0, 1.0], "a/weight8": [4.0, 2.0, 1.0]},
+    "there": {"a": [4.0, 2.001, 1.0], "b": [3.0, 2.0, 1.0]},
+}
 
 
 @pytest.mark.parametrize(
@@ -59,6 +62,13 @@ RECORDED = {"here": {"a": [4.0, 2.0, 1.0]}, "there": {"a": [4.0, 2.001, 1.0], "b
         ("a", [4.0, 2.0, math.inf], "elsewhere", "'a' is inf off"),
         ("b", [3.0, 2.0, 1.0005], "here", ""),
         ("b", [3.0, 2.0, 1.1], "here", "1.0e-01 off what was recorded on 'there'"),
+        ("a/weight8", [4.0, 2.003, 1.0], "elsewhere", ""),
+        (
+            "a/weight8",
+            [4.0, 2.005, 1.0],
+            "elsewhere",
+            "'a/weight8' is 2.5e-03 off what was recorded on 'here', and 0.002 is",
+        ),
         ("c", [3.0], "here", "no curve of 'c' is recorded"),
     ],
 )

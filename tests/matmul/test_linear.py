@@ -298,6 +298,17 @@ def test_micro_batches_give_each_token_the_bits_of_the_whole_batch() -> None:
 # ── special values ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def next_row_leaks() -> bool:
+    """Whether PyTorch's own product spoils the row before one of NaNs.
+
+    oneDNN's kernel for AMX takes numbers in pairs: of rows of an odd length the last one with the first of the next row, times
+    zero.
+    """
+    x = torch.zeros(33, 65, dtype=torch.bfloat16)
+    x[5] = torch.nan
+    return not bool((x @ torch.zeros(65, 17, dtype=torch.bfloat16))[4].isfinite().all())
+
+
 @every_arithmetic
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_never_becomes_finite(row: Compute, bad: float) -> None:
@@ -322,7 +333,8 @@ def test_what_is_not_finite_never_becomes_finite(row: Compute, bad: float) -> No
     assert not of_grad.grad_weight[7].isfinite().any()
     assert of_grad.output.isfinite().all()
     if row.name in INDEPENDENT:
-        others = [token for token in range(33) if token != 5]
+        spoilt_too = {4} if next_row_leaks() else set()
+        others = [token for token in range(33) if token not in {5, *spoilt_too}]
         assert of_x.output[others].isfinite().all()
         assert of_grad.grad_input[others].isfinite().all()
 

@@ -15,7 +15,7 @@ from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.plan import plan
 from narrowgauge.planner.plan_report import Plan, fits_text, train_settings
 from narrowgauge.spec.chips import get_chip
-from narrowgauge.spec.notation import DEFAULT_RECIPE
+from narrowgauge.spec.recipes import DEFAULT_RECIPE
 from narrowgauge.trainer.config import TrainConfig
 from planner.made_plans import STEP, made_option, made_plan
 

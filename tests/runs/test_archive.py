@@ -285,3 +285,19 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(
     with pytest.raises(RecordError, match=r"the disk is full .* give the same command again"):
         write_zip(packed, {"first/run.toml": folder / "run.toml"})
     assert packed.read_bytes() == before and sorted(os.listdir(packed.parent)) == names
+
+
+def test_a_file_that_comes_into_being_while_it_is_looked_for_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run's last process writes its summary while another one reads the run."""
+    file, exists = tmp_path / "summary.json", Path.exists
+
+    def late(path: Path) -> bool:
+        if path == file and not exists(file):
+            file.write_bytes(b"{}")
+            return False
+        return exists(path)
+
+    monkeypatch.setattr(Path, "exists", late)
+    assert read_bytes(file) == b"{}"

@@ -19,7 +19,7 @@ from narrowgauge.trainer.data.dataset import open_data, prepare_data
 from narrowgauge.trainer.session import build
 from narrowgauge.trainer.step import evaluate, train_step
 from ranks import run_ranks
-from trainer.tiny_runs import SHAPE, settings
+from trainer.tiny_runs import SHAPE, lasting, settings
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {  # the first one has every case
     "two sharded": (2, {}),
@@ -137,4 +137,5 @@ def lasting_bits(run: Run) -> list[Any]:
     # Norms are sums in the order of the machine.
     prints = [{name: (entry[0], entry[2]) for name, entry in row["tensors"].items()} for row in run.fingerprints]
     assert len(prints) == 3 and prints[1]
-    return [steps, prints, run.evals, run.summary["val_loss"], run.summary["weights_fingerprint"]]
+    evals = [lasting(row) for row in run.evals]
+    return [steps, prints, evals, run.summary["val_loss"], run.summary["weights_fingerprint"]]

@@ -36,7 +36,7 @@ from narrowgauge.planner.terms import Term, Terms, changes
 from narrowgauge.planner.time.step_time import LATE_NODES, SLOWEST_KIND
 from narrowgauge.runs.finding import sentences
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.notation import DEFAULT_RECIPE
+from narrowgauge.spec.recipes import DEFAULT_RECIPE
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
 

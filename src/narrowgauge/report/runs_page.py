@@ -474,7 +474,7 @@ class FindingRow:
 
 
 @dataclass(frozen=True)
-class SharedFinding:
+class FindingGroup:
     """A row of the table: one finding in all runs of a recipe that have it.
 
     Args:
@@ -514,14 +514,14 @@ class RunFindings:
     recipes: Sequence[str] = ()
 
     @property
-    def shared(self) -> list[SharedFinding]:
+    def shared(self) -> list[FindingGroup]:
         """The findings by recipe, in the order of their first runs: the same one of several seeds is one row."""
         found: dict[tuple[int, str, str], list[FindingRow]] = {}
         for row in self.rows:
             # Without a name, it is the causes in question that are the same.
             what = row.finding.name or row.finding.message
             found.setdefault((row.group, what, row.finding.where), []).append(row)
-        return [SharedFinding(rows, self.recipes[group]) for (group, *_), rows in found.items()]
+        return [FindingGroup(rows, self.recipes[group]) for (group, *_), rows in found.items()]
 
 
 def run_findings(groups: Iterable[Group]) -> RunFindings:

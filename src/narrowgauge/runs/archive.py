@@ -39,6 +39,9 @@ def read_bytes(path: Path) -> bytes | None:
         if path.exists():
             return path.read_bytes()
     file, name = _split(path)
+    if file == path:  # it has come into being since: a run that is being written ends
+        with disk_errors(path):
+            return path.read_bytes()
     if file is None or (info := _opened(file).NameToInfo.get(name)) is None:
         return None
     try:

@@ -89,9 +89,6 @@ _MIXED8 = (
     ("float8-delayed-e5m2/float32", "TransformerEngine's default before Blackwell"),
 )
 _HOW_MIXED = "it does not say which format is mixed with float32."
-DEFAULT_RECIPE = "bfloat16/word"
-"""What ``narrowgauge train`` takes where no recipe is named."""
-
 _TWO_FLOAT8 = "float8 matmuls and weights that are stored in float8 both go by that name."
 _BY_FLOAT16 = (
     ("float16/master", "DeepSpeed, Megatron: fp16"),

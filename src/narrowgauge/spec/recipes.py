@@ -41,6 +41,8 @@ class Phase:
     compute: Compute
 
 
+DEFAULT_RECIPE = "bfloat16/word"
+"""What ``narrowgauge train`` takes where no recipe is named."""
 _PARTS = ("compute", "storage", "reduction")
 
 

@@ -21,8 +21,8 @@ from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeErr
 from narrowgauge.machine.cpp_compiler import gpu_compiler_missing, model_compiler_missing, switched_off
 from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
 from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
-from narrowgauge.spec.notation import DEFAULT_RECIPE, parse, parse_value
-from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.notation import parse, parse_value
+from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, refuse_matrix_rule, rule_title
