@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from narrowgauge.runs.record import read_run
-from narrowgauge.trainer import loop
-from narrowgauge.trainer import step as steps
+from narrowgauge.trainer import loop, step_clock
 from trainer.tiny_runs import settings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def test_the_time_between_moments_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter([1.0, 1.5, 3.5])
-    monkeypatch.setattr(steps.time, "perf_counter", lambda: next(moments))
-    clock = steps.StepClock(torch.device("cpu"))
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: next(moments))
+    clock = step_clock.StepClock(torch.device("cpu"))
     for _ in range(3):
         clock.mark()
     assert clock.seconds() == [0.5, 2.0]
@@ -51,8 +50,8 @@ def test_on_a_device_moments_are_events_that_are_read_in_the_end(monkeypatch: py
         def elapsed_time(self, other: Event) -> float:
             return 250.0
 
-    monkeypatch.setattr(steps.torch.cuda, "Event", Event)
-    clock = steps.StepClock(torch.device("cuda"))
+    monkeypatch.setattr(step_clock.torch.cuda, "Event", Event)
+    clock = step_clock.StepClock(torch.device("cuda"))
     clock.mark()
     clock.mark()
     assert said == ["record", "record"] and clock.seconds() == [0.25] and said[2:] == ["wait"]

@@ -95,7 +95,7 @@ class StepWatcher:
         self._previous: dict[int, Tensor] = {}
         self._computed: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._calls: list[ForwardCall] = []
-        self._why_dropped, self._is_own_pass, self._is_data_ended = "", False, False
+        self._why_dropped, self._is_own_pass = "", False
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
         self._left: LeftAfterStep | None = None
@@ -141,7 +141,7 @@ class StepWatcher:
 
     def _prepare(self) -> None:
         """Hook the gradients if the step that begins is audited."""
-        self._calls, self._computed, self._why_dropped, self._is_data_ended = [], {}, "", False
+        self._calls, self._computed, self._why_dropped = [], {}, ""
         if self._is_sampling and self._handles:
             trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._on_gradients = [p.register_post_accumulate_grad_hook(_plain(self._after_gradient)) for p in trained]
@@ -253,10 +253,8 @@ class StepWatcher:
         return call
 
     def _end_data(self) -> None:
-        """The rows of this step are complete; at the latest after it, where the optimizer is given a closure."""
-        if not self._is_data_ended:
-            self._is_data_ended = True
-            self._follow("data", lambda: self._data.end_step(self.num_steps + 1))
+        """The rows of this step are complete: before it, or once its closure was called. A second call finds none."""
+        self._follow("data", lambda: self._data.end_step(self.num_steps + 1))
 
     def _capture_step(self) -> None:
         self._results = []
@@ -309,7 +307,8 @@ class StepWatcher:
             own[0] = (self._data.batch_hash(), weights.digest())
 
         self._follow("data", tell)
-        self._results.extend(check_ranks(self.num_steps + 1, self._gather(own[0])))
+        told_by_rank = self._gather(own[0])
+        self._follow("data", lambda: self._results.extend(check_ranks(self.num_steps + 1, told_by_rank)))
 
     def _take(self) -> None:
         optimizer = self.optimizer

@@ -459,6 +459,7 @@ class FindingRow:
     """A row of the section: one finding of a run, or that its record does not tell.
 
     Args:
+        recipe: the label of the run's recipe.
         group, line: the numbers of its recipe and of the run on the page.
         finding: the cause with its probability, and what to do; without a name, the causes in question and what to measure.
         signs: what shows it.
@@ -466,6 +467,7 @@ class FindingRow:
     """
 
     run: str
+    recipe: str
     group: int
     line: int
     finding: Finding
@@ -479,11 +481,9 @@ class FindingGroup:
 
     Args:
         rows: of these runs, at least one; what shows it is said of the first.
-        recipe: their recipe's label.
     """
 
     rows: Sequence[FindingRow]
-    recipe: str
 
     @property
     def first(self) -> FindingRow:
@@ -492,7 +492,7 @@ class FindingGroup:
     @property
     def runs(self) -> str:
         """The run, or the recipe and how many of its runs."""
-        return self.first.run if len(self.rows) == 1 else f"{self.recipe}, {counted(len(self.rows), 'run')}"
+        return self.first.run if len(self.rows) == 1 else f"{self.first.recipe}, {counted(len(self.rows), 'run')}"
 
     @property
     def steps(self) -> str:
@@ -503,15 +503,10 @@ class FindingGroup:
 
 @dataclass(frozen=True)
 class RunFindings:
-    """The section of a page: the findings, by run, and a sentence on each run that has none.
-
-    Args:
-        recipes: the labels of the page's recipes.
-    """
+    """The section of a page: the findings, by run, and a sentence on each run that has none."""
 
     rows: Sequence[FindingRow]
     lines: Sequence[str]
-    recipes: Sequence[str] = ()
 
     @property
     def shared(self) -> list[FindingGroup]:
@@ -521,7 +516,7 @@ class RunFindings:
             # Without a name, it is the causes in question that are the same.
             what = row.finding.name or row.finding.message
             found.setdefault((row.group, what, row.finding.where), []).append(row)
-        return [FindingGroup(rows, self.recipes[group]) for (group, *_), rows in found.items()]
+        return [FindingGroup(rows) for rows in found.values()]
 
 
 def run_findings(groups: Iterable[Group]) -> RunFindings:
@@ -530,14 +525,13 @@ def run_findings(groups: Iterable[Group]) -> RunFindings:
     Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
     """
     rows: list[FindingRow] = []
-    groups = list(groups)
     healthy, lines = [], []
     named = [
-        (group.index, run, name, found)
+        (group, run, name, found)
         for group in groups
         for (run, name), found in zip(group.named, group.diagnoses, strict=True)
     ]
-    for line, (index, run, name, found) in enumerate(named):
+    for line, (group, run, name, found) in enumerate(named):
         if isinstance(found, str):
             lines.append(f"{name}: the diagnosis failed, which concerns nothing else on this page ({found}).")
         elif found.is_healthy:
@@ -546,9 +540,8 @@ def run_findings(groups: Iterable[Group]) -> RunFindings:
             lines.append(f"{name}: {found.verdict}")
         else:
             command = f"narrowgauge diagnose {shlex.quote(str(run.path))}"
-            rows += _rows(found, name, index, line, command)
-    said = [*([_healthy(healthy, len(named))] if healthy else []), *lines]
-    return RunFindings(rows, said, [group.label for group in groups])
+            rows += _rows(found, name, group, line, command)
+    return RunFindings(rows, [*([_healthy(healthy, len(named))] if healthy else []), *lines])
 
 
 def _healthy(names: Sequence[str], num_runs: int) -> str:
@@ -558,7 +551,7 @@ def _healthy(names: Sequence[str], num_runs: int) -> str:
     return f"No sign of a fault in {of}."
 
 
-def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> list[FindingRow]:
+def _rows(found: Diagnosis, name: str, group: Group, line: int, command: str) -> list[FindingRow]:
     if not found.findings:
         step = next((sign.step for sign in found.signs if sign.step is not None), None)
         measure = found.next_measurement
@@ -566,11 +559,12 @@ def _rows(found: Diagnosis, name: str, group: int, line: int, command: str) -> l
         advice = f"To tell: {measure.what.rstrip('?')}." if measure is not None else ""
         asked = [row.cause.name for row in found.causes[:_ASKED] if row.probability >= 0.05]
         finding = Finding("", f"In question: {', '.join(asked)}", advice, step=step)
-        return [FindingRow(name, group, line, finding, said, command)]
+        return [FindingRow(name, group.label, group.index, line, finding, said, command)]
     return [
         FindingRow(
             name,
-            group,
+            group.label,
+            group.index,
             line,
             dataclasses.replace(finding, message=capitalized(finding.message)),
             [sign.sentence for sign in finding.chain[:_SHOWN_SIGNS]],

@@ -9,12 +9,10 @@ them. States are also compared before a checkpoint is written, so that the last 
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any
 
 import torch
 from torch.profiler import record_function
@@ -29,41 +27,7 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.trainer import counted_memory
 from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, micro_batches_of_rank, sum_in_order
 from narrowgauge.trainer.session import Session
-
-
-class StepClock:
-    """Moments within a step, and how long it was from one to the next.
-
-    Invariant: it changes no bit. Of CUDA the moments are events on the stream, so nothing waits for the device before
-    :meth:`seconds` does.
-
-    Cost: under a microsecond for a moment; on CUDA some.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._read = _device_moment if device.type == "cuda" else time.perf_counter
-        self._moments: list[Any] = []
-
-    def mark(self) -> None:
-        """Note this moment."""
-        self._moments.append(self._read())
-
-    def seconds(self) -> list[float]:
-        """The time between each moment and the next."""
-        return [_seconds_between(*pair) for pair in itertools.pairwise(self._moments)]
-
-
-def _device_moment() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds_between(began: Any, ended: Any) -> float:
-    if isinstance(ended, float):
-        return float(ended - began)
-    ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1000
+from narrowgauge.trainer.step_clock import StepClock
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:

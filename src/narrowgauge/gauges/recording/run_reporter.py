@@ -41,7 +41,7 @@ class Screen(Protocol):
         """Begin to count steps, after ``step``."""
 
     def compiling(self, what: str, number: int) -> None:
-        """Show that something compiles, which takes seconds: the how manieth ``"kernel"`` or ``"graph"`` of this process."""
+        """Show that a ``"kernel"`` or ``"graph"`` compiles, which takes seconds; ``number`` counts those of the run, from 1."""
 
     def say(self, line: str) -> None:
         """Print one line."""
