@@ -117,15 +117,15 @@ def task(
             hint = suggestion(value, known) or f"Known are {', '.join(repr(each) for each in known if each)}."
             raise RecipeError(f"a task has no {name} {value!r}.", hint)
     return Task(
-        loss,
-        division,
-        averages,
-        auxiliary,
-        max_grad_norm,
-        ignore,
-        label_smoothing,
-        micro_batches,
-        optimizer,
-        dict(settings or {}),
-        data,
+        loss=loss,
+        decay_groups=division,
+        averages=averages,
+        auxiliary=auxiliary,
+        max_grad_norm=max_grad_norm,
+        ignore=ignore,
+        label_smoothing=label_smoothing,
+        micro_batches=micro_batches,
+        optimizer=optimizer,
+        settings=dict(settings or {}),
+        data=data,
     )
