@@ -55,7 +55,6 @@ from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.finding import counted, duration
 from narrowgauge.runs.record import Run, is_run, read_run
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.trainer.config import TrainConfig
 
@@ -79,9 +78,7 @@ class OthersJob(PeerJob, Job):
 
 def row_named(name: str) -> str:
     """The row that a name means: a storage, others' row, or a recipe; ``RecipeError`` where it is none."""
-    if name in STORAGES or is_others(name):
-        return name
-    return parse(name).name.removeprefix("bfloat16/")
+    return name if is_others(name) else quality.row_named(name)
 
 
 def job(row: str, cell: records.Cell, seed: int, rules: Rules = RULES) -> Job:

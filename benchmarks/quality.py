@@ -11,8 +11,8 @@ gives the mean of the cells' means; cells are what was chosen and only seeds are
 cells' own, Σ s²/n, divided by the squared number of cells, with Satterthwaite's degrees of freedom rounded down. "within
 0.01" asks whether that last interval lies inside ± 0.01 nats.
 
-``--storages`` also takes published 8-bit states, such as ``published/fp8-lm`` (``_published_training.py``); ``published`` stands
-for all of them.
+``--storages`` also takes whole recipes, such as ``float8-row/states8``, and published 8-bit states, such as
+``published/fp8-lm`` (``_published_training.py``); ``published`` stands for all of them.
 
 With ``--computes`` the rows of computes are compared, over ``word``, with ``bfloat16/word`` as baseline. Claim: float8-*,
 mxfp8 and int8-row end within 1 % of its loss. (Where others train at a peak rate of 1e-3, unit-scaled models take the
@@ -144,6 +144,11 @@ class Job:
             keep_checkpoints=1,
             compile=options.compile,
         )
+
+
+def row_named(name: str) -> str:
+    """The row that a name means: a storage, published states, or a recipe; ``RecipeError`` where it is none."""
+    return name if name in (*STORAGES, "published", *NAMES) else parse(name).name.removeprefix("bfloat16/")
 
 
 def nominal_lr(folder: Path) -> float:
@@ -449,8 +454,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="folder of the runs (default runs/quality; --quick: a temporary one)")
     made.add_argument("--report-only", action="store_true", help="only the tables of what is there")
     what = made.add_mutually_exclusive_group()
-    known = [*STORAGES, "published", *NAMES]
-    what.add_argument("--storages", nargs="+", choices=known, metavar="NAME", help="default: all of ours")
+    what.add_argument("--storages", nargs="+", type=row_named, metavar="NAME", help="default: all of ours")
     what.add_argument(
         "--computes", nargs="+", choices=["all", *compute_names()], metavar="NAME", help="over word, or all"
     )
