@@ -38,8 +38,8 @@ Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_c
 
 Frames of ``Tensor.backward``, ``torch.autograd.backward``, ``GradScaler.step`` and of what ``torch.compile`` returns;
 ``Node._input_metadata``
-    Which loss is differentiated, in which format it was reduced, and who calls an optimizer's step, in loops of other people that
-    are watched for a few steps. The way out: checks that see less.
+    Which loss is differentiated, in which formats it and the model's outputs were computed, and who calls an optimizer's step, in
+    loops of other people that are watched. The way out: checks and comparisons that see less.
 ``Optimizer._optimizer_step_post_hooks``
     Whether a hook may remove itself now: PyTorch iterates over them while it calls them. The way out: removing it in the next
     forward pass.
@@ -423,6 +423,33 @@ def scalar_dtypes(root: Tensor, most: int = 64) -> set[torch.dtype]:
         found.update(output.dtype for output in outputs)
         nodes += [before for before, _ in node.next_functions]
     return found
+
+
+def graph_dtypes(roots: Iterable[Tensor], most: int = 100_000) -> tuple[set[torch.dtype], bool]:
+    """The floating-point formats of all results of PyTorch's own operations that some tensors were computed from.
+
+    Returns:
+        The dtypes; and whether there is more: autograd functions of other code, which do not show what they computed within.
+    """
+    found: set[torch.dtype] = set()
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    is_more = False
+    while nodes and len(seen) < most:
+        if (node := nodes.pop()) in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            is_more = True
+        else:
+            found |= {each.dtype for each in getattr(node, "_input_metadata", ()) if each.dtype.is_floating_point}
+        nodes += [before for before, _ in node.next_functions]
+    return found, is_more or bool(nodes)
+
+
+def is_compiled_model(model: Any) -> bool:
+    """Whether ``torch.compile`` runs a model, or a part of it."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
 
 
 def scaler_of_step() -> Any:

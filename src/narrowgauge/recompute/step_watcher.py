@@ -73,6 +73,7 @@ class StepWatcher:
     Attributes:
         num_steps: optimizer steps seen.
         nbytes: the largest capture so far.
+        is_own_pass: the passes that are taken now are the audit's, not the loop's.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class StepWatcher:
         self._previous: dict[int, Tensor] = {}
         self._computed: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._calls: list[ForwardCall] = []
-        self._why_dropped, self._is_own_pass = "", False
+        self._why_dropped, self.is_own_pass = "", False
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
         self._left: LeftAfterStep | None = None
@@ -149,7 +150,7 @@ class StepWatcher:
     # ── forward and backward ────────────────────────────────────────────────────────────────────────────────────────
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if torch.compiler.is_compiling() or self._is_own_pass or module is not self._inner:
+        if torch.compiler.is_compiling() or self.is_own_pass or module is not self._inner:
             return
         if not torch.is_grad_enabled():
             self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
@@ -192,7 +193,7 @@ class StepWatcher:
         self._evaluations.add(self._held(), tokens, logits)
 
     def _after_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() or self._is_own_pass or module is not self._inner:
+        if torch.compiler.is_compiling() or self.is_own_pass or module is not self._inner:
             return
         if not torch.is_grad_enabled():
             self._follow("evaluation", lambda: self._evaluated_on(tokens_of(args, kwargs), output))
@@ -497,14 +498,14 @@ class StepWatcher:
 
     def _guarded(self, piece: str, function: Callable[[], object]) -> None:
         """Call a part of the audit; an error of its own is a result, and not the end of the run."""
-        self._is_own_pass = True
+        self.is_own_pass = True
         try:
             with torch.no_grad():
                 function()
         except Exception as error:
             self._results.append(not_checked(piece, _reason(error), self.num_steps + 1))
         finally:
-            self._is_own_pass = False
+            self.is_own_pass = False
 
 
 def _reason(error: Exception) -> str:

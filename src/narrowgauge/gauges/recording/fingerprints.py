@@ -16,11 +16,11 @@ at once: if one rank alone leaves out the clip, that shows in the same step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -33,11 +33,15 @@ from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import CorruptionError
 from narrowgauge.numerics.checksums import combine, fingerprint, fingerprint_all
+from narrowgauge.numerics.shards import is_sharded
+from narrowgauge.numerics.summation import flat_chunks
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words, parted_in
 from narrowgauge.runs.schema import Row
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+STATE = "state"
+"""The kind of every other state of an optimizer, as ``state:NAME:PARAMETER``."""
 
 
 @dataclass(eq=False)
@@ -45,9 +49,11 @@ class Fingerprints:
     """Records the fingerprints of a run's steps; all ranks make all calls.
 
     Args:
+        optimizer: ours, or any other, whose states are those that ``optimizer.state`` holds as plain tensors.
         every: steps between two records; 0 never.
         sees_outputs: the model runs eagerly, so that its modules' outputs exist; a compiled model is not hooked, since hooks
             would change what is compiled.
+        first: a step that is recorded, too; 0 for none.
 
     Attributes:
         is_on: whether the current step is recorded.
@@ -55,10 +61,11 @@ class Fingerprints:
     """
 
     model: nn.Module
-    optimizer: Optimizer
+    optimizer: torch.optim.Optimizer
     every: int
     here: Ranks
     sees_outputs: bool = True
+    first: int = 0
     is_on: bool = False
     last: Row | None = None
     _entries: dict[str, list[float]] = field(default_factory=dict)
@@ -74,33 +81,38 @@ class Fingerprints:
 
         If the step before was recorded, weights and moments that have changed since, without an update, are the first entries.
         """
-        self.is_on, self._entries, self._held = self.every > 0 and step % self.every == 0, {}, {}
+        self.is_on = self.every > 0 and (step % self.every == 0 or step == self.first)
+        self._entries, self._held = {}, {}
         self._ranks.begin()
         if self.is_on and self._left.get("step") == step - 1:
-            stored = self._stored(self._kept_after(step - 1))
+            stored = self._stored(is_stepped=step > 1)
             whole, own = fingerprints_whole_and_own(stored)
-            for key, number in whole.items():
-                if number != self._left["whole"][key]:
-                    self._held[_held_key(key)] = _entry(number, stored[key])
-            self._ranks.changed({key: number for key, number in own.items() if number != self._left["own"][key]})
+            left = self._left["whole"]
+            for key in [*whole, *(key for key in left if key not in whole)]:
+                if key not in whole:  # a state that was lost
+                    self._held[_held_key(key)] = [0, 0.0, 0]
+                elif whole[key] != left.get(key):
+                    self._held[_held_key(key)] = _entry(whole[key], stored[key])
+            self._ranks.changed({key: number for key, number in own.items() if number != self._left["own"].get(key)})
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
         """A context in which what this rank sends into the sum of the gradients is recorded."""
         return reduction.shown_to(self._ranks.sent) if self.is_on and reduction is not None else nullcontext()
 
     @contextmanager
-    def micro_batch(self, tokens: Tensor, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
+    def micro_batch(self, tokens: Tensor | None, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
         """A context in which the forward pass of one micro-batch is recorded.
 
         Args:
-            tokens: int64 ``[sequences, tokens]``.
+            tokens: int64 ``[sequences, tokens]``; ``None`` where the model takes none.
             first_sequence: its place in the step.
             is_absent: another rank computes the same micro-batch, and this one does not count.
         """
         if is_absent or not self.is_on:
             yield
             return
-        self._add("tokens:batch", tokens, first_sequence)
+        if tokens is not None:
+            self._add("tokens:batch", tokens, first_sequence)
         handles = []
         for name, module in self.model.named_modules() if self.sees_outputs else ():
             if any(True for _ in module.parameters(recurse=False)):
@@ -114,7 +126,7 @@ class Fingerprints:
 
     def _output(self, key: str, first_sequence: int, module: nn.Module, args: Any, output: Any) -> None:
         first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if type(first) is Tensor and first.is_floating_point():
+        if type(first) is Tensor and first.is_floating_point() and not torch.compiler.is_compiling():
             self._add(key, first.detach(), first_sequence)
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
@@ -134,8 +146,8 @@ class Fingerprints:
         if not self.is_on:
             return
         self._join_outputs()
-        named = {f"grad:{name}": p.grad for name, p in self.model.named_parameters() if p.grad is not None}
-        self._record(dict(reversed(named.items())))
+        grads = [(plain_name(name), p.grad) for name, p in self.model.named_parameters()]
+        self._record({f"grad:{name}": grad for name, grad in reversed(grads) if is_plain(grad)})
 
     def states(self, step: int) -> None:
         """Record the stored weights and moments after a step, and close its row."""
@@ -143,30 +155,31 @@ class Fingerprints:
             return
         if step:
             self._clip()
-        whole, own = self._record(self._stored(self._kept_after(step)))
+        whole, own = self._record(self._stored(is_stepped=step > 0))
         self._left = {"step": step, "whole": whole, "own": own}
         held = {key: entry for each in self.here.gather(self._held) for key, entry in each.items()}
         self.last = {"step": step, "tensors": {**held, **self._entries}, **self._ranks.row()}
         self._entries, self.is_on = {}, False
 
-    def _kept_after(self, step: int) -> tuple[str, ...]:
-        """What is stored of each parameter after a step: moments too, once there was one."""
-        return ("weight", *MOMENTS) if step else ("weight",)
-
     def _clip(self) -> None:
         """Record the factor by which the update multiplied the gradients."""
-        if (control := self.optimizer.last_control) is None:
+        control = self.optimizer.last_control if isinstance(self.optimizer, Optimizer) else None
+        if control is None:
             return
         numel = sum(int(entry[2]) for key, entry in self._entries.items() if key.startswith("grad:"))
         self._ranks.factor = float(control[0])
         self._entries["clip:factor"] = [fingerprint(control[:1]), self._ranks.factor, numel]
 
-    def _stored(self, names: Iterable[str]) -> dict[str, Tensor]:
+    def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
+        """What is stored, by ``KIND:NAME``: of every parameter the weight, and once it was stepped, its states, kind by kind."""
+        kept = {plain_name(name): p for name, p in self.model.named_parameters()}
+        if not isinstance(self.optimizer, Optimizer):
+            return _stored_by_others(self.optimizer, kept, is_stepped=is_stepped)
         found: dict[str, Tensor] = {}
-        for what in names:
-            for name, parameter in self.model.named_parameters():
+        for what in ("weight", *MOMENTS) if is_stepped else ("weight",):
+            for name, parameter in kept.items():
                 with suppress(KeyError):  # another rule has other states, and a frozen parameter none
-                    found[f"{what}:{plain_name(name)}"] = self.optimizer.stored(parameter, what)
+                    found[f"{what}:{name}"] = self.optimizer.stored(parameter, what)
         return found
 
     def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
@@ -187,6 +200,29 @@ class Fingerprints:
             entry[1] = entry[1] ** 0.5
 
 
+def _stored_by_others(
+    optimizer: torch.optim.Optimizer, kept: Mapping[str, Tensor], *, is_stepped: bool
+) -> dict[str, Tensor]:
+    """The parameters that an optimizer has, and its states that are plain tensors of at least one dim."""
+    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    stepped = {name: p for name, p in kept.items() if id(p) in has}
+    found = {f"weight:{name}": p.detach() for name, p in stepped.items()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in stepped.items() if is_stepped else ():
+        for what, state in optimizer.state.get(parameter, {}).items():
+            if is_plain(state) and state.ndim:
+                kind = what if what in MOMENTS else f"{STATE}:{what}"
+                states.setdefault(kind, {})[f"{kind}:{name}"] = state
+    return {**found, **{key: state for named in states.values() for key, state in named.items()}}
+
+
+def is_plain(x: object) -> TypeGuard[Tensor]:
+    """Whether a value is a tensor whose elements have bits of their own, perhaps sharded: no subclass that decodes them."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_complex():
+        return False
+    return type(x) in (Tensor, nn.Parameter) or is_sharded(x)
+
+
 def _held_key(key: str) -> str:
     """``held:NAME`` of a weight, ``held:exp_avg:NAME`` of a moment."""
     return key.replace("weight:", "held:", 1) if key.startswith("weight:") else f"held:{key}"
@@ -204,8 +240,11 @@ def _joined(entries: list[list[float]]) -> list[float]:
 
 def _sum_of_squares(x: Tensor) -> float:
     """In float64, in any order: norms are compared within a tolerance, fingerprints exactly. Of a DTensor, of the whole."""
-    total: Any = x.detach().to(torch.float64).square().sum()
-    return float(total.full_tensor() if hasattr(total, "full_tensor") else total)
+    if is_sharded(x):
+        total: Any = x.detach().to(torch.float64).square().sum()
+        return float(total.full_tensor())
+    chunks = [chunk.to(torch.float64).square().sum() for (chunk,) in flat_chunks(x.detach())]
+    return float(torch.stack(chunks).sum()) if chunks else 0.0
 
 
 # ── by rank ─────────────────────────────────────────────────────────────────────────────────────────────────────────

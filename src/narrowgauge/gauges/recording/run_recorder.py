@@ -16,6 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
+from narrowgauge.gauges.recording.loop_fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
 from narrowgauge.gauges.recording.run_reporter import NullScreen, Reporter, first_writer
 from narrowgauge.gauges.recording.step_row import (
@@ -73,6 +75,8 @@ class RunRecorder:
         gauges_every: steps between samples of the gauges; 0 for none.
         audit_every: steps between those that are computed again, piece by piece; the second step is one too. 0 for none. What
             departs becomes an event.
+        fingerprints_every: steps between fingerprints of every tensor, by which ``narrowgauge diagnose RUN OTHER`` finds the
+            first one that differs; the start and the first step have some, too. 0 for none.
         task: what the loop means to do, where that is not the usual (:func:`narrowgauge.task`).
         loggers: where rows and events also go: names such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"aim"``.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
@@ -85,7 +89,8 @@ class RunRecorder:
         RecipeError: the optimizer's storage is not the recipe's.
         NarrowgaugeError: an unknown logger, or one whose package is missing.
 
-    Cost: about 0.1 ms per step, and reading the loss from the device. An audited step takes its forward and backward passes
+    Cost: about 0.1 ms per step, and reading the loss from the device. Fingerprints take 3 ns an element on one CPU thread: of
+        weights, gradients, states and the outputs of modules. An audited step takes its forward and backward passes
         twice more, with a copy of the parameters, and keeps 4,096 elements of each tensor; what it keeps of inputs and outputs
         is limited to 256 MiB.
 
@@ -116,6 +121,7 @@ class RunRecorder:
         settings: Mapping[str, Any] | None = None,
         gauges_every: int = 0,
         audit_every: int = 0,
+        fingerprints_every: int = 100,
         task: Task | None = None,
         loggers: str | Iterable[str] = (),
         resume: bool = False,
@@ -138,6 +144,10 @@ class RunRecorder:
             self.reporter = Reporter(writer, screen, policy, sent_to, content["config"], is_audited=is_audited)
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
+            self._prints = LoopFingerprints(
+                model, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
+            )
+            undo.callback(self._prints.remove)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
             self._audited: StepWatcher | None = None
             self._departed: set[tuple[str, str]] = set()
@@ -147,10 +157,13 @@ class RunRecorder:
                     model, self.optimizer, audit_every, self._audited_step, task, gather=gather, is_told_losses=True
                 )
                 undo.callback(self._audited.remove)
+                self._prints.audited = self._audited
             self._must_go_back = found is not None and bool(found.steps)
-            self._is_open = True
+            self._is_open, self._run = True, content if found is None else found.run
             if found is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
+            if not self._must_go_back:
+                self._begin_at(0)
             for change in differences(found.run, content) if found is not None else ():
                 self.event("note", change)
             undo.pop_all()
@@ -201,6 +214,8 @@ class RunRecorder:
         if batch is not None:
             known["batch_crc"] = batch_checksum(batch.detach().cpu().numpy())
         self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
+        self.reporter.fingerprint(self._prints.prints)
+        self._prints.begin(self.num_steps + 1)
 
     def evaluate(self, loss: float | Tensor, **columns: Any) -> None:
         """Record an evaluation at the current step.
@@ -240,6 +255,7 @@ class RunRecorder:
         if self._audited is not None:
             self._audited.begin_data_anew()
         self._must_go_back = False
+        self._begin_at(step)
         if goes_on or began:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
 
@@ -251,6 +267,7 @@ class RunRecorder:
         """
         if self._is_open:
             self._is_open = False
+            self._prints.remove()
             if self._audited is not None:
                 self._audited.remove()
             self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
@@ -274,6 +291,20 @@ class RunRecorder:
                 self.reporter.event(Event.of(kind, step, each), shown=kind == "warning")
 
     # ── what is written ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _begin_at(self, step: int) -> None:
+        """Record what the loop has after so many steps, and begin the next one."""
+        self._prints.start(step)
+        self.reporter.fingerprint(self._prints.prints)
+        self._prints.begin(step + 1)
+
+    def _computes_in(self, formats: Row) -> None:
+        """Write down in which formats the model computes; after a resume, note what is no longer the same."""
+        before, now = self._run["model"].get("formats"), formats["formats"]
+        if before is None:
+            self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
+        elif before != now:
+            self.event("note", f"the model computed in {before} when the run began, and now computes in {now}")
 
     def _summary(self) -> Row:
         ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None

@@ -137,7 +137,7 @@ class Watch:
 
     def _hook_forward(self, model: nn.Module) -> list[Any]:
         """Hook the first linear layer, inside the wrappers of frameworks; of a compiled model, the whole."""
-        is_compiled = any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules())
+        is_compiled = _torch.is_compiled_model(model)
         inner = None if is_compiled else next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
         return [(inner or model).register_forward_pre_hook(self._in_forward)]
 

@@ -372,9 +372,22 @@ def _is_exact(first: FirstDifference, fingerprints: Fingerprints, runs: tuple[Ru
         return False
     tensors = [each[first.step]["tensors"] for each in fingerprints]
     gradients = [{key: entry[0] for key, entry in each.items() if key.startswith("grad:")} for each in tensors]
-    rules = [UPDATE_RULES.get(str((run.run.get("config") or {}).get("rule") or "adamw")) for run in runs]
-    is_elementwise = all(rule is not None and not rule.is_matrix for rule in rules)
-    return is_elementwise and bool(gradients[0]) and gradients[0] == gradients[1]
+    return all(map(_is_elementwise, runs)) and bool(gradients[0]) and gradients[0] == gradients[1]
+
+
+_ELEMENTWISE = frozenset({"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam"})
+"""Classes of torch.optim whose update of an element reads nothing of others."""
+
+
+def _is_elementwise(run: Run) -> bool:
+    """Whether the update of an element depends on that element alone, as far as the record says."""
+    config, optimizer = run.run.get("config") or {}, run.run.get("optimizer")
+    if isinstance(optimizer, dict) and "rule" not in config:  # of a loop of one's own
+        named = optimizer.get("class")
+        ours = any(rule.optimizer == named and not rule.is_matrix for rule in UPDATE_RULES.values())
+        return ours or named in _ELEMENTWISE
+    rule = UPDATE_RULES.get(str(config.get("rule") or "adamw"))
+    return rule is not None and not rule.is_matrix
 
 
 def _stopped(one: Run, other: Run) -> Iterator[FirstDifference]:

@@ -69,7 +69,8 @@ _ROWS = (
     ),
     Reason(
         "format", "another number format or cast",
-        ("config.recipe", "config.accumulation_dtype", "model.dtypes"), ("start", *_FORWARD, "skip", "update"), "any", 1.0,
+        ("config.recipe", "config.accumulation_dtype", "model.dtypes", "model.formats"),
+        ("start", *_FORWARD, "skip", "update"), "any", 1.0,
         "Expected of two recipes; narrowgauge compare says what each costs.",
     ),
     Reason(
@@ -116,7 +117,7 @@ _ROWS = (
     Reason(
         "bug", "other code: a bug in one of the two, or a change that no setting records",
         (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "clip", "update"), "above", 0.3,
-        "Look at the code that makes this tensor; run both with one installation.",
+        "Look at the code that makes this tensor, and whether a seed fixes every random number; run both with one installation.",
     ),
     Reason(
         "one-rank", "one rank does not do what the others do", (), ("output", "grad", "skip", "clip", "update"), "above", 1.0,

@@ -1,0 +1,199 @@
+"""Fingerprints of a loop that is not the trainer's, and the formats it computes in, by hooks on its model and its optimizer.
+
+The trainer calls :class:`~narrowgauge.gauges.recording.fingerprints.Fingerprints` at each place of a step. Here hooks do: the
+model's first and last moment of a forward pass with gradients is a micro-batch, and the optimizer's step has the gradients
+before it and the states behind it. Hooks read and change nothing, and a compiler that traces the model passes them over.
+
+In which formats the model computes, no dtype of a parameter says: autocast, a framework's wrapper or a cast in the model's code
+may narrow what lies between. The graph that autograd builds in the first forward pass has the dtype of every result, whoever
+asked for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import _torch
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.gauges.recording.fingerprints import Fingerprints
+from narrowgauge.recompute.capture import float_outputs, tokens_of
+from narrowgauge.recompute.passes_again import unwrapped_model
+from narrowgauge.recompute.step_watcher import StepWatcher
+from narrowgauge.runs.schema import Row
+from narrowgauge.spec.formats import FORMATS
+
+
+class LoopFingerprints:
+    """Follows the steps of a loop.
+
+    Args:
+        model: as the loop calls it.
+        optimizer: that steps it, without wrappers.
+        every: steps between fingerprints; the start and the first step have some, too. 0 for none.
+        here: the ranks, all of which make all calls.
+        on_formats: called once, with what :func:`formats_of` says of the first forward pass.
+        on_failure: called with a sentence where no more can be recorded; on several ranks, which wait for each other, the
+            error is raised instead.
+
+    Attributes:
+        prints: what was recorded last.
+        audited: the audit of the same steps, whose own passes are not the loop's.
+    """
+
+    audited: StepWatcher | None = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        every: int,
+        here: Ranks,
+        on_formats: Callable[[Row], object],
+        on_failure: Callable[[str], object],
+    ) -> None:
+        self.model, self.here = model, here
+        self.prints = Fingerprints(unwrapped_model(model), optimizer, every, here, first=1)
+        self._on_formats, self._on_failure = on_formats, on_failure
+        self._has_formats = self._passes_over = False
+        self._has_begun = True
+        self._num_sequences = self._step = 0
+        self._pass = ExitStack()
+        self._handles = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            model.register_forward_hook(self._after_forward),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def __deepcopy__(self, _: object) -> LoopFingerprints:
+        """Itself: a copy of the model has its hooks, too, and they pass it over."""
+        return self
+
+    def __reduce__(self) -> Any:
+        """A model that is pickled whole has hooks that do nothing."""
+        return _hooks_of_none, ()
+
+    def begin(self, step: int) -> None:
+        """Begin the step that ends as number ``step``; what the loop changes before its first pass was changed between steps."""
+        self._pass.close()
+        self._step, self._num_sequences, self._passes_over, self._has_begun = step, 0, False, False
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._guarded(lambda: self.prints.begin(self._step))
+
+    def start(self, step: int) -> None:
+        """Record what a process starts from after ``step`` steps: the first weights, or a checkpoint's."""
+        self._guarded(lambda: self.prints.before_first(step))
+
+    def remove(self) -> None:
+        """Remove every hook."""
+        self._pass.close()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _follows(self, module: nn.Module) -> bool:
+        return (
+            not torch.compiler.is_compiling()
+            and module is self.model
+            and torch.is_grad_enabled()
+            and not self._passes_over
+            and not (self.audited is not None and self.audited.is_own_pass)
+        )
+
+    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._follows(module):
+            return
+        self._begin()
+        if self.prints.is_on:
+            self._pass.close()  # one that raised
+            self._guarded(lambda: self._begin_pass(tokens_of(args, kwargs)))
+
+    def _begin_pass(self, tokens: Tensor | None) -> None:
+        self.prints.sees_outputs = not _torch.is_compiled_model(self.prints.model)
+        self._pass.enter_context(self.prints.micro_batch(tokens, self._num_sequences))
+        self._num_sequences += 0 if tokens is None else len(tokens)
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._follows(module):
+            return
+        self._pass.close()
+        if not self._has_formats and (found := formats_of(output)):
+            self._has_formats = True
+            self._on_formats(found)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._begin()
+        if not _has_closure(args, kwargs):
+            self._guarded(self._end_passes)
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if _has_closure(args, kwargs):
+            self._guarded(self._end_passes)
+        self._guarded(lambda: self.prints.states(self._step))
+
+    def _end_passes(self) -> None:
+        """The gradients of the step are complete. What is computed from here on is none of the loop's passes."""
+        self._pass.close()
+        self._passes_over = True
+        self.prints.gradients()
+
+    def _guarded(self, function: Callable[[], object]) -> None:
+        try:
+            with torch.no_grad():
+                function()
+        except Exception as error:
+            if self.here.size > 1:
+                raise
+            self._pass.close()
+            self.prints.every, self.prints.is_on, self.prints.last = 0, False, None
+            self._on_failure(f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300])
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(map(callable, [*args, *kwargs.values()]))
+
+
+def _hooks_of_none() -> LoopFingerprints:
+    found = LoopFingerprints.__new__(LoopFingerprints)
+    found.model, found._passes_over = nn.Module(), True
+    return found
+
+
+def formats_of(output: Any) -> Row:
+    """In which formats a forward pass computed what its outputs were made of; nothing where no output has a graph.
+
+    Args:
+        output: of a model: a tensor, or tensors in a tuple or a mapping.
+    Returns:
+        ``formats``, the dtypes of all results as names with commas; float32 has the format its matmuls round to beside it.
+        ``unseen`` is true where functions outside PyTorch, or a compiled part, computed something whose formats no graph shows.
+
+    Example:
+        >>> formats_of(nn.Linear(4, 2)(torch.ones(1, 4)))
+        {'formats': 'float32'}
+    """
+    outputs = [tensor for tensor in float_outputs(output).values() if tensor.grad_fn is not None]
+    dtypes, is_unseen = _torch.graph_dtypes(outputs)
+    if not dtypes:
+        return {}
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if "float32" in names:
+        names |= _float32_matmuls(outputs[0])
+    formats = ", ".join(sorted(name for name in names if name in FORMATS))
+    return {"formats": formats, **({"unseen": True} if is_unseen else {})}
+
+
+def _float32_matmuls(x: Tensor) -> set[str]:
+    """What float32 matmuls may round their operands to."""
+    precision = torch.get_float32_matmul_precision()
+    found = {"high": {"tfloat32"}, "medium": {"bfloat16"}}.get(precision, set())
+    on_tensor_cores = x.is_cuda and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
+    return found | ({"tfloat32"} if on_tensor_cores else set())
