@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import narrowgauge as ng
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED
 from narrowgauge.recompute.step_watcher import StepWatcher
@@ -36,6 +37,48 @@ def test_a_healthy_gradient_is_equal_and_keeps_the_loops_bits(name: str) -> None
         assert [each.status for each in gradients] == [EQUAL] and 0 < gradients[0].envelope < 0.2, gradients
     assert torch.equal(loop.bits(), alone.bits())
     assert loop.watcher is not None and 0 < loop.watcher.nbytes < 1 << 24
+
+
+def of_ours(parameters: Any, **settings: Any) -> Any:
+    return ng.AdamW(parameters, storage="word", **settings)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1], ids=["", "clipped outside"])
+@pytest.mark.parametrize(
+    ("dtype", "sums", "optimizer"),
+    [
+        (torch.bfloat16, "float32", of_ours),
+        (torch.bfloat16, "kahan", torch.optim.AdamW),
+        (torch.float32, "float64", torch.optim.AdamW),
+    ],
+    ids=["word", "kahan", "float64"],
+)
+def test_gradients_that_are_summed_outside_of_grad_are_the_steps_own(
+    clip: float, dtype: torch.dtype, sums: str, optimizer: Any
+) -> None:
+    """An accumulator takes each gradient away after its pass, and puts the sum back."""
+    loop = Loop(every=1, micro_batches=4, dtype=dtype, clip=clip, optimizer=optimizer)
+    accumulator = ng.GradientAccumulator(loop.model.parameters(), sums)
+    backward = loop.backward
+
+    def summed(tokens: torch.Tensor, number: int) -> None:
+        backward(tokens, number)
+        accumulator.accumulate()
+
+    loop.backward, loop.after_backward = summed, accumulator.finish  # type: ignore[method-assign]
+    loop.run(5)
+    assert not loop.findings()
+    gradients = [each for results in loop.results.values() for each in results if each.piece == "gradient"]
+    assert len(gradients) == 4 and {each.status for each in gradients} == {EQUAL}
+    if clip:
+        clips = [each.status for results in loop.results.values() for each in results if each.piece == "clip"]
+        assert clips == [NOT_CHECKED, EQUAL, EQUAL, EQUAL]  # one clipped step says no limit
+
+
+@pytest.mark.parametrize("optimizer", [of_ours, torch.optim.AdamW], ids=["ours", "torch"])
+def test_clipping_in_bfloat16_rounds_the_norm_and_the_factor(optimizer: Any) -> None:
+    loop = Loop(every=1, dtype=torch.bfloat16, clip=0.1, optimizer=optimizer).run(6)
+    assert not loop.findings()
 
 
 def test_removed_hooks_leave_nothing() -> None:

@@ -76,6 +76,7 @@ class ParameterSample:
         settings: those of its group that the rule reads.
         weight, states: before the step, 1-D.
         gradient: as the rule receives it, after what our own optimizers do with it in their step; ``None`` where there was none.
+        gradient_eps: the spacing at 1 of the format in which the loop holds the gradient; our own rules read it in float32.
         computed, computed_squares: the gradient as the backward passes left it, before it was unscaled or clipped, and the sum
             of squares of all its elements.
         previous: the gradient that the optimizer received one step earlier.
@@ -91,6 +92,7 @@ class ParameterSample:
     weight: Tensor
     states: dict[str, Tensor]
     gradient: Tensor | None = None
+    gradient_eps: float = 0.0
     computed: Tensor | None = None
     computed_squares: Tensor | None = None
     previous: Tensor | None = None

@@ -17,6 +17,12 @@ from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not
 
 PIECE = "clip"
 _TOLERANCE = 2e-3
+"""Of a limit, where gradients are float32."""
+
+
+def _tolerance(step: StepCapture) -> float:
+    """Of a limit: norms and factors are computed in the format of the gradients, norm by norm."""
+    return _TOLERANCE + 2 * max((s.gradient_eps for s in step.parameters.values()), default=0.0)
 
 
 @dataclass
@@ -45,7 +51,7 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
         return [PieceResult(PIECE, status, (), 0.0, 0.0, cause, {"limit": cut}, step.step)]
     if (alone := limit_of_each(step)) is not None:
         each = {"limit": alone[0]}
-        return [PieceResult(PIECE, DEPARTS, tuple(alone[1]), 1.0, _TOLERANCE, "clip-each", each, step.step)]
+        return [PieceResult(PIECE, DEPARTS, tuple(alone[1]), 1.0, _tolerance(step), "clip-each", each, step.step)]
     if common is None:
         return [not_checked(PIECE, "gradients share no factor after the backward pass", step.step)]
     factor = common * step.loss_scale
@@ -57,10 +63,12 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
         return [_against(step, factor, norms, limit)]
     if near(factor, 1.0, 1e-4):
         known = [limits["all"] for limits in history.limits]
-        if len(known) > 1 and max(known) - min(known) <= _TOLERANCE * max(known) and whole > 1.01 * max(known):
+        if len(known) > 1 and max(known) - min(known) <= _tolerance(step) * max(known) and whole > 1.01 * max(known):
             given = {"norm": whole, "limit": max(known)}
             return [
-                PieceResult(PIECE, DEPARTS, (), whole / max(known) - 1, _TOLERANCE, "clip-missing", given, step.step)
+                PieceResult(
+                    PIECE, DEPARTS, (), whole / max(known) - 1, _tolerance(step), "clip-missing", given, step.step
+                )
             ]
         return [PieceResult(PIECE, EQUAL, (), step=step.step)]
     equals = what_it_equals(common, step)
@@ -107,17 +115,19 @@ def _against(step: StepCapture, factor: float, norms: dict[str, float], limit: f
     """Against the declared limit."""
     wanted = {name: min(1.0, limit / (norm + 1e-6)) for name, norm in norms.items()}
     apart = abs(factor / wanted["all"] - 1)
-    result = PieceResult(PIECE, EQUAL, (), apart, _TOLERANCE, step=step.step)
-    if apart <= _TOLERANCE:
+    result = PieceResult(PIECE, EQUAL, (), apart, _tolerance(step), step=step.step)
+    if apart <= _tolerance(step):
         return result
     values: dict[str, object] = {"factor": factor, "wanted": wanted["all"], "norm": norms["all"], "limit": limit}
     if near(factor, 1.0, 1e-4):
-        return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-missing", values, step.step)
-    over = [name for name, f in wanted.items() if f < 1 and abs(factor / f - 1) <= _TOLERANCE]
+        return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "clip-missing", values, step.step)
+    over = [name for name, f in wanted.items() if f < 1 and abs(factor / f - 1) <= _tolerance(step)]
     if over:
-        return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-norm", {**values, "over": over[0]}, step.step)
+        return PieceResult(
+            PIECE, DEPARTS, (), apart, _tolerance(step), "clip-norm", {**values, "over": over[0]}, step.step
+        )
     values["left"] = factor * norms["all"]
-    return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-limit", values, step.step)
+    return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "clip-limit", values, step.step)
 
 
 def _against_earlier(
@@ -128,10 +138,12 @@ def _against_earlier(
         return not_checked(PIECE, "one clipped step was seen, and ng.task(max_grad_norm=…) says no limit", step.step)
 
     def holds(name: str) -> bool:
-        return all(name in past and near(limits[name], past[name], _TOLERANCE) for past in earlier)
+        return all(name in past and near(limits[name], past[name], _tolerance(step)) for past in earlier)
 
     if holds("all"):
-        return PieceResult(PIECE, EQUAL, (), abs(limits["all"] / earlier[-1]["all"] - 1), _TOLERANCE, step=step.step)
+        return PieceResult(
+            PIECE, EQUAL, (), abs(limits["all"] / earlier[-1]["all"] - 1), _tolerance(step), step=step.step
+        )
     apart = abs(limits["all"] / earlier[-1]["all"] - 1)
     if all(near(factor, past, 1e-4) for past in seen):
         values = {"factor": factor, "when": "after backward"}
@@ -139,7 +151,7 @@ def _against_earlier(
     over = [name for name in limits if holds(name)]
     if over and len(earlier) > 1:
         values = {"factor": factor, "over": over[0], "limit": limits[over[0]], "norm": limits["all"] / factor}
-        return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "clip-norm", values, step.step)
+        return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "clip-norm", values, step.step)
     if over:
         return not_checked(PIECE, "two clipped steps do not say over what the norm is taken", step.step)
-    return PieceResult(PIECE, DEPARTS, (), apart, _TOLERANCE, "", {"factor": factor}, step.step)
+    return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "", {"factor": factor}, step.step)

@@ -206,24 +206,32 @@ def factor_after_backward(step: StepCapture) -> tuple[float | None, dict[str, fl
         if now is None or then is None or not then.any():
             continue
         (factor,), rest = fitted(now.double(), [then.double()])
-        if rest <= 4 * torch.finfo(now.dtype).eps * float(now.double().norm()) + 1e-5 * float(now.double().norm()):
+        if rest <= (4 * sample.gradient_eps + 1e-5) * float(now.double().norm()):
             factors[name] = factor
     if not factors:
         return None, factors
     # Those that nothing changed are the measure of the others, even where they are few.
     plain = 1.0 / step.loss_scale
-    if sum(near(f, plain, 1e-5) for f in factors.values()) * 4 > len(factors):
+    if sum(_is_factor(step.parameters[name], f, plain, 1e-5) for name, f in factors.items()) * 4 > len(factors):
         return plain, factors
     middle = statistics.median_low(sorted(factors.values()))
-    alike = sum(near(f, middle, 1e-4) for f in factors.values())
+    alike = sum(_is_factor(step.parameters[name], f, middle) for name, f in factors.items())
     return (middle if alike * 2 > len(factors) else None), factors
+
+
+def _is_factor(sample: ParameterSample, factor: float, expected: float, within: float = 1e-4) -> bool:
+    """Whether a fitted factor is the expected one, with what rounding the product to the gradient's format leaves of it."""
+    number = 1 if sample.gradient is None else max(1, sample.gradient.numel())
+    return near(factor, expected, within + 4 * sample.gradient_eps / math.sqrt(number))
 
 
 def is_own_multiple(step: StepCapture) -> bool:
     """Whether all gradients that the optimizer receives are one multiple of what this process computed itself."""
     common, factors = factor_after_backward(step)
     with_both = [s for s in step.parameters.values() if s.gradient is not None and s.computed is not None]
-    is_alike = common is not None and all(near(factor, common, 1e-4) for factor in factors.values())
+    is_alike = common is not None and all(
+        _is_factor(step.parameters[name], factor, common) for name, factor in factors.items()
+    )
     return is_alike and len(factors) == sum(bool(s.computed.any()) for s in with_both if s.computed is not None)
 
 
@@ -289,11 +297,11 @@ def check_after_backward(step: StepCapture) -> list[PieceResult]:
         expected, actual = common * sample.computed.double().cpu(), sample.gradient.double().cpu()
         length = max(float(expected.norm()), 1e-300)
         result = PieceResult(PIECE, EQUAL, (name,), step=step.step)
-        if (name in factors and near(factors[name], common, 1e-4)) or not bool(actual.isfinite().all()):
+        if (name in factors and _is_factor(sample, factors[name], common)) or not bool(actual.isfinite().all()):
             results.append(result)
             continue
         distance = float((actual - expected).norm())
-        envelope = 4 * torch.finfo(sample.gradient.dtype).eps * length
+        envelope = 4 * sample.gradient_eps * length
         cause, values = _cause(sample, [expected], expected, actual, envelope, step, common)
         results.append(
             replace(

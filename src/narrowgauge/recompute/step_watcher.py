@@ -38,6 +38,7 @@ from narrowgauge.recompute.capture import (
     weight_of,
 )
 from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
+from narrowgauge.recompute.computed_gradients import LeftByBackward
 from narrowgauge.recompute.data_piece import DataHistory, check_ranks
 from narrowgauge.recompute.declared_settings import check_declared
 from narrowgauge.recompute.evaluation_piece import EvaluationHistory, check_loss_of_evaluation, weights_sample
@@ -94,7 +95,7 @@ class StepWatcher:
         self._clips = ClipHistory()
         self._capture: StepCapture | None = None
         self._previous: dict[int, Tensor] = {}
-        self._computed: dict[int, tuple[Tensor, Tensor | None]] = {}
+        self._computed: dict[int, LeftByBackward] = {}
         self._calls: list[ForwardCall] = []
         self._why_dropped, self.is_own_pass = "", False
         self._results: list[PieceResult] = []
@@ -214,8 +215,7 @@ class StepWatcher:
     def _keep_gradient(self, parameter: Tensor) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.layout is torch.strided:
-            squares = None if is_sharded(gradient) else sum_of_squares(gradient)
-            self._computed[id(parameter)] = spread(gradient), squares
+            self._computed[id(parameter)] = LeftByBackward.of(gradient, self._computed.get(id(parameter)))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -341,7 +341,8 @@ class StepWatcher:
         if gradient is not None and isinstance(self.optimizer, Optimizer):
             # Its rule computes in float32 with gradients of any format.
             gradient = (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
-        computed, squares = self._computed.get(id(parameter), (None, None))
+        left = self._computed.get(id(parameter))
+        computed, squares = (None, None) if left is None else left.up_to(parameter.grad)
         return ParameterSample(
             name,
             parameter.shape,
@@ -350,6 +351,7 @@ class StepWatcher:
             weight=spread(weight_of(self.optimizer, parameter)),
             states=states_of(self.optimizer, parameter),
             gradient=gradient,
+            gradient_eps=0.0 if parameter.grad is None else torch.finfo(parameter.grad.dtype).eps,
             computed=computed,
             computed_squares=squares,
             previous=self._previous.get(id(parameter)),
@@ -368,7 +370,8 @@ class StepWatcher:
         if why := self._ranks.why_not():
             return why
         with torch.no_grad():
-            computed = [self._computed.get(id(p), (None, None))[0] for p in held.values()]
+            left = [(self._computed.get(id(p)), p.grad) for p in held.values()]
+            computed = [None if found is None else found.up_to(gradient)[0] for found, gradient in left]
             means = dict(zip(held, self._ranks.means(held.values(), computed), strict=True))
         if step is None:
             return "this rank kept nothing of the step"

@@ -109,17 +109,9 @@ def test_every_tensor_of_a_step_is_recorded_and_no_bit_changes(tmp_path: Path) -
     assert rows[0]["weight:1.weight"][1] == pytest.approx(float(model_of()[1].weight.norm()))
 
 
-def test_by_default_the_start_the_first_step_and_every_hundredth_are_recorded(tmp_path: Path) -> None:
-    model = model_of()
-    optimizer = adamw(model)
-    with ng.RunRecorder(tmp_path / "a", model, optimizer) as recorder:
-        for step in range(1, 102):
-            loss = loss_of(model, tokens_at(step))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step(loss)
-    assert [row["step"] for row in ng.read_run(tmp_path / "a").fingerprints] == [0, 1, 100]
+def test_the_start_and_the_first_step_are_recorded_beside_every_so_many(tmp_path: Path) -> None:
+    found = [recorded(tmp_path / str(every), fingerprints_every=every)[0] for every in (3, 1000)]
+    assert [[row["step"] for row in run.fingerprints] for run in found] == [[0, 1, 3, 6], [0, 1]]
 
 
 @pytest.mark.parametrize("options", [{}, {"audit_every": 1}, {"gauges_every": 1}], ids=["plain", "audit", "gauges"])
@@ -371,3 +363,20 @@ def test_a_forward_pass_that_fails_leaves_nothing_behind(tmp_path: Path) -> None
         for run in (plain, ng.read_run(tmp_path / "a"))
     ]
     assert gradients[0] == gradients[1]
+
+
+def test_one_group_with_another_rate_is_no_damaged_memory(tmp_path: Path) -> None:
+    def in_groups(rate: float) -> Callable[[nn.Module], torch.optim.Optimizer]:
+        def make(model: nn.Module) -> torch.optim.Optimizer:
+            first, *rest = model.parameters()
+            return torch.optim.AdamW([{"params": rest}, {"params": [first], "lr": rate}], lr=1e-2)
+
+        return make
+
+    runs = [
+        recorded(tmp_path / str(rate), optimizer_of=in_groups(rate), fingerprints_every=100)[0] for rate in (1e-2, 1e-3)
+    ]
+    found = compared(*runs)
+    difference = found.alignment.first_difference
+    assert difference is not None and (difference.step, difference.tensor) == (1, "weight:0.weight")
+    assert found.reason is not None and found.reason.name == "bug"

@@ -121,7 +121,7 @@ class RunRecorder:
         settings: Mapping[str, Any] | None = None,
         gauges_every: int = 0,
         audit_every: int = 0,
-        fingerprints_every: int = 100,
+        fingerprints_every: int = 1000,
         task: Task | None = None,
         loggers: str | Iterable[str] = (),
         resume: bool = False,

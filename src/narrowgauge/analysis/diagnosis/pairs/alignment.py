@@ -252,6 +252,7 @@ class Alignment:
         factor: one factor between all gradients, where there is one.
         is_exact: the first difference is an elementwise update of values that are equal in both: no sum came between.
         tables: the tables that both records have, in words.
+        are_trainers: the trainer made both runs, so that one rate and one decay hold for all matrices.
     """
 
     differences: tuple[SettingDifference, ...]
@@ -268,6 +269,7 @@ class Alignment:
     factor: GradientFactor | None = None
     is_exact: bool = False
     tables: tuple[str, ...] = ()
+    are_trainers: bool = True
     notes: tuple[str, ...] = ()
 
     def is_rounding(self, difference: FirstDifference) -> bool | None:
@@ -323,6 +325,7 @@ def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignme
         factor=_factor_at(first, fingerprints, rows, (one, other)),
         is_exact=first is not None and _is_exact(first, fingerprints, (one, other)),
         tables=tables_of_both(one.run, other.run),
+        are_trainers=not any(run.is_foreign or "recorder" in run.run for run in (one, other)),
         notes=tuple(_notes(one, other, common, has_other, at_tokens)),
     )
 

@@ -214,7 +214,7 @@ def _weight(row: Reason, alignment: Alignment, difference: FirstDifference, smal
         weight *= _EXCLUDED
     if row.size == "rounding":
         weight /= 1 + max(0, difference.step - 1) / _STEPS_IN_DOUBT
-    return weight * _of_rank(row, difference) * _of_tensor(row, difference) * _of_replays(row, alignment)
+    return weight * _of_rank(row, difference) * _of_tensor(row, difference, alignment) * _of_replays(row, alignment)
 
 
 def _parts_again(row: Reason, alignment: Alignment) -> bool:
@@ -237,7 +237,7 @@ def is_proven(row: Reason, alignment: Alignment) -> bool:
         return varies or (replayed.envelope is not None and alignment.is_rounding(difference) is True)
     if row.name == "silent-corruption" and difference is not None:
         once = difference.recurs is False or (replayed is not None and replayed.persists is False)
-        return once or _is_alone(difference) or bool(difference.ranks or difference.said)
+        return once or _is_alone(difference, alignment) or bool(difference.ranks or difference.said)
     if row.name == "bug" and replayed is not None and False in replayed.repeats and replayed.persists is None:
         return bool(alignment.drift or (difference is not None and (difference.recurs or difference.lasts)))
     return True
@@ -254,12 +254,12 @@ def _of_rank(row: Reason, difference: FirstDifference) -> float:
 _ALONE, _SPREAD, _AGAIN = 30.0, 0.1, 10.0
 
 
-def _of_tensor(row: Reason, difference: FirstDifference) -> float:
+def _of_tensor(row: Reason, difference: FirstDifference, alignment: Alignment) -> float:
     """How likely it is that one tensor alone is off: once, from a flipped bit; again in the next steps, from code."""
     if row.name == "silent-corruption":
         if difference.recurs or difference.lasts:
             return 0.0  # damage does not happen again in the next step
-        return _ALONE if _is_alone(difference) or difference.recurs is False else 1.0
+        return _ALONE if _is_alone(difference, alignment) or difference.recurs is False else 1.0
     if row.name in ("bug", "one-rank") and difference.recurs is not None:
         return _AGAIN if difference.recurs else _SPREAD
     if row.name == "nondeterminism" and difference.recurs:
@@ -286,9 +286,12 @@ def _of_replays(row: Reason, alignment: Alignment) -> float:
     return _EXCLUDED if is_setting and replayed.excludes_settings else 1.0
 
 
-def _is_alone(difference: FirstDifference) -> bool:
-    """Whether one weight alone differs, between two steps or while its moments do not: no update does that."""
-    is_weight = difference.tensor.startswith("weight:") and difference.same_after > 0
+def _is_alone(difference: FirstDifference, alignment: Alignment) -> bool:
+    """Whether one weight alone differs, between two steps or while its moments do not: no update of the trainer's does that.
+
+    The update of a loop of one's own may: each group of parameters has its own rate and decay.
+    """
+    is_weight = difference.tensor.startswith("weight:") and difference.same_after > 0 and alignment.are_trainers
     return (difference.stage == "held" or is_weight) and difference.others[0] == 0
 
 

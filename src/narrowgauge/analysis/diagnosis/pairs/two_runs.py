@@ -113,7 +113,7 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
     names = _names(one, other)
     evidence = tuple(_evidence(alignment, ranked, names))
     loop = "trainer" if all(loop_of(run) == "trainer" for run in (one, other)) else "recorder"
-    measurement = _next(alignment, _can_be_replayed(one, other)) if loop == "trainer" else _repeat_one(alignment)
+    measurement = _next(alignment, _can_be_replayed(one, other)) if loop == "trainer" else _of_own_loop(alignment)
     return TwoRuns(names, alignment, ranked, evidence, measurement, loop)
 
 
@@ -222,11 +222,16 @@ def _can_be_replayed(one: Run, other: Run) -> bool:
     return all("recorder" not in run.run and (run.path / "data").is_dir() for run in (one, other))
 
 
-def _repeat_one(alignment: Alignment) -> str:
-    """What a loop of one's own can measure: whether one of the runs differs from itself."""
+def _of_own_loop(alignment: Alignment) -> str:
+    """What a loop of one's own can measure: which tensor differs first, and whether one of the runs differs from itself."""
     difference = alignment.first_difference
     if difference is None or difference.stage in ("start", "tokens"):
         return ""
+    if not difference.tensor:
+        return (
+            f"repeat both with RunRecorder(fingerprints_every=1) up to step {difference.step}: that shows which tensor differs "
+            "first"
+        )
     return (
         f"repeat one of the two unchanged up to step {difference.step}: if it differs from itself, sums vary from run to run; "
         "if not, other code or settings act"
