@@ -136,6 +136,53 @@ def test_the_command_replays_a_step_and_refuses_what_cannot_be(runs: Callable[..
     (tmp_path / "data").rename(folder / "data")
 
 
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        ("bfloat16/word", {"gradient_accumulation_steps": 2}),
+        ("float8-row/states8", {}),
+        ("float16/master", {"max_grad_norm": math.inf}),
+        ("bfloat16/master", {"rule": "muon"}),
+    ],
+    ids=["micro-batches", "float8", "loss scale", "muon"],
+)
+def test_the_pieces_of_a_healthy_step_are_the_same_to_rounding(
+    recipe: str, changes: dict[str, Any], runs: Callable[..., Path]
+) -> None:
+    found = replay_step(runs(recipe, **changes), 3)
+    assert found.departures == ()
+    assert {"loss", "gradient"} <= set(found.checked)
+    assert ("update" in found.checked) is (changes.get("rule") != "muon")
+    assert set(found.checked) | set(found.unchecked or {}) >= {"loss", "forward", "gradient", "clip", "update"}
+    assert "what model and loss compute" in ng.diagnose(runs(recipe, **changes), replay=found).checked
+
+
+def sees_future(session: Session) -> None:
+    """A layer that adds the next token's values, as a wrong mask or shift would."""
+    session.model.get_submodule(DOWN).register_forward_hook(lambda module, args, out: out + out.roll(-1, dims=1))
+
+
+def decays_twice(session: Session) -> None:
+    """A step that decays all matrices once more."""
+    weights = [p for p in session.model.parameters() if p.ndim > 1]
+
+    @torch.no_grad()
+    def again(*_: Any) -> None:
+        for p in weights:
+            p.mul_(1 - 0.1)
+
+    session.optimizer.register_step_post_hook(again)
+
+
+@pytest.mark.parametrize(("patch", "name"), [(sees_future, "sees-future"), (decays_twice, "weights-scaled")])
+def test_what_departs_of_a_replayed_step_is_named(patch: Any, name: str, runs: Callable[..., Path]) -> None:
+    found = replay_step(runs("float32/float32"), 2, prepared=patch)
+    assert name in [each.name for each in found.departures], found.departures
+    assert any(name in line for line in found.every_line())
+    row = found.to_dict()
+    assert name in [each["name"] for each in row["departures"]] and json.dumps(row)
+
+
 def test_a_step_of_which_nothing_is_recorded_is_not_called_the_same(runs: Callable[..., Path], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(runs("float32/float32"), folder)

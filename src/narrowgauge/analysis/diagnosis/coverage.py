@@ -51,7 +51,10 @@ AREAS: tuple[Area, ...] = (
         "a step computed again", ("replay.step",), "narrowgauge diagnose RUN --replay STEP", "", "",
         lambda evidence: evidence.has("run.data") or evidence.has("replay.step"),
     ),
-    Area("what model and loss compute", (), "", "ng.check(model, optimizer)", "ng.check(model, optimizer)"),
+    Area(
+        "what model and loss compute", ("replay.pieces",), "", "ng.check(model, optimizer)",
+        "ng.check(model, optimizer)",
+    ),
 )  # fmt: skip
 """The areas, in the order in which they are told; the last is what no row shows."""
 

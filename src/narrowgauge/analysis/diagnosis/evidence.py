@@ -289,9 +289,9 @@ class Evidence:
 
         Args:
             read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
-                ``replay.step`` and ``replay.variants``, or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.data``
-                (steps can be computed again), ``run.evals``, ``run.rate`` (a learning rate), ``run.blocks`` (block
-                scales), ``run.histograms`` and ``run.on_cpu``.
+                ``replay.step``, ``replay.pieces`` and ``replay.variants``, or ``run.recipe``, ``run.ranks`` (several),
+                ``run.ours``, ``run.data`` (steps can be computed again), ``run.evals``, ``run.rate`` (a learning rate),
+                ``run.blocks`` (block scales), ``run.histograms`` and ``run.on_cpu``.
         """
         if read not in self._held:
             self._held[read] = self._holds(*read.split(".", 1))
@@ -305,7 +305,14 @@ class Evidence:
         if table == "run":
             return self._facts[name]
         if table == "replay":
-            return self.replay is not None and (name == "step" or bool(self.replay.variants))
+            if self.replay is None:
+                return False
+            parts = {
+                "step": True,
+                "pieces": self.replay.checked or self.replay.departures,
+                "variants": self.replay.variants,
+            }
+            return bool(parts[name])
         if table == "logits":
             return any((row.get("logits") or {}).get(name) is not None for row in self.gauges)
         if table == "events":

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from narrowgauge.runs.finding import Finding
 from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
 
 HELD = "held:"
@@ -165,6 +166,9 @@ class ReplayedStep:
         lost_share: the same share of all elements.
         edq: the part of the intended update that arrived, over all tensors; 1 is all.
         watched: what the gauges read of the step: by table, tensor and metric.
+        checked: the pieces of the step (:mod:`narrowgauge.recompute`) that are the same to rounding, computed again.
+        departures: what departs of the others.
+        unchecked: by piece, why it could not be computed again.
         is_compared: whether the record holds anything of this step to compare with.
         reasons: why it is not the run's own computation, so that it may differ from the record, in sentences.
     """
@@ -182,6 +186,9 @@ class ReplayedStep:
     lost_share: float | None = None
     edq: float | None = None
     watched: Mapping[str, Mapping[str, Mapping[str, float | None]]] | None = None
+    checked: tuple[str, ...] = ()
+    departures: tuple[Finding, ...] = ()
+    unchecked: Mapping[str, str] | None = None
     is_compared: bool = True
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -249,6 +256,9 @@ class ReplayedStep:
             "losses": dict(self.losses or {}),
             "variants": [_row(each) for each in self.variants],
             "watched": dict(self.watched or {}),
+            "checked": list(self.checked),
+            "departures": [asdict(each) for each in self.departures],
+            "unchecked": dict(self.unchecked or {}),
             "reasons": list(self.reasons),
             "notes": list(self.notes),
         }
@@ -270,6 +280,7 @@ class ReplayedStep:
         lines = [f"replay of step {self.step} from {since}: loss {self.loss:.6g}{norm}; {is_the_run}"]
         lines += [f"  note: {said}" for said in self.reasons]
         lines += [f"  {self.bad_value}"] if self.bad_value else []
+        lines += self._piece_lines()
         lines += self._difference_lines()
         if self.lost_share is not None and self.edq is not None:
             first, share = next(iter((self.losses or {}).items()), ("", 0.0))
@@ -277,6 +288,13 @@ class ReplayedStep:
             lines.append(f"  storage: {self.lost_share:.1%} of the updates rounded away{where}; EDQ {self.edq:.4f}")
         lines += [f"  watched: {said}" for said in [self._worst()] if said]
         return lines + [f"  note: {said}" for said in self.notes]
+
+    def _piece_lines(self) -> list[str]:
+        """What departs of the step's pieces, and which do not."""
+        lines = [f"  {each.label}: {each.message}" for each in self.departures]
+        said = [f"the same to rounding: {', '.join(self.checked)}"] if self.checked else []
+        said += [f"not checked: {piece} ({why})" for piece, why in (self.unchecked or {}).items()]
+        return [*lines, *([f"  computed again, {'; '.join(said)}"] if said else [])]
 
     def _worst(self) -> str:
         """The tensors whose casts lose most."""

@@ -1,4 +1,4 @@
-"""Replay a step of a run: as it was, with everything watched, in float32, and with one place widened at a time.
+"""Replay a step of a run: as it was, with everything watched, piece by piece, in float32, and with one place widened at a time.
 
 All variants begin at the same moment: the stored weights, moments and scales before the step. Gradients come from
 :mod:`narrowgauge.trainer.replays.emulated_passes`; updates from the run's own optimizer, so that they are rounded as its storage
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,16 @@ from torch import Tensor, nn
 from narrowgauge._torch import plain_name
 from narrowgauge.analysis.diagnosis.replay_findings import EXACT, WIDENINGS, ReplayedStep, VariantResult
 from narrowgauge.gauges.recording.fingerprints import MOMENTS
+from narrowgauge.matmul.scopes import compute_scope
+from narrowgauge.recompute.departures import findings_of, unchecked
+from narrowgauge.recompute.piece_results import EQUAL, PieceResult
+from narrowgauge.recompute.step_watcher import StepWatcher
+from narrowgauge.recompute.task import task
 from narrowgauge.runs.schema import METRICS, Row
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
+from narrowgauge.trainer.language_model import loss_sum
 from narrowgauge.trainer.recovery import replay_last_step
 from narrowgauge.trainer.replays.emulated_passes import EmulatedPasses, cut
 from narrowgauge.trainer.replays.past_steps import (
@@ -68,7 +74,7 @@ def replay_step(
     Raises:
         RecordError: no such run or step, or its data, model or checkpoint cannot be used.
 
-    Cost: the steps since the nearest checkpoint, then about fifteen eager steps in float32; memory for three copies of the
+    Cost: the steps since the nearest checkpoint, then about twenty eager steps in float32; memory for three copies of the
         model's weights and states.
     Example: ``narrowgauge.diagnose("runs/first", replay=narrowgauge.replay_step("runs/first", 28)).text()``
     """
@@ -83,6 +89,9 @@ def replay_step(
         session = _eager(past.session, before, prepared)
         watched = _watched(session)
         before.restore(session)
+        say("Computing its pieces again.")
+        pieces = _pieces(session)
+        before.restore(session)
         found = ReplayedStep(
             Path(folder).name,
             step,
@@ -92,6 +101,9 @@ def replay_step(
             row["grad_norm"],
             bad,
             watched=watched,
+            checked=tuple(dict.fromkeys(each.piece for each in pieces if each.status == EQUAL)),
+            unchecked=unchecked(pieces),
+            departures=tuple(findings_of(pieces)),
             is_compared=step not in past.not_compared,
             reasons=tuple(past.reasons),
             notes=tuple(_notes(past)),
@@ -152,6 +164,31 @@ def _watched(session: Session) -> dict[str, Any]:
             }
     finally:
         session.config = given
+
+
+def _pieces(session: Session) -> list[PieceResult]:
+    """Take the next step, and compute its loss, passes, gradients, clipping and update again in float32 or wider."""
+    config = session.config
+    results: list[PieceResult] = []
+    limit = config.max_grad_norm if math.isfinite(config.max_grad_norm) else None
+    declared = task(max_grad_norm=limit, micro_batches=config.gradient_accumulation_steps)
+    watcher = StepWatcher(
+        session.model, session.optimizer, 1, lambda _, found: results.extend(found), declared, first=1
+    )
+    loss, number = session.loss, session.step + 1
+
+    def whole(tokens: Tensor) -> Tensor:
+        """A loss in chunks does not call the model's head."""
+        with compute_scope(config.recipe, tokens.device):
+            return loss_sum(session.model, tokens, chunked=False)
+
+    session.loss = whole
+    try:
+        train_step(session)
+    finally:
+        session.loss = loss
+        watcher.remove()
+    return [replace(each, step=number) for each in results]
 
 
 def _lost(own: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -268,7 +305,8 @@ def stored_tensors(session: Session) -> dict[str, Tensor]:
     for what in ("weight", *MOMENTS):
         for name, parameter in session.named_parameters():
             if parameter in trained:
-                found[f"{what}:{plain_name(name)}"] = session.optimizer.stored(parameter, what)
+                with suppress(KeyError):  # another rule has other states
+                    found[f"{what}:{plain_name(name)}"] = session.optimizer.stored(parameter, what)
     return found
 
 
