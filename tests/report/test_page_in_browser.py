@@ -160,6 +160,41 @@ def test_figures_are_whole_at_400_pixels_and_where_they_are_not_drawn_anew(tmp_p
     assert word == "whole" and len(beyond) == 3 and max(beyond) <= 0, found
 
 
+PHONE = """
+<!doctype html><meta charset="utf-8"><body style="margin:0">
+<iframe id="frame" width="390" height="800" srcdoc="SOURCE"></iframe>
+<script>
+const wait = (test, then, tries = 400) => test() ? then() : tries ? setTimeout(wait, 50, test, then, tries - 1) : end("gave up");
+const end = (word) => { document.body.replaceChildren(JSON.stringify(word)); };
+addEventListener("load", () => {
+  const inside = document.getElementById("frame").contentDocument;
+  const all = (query) => [...inside.querySelectorAll(query)];
+  wait(() => Number(inside.documentElement.dataset.drawn) > 0, () => end({
+    wide: all(".scroll:has(.cards)").filter((box) => box.scrollWidth > box.clientWidth).map((box) => box.ariaLabel),
+    tables: all(".cards").length,
+    scrolling: all(".legend .scrollbar").filter((bar) => bar.getBoundingClientRect().height > 0).length,
+    legends: all(".plot .legend").length,
+    cut: all(".plot .xtitle").filter((title) => title.getBoundingClientRect().right > inside.documentElement.clientWidth).length,
+  }));
+});
+</script>
+"""
+
+
+def whole_plan() -> str:
+    """A plan as it is computed: its steps have nine parts, more lines of a legend than a figure is high."""
+    return render_plan(narrowgauge.plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8))
+
+
+@pytest.mark.parametrize("make", [whole_plan, postmortem])
+def test_tables_are_cards_and_legends_are_whole_on_a_telephone(tmp_path: Path, make: Callable[[], str]) -> None:
+    dom, _ = opened(tmp_path, PHONE.replace("SOURCE", html.escape(make())), width=500)
+    (found,) = re.findall(r"<body[^>]*>(\{.*\})</body>", dom)
+    said = json.loads(html.unescape(found))
+    assert said["tables"] >= 2 and said["legends"] >= 2, said
+    assert (said["wide"], said["scrolling"], said["cut"]) == ([], 0, 0), said
+
+
 PRESS = """
 <!doctype html><meta charset="utf-8"><body style="margin:0">
 <iframe id="frame" width="390" height="800" srcdoc="SOURCE"></iframe>

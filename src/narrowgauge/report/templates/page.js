@@ -58,24 +58,41 @@
   };
 
   // By default Plotly labels the 2 and the 5 of 20 and 50 in small print: use whole numbers where they are short, else powers of ten alone.
-  function logTicks(spec, name) {
+  function logTicks(spec, name, narrow) {
     const values = spec.data.flatMap((trace) => (trace[`${name[0]}axis`] ?? name[0]) === name.replace("axis", "") ? trace[name[0]] : []).filter((value) => value > 0);
     const [least, most] = values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, 0]);
-    return least >= 1e-3 && most < 1e6 ? { tickformat: "~g" } : { dtick: Math.max(1, Math.ceil(Math.log10(most / least) / 8)) };
+    const decades = Math.log10(most / least);
+    if (narrow && name.startsWith("x") && decades > 2) return { dtick: Math.ceil(decades / 5) };
+    // From one decade on Plotly may label every digit, one over the other.
+    if (least >= 1e-3 && most < 1e6) return { tickformat: "~g", ...(decades > 1 && decades < 3 ? { dtick: "D2" } : {}) };
+    return { dtick: Math.max(1, Math.ceil(decades / 8)) };
+  }
+
+  // Plotly gives a legend above the figure at most half of its height, and lets it scroll and cover what is below: make it room.
+  const LEGEND_LINE = 20; // pixels
+  const LETTER = 6.8; // pixels of a letter, about
+  function legendLines(spec, width) {
+    const names = spec.data.filter((trace) => trace.name && trace.showlegend !== false).map((trace) => trace.name);
+    const widest = 55 + LETTER * Math.max(0, ...names.map((name) => Math.min(name.length, Math.floor((width - 50) / LETTER))));
+    const labels = LETTER * Math.max(0, ...(spec.layout.yaxis?.ticktext ?? []).map((label) => Math.min(label.length, 20)));
+    return spec.layout.showlegend ? Math.ceil(names.length / Math.max(1, Math.floor((width - 36 - Math.max(38, labels)) / widest))) : 0;
   }
 
   function layoutOf(spec, width, log) {
     const narrow = width < NARROW;
+    const lines = legendLines(spec, width);
     const layout = coloured(structuredClone(spec.layout));
     const axis = { exponentformat: "power", gridcolor: "@grid", linecolor: "@line", zerolinecolor: "@muted", zeroline: false, automargin: true, tickcolor: "@line" };
     for (const name of Object.keys(layout).filter((name) => /^[xy]axis\d*$/.test(name))) {
       const own = layout[name];
       layout[name] = { ...colouredAxis(axis), ...own };
       if (log.has(name)) Object.assign(layout[name], { type: "log", autorange: true });
-      if (layout[name].type === "log") layout[name] = { dtick: undefined, minor: { showgrid: false }, ...logTicks(spec, name), ...layout[name] };
-      if (own.title) layout[name].title = { ...own.title, standoff: 10, font: { size: 12, color: colourOf("@muted") } };
+      if (layout[name].type === "log") layout[name] = { dtick: undefined, minor: { showgrid: false }, ...logTicks(spec, name, narrow), ...layout[name] };
+      if (own.title) layout[name].title = { ...own.title, ...(narrow && name.startsWith("x") ? { text: short(own.title.text) } : {}), standoff: 10, font: { size: 12, color: colourOf("@muted") } };
       if (own.ticktext) layout[name].ticktext = own.ticktext.map((label) => (narrow ? clipped(label.replace(/^(\w+:)?[a-z_.]*\.(?=\d+\.)/, "$1"), 20) : clipped(label, 46)));
       if (narrow && name.startsWith("x")) layout[name].nticks = 6;
+      // What is written at the ends of bars takes as many pixels as on a wide figure.
+      if (narrow && name.startsWith("x") && own.range && spec.data.some((trace) => trace.mode === "text")) layout[name].range = [own.range[0], 1.4 * own.range[1]];
       if (narrow && layout[name].dtick === 8) layout[name].dtick = 16;
     }
     return {
@@ -87,17 +104,19 @@
       hoverlabel: { bgcolor: colourOf("@card"), bordercolor: colourOf("@line"), font: { color: colourOf("@ink"), size: 12 }, namelength: -1, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colourOf("@muted"), activecolor: colourOf("@accent"), orientation: "v" },
       showlegend: false,
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { color: colourOf("@ink") }, itemclick: false, itemdoubleclick: false },
+      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, maxheight: LEGEND_LINE * (lines + 1), font: { color: colourOf("@ink") }, itemclick: false, itemdoubleclick: false },
       dragmode: narrow ? false : "zoom",
       // Of a live page: what the reader zoomed to stays when rows are added.
       uirevision: root.dataset.generation,
       ...layout,
+      ...(lines > 2 ? { height: layout.height + LEGEND_LINE * (lines - 2) } : {}),
     };
   }
+  // The title of an axis is centred below it and cut where the figure ends: a long one goes without its unit, which the caption has.
+  const short = (title) => (title.length > 30 ? title.replace(/ \([^()]*\)$/, "") : title);
   const colouredAxis = (axis) => Object.fromEntries(Object.entries(axis).map(([key, value]) => [key, typeof value === "string" ? colourOf(value) : value]));
 
   // The legend cuts off what is longer than the figure is wide: broken between words it is read whole.
-  const LETTER = 6.2; // pixels of a legend's letter on a phone, about
   function broken(label, width) {
     const most = Math.floor((width - 50) / LETTER);
     const lines = label.split(" ").reduce(([first, ...rest], word) => (first && `${first} ${word}`.length > most ? [word, first, ...rest] : [first ? `${first} ${word}` : word, ...rest]), [""]);
