@@ -14,6 +14,7 @@ from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.cli.main import main
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.report.publishing import publish, read_runs, report, write_report
+from narrowgauge.runs.record import read_run
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.tables import FORMS
 
@@ -47,6 +48,19 @@ def test_where_no_run_is_the_refusal_says_so(tmp_path: Path) -> None:
         read_runs([tmp_path])
     with pytest.raises(RecordError, match="no run was named"):
         compare_runs([])
+
+
+def test_logs_that_a_folder_holds_are_to_be_named(tmp_path: Path) -> None:
+    (tmp_path / "requirements.txt").write_text("torch\n")
+    for read in (lambda: read_runs([tmp_path]), lambda: read_run(tmp_path)):
+        with pytest.raises(RecordError) as none:
+            read()
+        assert "It holds" not in str(none.value)
+    for name in ("log.csv", "train.log"):
+        (tmp_path / name).write_text("step,loss\n1,2.0\n")
+    for read in (lambda: read_runs([tmp_path]), lambda: read_run(tmp_path)):
+        with pytest.raises(RecordError, match=r"It holds log\.csv and train\.log: name one of them\."):
+            read()
 
 
 def test_where_no_run_is_the_newest_ones_are_suggested(folder: Path, tmp_path: Path) -> None:

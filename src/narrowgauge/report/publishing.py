@@ -11,7 +11,7 @@ from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.runs.archive import files_in, read_bytes, write_zip, zip_file_of
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors, write_whole
-from narrowgauge.runs.foreign_logs import is_log
+from narrowgauge.runs.foreign_logs import is_log, logs_to_name
 from narrowgauge.runs.lines import ROW_FILES
 from narrowgauge.runs.record import DEFINITION_FILE, Run, is_run, latest_runs, read_run
 from narrowgauge.runs.schema import Row
@@ -38,10 +38,10 @@ def run_folders(paths: Sequence[str | Path]) -> dict[Path, Path]:
         if not inside:
             found = "neither it nor a folder in it has a run.toml, or a log of another framework"
             if not path.exists():
-                found = "there is no such folder"
+                found = "there is no such folder or file"
             elif path.is_file():
                 found = "the zip file has no run.toml"
-            advice = f"Name a run folder, or the folder of a comparison.{latest_runs(path)}"
+            advice = f"Name a run folder, or the folder of a comparison.{logs_to_name(path)}{latest_runs(path)}"
             raise RecordError(f"No run in {path}: {found}.", advice)
         places |= {place: path for place in inside if place not in places}
     return places

@@ -315,6 +315,19 @@ def log_names() -> str:
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
+def logs_to_name(folder: Path, most: int = 3) -> str:
+    """A sentence for advice with the files in a folder that are called as logs are and are read by their own name; or nothing.
+
+    Example of what it says: `` It holds log.csv and train.log: name one of them.``
+    """
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    # Not .json, .txt: hardly any file of these names is a log.
+    names = [file.name for file in files if file.suffix.lower() in {".csv", ".tsv", ".jsonl", ".log"}]
+    if not names:
+        return ""
+    return f" It holds {' and '.join(names[:most])}: name {'it' if len(names) == 1 else 'one of them'}."
+
+
 def is_log(path: Path) -> bool:
     """Whether a file or folder is a log of another framework."""
     return _found(path) is not None
@@ -338,7 +351,8 @@ def read_log(path: Path) -> LogRun | None:
     if not steps and not evals:
         names = ", ".join(sorted(log.values)[:8]) or "nothing"
         raise RecordError(
-            f"{files[0]} holds no loss: {form.name} with {names}.", f"Log it as one of {', '.join(NAMES['loss'][:3])}."
+            f"{files[0]} holds no loss: {form.name} with {names}.",
+            f"If one of these is the loss, rename it to one of {', '.join(NAMES['loss'][:3])}.",
         )
     source = {"format": form.name, "file": str(files[-1])}
     summary = None if log.is_finished is False else _summary(steps, evals)

@@ -29,7 +29,7 @@ from typing import Any
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.archive import read_bytes
 from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.runs.foreign_logs import SOURCE, log_names, read_log
+from narrowgauge.runs.foreign_logs import SOURCE, log_names, logs_to_name, read_log
 from narrowgauge.runs.lines import read_rows, restored
 from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
@@ -159,8 +159,8 @@ def read_settings(path: Path) -> Row:
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
-        found = "the folder has no run.toml" if path.is_dir() else "there is no such folder"
-        advice = f"Name the folder that was given as --out, or a {log_names()}."
+        found = "the folder has no run.toml" if path.is_dir() else "there is no such folder or file"
+        advice = f"Name the folder that was given as --out, or a {log_names()}.{logs_to_name(path)}"
         raise RecordError(f"No run in {path}: {found}.", f"{advice}{latest_runs(path)}")
     try:
         run: Row = load_toml(data.decode())
