@@ -6,6 +6,8 @@ flag of that command may be given too, and overrules them.
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -51,5 +53,19 @@ def keys_of(file: str | None) -> set[str]:
     return {f"--{key.replace('_', '-')}" for key in table}
 
 
+def where(python: Path) -> str:
+    """Where the command is that messages and pages name, beside the Python that runs this; nothing if the shell finds one."""
+    folder = python.parent
+    if shutil.which("narrowgauge") or not (folder / "narrowgauge").exists():
+        return ""
+    with contextlib.suppress(ValueError):
+        folder = folder.relative_to(Path.cwd())
+    return f"The command is {folder / 'narrowgauge'}; 'source {folder / 'activate'}' lets you call it narrowgauge."
+
+
 if __name__ == "__main__":
-    main.main(words(sys.argv[1:]), prog_name="narrowgauge")
+    try:
+        main.main(words(sys.argv[1:]), prog_name="narrowgauge")
+    finally:
+        if said := where(Path(sys.executable)):
+            print(said, file=sys.stderr)

@@ -101,6 +101,21 @@ def test_first_minute_compares_three_recipes_and_ends_with_a_page(first_minute: 
     assert [line.split()[0] for line in lines] == [f"{k}/6" for k in range(1, 7)]
 
 
+def test_first_minute_says_where_the_command_is_that_its_messages_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = runpy.run_path(str(EXAMPLES / "first_minute.py"))["where"]
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    assert where(folder / "python") == ""
+    (folder / "narrowgauge").touch(mode=0o755)
+    assert "is .venv/bin/narrowgauge; 'source .venv/bin/activate'" in where(folder / "python")
+    monkeypatch.setenv("PATH", str(folder))
+    assert where(folder / "python") == ""
+
+
 def test_first_minute_goes_on_with_what_was_stopped(first_minute: Start, tmp_path: Path) -> None:
     first_minute("--seeds", "1", "--out", "here")
     before = (tmp_path / "here" / "compare.json").read_text()
