@@ -81,7 +81,10 @@ class ParameterSample:
             of squares of all its elements.
         previous: the gradient that the optimizer received one step earlier.
         weight_after, states_after: after the step.
-        number: how many steps the optimizer has done with it, this one included.
+        number, number_before: how many steps the optimizer has counted for it after this one, and before.
+        group: the index of its group.
+        shared_counts: what a counter would say that several parts of a step raise
+            (:func:`narrowgauge.recompute.other_counts.shared_counts`).
         roundings: of the weight and the states that are stored in a narrower format than float32, by name.
     """
 
@@ -99,6 +102,9 @@ class ParameterSample:
     weight_after: Tensor | None = None
     states_after: dict[str, Tensor] = field(default_factory=dict)
     number: int = 0
+    number_before: int = 0
+    group: int = 0
+    shared_counts: tuple[tuple[str, int], ...] = ()
     requires_grad: bool = True
     roundings: dict[str, Rounding] = field(default_factory=dict)
 

@@ -150,12 +150,33 @@ DEPARTURES: dict[str, Departure] = {
             "eps", ("update",), "error", "the step was taken with eps = {value:.0e}, where the group says {wanted:.0e}.", _STEP,
         ),
         Departure(
-            "eps-inside-root", ("update",), "error", "eps was added under the root of the second moment, not after it.", _STEP,
+            "eps-inside-root", ("update",), "error",
+            "{added} was added under the root of the second moment, not after it.", _STEP,
+        ),
+        Departure(
+            "eps-before-correction", ("update",), "error",
+            "{what} the second moment before its bias was corrected, which multiplies eps.",
+            "sqrt(second / correction) + eps",
         ),
         Departure("no-bias-correction", ("update",), "error", "the bias of {of} was not corrected.", _STEP),
         Departure(
             "step-count", ("update",), "error", "the step was taken as number {count}, and it is number {wanted}.",
             "Look at the states' step count after loading a checkpoint.",
+        ),
+        Departure(
+            "count-shared", ("update",), "error",
+            "bias is corrected by a count of steps that each {by} raises, so that it is that of a later step.",
+            "Keep a count for each parameter, or raise it once a step.",
+        ),
+        Departure(
+            "count-moved", ("update",), "error",
+            "the optimizer's count of steps went from {before} to {after} in one step.", _STEP,
+        ),
+        Departure(
+            "count-anew", ("update",), "error",
+            "the optimizer's count of steps is {count}, and its moments hold gradients of more steps: their bias is corrected as "
+            "if they had just begun.",
+            "Keep the step count with the moments in checkpoints.",
         ),
         Departure("no-momentum", ("update",), "error", "the step used the gradient itself, not its running mean.", _STEP),
         Departure("nesterov", ("update",), "error", "nesterov = {given} is given, and the step is that of the opposite.", _STEP),

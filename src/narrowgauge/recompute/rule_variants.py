@@ -1,7 +1,7 @@
 """Rules of optimizers in float64, and the rules next to them that a faulty step follows.
 
 A rule has two parts: what each state becomes, and the direction that the learning rate multiplies. Its variants have another
-epsilon, no bias correction, another count of steps, a stale moment.
+epsilon or another place for it, no bias correction, another count of steps, a stale moment.
 """
 
 from __future__ import annotations
@@ -121,16 +121,28 @@ def variants_of(rule: str, sample: ParameterSample, known: Values) -> Iterator[V
         if number > 0 and number != count:
             counts = (("count", number), ("wanted", count))
             yield Variant("step-count", counts, adam_step(sample, first, second, number, number))
+    for by, number in sample.shared_counts:
+        yield Variant("count-shared", (("by", by),), adam_step(sample, first, second, number, number))
     eps, beta2 = float(sample.settings["eps"]), float(sample.settings["betas"][1])
     for value in _EPSILONS:
         if value != eps:
             values = (("value", value), ("wanted", eps))
             yield Variant("eps", values, adam_step(sample, first, second, count, count, value))
-    correction2 = 1 - beta2**count
-    inside = first / (1 - sample.settings["betas"][0] ** count) / (second / correction2 + eps).sqrt()
-    yield Variant("eps-inside-root", (), inside)
     yield Variant("no-momentum", (), adam_step(sample, known["gradient"], second, 0, count))
     yield Variant("stale-moment", (("state", "exp_avg"),), adam_step(sample, known["exp_avg"], second, count, count))
     if known["exp_avg_sq"].any():
         stale = adam_step(sample, first, known["exp_avg_sq"], count, count)
         yield Variant("stale-moment", (("state", "exp_avg_sq"),), stale)
+    if not eps:
+        return
+    corrected, correction2 = first / (1 - float(sample.settings["betas"][0]) ** count), 1 - beta2**count
+    yield Variant("eps-inside-root", (("added", "eps"),), corrected / (second / correction2 + eps).sqrt())
+    yield Variant("eps-inside-root", (("added", "eps²"),), corrected / (second / correction2 + eps * eps).sqrt())
+    # The correction then multiplies eps, too.
+    before = {
+        "eps was added to the root of": second.sqrt() + eps,
+        "eps was added to": (second + eps).sqrt(),
+        "eps² was added to": (second + eps * eps).sqrt(),
+    }
+    for what, root in before.items():
+        yield Variant("eps-before-correction", (("what", what),), corrected * correction2**0.5 / root)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from narrowgauge.recompute.evaluation_piece import EvaluationHistory, check_loss
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.loss_piece import check_loss
+from narrowgauge.recompute.other_counts import shared_counts
 from narrowgauge.recompute.own_step import own_step, roundings_of
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
@@ -323,11 +325,12 @@ class StepWatcher:
         step.loss_scale = max(step.loss_scale, own.loss_scale)
         if own.why_not:
             step.missing["update"] = own.why_not
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             settings = settings_of(group)
             for place, parameter in enumerate(group["params"]):
                 name = self._names.get(id(parameter), f"param {place}")
-                step.parameters[name] = self._sample(name, parameter, settings, own.factor)
+                sample = self._sample(name, parameter, settings, own.factor)
+                step.parameters[name] = replace(sample, group=number)
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = dict(self._inner.named_parameters())
         step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in held}
@@ -355,6 +358,7 @@ class StepWatcher:
             computed=computed,
             computed_squares=squares,
             previous=self._previous.get(id(parameter)),
+            number_before=number_of(self.optimizer, parameter),
             requires_grad=parameter.requires_grad,
         )
 
@@ -447,6 +451,10 @@ class StepWatcher:
                 sample.states_after = states_of(optimizer, parameter)
                 sample.number = number_of(optimizer, parameter)
                 sample.roundings = roundings_of(optimizer, parameter)
+        stepped = [sample for sample in step.parameters.values() if sample.gradient is not None]
+        for place, sample in enumerate(stepped):
+            of_groups, of_all = (sample.group, len(optimizer.param_groups)), (place, len(stepped))
+            sample.shared_counts = shared_counts(sample.number, of_groups, of_all, max(1, len(step.calls)))
         self.nbytes = max(self.nbytes, step.nbytes)
         if "update" in step.missing:
             self._results.append(not_checked("update", step.missing["update"], step.step))

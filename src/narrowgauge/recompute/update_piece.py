@@ -3,8 +3,8 @@
 Each parameter is compared alone. Its states come first: the weight that they make is then computed from the states as the
 rule defines them, or, where those depart, from the states as they are; so a fault of a moment is not reported as one of the
 weight too. Where the weight departs, it is fitted as ``weight − a·step − c·weight`` for the step of the rule and of its
-variants (other epsilon, no bias correction, another count of steps), and the variant with the fewest free numbers that agrees
-to rounding is reported.
+variants (epsilon, no bias correction, another count of steps), and the variant with the fewest free numbers that agrees to
+rounding is reported. A variant that all parameters or all of a group agree with is the name of each of them.
 
 The envelope of rounding is measured: the rule in the formats of the tensors, and with every input moved by half a spacing of
 its format, against the rule in float64.
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, random_signs
 from narrowgauge.recompute.fitting import fitted, near
-from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult, not_checked
+from narrowgauge.recompute.other_counts import COUNTS, by_shared_variant, check_counts, counts_that_agree
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult, not_checked
 from narrowgauge.recompute.rounded_update import LOST, by_shared_cause, compare_rounded_state, compare_rounded_weight
 from narrowgauge.recompute.rule_variants import (
     Rule,
@@ -43,6 +44,8 @@ _MARGIN = 3.0
 NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _FREE = ("", "rate", "decay", "step", "both")
 """The numbers that are free in a fit of a weight: the fewest that agree are the answer."""
+_EXACT = ("frozen", "weight-narrow", "weights-scaled", "sign", "step-lost")
+"""Causes that no variant of the rule is. Others may be one: a count that began anew is a factor where eps is small."""
 
 
 def check_update(step: StepCapture) -> list[PieceResult]:
@@ -60,7 +63,8 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     found = [each for sample in step.parameters.values() for each in _of_parameter(step, sample)]
     if not found:
         return [not_checked(PIECE, "no parameter had a gradient", step.step)]
-    departs = by_shared_cause([each for each in found if each.status == DEPARTS])
+    departs = by_shared_cause(by_shared_variant(step, [each for each in found if each.status == DEPARTS]))
+    departs += check_counts(step)
     equal = [each for each in found if each.status == EQUAL]
     unknown = joined((each for each in found if each.status == NOT_CHECKED), len({each.where for each in found}))
     if departs:
@@ -290,7 +294,22 @@ def _compare_weight(
     if distance <= envelope:
         return result
     cause, values = _cause_of_weight(step, sample, known, expected, moved, after, rate, decay, envelope)
-    return replace(result, status=DEPARTS, cause=cause, values=values)
+    others: tuple[Alternative, ...] = ()
+    if step.rule != "sgd" and cause not in _EXACT:
+        change = moved + rate * decay * given["weight"]
+        counts = counts_that_agree(sample, known, change, rate, 1.5 * envelope)
+        others = (*counts, *_near_variants(step, sample, known, change, 3 * envelope))
+    return replace(result, status=DEPARTS, cause=cause, values=values, alternatives=others)
+
+
+def _near_variants(
+    step: StepCapture, sample: ParameterSample, known: Values, change: Tensor, tolerance: float
+) -> Iterator[Alternative]:
+    """The variants of the rule that a step is near without a free number: what other parameters agree with may be one."""
+    rate = float(sample.settings["lr"])
+    for each in variants_of(step.rule, sample, known):
+        if each.cause and float((change + rate * each.step).norm()) <= tolerance:
+            yield Alternative(each.cause, dict(each.values), error=1.0)
 
 
 def _cause_of_weight(
@@ -313,7 +332,8 @@ def _cause_of_weight(
     tolerance = 1.5 * envelope
     variants = list(variants_of(step.rule, sample, known))
     for free in _FREE:
-        fits = [_fit(variant, free, moved, weight, rate, decay) for variant in variants]
+        # A count with a free factor is no count.
+        fits = [_fit(v, free, moved, weight, rate, decay) for v in variants if v.cause not in COUNTS or free == ""]
         own = fits[0]
         # The rule itself, where it agrees; else the nearest of its variants.
         variant, rest, factor, taken = own if own[1] <= tolerance else min(fits, key=lambda fit: fit[1])
