@@ -36,10 +36,12 @@ class AuditedSteps:
         self.unchecked: dict[str, str] = {}
         self._watcher: StepWatcher | None = None
 
-    def begin(self, model: nn.Module, optimizer: Any, declared: Task) -> None:
-        """Watch a training; ``declared`` is what the framework's settings say."""
+    def begin(self, model: nn.Module, optimizer: Any, declared: Task, done: int = 0) -> None:
+        """Watch a training; ``declared`` is what the framework's settings say, ``done`` the steps of a loaded checkpoint."""
         self.end()
         self._watcher = StepWatcher(model, unwrapped(optimizer), self.every, self._take, self.task or declared)
+        if done:
+            self._watcher.go_on_from(done)
 
     def end(self) -> None:
         """Remove every hook."""

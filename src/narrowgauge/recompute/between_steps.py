@@ -43,12 +43,14 @@ def check_between(
     weights: Mapping[str, Tensor],
     states: Mapping[str, Mapping[str, Tensor]],
     outside: Mapping[str, Tensor],
+    numbers: Mapping[str, int],
 ) -> list[PieceResult]:
     """Compare what a step left with what the next one finds.
 
     Args:
         weights, states: samples at the same places, before the next step.
         outside: samples of the parameters in ``left.outside``.
+        numbers: the optimizer's counts of steps.
     """
     found = []
     for name, sample in left.parameters.items():
@@ -63,7 +65,10 @@ def check_between(
             if now is not None and now.shape == kept.shape and bool(((now == kept) | kept.isnan()).all()):
                 continue
             cause = "states-lost" if now is None or not now.any() else "states-written"
-            found.append(PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, cause, {"state": state}, left.step))
+            values: dict[str, object] = {"state": state}
+            if cause == "states-written" and 0 < (number := numbers.get(name, 0)) != sample.number:
+                cause, values = "states-of-other-step", {"step": sample.number, "at": number}
+            found.append(PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, cause, values, left.step))
     absent = [name for name, before in left.outside.items() if name in outside and outside[name].equal(before)]
     if absent:
         found.append(PieceResult("update", DEPARTS, tuple(absent), 1.0, 0.0, "no-group", step=left.step))

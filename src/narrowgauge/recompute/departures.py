@@ -118,6 +118,11 @@ DEPARTURES: dict[str, Departure] = {
             "Look for a second factor on the learning rate, or a rate that was changed after the group was read.",
         ),
         Departure(
+            "rate-of-other-step", ("update",), "error",
+            "step {step} was taken with the rate of step {of}: {factor:.4g} times its own.",
+            "Look for a rate that is read or compiled before the schedule sets it.",
+        ),
+        Departure(
             "step-scaled", ("update",), "error",
             "the gradient's part of the step is {factor:.4g} times the rule's; weight decay is as given.", _STEP,
         ),
@@ -328,6 +333,35 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "states-written", ("between",), "warning", "{state} was changed between two steps.",
             "Look at what the loop does after optimizer.step().",
+        ),
+        Departure(
+            "states-of-other-step", ("between",), "error",
+            "the loop goes on from step {step}, and the optimizer's states are those of step {at}.",
+            "Load weights and states of one checkpoint.",
+        ),
+        Departure(
+            "schedule-per-micro-batch", ("between",), "warning",
+            "the schedule of the learning rate moves with each micro-batch, {times} times a step.",
+            "Call scheduler.step() once after optimizer.step(); ng.task(schedule=\"own\") if its length is counted so.",
+        ),
+        Departure(
+            "schedule-many", ("between",), "warning", "the schedule of the learning rate moves {times} times in each step.",
+            "Call scheduler.step() once after optimizer.step(); ng.task(schedule=\"own\") if its length is counted so.",
+        ),
+        Departure(
+            "schedule-still", ("between",), "warning",
+            "the schedule of the learning rate does not move, and once a step was declared.",
+            "Call scheduler.step() after optimizer.step().",
+        ),
+        Departure(
+            "schedule-anew", ("between",), "warning",
+            "the schedule of the learning rate began anew: it is at step {now}, and the loop at {was}.",
+            "Load the schedule's state dict with the checkpoint; ng.task(schedule=\"own\") if it is meant.",
+        ),
+        Departure(
+            "schedule-beside", ("between",), "warning",
+            "step {step} has the learning rate that the schedule gives step {of}.",
+            "Call scheduler.step() after optimizer.step(), and load its state from the same step.",
         ),
         Departure(
             "average-still", ("between",), "error", "the average of the weights stands still.",

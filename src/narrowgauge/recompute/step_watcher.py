@@ -9,6 +9,7 @@ checked.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,7 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.between_steps import AverageCheck, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
     CALL_BYTES,
+    STATES,
     ForwardCall,
     ParameterSample,
     StepCapture,
@@ -51,11 +53,14 @@ from narrowgauge.recompute.own_step import own_step, roundings_of
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
+from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
 from narrowgauge.recompute.task import Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
 
 LARGEST_MODEL = 1 << 28
 """Parameters up to which the passes of a step are taken again, which needs a copy of them."""
+_FEW = 8
+"""Parameters whose counts are read in every step."""
 Report = Callable[[int, list[PieceResult]], object]
 
 
@@ -108,6 +113,10 @@ class StepWatcher:
         self._ranks = RankSamples(model, f"{first} {every} {sum(1 for _ in self._inner.parameters())}")
         self._gather, self._is_told_losses = gather, is_told_losses
         self._counts_loss, self._counted = is_told_losses, ""
+        self._schedules = ScheduleHistory(self.task.schedule, self._ranks.ranks)
+        self._passes_of_step = 0
+        self._begun, self._is_resumed = (0, 0), False
+        self._skipped: int | None = None
         self._not_followed: dict[str, str] = {}
         self._was_training, self._version = False, -1
         self._names = {id(p): plain_name(name) for name, p in self._inner.named_parameters()}
@@ -128,6 +137,16 @@ class StepWatcher:
         """Forget the rows that were seen, as where a loop goes back to an earlier step."""
         self._data, self._evaluations = DataHistory(self.task.data), EvaluationHistory()
         self._follow("evaluation", lambda: self._evaluations.keep_weights(self.num_steps, self._held()))
+
+    def go_on_from(self, step: int) -> None:
+        """The loop goes on from a checkpoint that has done ``step`` steps; weights and states are loaded before the next.
+
+        Args:
+            step: 0 where it begins anew.
+        """
+        self._left, self._begun, self._is_resumed = None, (step, self.num_steps), step > 0
+        self._schedules.go_on_from(step, self.num_steps)
+        self.begin_data_anew()
 
     def remove(self) -> None:
         """Remove every hook."""
@@ -158,6 +177,7 @@ class StepWatcher:
         if not torch.is_grad_enabled():
             self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
         else:
+            self._passes_of_step += 1
             self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
             if not self._why_dropped:
                 self._keep(lambda: self._keep_inputs(args, kwargs))
@@ -223,6 +243,7 @@ class StepWatcher:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._capture = None
+        self._follow("between", self._follow_schedules)
         is_closure = any(map(callable, [*args, *kwargs.values()]))
         if self._left is not None or self._evaluations.is_open:
             self._results = []
@@ -241,6 +262,33 @@ class StepWatcher:
         if not rule_of(optimizer):  # it may call its closure more than once
             return None
         return tuple(map(self._then_capture, args)), {name: self._then_capture(each) for name, each in kwargs.items()}
+
+    def _follow_schedules(self) -> None:
+        optimizer, is_search = self.optimizer, self._is_sampling or self.num_steps == 0 or self._is_resumed
+        may_skip = is_search and (_torch.scaler_of_step() is not None or own_step(optimizer).loss_scale != 1.0)
+        passes, self._passes_of_step = self._passes_of_step, 0
+        first = itertools.islice((p for group in optimizer.param_groups for p in group["params"]), _FEW)
+        count = max((_host_number(optimizer, p) for p in first), default=0)
+        self._schedules.begin_step(optimizer, self.num_steps, passes, count, is_search=is_search, may_skip=may_skip)
+        found = self._schedules.results(self.num_steps) if self._is_sampling else []
+        if self._is_resumed:
+            self._is_resumed = False
+            found += self._check_resumed()
+        if found:
+            self._report(self.num_steps, found)
+
+    def _check_resumed(self) -> list[PieceResult]:
+        optimizer, held = self.optimizer, self._held().values()
+        rule = rule_of(optimizer)
+        is_heavy = any(group.get("momentum") for group in optimizer.param_groups)
+        names = {"adam": STATES[:2], "adamw": STATES[:2], "sgd": STATES[2:] if is_heavy else ()}.get(rule, ())
+        states = (
+            (name, name in found and bool(found[name].any()))
+            for p in held
+            for found in [states_of(optimizer, p)]
+            for name in names
+        )
+        return check_resumed(rule, self._begun[0], (number_of(optimizer, p) for p in held), states, self._skipped)
 
     def _then_capture(self, closure: Any) -> Any:
         """A closure after which gradients are there, as frameworks pass one to the optimizer's step; others as they are."""
@@ -460,6 +508,12 @@ class StepWatcher:
             self._results.append(not_checked("update", step.missing["update"], step.step))
         else:
             self._results.extend(check_update(step))
+        names, after = list(held), rates_of(optimizer)
+        for place, each in enumerate(self._results):
+            group = step.parameters[each.where[0] if each.where else names[0]].group if each.cause == "rate" else 0
+            self._results[place] = self._schedules.named(each, group, step.step, after)
+        counted = max((sample.number for sample in step.parameters.values()), default=0)
+        self._skipped = self._begun[0] + step.step - self._begun[1] - counted if counted else None
         self._results.extend(check_frozen(step))
         self._results.extend(check_declared(step, self.task, optimizer.param_groups))
         self._follow("evaluation", lambda: self._evaluations.keep_weights(step.step, self._held()))
@@ -488,6 +542,7 @@ class StepWatcher:
                 {name: spread(weight_of(optimizer, p)) for name, p in held.items()},
                 {name: states_of(optimizer, p) for name, p in held.items()},
                 {name: spread(named[name]) for name in left.outside if name in named},
+                {name: number_of(optimizer, p) for name, p in held.items()},
             )
         )
         self._results.extend(self._average.check(left, self._averages()))
@@ -528,6 +583,12 @@ def _draws(module: nn.Module) -> bool:
     """Whether training mode changes what a module computes: dropout, and norms over the batch."""
     kind = type(module).__name__
     return ("Dropout" in kind and getattr(module, "p", 0) > 0) or "BatchNorm" in kind
+
+
+def _host_number(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
+    """The optimizer's count of a parameter's steps; 0 where reading it would wait for a device, or nothing is counted."""
+    count = optimizer.state.get(parameter, {}).get("step")
+    return 0 if isinstance(count, Tensor) and count.device.type != "cpu" else number_of(optimizer, parameter)
 
 
 def _keeper(call: ForwardCall, place: str) -> Callable[[Tensor], None]:

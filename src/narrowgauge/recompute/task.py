@@ -28,6 +28,13 @@ DATA = {
     "own": "rows may come again at any time, too, as those of a replay buffer do",
 }
 """What a task can declare of its data."""
+EACH_STEP, OWN_SCHEDULE = "step", "own"
+SCHEDULES = {
+    "": "not declared: it may move once a step, once an epoch, or by hand",
+    EACH_STEP: "it moves once in each step of the optimizer",
+    OWN_SCHEDULE: "it moves otherwise on purpose, several times a step, say",
+}
+"""What a task can declare of its learning-rate schedule."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Task:
         optimizer: one of ``RULES``, or empty.
         settings: of the optimizer's groups, by name.
         data: a key of ``DATA``.
+        schedule: a key of ``SCHEDULES``.
     """
 
     loss: str = ""
@@ -59,6 +67,7 @@ class Task:
     optimizer: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
+    schedule: str = ""
 
 
 def task(
@@ -74,6 +83,7 @@ def task(
     optimizer: str = "",
     settings: Mapping[str, Any] | None = None,
     data: str = "",
+    schedule: str = "",
 ) -> Task:
     """Declare what a training loop means to do, for the audit of its steps.
 
@@ -96,10 +106,12 @@ def task(
         settings: ``lr`` (before schedules), ``betas``, ``eps``, ``weight_decay`` (of those that are decayed), ``momentum`` …
         data: a key of ``DATA``: ``"curriculum"`` where order and frequencies of tokens change on purpose, ``"own"`` where rows
             come again on purpose, too. Empty: rows are drawn from one source, in epochs or with replacement.
+        schedule: a key of ``SCHEDULES``: ``"step"`` where a :mod:`torch.optim.lr_scheduler` is stepped once after each step of
+            the optimizer, ``"own"`` where it moves otherwise on purpose. Empty: one that stands still is taken as meant.
     Returns:
         The declaration, for ``ng.check(…, task=…)`` and ``ng.RunRecorder(…, task=…)``.
     Raises:
-        RecipeError: an unknown loss, division of weight decay, optimizer or kind of data.
+        RecipeError: an unknown loss, division of weight decay, optimizer, kind of data or of schedule.
     Example:
         >>> import narrowgauge as ng
         >>> ng.task(decay_groups="matrices", max_grad_norm=1.0).max_grad_norm
@@ -112,6 +124,7 @@ def task(
         ("decay_groups", named, GROUPS),
         ("optimizer", optimizer, ("", *RULES)),
         ("data", data, DATA),
+        ("schedule", schedule, SCHEDULES),
     ):
         if value not in known:
             hint = suggestion(value, known) or f"Known are {', '.join(repr(each) for each in known if each)}."
@@ -128,4 +141,5 @@ def task(
         optimizer=optimizer,
         settings=dict(settings or {}),
         data=data,
+        schedule=schedule,
     )

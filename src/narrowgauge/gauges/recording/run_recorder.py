@@ -253,7 +253,7 @@ class RunRecorder:
         self._record.here.of_first(lambda: _make_room(self.folder, step))
         self._record.go_back(step)
         if self._audited is not None:
-            self._audited.begin_data_anew()
+            self._audited.go_on_from(step)
         self._must_go_back = False
         self._begin_at(step)
         if goes_on or began:

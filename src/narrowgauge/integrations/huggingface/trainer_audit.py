@@ -9,7 +9,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from narrowgauge._torch import plain_name
 from narrowgauge.integrations.audited_steps import AuditedSteps
-from narrowgauge.recompute.task import Task, task
+from narrowgauge.recompute.task import EACH_STEP, Task, task
 
 _RULES = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "sgd": "sgd"}
 """The rule behind a name of ``TrainingArguments(optim=…)``, for those that are computed again."""
@@ -24,12 +24,14 @@ def declared_by(trainer: Trainer) -> Task:
     Args:
         trainer: before ``train()``.
     Returns:
-        The limit of clipping, micro-batches, label smoothing; of the optimizer its rule, settings and the names that it decays.
+        The limit of clipping, micro-batches, label smoothing, a schedule that moves once a step; of the
+        optimizer its rule, settings and the names that it decays.
     """
     args = trainer.args
     declared: dict[str, Any] = {
         "max_grad_norm": args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else None,
         "micro_batches": args.gradient_accumulation_steps,
+        "schedule": EACH_STEP,
     }
     if _is_own(trainer, "compute_loss") and trainer.compute_loss_func is None:
         declared["label_smoothing"] = args.label_smoothing_factor
@@ -63,7 +65,7 @@ class StepAudit(TrainerCallback, AuditedSteps):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
     ) -> None:
-        self.begin(named["model"], named["optimizer"], self.declared)
+        self.begin(named["model"], named["optimizer"], self.declared, state.global_step)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
         self.end()

@@ -10,7 +10,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.audited_steps import AuditedSteps
 from narrowgauge.integrations.lightning.packages import joined_when_asked
 from narrowgauge.integrations.lightning.precision import RecipePrecision
-from narrowgauge.recompute.task import Task, task
+from narrowgauge.recompute.task import EACH_STEP, Task, task
 
 _Base: Any = AuditedSteps
 
@@ -29,7 +29,10 @@ def declared_by(trainer: Any, pl_module: Any) -> Task:
     is_own = type(pl_module).configure_gradient_clipping.__module__.partition(".")[0] in _PACKAGES
     if trainer.gradient_clip_val and by_norm and is_own:
         limit = float(trainer.gradient_clip_val)
-    return task(max_grad_norm=limit, micro_batches=trainer.accumulate_grad_batches)
+    configs = trainer.lr_scheduler_configs if pl_module.automatic_optimization else []
+    is_each = bool(configs) and all(each.interval == "step" and each.frequency == 1 for each in configs)
+    schedule = EACH_STEP if is_each else ""
+    return task(max_grad_norm=limit, micro_batches=trainer.accumulate_grad_batches, schedule=schedule)
 
 
 _PACKAGES = ("lightning", "pytorch_lightning", "narrowgauge")
@@ -72,7 +75,8 @@ class FitAudit(_Base):
                 f"steps are computed again of one optimizer, and the fit has {len(trainer.optimizers)}.",
                 "Use ng.check(model, optimizer, step=2) in your training_step.",
             )
-        self.begin(called_model(trainer, pl_module), trainer.optimizers[0], declared_by(trainer, pl_module))
+        declared, done = declared_by(trainer, pl_module), trainer.global_step
+        self.begin(called_model(trainer, pl_module), trainer.optimizers[0], declared, done)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self.end()
