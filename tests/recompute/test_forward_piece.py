@@ -161,6 +161,24 @@ def test_padding_before_every_row_says_nothing_of_the_order() -> None:
     assert not {"order-unseen", "past-unseen"} & loop.run(2).names()
 
 
+def test_positions_that_are_counted_from_a_mask_of_floats_are_no_cast() -> None:
+    class Counted(nn.Embedding):
+        def forward(self, mask: Tensor) -> Tensor:
+            return super().forward(mask.cumsum(1).long() - 1)
+
+    loop = Loop()
+    loop.model.position = Counted(LENGTH, WIDTH)
+    loop.optimizer.param_groups[0]["params"] = list(loop.model.parameters())
+
+    def hook(module: nn.Module, args: Any) -> Any:
+        return (torch.ones(1, len(args[0]), dtype=torch.float32),)
+
+    loop.model.position.register_forward_pre_hook(hook)
+    loop.watcher.remove()  # type: ignore[union-attr]
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep)
+    assert "module-cast" not in loop.run(2).names()
+
+
 def test_weights_that_a_configuration_ties_and_that_are_two_are_named() -> None:
     def named(is_cut: bool) -> set[str]:
         loop = Loop()

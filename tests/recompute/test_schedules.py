@@ -104,11 +104,12 @@ def test_a_schedule_that_is_a_step_away_is_named(ahead: bool) -> None:
     assert found[0].values["of"] - found[0].values["step"] == (1 if ahead else -1)
 
 
-def test_a_schedule_that_begins_anew_beside_the_same_optimizer_is_named() -> None:
-    loop = Scheduled().run(7)
+@pytest.mark.parametrize("step", [5, 7])
+def test_a_schedule_that_begins_anew_beside_the_same_optimizer_is_named(step: int) -> None:
+    loop = Scheduled().run(step)
     loop.schedule.load_state_dict(decayed(torch.optim.SGD(loop.model.parameters())).state_dict())
-    found = loop.run(1).causes()
-    assert [(each.cause, each.values) for each in found] == [("schedule-anew", {"was": 6, "now": 0})]
+    found = loop.run(8 - step).causes()
+    assert [(each.cause, each.values) for each in found] == [("schedule-anew", {"was": step - 1, "now": 0})]
 
 
 def test_a_schedule_that_goes_back_with_its_optimizer_is_healthy() -> None:

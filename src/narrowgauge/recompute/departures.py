@@ -232,6 +232,20 @@ DEPARTURES: dict[str, Departure] = {
             "Give attention the borders of packed sequences, or let positions go on if one is to see the other.",
         ),
         Departure(
+            "positions-absolute", ("forward",), "warning",
+            "the same tokens at later positions have other outputs, and the model has relative positions.",
+            "Look at where positions enter: queries and keys must turn alike.",
+        ),
+        Departure(
+            "padding-seen", ("forward",), "warning",
+            "outputs change with padding before the sequence, which the mask leaves out.",
+            "Look at the mask, and at positions that are counted from the padding.",
+        ),
+        Departure(
+            "random-in-evaluation", ("forward",), "warning", "in evaluation mode outputs change with the random state.",
+            "Look for dropout that does not ask for the mode: dropout_p of attention is a number, 0 if not self.training.",
+        ),
+        Departure(
             "tie-cut", ("forward",), "warning", "the configuration ties these weights, and they are two parameters.",
             "Call model.tie_weights() after what replaced one of them, before the optimizer is made.",
         ),

@@ -2,8 +2,9 @@
 
 The model is called on a slice of the step's batch in float32, without dropout and autocast, and again with one thing changed.
 Of a language model that predicts the next token is asked: an output does not change with later tokens, nor with the other
-sequences of the batch; it does change with the token before, and with the order of the tokens before. Where an output changes
-that must not, the first module whose output changes is named.
+sequences of the batch, nor with the random state; it does change with the token before, and with the order of the tokens
+before. With relative positions it does not change where the whole sequence is moved. Where an output changes that must not, the
+first module whose output changes is named.
 
 Each module with parameters is also called alone on what it received, moved by far less than a spacing of bfloat16: a module
 that casts to a narrower format inside answers with steps.
@@ -22,7 +23,14 @@ from torch.func import functional_call
 
 from narrowgauge._torch import plain_name
 from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs, tensors_in
-from narrowgauge.recompute.passes_again import in_mode, moved_by_half_a_spacing, outputs_again, without_own_hooks
+from narrowgauge.recompute.moved_sequences import moved_sequences
+from narrowgauge.recompute.passes_again import (
+    in_mode,
+    moved_by_half_a_spacing,
+    other_random_states,
+    outputs_again,
+    without_own_hooks,
+)
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 
 PIECE = "forward"
@@ -40,7 +48,8 @@ def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         step: with its forward passes.
         model: unwrapped.
 
-    Cost: six forward passes over at most 3 × 64 tokens, and each module once more.
+    Cost: seven forward passes over at most 3 × 64 tokens, five more over fewer where positions are relative, and each module
+        once more.
     """
     call = next((each for each in step.calls if each.sequence is not None), None)
     if call is None:
@@ -114,11 +123,15 @@ class _Questions:
 
     def ask(self) -> Iterator[PieceResult]:
         with in_mode(self.model, False):
+            if drawn := list(self._random_state()):
+                yield from drawn  # what else it depends on is hidden by that
+                return
             yield from self._later_tokens()
             yield from self._other_rows()
             yield from self._before_a_border()
             if bool(self._whole_rows().any()):
                 yield from self._tokens_before()
+            yield from self._moved()
 
     def _beside(self, name: str) -> Tensor | None:
         """An input beside the tokens, of their shape, by the name that transformers gives it."""
@@ -157,6 +170,18 @@ class _Questions:
 
     def _result(self, cause: str, apart: float, where: tuple[str, ...] = ()) -> PieceResult:
         return PieceResult(PIECE, DEPARTS, where, apart, self.envelope, cause, step=self.step.step)
+
+    def _random_state(self) -> Iterator[PieceResult]:
+        call = replace(self.call, random=other_random_states(self.call.device))
+        everywhere = (slice(None), slice(None))
+        apart = self._apart(call, everywhere)
+        if apart > self.envelope:
+            yield self._result("random-in-evaluation", apart, self._first_module(call, everywhere))
+
+    def _moved(self) -> Iterator[PieceResult]:
+        for cause, apart in moved_sequences(self.model, self.call, self._outputs):
+            if apart > self.envelope:
+                yield self._result(cause, apart)
 
     def _later_tokens(self) -> Iterator[PieceResult]:
         half = self.tokens.shape[1] // 2
@@ -277,8 +302,8 @@ def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | N
     """How many times more a module's output moves than its input and parameters; ``None`` where it takes no floats alone."""
     if not args or any(isinstance(a, Tensor) and a.dtype is not torch.float32 for a in args):
         return None  # of other dtypes too: a framework may begin autocast inside the model
-    if next(module.children(), None) is not None:
-        return None
+    if next(module.children(), None) is not None or isinstance(module, nn.Embedding):
+        return None  # an embedding may count positions from a mask of floats
     generator = torch.Generator().manual_seed(0)
 
     def nudged(value: Any) -> Any:

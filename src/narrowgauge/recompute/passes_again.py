@@ -40,6 +40,12 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
     return found
 
 
+def other_random_states(device: torch.device) -> dict[str, Tensor]:
+    """States of the same generators, which no run is in."""
+    kinds = {"cpu": "cpu", **({"cuda": device} if device.type == "cuda" else {})}
+    return {name: torch.Generator(of).manual_seed(0x5EED).get_state() for name, of in kinds.items()}
+
+
 @contextmanager
 def _random_as(call: ForwardCall) -> Iterator[None]:
     before = random_states(call.device)

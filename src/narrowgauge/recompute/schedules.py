@@ -92,6 +92,7 @@ class ScheduleHistory:
         self._named: set[str] = set()
         self._is_from_start, self._begun = True, (0, 0)
         self._has_skipped = False
+        self._restarts: list[PieceResult] = []
 
     def go_on_from(self, step: int, seen: int) -> None:
         """The loop goes on from a checkpoint of a step, after so many steps that were seen."""
@@ -125,6 +126,7 @@ class ScheduleHistory:
         self._followed = [each for each in self._followed if each.schedule() is not None]
         for each in self._followed:
             each.add(int(getattr(each.schedule(), "last_epoch", 0)), passes, count)
+            self._restarts += _restarts(each, seen)
 
     def results(self, seen: int) -> list[PieceResult]:
         """What is known of the schedules before a step; each departure once.
@@ -132,7 +134,8 @@ class ScheduleHistory:
         Args:
             seen: steps before it.
         """
-        found = [result for each in self._followed for result in self._judged(each, seen)]
+        found, self._restarts = self._restarts, []
+        found += [result for each in self._followed for result in self._judged(each, seen)]
         if self.declared == EACH_STEP and self._followed and all(each.is_moved_by(0) for each in self._followed):
             found.append(_departs("schedule-still", seen))
         new = [each for each in found if each.cause not in self._named]
@@ -147,10 +150,6 @@ class ScheduleHistory:
         if times >= 2 and schedule.is_moved_by(times) and times != self.ranks:
             is_each_pass = set(schedule.passes[-_STEPS:]) == {times}
             yield _departs("schedule-per-micro-batch" if is_each_pass else "schedule-many", seen, times=times)
-        elif moves[-1] < 0 and set(moves[:-1]) == {1} and schedule.places[-1] <= 1:
-            before, after = schedule.counts[-2:]
-            if after > before > 0:  # the states did not go back with it
-                yield _departs("schedule-anew", seen, was=schedule.places[-2], now=schedule.places[-1])
         elif schedule.is_moved_by(1):
             yield from self._from_where(schedule.places[-1], seen)
 
@@ -183,6 +182,15 @@ class ScheduleHistory:
             if abs(ratio - 1) > 1e-6 and near(factor - 1, ratio - 1, _EXPLAINED):
                 return replace(result, cause="rate-of-other-step", values={"of": at, "step": step, "factor": factor})
         return result
+
+
+def _restarts(schedule: _Followed, seen: int) -> Iterator[PieceResult]:
+    """A schedule that moved once a step and is at its begin again, while the optimizer's states did not go back with it."""
+    moves = schedule.moves
+    if moves and moves[-1] < 0 and set(moves[:-1]) == {1} and schedule.places[-1] <= 1:
+        before, after = schedule.counts[-2:]
+        if after > before > 0:
+            yield _departs("schedule-anew", seen, was=schedule.places[-2], now=schedule.places[-1])
 
 
 def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:

@@ -110,6 +110,7 @@ class StepWatcher:
         self._left: LeftAfterStep | None = None
         self._average = AverageCheck()
         self._modes: set[str] = set()
+        self._random: dict[str, Tensor] = {}
         self._ranks = RankSamples(model, f"{first} {every} {sum(1 for _ in self._inner.parameters())}")
         self._gather, self._is_told_losses = gather, is_told_losses
         self._counts_loss, self._counted = is_told_losses, ""
@@ -176,6 +177,8 @@ class StepWatcher:
             return
         if not torch.is_grad_enabled():
             self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
+            is_asked = module.training and not self._modes
+            self._random = random_states(next(module.parameters()).device) if is_asked else {}
         else:
             self._passes_of_step += 1
             self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
@@ -211,6 +214,17 @@ class StepWatcher:
         self._version = version
         self._data.add(tokens)
 
+    def _drawn(self) -> None:
+        """Modules in training mode that have dropout as a number, if the pass that ends took random numbers.
+
+        Where none has, they came from a number that is kept elsewhere, and no module is named.
+        """
+        before, self._random = self._random, {}
+        now = random_states(next(self._inner.parameters()).device) if before else {}
+        if any(not state.equal(now[kind]) for kind, state in before.items()):
+            named = {plain_name(n) for n, m in self._inner.named_modules() if m.training and _has_dropout(m)}
+            self._modes |= named or {""}
+
     def _evaluated_on(self, tokens: Tensor | None, output: Any) -> None:
         logits = next((t for t in float_outputs(output).values() if t.ndim == 3), None) if self._counts_loss else None
         self._evaluations.add(self._held(), tokens, logits)
@@ -219,6 +233,7 @@ class StepWatcher:
         if torch.compiler.is_compiling() or self.is_own_pass or module is not self._inner:
             return
         if not torch.is_grad_enabled():
+            self._follow("evaluation", self._drawn)
             self._follow("evaluation", lambda: self._evaluated_on(tokens_of(args, kwargs), output))
         elif self._calls:
             self._keep(lambda: self._keep_outputs(self._calls[-1], output))
@@ -547,7 +562,7 @@ class StepWatcher:
         )
         self._results.extend(self._average.check(left, self._averages()))
         if self._modes:
-            modes = tuple(sorted(self._modes))
+            modes = tuple(sorted(filter(None, self._modes)))
             self._results.append(
                 PieceResult("evaluation", DEPARTS, modes, 1.0, 0.0, "evaluated-in-training", step=left.step)
             )
@@ -583,6 +598,11 @@ def _draws(module: nn.Module) -> bool:
     """Whether training mode changes what a module computes: dropout, and norms over the batch."""
     kind = type(module).__name__
     return ("Dropout" in kind and getattr(module, "p", 0) > 0) or "BatchNorm" in kind
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    """Whether a module has dropout as a number, as attention that hands it on to a kernel."""
+    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _host_number(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
