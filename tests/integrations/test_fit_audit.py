@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import lightning.pytorch as pl
 import torch
 from torch.utils.data import DataLoader
 
-from narrowgauge.integrations.lightning import StepAudit
+import narrowgauge as ng
+from narrowgauge.integrations.lightning import NarrowgaugeMonitor, StepAudit
+from narrowgauge.recompute.departures import DEPARTURES
 from recompute.audited_loop import Model, batches, next_token
 
 
@@ -86,6 +89,19 @@ FAULTS: dict[str, tuple[type, dict[str, Any], set[tuple[str, str]]]] = {
     "one layer": (OneLayer, {}, {("gradient-scaled", "head.weight")}),
     "one layer, then clipped": (OneLayer, {"gradient_clip_val": 1e3}, {("gradient-scaled", "head.weight")}),
 }
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_monitor_writes_departures_as_events(fault: str, tmp_path: Path) -> None:
+    kind, options, names = FAULTS[fault]
+    with pytest.warns(UserWarning, match=next(iter(names))[0]):
+        fit(kind(), NarrowgaugeMonitor(tmp_path / "run", audit_every=2), **options)
+    events = ng.read_run(tmp_path / "run").events
+    assert {
+        (each["detector"], each.get("tensor") or "") for each in events if each.get("detector") in DEPARTURES
+    } == names
+    fit(Module(), NarrowgaugeMonitor(tmp_path / "healthy", audit_every=2))
+    assert not [each for each in ng.read_run(tmp_path / "healthy").events if each.get("detector") in DEPARTURES]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ pytest.importorskip(
 )
 
 import torch
-from transformers import LlamaForCausalLM, Trainer
+from transformers import LlamaForCausalLM, Trainer, TrainerCallback
 
 import narrowgauge as ng
 from integrations.huggingface_runs import MyTrainer, arguments, history, plain_arguments, rows_of, same_bits, trainer_of
@@ -23,6 +24,7 @@ from integrations.own_trainer import reference
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.huggingface import NarrowgaugeCallback, optimizer_factory
 from narrowgauge.integrations.huggingface.training_arguments import require_whole_weights
+from narrowgauge.recompute.departures import DEPARTURES
 from narrowgauge.spec.recipes import Phase
 
 TWO = {"gradient_accumulation_steps": 2}
@@ -297,6 +299,37 @@ def test_a_second_training_has_a_folder_of_its_own_with_gauges(tmp_path: Path) -
         trainer_of(tmp_path, run, mixin={"recipe": run.recipe, "callbacks": [callback]}).train()
         assert len(ng.read_run(tmp_path / ("run" if count == 1 else "run-2")).gauges) > 0
     assert not (tmp_path / "narrowgauge").exists()
+
+
+class OneLayer(TrainerCallback):
+    """Multiplies the gradient of the head within the step's line."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+        named["model"].lm_head.weight.grad.mul_(1.5)
+
+
+@pytest.mark.parametrize("kind", [MyTrainer, Trainer])
+@pytest.mark.parametrize("is_faulty", [False, True])
+def test_steps_are_computed_again_with_one_argument(kind: type[Trainer], is_faulty: bool, tmp_path: Path) -> None:
+    run = reference("bfloat16/word", steps=3)
+    callbacks = [NarrowgaugeCallback(tmp_path / "run", audit_every=2), *([OneLayer()] if is_faulty else [])]
+    given: dict[str, Any] = {"recipe": run.recipe, "callbacks": callbacks}
+    if kind is Trainer:
+        args = arguments(tmp_path, run, max_grad_norm=0)
+        made = optimizer_factory(args, run.recipe, max_grad_norm=run.settings.max_grad_norm)
+        given = {"args": args, "optimizer_cls_and_kwargs": made, "callbacks": callbacks}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer_of(tmp_path, run, kind, mixin=given).train()
+    found = ng.read_run(tmp_path / "run")
+    named = {(each["detector"], each["tensor"]) for each in found.events if each.get("detector") in DEPARTURES}
+    assert named == ({("gradient-scaled", "lm_head.weight")} if is_faulty else set()), found.events
+    assert is_faulty or [row["loss"] for row in found.steps] == run.losses
+
+
+def test_an_audit_of_steps_needs_a_folder() -> None:
+    with pytest.raises(RecipeError, match="without a run folder"):
+        NarrowgaugeCallback(audit_every=100)
 
 
 def test_a_plain_trainer_is_recorded_from_its_log(tmp_path: Path) -> None:

@@ -42,8 +42,8 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 def other_random_states(device: torch.device) -> dict[str, Tensor]:
     """States of the same generators, which no run is in."""
-    kinds = {"cpu": "cpu", **({"cuda": device} if device.type == "cuda" else {})}
-    return {name: torch.Generator(of).manual_seed(0x5EED).get_state() for name, of in kinds.items()}
+    devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
+    return {each.type: torch.Generator(each).manual_seed(0x5EED).get_state() for each in devices}
 
 
 @contextmanager

@@ -32,7 +32,8 @@ class LoopFingerprints:
     """Follows the steps of a loop.
 
     Args:
-        model: as the loop calls it.
+        model: whose tensors are recorded.
+        called: the model as the loop calls it, or the part of it that it calls.
         optimizer: that steps it, without wrappers.
         every: steps between fingerprints; the start and the first step have some, too. 0 for none.
         here: the ranks, all of which make all calls.
@@ -50,13 +51,14 @@ class LoopFingerprints:
     def __init__(
         self,
         model: nn.Module,
+        called: nn.Module,
         optimizer: torch.optim.Optimizer,
         every: int,
         here: Ranks,
         on_formats: Callable[[Row], object],
         on_failure: Callable[[str], object],
     ) -> None:
-        self.model, self.here = model, here
+        self.called, self.here = called, here
         self.prints = Fingerprints(unwrapped_model(model), optimizer, every, here, first=1)
         self._on_formats, self._on_failure = on_formats, on_failure
         self._has_formats = self._passes_over = False
@@ -64,8 +66,8 @@ class LoopFingerprints:
         self._num_sequences = self._step = 0
         self._pass = ExitStack()
         self._handles = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            model.register_forward_hook(self._after_forward),
+            called.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            called.register_forward_hook(self._after_forward),
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
@@ -102,7 +104,7 @@ class LoopFingerprints:
     def _follows(self, module: nn.Module) -> bool:
         return (
             not torch.compiler.is_compiling()
-            and module is self.model
+            and module is self.called
             and torch.is_grad_enabled()
             and not self._passes_over
             and not (self.audited is not None and self.audited.is_own_pass)
@@ -163,7 +165,7 @@ def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _hooks_of_none() -> LoopFingerprints:
     found = LoopFingerprints.__new__(LoopFingerprints)
-    found.model, found._passes_over = nn.Module(), True
+    found.called, found._passes_over = nn.Module(), True
     return found
 
 

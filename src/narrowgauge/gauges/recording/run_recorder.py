@@ -77,6 +77,8 @@ class RunRecorder:
             departs becomes an event.
         fingerprints_every: steps between fingerprints of every tensor, by which ``narrowgauge diagnose RUN OTHER`` finds the
             first one that differs; the start and the first step have some, too. 0 for none.
+        called: the part of the model whose forward pass the loop calls, where that is not the model's own; for the audit of steps
+            and for fingerprints.
         task: what the loop means to do, where that is not the usual (:func:`narrowgauge.task`).
         loggers: where rows and events also go: names such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"aim"``.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
@@ -122,6 +124,7 @@ class RunRecorder:
         gauges_every: int = 0,
         audit_every: int = 0,
         fingerprints_every: int = 1000,
+        called: nn.Module | None = None,
         task: Task | None = None,
         loggers: str | Iterable[str] = (),
         resume: bool = False,
@@ -144,8 +147,9 @@ class RunRecorder:
             self.reporter = Reporter(writer, screen, policy, sent_to, content["config"], is_audited=is_audited)
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
+            passes = model if called is None else called
             self._prints = LoopFingerprints(
-                model, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
+                model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
             )
             undo.callback(self._prints.remove)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
@@ -154,7 +158,7 @@ class RunRecorder:
             if audit_every:
                 gather = here.gather if here.size > 1 else None
                 self._audited = StepWatcher(
-                    model, self.optimizer, audit_every, self._audited_step, task, gather=gather, is_told_losses=True
+                    passes, self.optimizer, audit_every, self._audited_step, task, gather=gather, is_told_losses=True
                 )
                 undo.callback(self._audited.remove)
                 self._prints.audited = self._audited

@@ -14,6 +14,7 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.task import EACH_STEP, Task, task
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -27,10 +28,14 @@ class NarrowgaugeCallback(TrainerCallback):
         folder: the run folder; ``None`` writes none. A new training never overwrites a record: it takes ``folder-2``,
             ``folder-3`` …; a resumed one continues in the last of them.
         gauges_every: steps between samples of the gauges; 0 for none. They need a folder.
+        audit_every: steps between those that are computed again, piece by piece (:doc:`ideas/recompute`); the second step is one
+            too. 0 for none. What departs becomes an event, so a folder is needed. The trainer's argument of this name is another:
+            how often its optimizer compares updates with their exact values.
+        task: what the training means to do, for that audit; ``None`` takes what the trainer and its arguments declare.
         loggers: where rows and events also go, such as ``"tensorboard"``.
 
     Raises:
-        RecipeError: when training begins, if the optimizer is not one of Narrowgauge's, steps at another rate than
+        RecipeError: gauges, loggers or an audit of steps without a folder; when training begins, if the optimizer is not one of Narrowgauge's, steps at another rate than
             ``learning_rate``, or clips as the Trainer does.
 
     Example:
@@ -40,15 +45,27 @@ class NarrowgaugeCallback(TrainerCallback):
     """
 
     def __init__(
-        self, folder: str | Path | None = None, *, gauges_every: int = 0, loggers: str | Iterable[str] = ()
+        self,
+        folder: str | Path | None = None,
+        *,
+        gauges_every: int = 0,
+        audit_every: int = 0,
+        task: Task | None = None,
+        loggers: str | Iterable[str] = (),
     ) -> None:
-        if folder is None and (gauges_every or loggers):
-            raise RecipeError("gauges or loggers were requested of a callback without a run folder.", "Name a folder.")
+        if folder is None and (gauges_every or audit_every or loggers):
+            raise RecipeError(
+                "gauges, loggers or an audit of steps were requested of a callback without a run folder.",
+                "Name a folder.",
+            )
         self.folder = None if folder is None else Path(folder)
         self.recorder: RunRecorder | None = None
         self.recipe: Recipe | None = None
         """The recipe of the trainer that this callback belongs to; ``None`` in a plain one."""
-        self._options: dict[str, Any] = {"gauges_every": gauges_every, "loggers": loggers}
+        self.task = task
+        self.declared: Task | None = None
+        """What the trainer that this callback belongs to does itself; ``None`` in a plain one."""
+        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every, "loggers": loggers}
         self._loss: Tensor | None = None
         self._tokens: Any = 0
 
@@ -98,6 +115,7 @@ class NarrowgaugeCallback(TrainerCallback):
             recipe=self.recipe,
             settings=_settings(args, state),
             resume=resume,
+            task=self.task or self.declared or _declared_by(args, optimizer),
             **self._options,
         )
         if resume:
@@ -135,6 +153,12 @@ class NarrowgaugeCallback(TrainerCallback):
         if self.recorder is not None:
             self.recorder.close(finished)
             self.recorder = None
+
+
+def _declared_by(args: TrainingArguments, optimizer: Optimizer) -> Task:
+    """What a plain Trainer does by its arguments alone; the optimizer, the loss and the labels may be of one's own."""
+    limit = args.max_grad_norm if args.max_grad_norm and args.max_grad_norm > 0 else optimizer.max_grad_norm
+    return task(max_grad_norm=limit, micro_batches=args.gradient_accumulation_steps, schedule=EACH_STEP)
 
 
 def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:

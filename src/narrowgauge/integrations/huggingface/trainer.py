@@ -36,6 +36,7 @@ from narrowgauge.assembly.resumption import carried_with_audit, restore_with_aud
 from narrowgauge.distributed.sharding import has_shards
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.huggingface.callback import NarrowgaugeCallback
+from narrowgauge.integrations.huggingface.trainer_audit import declared_by
 from narrowgauge.integrations.huggingface.training_arguments import (
     make_optimizer,
     refuse_contradictions,
@@ -127,7 +128,7 @@ class NarrowgaugeTrainer(_Trainer):
         callback = given[0] if given else NarrowgaugeCallback(Path(self.args.output_dir or ".") / "narrowgauge")
         if not given:
             self.add_callback(callback)
-        callback.recipe = self.recipe
+        callback.recipe, callback.declared = self.recipe, declared_by(self)
         return callback
 
     # ── before training ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.integrations.lightning.fit_audit import called_model, declared_by
 from narrowgauge.integrations.lightning.packages import joined_when_asked
 from narrowgauge.integrations.lightning.precision import RecipePrecision
+from narrowgauge.recompute.task import Task
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.loggers.logger import gauge_numbers, numbers_of
 from narrowgauge.runs.schema import EVAL, STEP, Row
@@ -32,6 +34,9 @@ class RunMonitor(_Base):
         folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's ``default_root_dir``. A new fit never overwrites
             a record: it takes ``folder-2``, ``folder-3`` …
         gauges_every: steps between samples of the gauges; 0 for none.
+        audit_every: steps between those that are computed again, piece by piece (:doc:`ideas/recompute`); the second step is one
+            too. 0 for none. What departs becomes an event.
+        task: what the fit means to do, for that audit; ``None`` takes the Trainer's own settings.
         loggers: names of Narrowgauge's loggers that get the rows too.
         loss, val_loss: the names under which the module logs its losses; a loss that ``training_step`` returns is preferred.
         tokens: from a batch to the number of its tokens; ``None`` records none.
@@ -50,6 +55,8 @@ class RunMonitor(_Base):
         folder: str | Path | None = None,
         *,
         gauges_every: int = 0,
+        audit_every: int = 0,
+        task: Task | None = None,
         loggers: str | Iterable[str] = (),
         loss: str = "loss",
         val_loss: str = "val_loss",
@@ -57,7 +64,8 @@ class RunMonitor(_Base):
     ) -> None:
         self.folder = None if folder is None else Path(folder)
         self.recorder: RunRecorder | None = None
-        self._options: dict[str, Any] = {"gauges_every": gauges_every, "loggers": loggers}
+        self.task = task
+        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every, "loggers": loggers}
         self._names, self._count = (loss, val_loss), tokens
         self._step, self._tokens = 0, 0
         self._loss: Tensor | None = None
@@ -84,6 +92,8 @@ class RunMonitor(_Base):
             recipe=recipe,
             settings=_settings(trainer),
             resume=goes_on,
+            called=called_model(trainer, pl_module),
+            task=self.task or declared_by(trainer, pl_module),
             **self._options,
         )
         if trainer.is_global_zero:
