@@ -305,7 +305,7 @@ class OneLayer(TrainerCallback):
     """Multiplies the gradient of the head within the step's line."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **named: Any) -> None:
-        named["model"].lm_head.weight.grad.mul_(1.5)
+        named["model"].lm_head.weight.grad.mul_(2.0)
 
 
 @pytest.mark.parametrize("kind", [MyTrainer, Trainer])

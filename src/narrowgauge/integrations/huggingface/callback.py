@@ -35,8 +35,8 @@ class NarrowgaugeCallback(TrainerCallback):
         loggers: where rows and events also go, such as ``"tensorboard"``.
 
     Raises:
-        RecipeError: gauges, loggers or an audit of steps without a folder; when training begins, if the optimizer is not one of Narrowgauge's, steps at another rate than
-            ``learning_rate``, or clips as the Trainer does.
+        RecipeError: gauges, loggers or an audit of steps without a folder; when training begins, if the optimizer is not one of
+            Narrowgauge's, steps at another rate than ``learning_rate``, or clips as the Trainer does.
 
     Example:
         >>> from transformers import Trainer
