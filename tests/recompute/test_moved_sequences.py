@@ -35,6 +35,7 @@ class Turned(nn.Module):
         self.rotary = RotaryEmbedding()
         self.attention_dropout, self.asks_for_mode = 0.0, True
         self.turns_keys, self.masks, self.scales = True, True, False
+        self.casts = False
         self.table: nn.Embedding | None = None
 
     def forward(self, tokens: Tensor, position_ids: Any = None, attention_mask: Any = None) -> Tensor:
@@ -50,6 +51,7 @@ class Turned(nn.Module):
         dropout = self.attention_dropout if self.training or not self.asks_for_mode else 0.0
         heads = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout)
         x = x + self.out(heads)
+        x = x.bfloat16().float() if self.casts else x
         logits: Tensor = self.head(x * (1 + positions[..., None] / 1000) if self.scales else x)
         return logits
 
@@ -80,6 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "queries alone are turned": ({"turns_keys": False}, {"positions-absolute", "padding-seen", "order-unseen"}),
     "outputs grow with the position": ({"scales": True}, {"positions-absolute", "padding-seen"}),
     "padding is attended to": ({"masks": False}, {"padding-seen"}),
+    "rounded inside": ({"casts": True}, set()),
     "packed": ({"inputs": {"position_ids": POSITIONS % 12}, "turns_keys": False}, {"border-ignored"}),
 }
 

@@ -23,7 +23,7 @@ from torch.func import functional_call
 
 from narrowgauge._torch import plain_name
 from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs, tensors_in
-from narrowgauge.recompute.moved_sequences import moved_sequences
+from narrowgauge.recompute.moved_sequences import has_relative_positions, moved_sequences
 from narrowgauge.recompute.passes_again import (
     in_mode,
     moved_by_half_a_spacing,
@@ -178,7 +178,18 @@ class _Questions:
         if apart > self.envelope:
             yield self._result("random-in-evaluation", apart, self._first_module(call, everywhere))
 
+    def _is_narrow(self) -> bool:
+        """Whether the model computes in a narrower format than float32 in any case, as where a framework casts inside it."""
+        generator = torch.Generator().manual_seed(0)
+        nudged = {name: _nudged(p, generator) if p.is_floating_point() else p for name, p in self.parameters.items()}
+        with torch.no_grad():
+            moved = outputs_again(self.model, nudged, self.call)[self.place]
+        ratio = float((moved - self.base).norm() / self.base.norm().clamp_min(1e-30)) / _NUDGE
+        return not 0 < ratio <= _AMPLIFIES
+
     def _moved(self) -> Iterator[PieceResult]:
+        if not has_relative_positions(self.model) or self._is_narrow():
+            return
         for cause, apart in moved_sequences(self.model, self.call, self._outputs):
             if apart > self.envelope:
                 yield self._result(cause, apart)
@@ -298,6 +309,11 @@ def narrow_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> li
     return [PieceResult(PIECE, DEPARTS, tuple(odd), max(odd.values()), _AMPLIFIES, "module-cast", step=step.step)]
 
 
+def _nudged(values: Tensor, generator: torch.Generator) -> Tensor:
+    signs = random_signs(values.shape, generator).to(values.device)
+    return values.detach() * (1 + _NUDGE * signs.to(values.dtype))
+
+
 def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | None:
     """How many times more a module's output moves than its input and parameters; ``None`` where it takes no floats alone."""
     if not args or any(isinstance(a, Tensor) and a.dtype is not torch.float32 for a in args):
@@ -307,10 +323,7 @@ def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | N
     generator = torch.Generator().manual_seed(0)
 
     def nudged(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        signs = random_signs(value.shape, generator).to(value.device)
-        return value.detach() * (1 + _NUDGE * signs.to(value.dtype))
+        return _nudged(value, generator) if isinstance(value, Tensor) else value
 
     own = {name: p.detach() for name, p in module.named_parameters()}
     with torch.no_grad(), in_mode(module, False), without_own_hooks(module):

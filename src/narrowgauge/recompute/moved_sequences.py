@@ -48,7 +48,7 @@ def moved_sequences(model: nn.Module, call: ForwardCall, outputs: Outputs) -> It
     """How far outputs change when a sequence is moved, by the cause that it would be.
 
     Args:
-        model: in evaluation mode.
+        model: in evaluation mode, with relative positions.
         call: a slice of a step's, of tokens alone.
         outputs: of the model, for a call.
     """
@@ -56,7 +56,7 @@ def moved_sequences(model: nn.Module, call: ForwardCall, outputs: Outputs) -> It
     assert tokens is not None
     length = min(_TOKENS, tokens.shape[1] // 2)
     offset = min(_OFFSET, tokens.shape[1] - length)
-    if length < 2 or not has_relative_positions(model) or not _is_whole(call, tokens):
+    if length < 2 or not _is_whole(call, tokens):
         return
     names = inspect.signature(model.forward).parameters
     first = _each(call, lambda name, t: t[:, :length])
