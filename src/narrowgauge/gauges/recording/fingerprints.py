@@ -206,7 +206,7 @@ def _stored_by_others(
     """The parameters that an optimizer has, and its states that are plain tensors of at least one dim."""
     has = {id(p) for group in optimizer.param_groups for p in group["params"]}
     stepped = {name: p for name, p in kept.items() if id(p) in has}
-    found = {f"weight:{name}": p.detach() for name, p in stepped.items()}
+    found = {f"weight:{name}": p.detach() for name, p in stepped.items() if is_plain(p.detach())}
     states: dict[str, dict[str, Tensor]] = {}
     for name, parameter in stepped.items() if is_stepped else ():
         for what, state in optimizer.state.get(parameter, {}).items():

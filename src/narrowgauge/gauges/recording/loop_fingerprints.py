@@ -127,9 +127,13 @@ class LoopFingerprints:
         if not self._follows(module):
             return
         self._pass.close()
-        if not self._has_formats and (found := formats_of(output)):
+        if not self._has_formats:
+            self._guarded(lambda: self._tell_formats(formats_of(output)))
+
+    def _tell_formats(self, formats: Row) -> None:
+        if formats:
             self._has_formats = True
-            self._on_formats(found)
+            self._on_formats(formats)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._begin()
@@ -156,6 +160,7 @@ class LoopFingerprints:
                 raise
             self._pass.close()
             self.prints.every, self.prints.is_on, self.prints.last = 0, False, None
+            self._has_formats = True
             self._on_failure(f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300])
 
 

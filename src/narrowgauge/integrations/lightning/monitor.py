@@ -93,7 +93,7 @@ class RunMonitor(_Base):
             settings=_settings(trainer),
             resume=goes_on,
             called=called_model(trainer, pl_module),
-            task=self.task or declared_by(trainer, pl_module),
+            task=self.task or (declared_by(trainer, pl_module) if self._options["audit_every"] else None),
             **self._options,
         )
         if trainer.is_global_zero:
