@@ -64,13 +64,17 @@ def moved_sequences(model: nn.Module, call: ForwardCall, outputs: Outputs) -> It
         base = outputs(first)
     if any(each.shape != base.shape[:2] or not each.equal(tokens[:, :length]) for each in looked_up):
         return
-    steps = torch.arange(length, device=tokens.device).expand(len(tokens), -1)
+    steps = torch.arange(length, dtype=torch.int64, device=tokens.device).expand(len(tokens), -1)
     if POSITIONS in names:
         given = _with(first, **{POSITIONS: steps})
         moved = _with(first, **{POSITIONS: steps + offset})
         yield "positions-absolute", float((outputs(moved) - outputs(given)).abs().max())
     if MASK in names:
-        mask = (torch.arange(length + offset, device=tokens.device) >= offset).long().expand(len(tokens), -1)
+        mask = (
+            (torch.arange(length + offset, dtype=torch.int64, device=tokens.device) >= offset)
+            .long()
+            .expand(len(tokens), -1)
+        )
         padded = _each(first, lambda name, t: torch.cat([t[:, :1].expand(-1, offset), t], 1))
         without = _with(first, **{MASK: torch.ones_like(steps)})
         positions = {POSITIONS: (mask.cumsum(1) - 1).clamp_min(0)} if POSITIONS in call.kwargs else {}
