@@ -66,6 +66,7 @@ def where(python: Path) -> str:
 if __name__ == "__main__":
     try:
         main.main(words(sys.argv[1:]), prog_name="narrowgauge")
-    finally:
-        if said := where(Path(sys.executable)):
+    except SystemExit as end:
+        if end.code != 2 and (said := where(Path(sys.executable))):  # a refusal is one line
             print(said, file=sys.stderr)
+        raise
