@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 import narrowgauge as ng
+from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.departures import unchecked
-from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED
+from narrowgauge.recompute.gradient_piece import check_after_backward
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import Loop, next_token
@@ -79,6 +81,24 @@ def test_gradients_that_are_summed_outside_of_grad_are_the_steps_own(
 def test_clipping_in_bfloat16_rounds_the_norm_and_the_factor(optimizer: Any) -> None:
     loop = Loop(every=1, dtype=torch.bfloat16, clip=0.1, optimizer=optimizer).run(6)
     assert not loop.findings()
+
+
+@pytest.mark.parametrize(("large", "departs"), [(4096, True), (4, False)], ids=["alike", "four large ones"])
+def test_a_factor_is_as_rough_as_the_few_elements_that_decide_it(large: int, departs: bool) -> None:
+    """Each element that torch clips in bfloat16 is off by up to half a spacing, and few of them make no good mean."""
+    spacing = torch.finfo(torch.bfloat16).eps
+    plain = torch.full((4096,), 1e-4, dtype=torch.bfloat16)
+    plain[:large] = 1.0
+
+    def sample(name: str, gradient: torch.Tensor) -> ParameterSample:
+        given = {"gradient": gradient, "gradient_eps": spacing, "computed": plain}
+        return ParameterSample(name, plain.shape, torch.bfloat16, {}, plain, {}, **given)
+
+    parameters = {name: sample(name, plain) for name in "abc"} | {
+        "embedding": sample("embedding", plain * (1 + spacing))
+    }
+    found = check_after_backward(StepCapture(1, "adamw", parameters))
+    assert [each.where for each in found if each.status == DEPARTS] == [("embedding",)] * departs
 
 
 def test_removed_hooks_leave_nothing() -> None:

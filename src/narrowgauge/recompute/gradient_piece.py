@@ -220,9 +220,13 @@ def factor_after_backward(step: StepCapture) -> tuple[float | None, dict[str, fl
 
 
 def _is_factor(sample: ParameterSample, factor: float, expected: float, within: float = 1e-4) -> bool:
-    """Whether a fitted factor is the expected one, with what rounding the product to the gradient's format leaves of it."""
-    number = 1 if sample.gradient is None else max(1, sample.gradient.numel())
-    return near(factor, expected, within + 4 * sample.gradient_eps / math.sqrt(number))
+    """Whether a fitted factor is the expected one, with what rounding the product to the gradient's format leaves of it.
+
+    The factor is a mean of the elements' own, weighted with their squares: of n equal ones rounding leaves 1/√n.
+    """
+    squares = torch.zeros(1, dtype=torch.float64) if sample.gradient is None else sample.gradient.double().square()
+    share = float(squares.norm() / squares.sum().clamp_min(1e-300))
+    return near(factor, expected, within + 4 * sample.gradient_eps * share)
 
 
 def is_own_multiple(step: StepCapture) -> bool:
