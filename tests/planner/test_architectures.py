@@ -356,3 +356,11 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(DataError, match=r"cannot be read|holds list"):
             read_architecture(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"), [("llama-2m", "llama-1m"), ("llama-9b", "llama-8b"), ("mixtral-8x7c", "mixtral-8x7b")]
+)
+def test_a_size_that_is_no_preset_suggests_the_nearest_of_its_family(asked: str, near: str) -> None:
+    with pytest.raises(RecipeError, match=rf"Did you mean '{near}'"):
+        read_architecture(asked)

@@ -116,13 +116,18 @@ def get_model(name: str) -> Model:
     found = MODELS.get(name.strip().lower())
     if found is None:
         key = name.strip().lower()
-        near = suggestion(_nearest_in_size(key) or key, MODELS)
+        near = suggestion(nearest_in_size(key) or key, MODELS)
         raise RecipeError(f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip())
     return found
 
 
-def _nearest_in_size(name: str) -> str | None:
-    """The preset nearest in parameters to what a name such as ``llama-2m`` says, of its family where there is one."""
+def nearest_in_size(name: str) -> str | None:
+    """The preset nearest in parameters to what a name such as ``llama-2m`` says, of its family where there is one.
+
+    Example:
+        >>> nearest_in_size("llama-2m"), nearest_in_size("llama")
+        ('llama-1m', None)
+    """
     said = re.fullmatch(r"(.*?)-?(\d+(?:\.\d+)?)([kmbt])", name)
     size = float(said[2]) * _SIZES[said[3]] if said else 0.0
     if not said or not size:

@@ -15,7 +15,7 @@ from typing import Any
 from narrowgauge.errors import DataError, RecipeError, suggestion
 from narrowgauge.planner.inputs.architectures import Architecture, LatentAttention, Mixture
 from narrowgauge.planner.inputs.model_families import FAMILIES, UNPLANNED, Family
-from narrowgauge.spec.models import MODELS, Model
+from narrowgauge.spec.models import MODELS, Model, nearest_in_size
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTH = ("hidden_size", "n_embd", "d_model", "n_embed")
@@ -40,8 +40,10 @@ def read_architecture(text: str) -> Architecture:
     path = Path(text).expanduser()
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
-        names = (*MODELS, *PRESETS, *ALIASES)
-        near = suggestion(text.strip().lower(), names)
+        key = text.strip().lower()
+        of_size = nearest_in_size(key) or ""
+        is_of_family = of_size.partition("-")[0] == key.partition("-")[0]
+        near = suggestion(of_size if is_of_family else key, (*MODELS, *PRESETS, *ALIASES))
         raise RecipeError(
             f"no model and no config.json is named {text!r}.", near or "narrowgauge plan run --help names the presets."
         )
