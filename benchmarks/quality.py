@@ -148,7 +148,7 @@ class Job:
 
 def row_named(name: str) -> str:
     """The row that a name means: a storage, published states, or a recipe; ``RecipeError`` where it is none."""
-    return name if name in (*STORAGES, "published", *NAMES) else parse(name).name.removeprefix("bfloat16/")
+    return name if name in (*STORAGES, *NAMES) else parse(name).name.removeprefix("bfloat16/")
 
 
 def nominal_lr(folder: Path) -> float:
@@ -454,7 +454,7 @@ def flags() -> argparse.ArgumentParser:
     made.add_argument("--out", type=Path, help="folder of the runs (default runs/quality; --quick: a temporary one)")
     made.add_argument("--report-only", action="store_true", help="only the tables of what is there")
     what = made.add_mutually_exclusive_group()
-    what.add_argument("--storages", nargs="+", type=row_named, metavar="NAME", help="default: all of ours")
+    what.add_argument("--storages", nargs="+", metavar="NAME", help="default: all of ours")
     what.add_argument(
         "--computes", nargs="+", choices=["all", *compute_names()], metavar="NAME", help="over word, or all"
     )
@@ -489,7 +489,8 @@ def fill(options: argparse.Namespace) -> None:
         options.storages = [COMPUTED.name, *(over_word(compute) for compute in asked if compute != "bfloat16")]
     elif not options.storages:
         options.storages = ["master", "word", "naive"] if options.quick else list(STORAGES)
-    options.storages = [each for name in options.storages for each in (NAMES if name == "published" else (name,))]
+    names = [each for name in options.storages for each in (NAMES if name == "published" else (name,))]
+    options.storages = [row_named(name) for name in names]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

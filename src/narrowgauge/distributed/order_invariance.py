@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from narrowgauge import _torch
+from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.distributed.exchanges import SAME_PARAMETERS
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
@@ -154,25 +155,12 @@ class ForwardPasses:
             self._outermost = None
 
 
-class _Hook:
-    """A module's hook, which a copy of the module does not have: an average of weights is no leaf."""
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
+class _Hook(OwnHook):
+    """A module's hook that a compiler passes over."""
 
     def __call__(self, *args: Any) -> None:
         if not torch.compiler.is_compiling():
-            self._call(*args)
-
-    def __deepcopy__(self, memo: Any) -> _Hook:
-        return _Hook(_nothing)
-
-    def __reduce__(self) -> tuple[type[_Hook], tuple[Any]]:
-        return _Hook, (_nothing,)
-
-
-def _nothing(*_: Any) -> None:
-    pass
+            super().__call__(*args)
 
 
 def _called(module: nn.Module) -> Iterator[nn.Module]:

@@ -121,6 +121,11 @@ def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None
     return next((t for t in given if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point()), None)
 
 
+def has_closure(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an optimizer's step is given a closure, so that its gradients are computed within it."""
+    return any(map(callable, [*args, *kwargs.values()]))
+
+
 @dataclass
 class ForwardCall:
     """A forward pass of the model that a backward pass followed.

@@ -41,6 +41,7 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
         history: of the steps seen before; this one is added.
         limit: the declared limit.
     """
+    tolerance = _tolerance(step)
     common, _ = factor_after_backward(step)
     if any(s.computed is not None and s.computed_squares is None for s in step.parameters.values()):
         return [not_checked(PIECE, "parameters are sharded, and norms need all ranks", step.step)]
@@ -51,7 +52,7 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
         return [PieceResult(PIECE, status, (), 0.0, 0.0, cause, {"limit": cut}, step.step)]
     if (alone := limit_of_each(step)) is not None:
         each = {"limit": alone[0]}
-        return [PieceResult(PIECE, DEPARTS, tuple(alone[1]), 1.0, _tolerance(step), "clip-each", each, step.step)]
+        return [PieceResult(PIECE, DEPARTS, tuple(alone[1]), 1.0, tolerance, "clip-each", each, step.step)]
     if common is None:
         return [not_checked(PIECE, "gradients share no factor after the backward pass", step.step)]
     factor = common * step.loss_scale
@@ -63,12 +64,10 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
         return [_against(step, factor, norms, limit)]
     if near(factor, 1.0, 1e-4):
         known = [limits["all"] for limits in history.limits]
-        if len(known) > 1 and max(known) - min(known) <= _tolerance(step) * max(known) and whole > 1.01 * max(known):
+        if len(known) > 1 and max(known) - min(known) <= tolerance * max(known) and whole > 1.01 * max(known):
             given = {"norm": whole, "limit": max(known)}
             return [
-                PieceResult(
-                    PIECE, DEPARTS, (), whole / max(known) - 1, _tolerance(step), "clip-missing", given, step.step
-                )
+                PieceResult(PIECE, DEPARTS, (), whole / max(known) - 1, tolerance, "clip-missing", given, step.step)
             ]
         return [PieceResult(PIECE, EQUAL, (), step=step.step)]
     equals = what_it_equals(common, step)
@@ -113,37 +112,35 @@ def _norms(step: StepCapture) -> dict[str, float]:
 
 def _against(step: StepCapture, factor: float, norms: dict[str, float], limit: float) -> PieceResult:
     """Against the declared limit."""
+    tolerance = _tolerance(step)
     wanted = {name: min(1.0, limit / (norm + 1e-6)) for name, norm in norms.items()}
     apart = abs(factor / wanted["all"] - 1)
-    result = PieceResult(PIECE, EQUAL, (), apart, _tolerance(step), step=step.step)
-    if apart <= _tolerance(step):
+    result = PieceResult(PIECE, EQUAL, (), apart, tolerance, step=step.step)
+    if apart <= tolerance:
         return result
     values: dict[str, object] = {"factor": factor, "wanted": wanted["all"], "norm": norms["all"], "limit": limit}
     if near(factor, 1.0, 1e-4):
-        return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "clip-missing", values, step.step)
-    over = [name for name, f in wanted.items() if f < 1 and abs(factor / f - 1) <= _tolerance(step)]
+        return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "clip-missing", values, step.step)
+    over = [name for name, f in wanted.items() if f < 1 and abs(factor / f - 1) <= tolerance]
     if over:
-        return PieceResult(
-            PIECE, DEPARTS, (), apart, _tolerance(step), "clip-norm", {**values, "over": over[0]}, step.step
-        )
+        return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "clip-norm", {**values, "over": over[0]}, step.step)
     values["left"] = factor * norms["all"]
-    return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "clip-limit", values, step.step)
+    return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "clip-limit", values, step.step)
 
 
 def _against_earlier(
     step: StepCapture, factor: float, limits: dict[str, float], earlier: list[dict[str, float]], seen: list[float]
 ) -> PieceResult:
     """Against the limits that clipped steps seen before had."""
+    tolerance = _tolerance(step)
     if not earlier:
         return not_checked(PIECE, "one clipped step was seen, and ng.task(max_grad_norm=…) says no limit", step.step)
 
     def holds(name: str) -> bool:
-        return all(name in past and near(limits[name], past[name], _tolerance(step)) for past in earlier)
+        return all(name in past and near(limits[name], past[name], tolerance) for past in earlier)
 
     if holds("all"):
-        return PieceResult(
-            PIECE, EQUAL, (), abs(limits["all"] / earlier[-1]["all"] - 1), _tolerance(step), step=step.step
-        )
+        return PieceResult(PIECE, EQUAL, (), abs(limits["all"] / earlier[-1]["all"] - 1), tolerance, step=step.step)
     apart = abs(limits["all"] / earlier[-1]["all"] - 1)
     if all(near(factor, past, 1e-4) for past in seen):
         values = {"factor": factor, "when": "after backward"}
@@ -151,7 +148,7 @@ def _against_earlier(
     over = [name for name in limits if holds(name)]
     if over and len(earlier) > 1:
         values = {"factor": factor, "over": over[0], "limit": limits[over[0]], "norm": limits["all"] / factor}
-        return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "clip-norm", values, step.step)
+        return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "clip-norm", values, step.step)
     if over:
         return not_checked(PIECE, "two clipped steps do not say over what the norm is taken", step.step)
-    return PieceResult(PIECE, DEPARTS, (), apart, _tolerance(step), "", {"factor": factor}, step.step)
+    return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "", {"factor": factor}, step.step)

@@ -45,6 +45,7 @@ class Departure:
 
 _LOOP = "Look at what the loop does between backward() and optimizer.step()."
 _STEP = "Look at the optimizer's step and at what wraps it."
+_SCHEDULE = 'Call scheduler.step() once after optimizer.step(); ng.task(schedule="own") if its length is counted so.'
 DEPARTURES: dict[str, Departure] = {
     row.name: row
     for row in (
@@ -356,11 +357,11 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "schedule-per-micro-batch", ("between",), "warning",
             "the schedule of the learning rate moves with each micro-batch, {times} times a step.",
-            "Call scheduler.step() once after optimizer.step(); ng.task(schedule=\"own\") if its length is counted so.",
+            _SCHEDULE,
         ),
         Departure(
             "schedule-many", ("between",), "warning", "the schedule of the learning rate moves {times} times in each step.",
-            "Call scheduler.step() once after optimizer.step(); ng.task(schedule=\"own\") if its length is counted so.",
+            _SCHEDULE,
         ),
         Departure(
             "schedule-still", ("between",), "warning",

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from narrowgauge.recompute.capture import ForwardCall, tensors_in
 
@@ -64,17 +66,14 @@ def moved_sequences(model: nn.Module, call: ForwardCall, outputs: Outputs) -> It
         base = outputs(first)
     if any(each.shape != base.shape[:2] or not each.equal(tokens[:, :length]) for each in looked_up):
         return
-    steps = torch.arange(length, dtype=torch.int64, device=tokens.device).expand(len(tokens), -1)
+    places = torch.arange(length + offset, dtype=torch.int64, device=tokens.device).expand(len(tokens), -1)
+    steps = places[:, :length]
     if POSITIONS in names:
         given = _with(first, **{POSITIONS: steps})
         moved = _with(first, **{POSITIONS: steps + offset})
         yield "positions-absolute", float((outputs(moved) - outputs(given)).abs().max())
     if MASK in names:
-        mask = (
-            (torch.arange(length + offset, dtype=torch.int64, device=tokens.device) >= offset)
-            .long()
-            .expand(len(tokens), -1)
-        )
+        mask = (places >= offset).long()
         padded = _each(first, lambda name, t: torch.cat([t[:, :1].expand(-1, offset), t], 1))
         without = _with(first, **{MASK: torch.ones_like(steps)})
         positions = {POSITIONS: (mask.cumsum(1) - 1).clamp_min(0)} if POSITIONS in call.kwargs else {}
@@ -103,21 +102,20 @@ def _with(call: ForwardCall, **inputs: Tensor) -> ForwardCall:
     return replace(call, kwargs={**call.kwargs, **inputs})
 
 
-class _looked_up:
+@contextmanager
+def _looked_up(model: nn.Module) -> Iterator[list[Tensor]]:
     """What embeddings are asked for while a model is called."""
+    found: list[Tensor] = []
+    tables = {id(module) for module in model.modules() if isinstance(module, nn.Embedding)}
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model, self._found = model, list[Tensor]()
+    def keep(module: nn.Module, args: Any) -> None:
+        if id(module) in tables:
+            found.extend(each for each in args[:1] if isinstance(each, Tensor))
 
-    def __enter__(self) -> list[Tensor]:
-        def keep(module: nn.Module, args: Any) -> None:
-            self._found.extend(each for each in args[:1] if isinstance(each, Tensor))
-
-        keep.__module__ = "of the audit's own pass"  # it is not left out
-        tables = [module for module in self._model.modules() if isinstance(module, nn.Embedding)]
-        self._handles = [table.register_forward_pre_hook(keep) for table in tables]
-        return self._found
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles:
-            handle.remove()
+    handle = register_module_forward_pre_hook(
+        keep
+    )  # of all modules: the audit's passes leave our hooks on single ones out
+    try:
+        yield found
+    finally:
+        handle.remove()

@@ -173,7 +173,7 @@ class ScheduleHistory:
             after: the rates of all groups after the step.
         """
         own = self._rates.get(step)
-        if result.cause != "rate" or own is None or group >= len(own) or not own[group]:
+        if own is None or group >= len(own) or not own[group]:
             return result
         factor = float(result.values["factor"])
         others = {at: rates for at, rates in {**self._rates, step + 1: tuple(after)}.items() if at != step}

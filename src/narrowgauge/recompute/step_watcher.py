@@ -12,7 +12,6 @@ import hashlib
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge._torch import plain_name
+from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.between_steps import AverageCheck, LeftAfterStep, check_between
@@ -31,6 +31,7 @@ from narrowgauge.recompute.capture import (
     StepCapture,
     copied,
     float_outputs,
+    has_closure,
     number_of,
     rule_of,
     settings_of,
@@ -129,10 +130,6 @@ class StepWatcher:
             optimizer.register_step_post_hook(_plain(self._after_step)),
         ]
         self._prepare()
-
-    def __deepcopy__(self, _: object) -> StepWatcher:
-        """Itself: a copy of the model has its hooks, too, and they pass it over."""
-        return self
 
     def begin_data_anew(self) -> None:
         """Forget the rows that were seen, as where a loop goes back to an earlier step."""
@@ -259,7 +256,7 @@ class StepWatcher:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         self._capture = None
         self._follow("between", self._follow_schedules)
-        is_closure = any(map(callable, [*args, *kwargs.values()]))
+        is_closure = has_closure(args, kwargs)
         if self._left is not None or self._evaluations.is_open:
             self._results = []
             self._guarded("between", self._compare_with_left)
@@ -392,8 +389,8 @@ class StepWatcher:
             settings = settings_of(group)
             for place, parameter in enumerate(group["params"]):
                 name = self._names.get(id(parameter), f"param {place}")
-                sample = self._sample(name, parameter, settings, own.factor)
-                step.parameters[name] = replace(sample, group=number)
+                step.parameters[name] = self._sample(name, parameter, settings, own.factor)
+                step.parameters[name].group = number
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         named = dict(self._inner.named_parameters())
         step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in held}
@@ -492,7 +489,7 @@ class StepWatcher:
         for handle in self._on_gradients:
             handle.remove()
         self._on_gradients = []
-        if any(map(callable, [*args, *kwargs.values()])) and not rule_of(optimizer):
+        if has_closure(args, kwargs) and not rule_of(optimizer):
             self._data.begin_step()  # its closure takes the same batch as often as it likes
         else:
             self._end_data()
@@ -523,10 +520,10 @@ class StepWatcher:
             self._results.append(not_checked("update", step.missing["update"], step.step))
         else:
             self._results.extend(check_update(step))
-        names, after = list(held), rates_of(optimizer)
         for place, each in enumerate(self._results):
-            group = step.parameters[each.where[0] if each.where else names[0]].group if each.cause == "rate" else 0
-            self._results[place] = self._schedules.named(each, group, step.step, after)
+            if each.cause == "rate":
+                sample = step.parameters[each.where[0] if each.where else next(iter(step.parameters))]
+                self._results[place] = self._schedules.named(each, sample.group, step.step, rates_of(optimizer))
         counted = max((sample.number for sample in step.parameters.values()), default=0)
         self._skipped = self._begun[0] + step.step - self._begun[1] - counted if counted else None
         self._results.extend(check_frozen(step))
@@ -618,7 +615,6 @@ def _keeper(call: ForwardCall, place: str) -> Callable[[Tensor], None]:
     return keep
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+def _plain(function: Callable[..., Any]) -> OwnHook:
     """A hook that the compiler, if it is loaded, does not trace."""
-    result: Callable[..., Any] = torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
-    return result
+    return OwnHook(torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function)

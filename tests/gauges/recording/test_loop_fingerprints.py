@@ -321,6 +321,28 @@ def test_a_model_is_compiled_whole_copied_and_pickled_as_without_a_recorder(tmp_
     assert "weight:1.weight" in rows[1]["tensors"] and "grad:1.weight" in rows[1]["tensors"]
 
 
+def test_copies_and_pickles_of_an_audited_model_have_no_hooks(tmp_path: Path) -> None:
+    model = model_of()
+    optimizer = adamw(model)
+    with ng.RunRecorder(tmp_path / "a", model, optimizer, audit_every=1, fingerprints_every=1) as recorder:
+        for step in (1, 2):
+            loss = loss_of(model, tokens_at(step))
+            loss.backward()
+            twin, buffer = copy.deepcopy(model), io.BytesIO()
+            torch.save(model, buffer)
+            buffer.seek(0)
+            for other in (twin, torch.load(buffer, weights_only=False)):
+                with torch.no_grad():
+                    loss_of(other, tokens_at(9))
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    plain, _ = recorded(tmp_path / "plain")
+    mine = ng.read_run(tmp_path / "a")
+    assert [row["tensors"] for row in mine.fingerprints] == [row["tensors"] for row in plain.fingerprints[:3]]
+    assert not any(event["kind"] == "warning" and "evaluat" in event["message"] for event in mine.events)
+
+
 def test_an_error_while_hashing_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("no bits")

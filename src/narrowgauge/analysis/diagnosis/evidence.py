@@ -30,6 +30,14 @@ Series = dict[str, list[tuple[int, list[float | None]]]]
 """By tensor: the steps that were sampled, each with the metrics of the table."""
 
 
+def recorded_rule(run: Run) -> UpdateRule | None:
+    """The update rule; AdamW where none is recorded, ``None`` where the name, or the recorded optimizer, is no rule's."""
+    config, optimizer = run.run.get("config"), run.run.get("optimizer")
+    rule = config.get("rule") if isinstance(config, dict) else None
+    named = optimizer.get("class") if isinstance(optimizer, dict) else None
+    return UPDATE_RULES.get(str(rule or named or "adamw").lower())
+
+
 @dataclass(frozen=True)
 class Evidence:
     """One run, read once.
@@ -263,10 +271,8 @@ class Evidence:
 
     @property
     def rule(self) -> UpdateRule | None:
-        """The update rule; AdamW where none is recorded, ``None`` where the name, or the recorded optimizer, is no rule's."""
-        optimizer = self.run.run.get("optimizer")
-        named = optimizer.get("class") if isinstance(optimizer, dict) else None
-        return UPDATE_RULES.get(str(self.setting("rule") or named or "adamw").lower())
+        """As :func:`recorded_rule`."""
+        return recorded_rule(self.run)
 
     def is_unit_scaled(self) -> bool:
         """Whether the model is known to be unit-scaled, where each tensor has a scale and a rate of its own."""

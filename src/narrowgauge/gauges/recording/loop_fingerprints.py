@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge import _torch
+from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.recompute.capture import float_outputs, tokens_of
+from narrowgauge.recompute.capture import float_outputs, has_closure, tokens_of
 from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.runs.schema import Row
@@ -58,7 +59,7 @@ class LoopFingerprints:
         on_formats: Callable[[Row], object],
         on_failure: Callable[[str], object],
     ) -> None:
-        self.called, self.here = called, here
+        self.here = here
         self.prints = Fingerprints(unwrapped_model(model), optimizer, every, here, first=1)
         self._on_formats, self._on_failure = on_formats, on_failure
         self._has_formats = self._passes_over = False
@@ -66,19 +67,11 @@ class LoopFingerprints:
         self._num_sequences = self._step = 0
         self._pass = ExitStack()
         self._handles = [
-            called.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            called.register_forward_hook(self._after_forward),
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            called.register_forward_pre_hook(OwnHook(self._before_forward), with_kwargs=True),
+            called.register_forward_hook(OwnHook(self._after_forward)),
+            optimizer.register_step_pre_hook(OwnHook(self._before_step)),
+            optimizer.register_step_post_hook(OwnHook(self._after_step)),
         ]
-
-    def __deepcopy__(self, _: object) -> LoopFingerprints:
-        """Itself: a copy of the model has its hooks, too, and they pass it over."""
-        return self
-
-    def __reduce__(self) -> Any:
-        """A model that is pickled whole has hooks that do nothing."""
-        return _hooks_of_none, ()
 
     def begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``; what the loop changes before its first pass was changed between steps."""
@@ -101,17 +94,16 @@ class LoopFingerprints:
             handle.remove()
         self._handles = []
 
-    def _follows(self, module: nn.Module) -> bool:
+    def _follows(self) -> bool:
         return (
             not torch.compiler.is_compiling()
-            and module is self.called
             and torch.is_grad_enabled()
             and not self._passes_over
             and not (self.audited is not None and self.audited.is_own_pass)
         )
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._follows(module):
+        if not self._follows():
             return
         self._begin()
         if self.prints.is_on:
@@ -124,7 +116,7 @@ class LoopFingerprints:
         self._num_sequences += 0 if tokens is None else len(tokens)
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
-        if not self._follows(module):
+        if not self._follows():
             return
         self._pass.close()
         if not self._has_formats:
@@ -137,11 +129,11 @@ class LoopFingerprints:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._begin()
-        if not _has_closure(args, kwargs):
+        if not has_closure(args, kwargs):
             self._guarded(self._end_passes)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _has_closure(args, kwargs):
+        if has_closure(args, kwargs):
             self._guarded(self._end_passes)
         self._guarded(lambda: self.prints.states(self._step))
 
@@ -162,16 +154,6 @@ class LoopFingerprints:
             self.prints.every, self.prints.is_on, self.prints.last = 0, False, None
             self._has_formats = True
             self._on_failure(f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300])
-
-
-def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return any(map(callable, [*args, *kwargs.values()]))
-
-
-def _hooks_of_none() -> LoopFingerprints:
-    found = LoopFingerprints.__new__(LoopFingerprints)
-    found.called, found._passes_over = nn.Module(), True
-    return found
 
 
 def formats_of(output: Any) -> Row:

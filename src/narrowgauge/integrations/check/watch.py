@@ -20,6 +20,7 @@ from narrowgauge._torch import current_backward
 from narrowgauge.numerics.checksums import fingerprint
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.capture import has_closure
 
 # So many of the smallest vectors and matrices are looked at, none with more elements than this.
 _FOLLOWED, _LARGEST = 3, 1 << 20
@@ -169,7 +170,7 @@ class Watch:
         def call(_: Any, args: Any, kwargs: Any) -> None:
             if self._optimizers:
                 self._is_stepping = True
-                function(place, any(map(callable, [*args, *kwargs.values()])))
+                function(place, has_closure(args, kwargs))
                 self._is_stepping = False
 
         return call

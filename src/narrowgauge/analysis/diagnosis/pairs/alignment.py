@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import Any
 
+from narrowgauge.analysis.diagnosis.evidence import recorded_rule
+from narrowgauge.analysis.diagnosis.loop_terms import loop_of
 from narrowgauge.analysis.diagnosis.pairs.all_rows import (
     Drift,
     GradientFactor,
@@ -41,7 +43,6 @@ from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, short
 from narrowgauge.spec.notation import parse_value
-from narrowgauge.spec.update_rules import UPDATE_RULES
 
 TABLES: dict[str, str] = {
     "config": "settings", "data": "data", "model": "model", "optimizer": "optimizer", "versions": "versions",
@@ -325,7 +326,7 @@ def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignme
         factor=_factor_at(first, fingerprints, rows, (one, other)),
         is_exact=first is not None and _is_exact(first, fingerprints, (one, other)),
         tables=tables_of_both(one.run, other.run),
-        are_trainers=not any(run.is_foreign or "recorder" in run.run for run in (one, other)),
+        are_trainers=all(loop_of(run) == "trainer" for run in (one, other)),
         notes=tuple(_notes(one, other, common, has_other, at_tokens)),
     )
 
@@ -378,19 +379,16 @@ def _is_exact(first: FirstDifference, fingerprints: Fingerprints, runs: tuple[Ru
     return all(map(_is_elementwise, runs)) and bool(gradients[0]) and gradients[0] == gradients[1]
 
 
-_ELEMENTWISE = frozenset({"Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "NAdam", "RAdam"})
-"""Classes of torch.optim whose update of an element reads nothing of others."""
+_ELEMENTWISE = frozenset({"Adagrad", "RMSprop", "NAdam", "RAdam"})
+"""Classes of torch.optim beside those of our rules whose update of an element reads nothing of others."""
 
 
 def _is_elementwise(run: Run) -> bool:
     """Whether the update of an element depends on that element alone, as far as the record says."""
-    config, optimizer = run.run.get("config") or {}, run.run.get("optimizer")
-    if isinstance(optimizer, dict) and "rule" not in config:  # of a loop of one's own
-        named = optimizer.get("class")
-        ours = any(rule.optimizer == named and not rule.is_matrix for rule in UPDATE_RULES.values())
-        return ours or named in _ELEMENTWISE
-    rule = UPDATE_RULES.get(str(config.get("rule") or "adamw"))
-    return rule is not None and not rule.is_matrix
+    rule, optimizer = recorded_rule(run), run.run.get("optimizer")
+    if rule is None:
+        return isinstance(optimizer, dict) and optimizer.get("class") in _ELEMENTWISE
+    return not rule.is_matrix
 
 
 def _stopped(one: Run, other: Run) -> Iterator[FirstDifference]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of, loop_of
+from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, is_proven, weigh, without_rounding
@@ -112,9 +112,9 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
     ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
     names = _names(one, other)
     evidence = tuple(_evidence(alignment, ranked, names))
-    loop = "trainer" if all(loop_of(run) == "trainer" for run in (one, other)) else "recorder"
-    measurement = _next(alignment, _can_be_replayed(one, other)) if loop == "trainer" else _of_own_loop(alignment)
-    return TwoRuns(names, alignment, ranked, evidence, measurement, loop)
+    if alignment.are_trainers:
+        return TwoRuns(names, alignment, ranked, evidence, _next(alignment, _can_be_replayed(one, other)))
+    return TwoRuns(names, alignment, ranked, evidence, _of_own_loop(alignment), "recorder")
 
 
 def _names(one: Run, other: Run) -> tuple[str, str]:
