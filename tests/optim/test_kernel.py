@@ -35,7 +35,7 @@ COVERING = {
     "compact": {"audit_every": 10},
     "kahan": {"audit_every": 0},
     "float16/split": {"audit_every": 0},
-    "collage-plus": {"audit_every": 0},
+    "collage-plus": {"audit_every": 10},
 }
 
 

@@ -244,6 +244,19 @@ def make_step(
     return step
 
 
+def _into(step: Step, outputs: Sequence[int]) -> Step:
+    """A step that writes into the arguments of these numbers, not into the outputs that stand for them.
+
+    A compiler that cuts a step into loops would else fill the outputs in the first one, and read the same memory anew in the
+    next for the sums of the audit. Of arguments that are written it knows which loop is the last to read them.
+    """
+
+    def into(*arguments: Tensor) -> Tensor:
+        return step(*arguments[: -len(outputs)], *(arguments[number] for number in outputs))
+
+    return into
+
+
 def row_peaks(*words: Tensor) -> Tensor:
     """The largest magnitude in each row of a bfloat16 matrix read as words, float32 ``[rows]``."""
     lanes = [codec.visible_value("bfloat16", lane).abs() for lane in codec.lanes_of_weight("bfloat16", words)]
@@ -465,6 +478,8 @@ class WordKernel:
         choose = always_new if device.type == "cpu" else torch.where
         step = self._definition(summarize=total_sums if audited else None, choose=choose)
         outputs = (*range(self.parts), *range(2 * self.parts, count))
+        if audited and not self.one_loop:
+            step = _into(step, outputs)
         return Definition(step, example, lengths, self.one_loop, lambda: self._edges(device, wide=wide), outputs)
 
     def _edges(self, device: torch.device, *, wide: bool) -> list[Tensor]:
