@@ -12,9 +12,11 @@ import torch
 import narrowgauge as ng
 from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import codec
+from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult
 from narrowgauge.recompute.rounded_update import LOST
+from narrowgauge.recompute.rule_definitions import LION, inputs_of
 from narrowgauge.recompute.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
 from narrowgauge.recompute.task import task
 from narrowgauge.spec.storages import STORAGES, Code
@@ -51,11 +53,53 @@ def test_a_healthy_step_agrees_with_its_rule(storage: str) -> None:
 
 @pytest.mark.parametrize(
     ("optimizer", "options"),
-    [(ng.Adam, {}), (ng.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}), (ng.SGD, {"lr": 0.1, "momentum": 0.0})],
+    [
+        (ng.Adam, {}),
+        (ng.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+        (ng.SGD, {"lr": 0.1, "momentum": 0.0}),
+        (ng.Lion, {"lr": 1e-4}),
+    ],
 )
 def test_the_other_rules_agree_too(optimizer: Any, options: dict[str, Any]) -> None:
     loop = loop_of("word", optimizer=optimizer, every=1, **options).run(3)
     assert not loop.findings() and all(updates(loop, step)[0].status == EQUAL for step in (2, 3))
+
+
+LION_FAULTS = {
+    "rate": (setting(lr=2e-4), "rate", {"factor": 2.0}),
+    "beta1": (setting(betas=(0.95, 0.99)), "sign-beta", {"value": 0.95, "wanted": 0.9}),
+    "no momentum": (setting(betas=(0.0, 0.99)), "no-momentum", {}),
+    "beta2": (setting(betas=(0.9, 0.95)), "beta", {"state": "exp_avg", "value": 0.95}),
+    "decay": (setting(weight_decay=0.3), "decay", {"value": 0.3}),
+}
+
+
+@pytest.mark.parametrize(("fault", "storage"), [*((name, "float32") for name in LION_FAULTS), ("beta1", "compact")])
+def test_a_fault_of_lion_is_named(fault: str, storage: str) -> None:
+    """Of two steps that differ in the signs of few elements, the small parameters alone cannot tell which it was."""
+    change, cause, values = LION_FAULTS[fault]
+    loop = loop_of(storage, optimizer=ng.Lion, lr=1e-4, weight_decay=0.1, every=4).run(2)
+    assert not loop.findings()
+    patched(change)(loop)
+    loop.run(2)
+    found = max(updates(loop, 4), key=lambda each: len(each.where) or 1000)
+    assert found.cause == cause, updates(loop, 4)
+    for name, value in values.items():
+        assert found.values[name] == (pytest.approx(value, rel=5e-3) if isinstance(value, float) else value)
+
+
+def test_a_sign_that_hangs_on_a_rounding_is_left_out() -> None:
+    momentum, gradient = torch.tensor([0.25, 0.25, 0.0, 0.25]), torch.tensor([-0.75, -0.75, 0.0, 0.5])
+    gradient[0] += 2.0**-22
+    settings = {"lr": 1e-4, "betas": (0.75, 0.99)}
+    weight = torch.arange(4, dtype=torch.float32)
+    sample = ParameterSample("w", weight.shape, weight.dtype, settings, weight, {"exp_avg": momentum}, gradient)
+    step = StepCapture(1, "lion")
+    told = LION.told(sample, inputs_of(step, sample))
+    assert told is not None and told.tolist() == [False, False, True, True]
+    fewer = sample.at(told)
+    assert fewer.weight.tolist() == [2.0, 3.0] and fewer.states["exp_avg"].tolist() == [0.0, 0.25]
+    assert LION.direction(fewer, inputs_of(step, fewer)).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("storage", ["word", "compact"])

@@ -24,6 +24,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": torch.optim.SGD, "lr": 0.1},
     "sgd with momentum": {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "nesterov": True},
     "ours": {"optimizer": ng.AdamW, "storage": "float32"},
+    "lion": {"optimizer": ng.Lion, "storage": "float32", "lr": 1e-4},
 }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 SETTINGS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay",
 )  # fmt: skip
-RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd"}
+RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Lion": "lion"}
 """The classes of optimizers that are computed again, and those derived from them."""
 
 
@@ -108,6 +108,18 @@ class ParameterSample:
     requires_grad: bool = True
     roundings: dict[str, Rounding] = field(default_factory=dict)
 
+    def at(self, places: Tensor) -> ParameterSample:
+        """The same sample with some of its elements.
+
+        Args:
+            places: bool ``[elements]``.
+        """
+        tensors = ("weight", "gradient", "computed", "previous", "weight_after")
+        fewer: dict[str, Any] = {name: None if (t := getattr(self, name)) is None else t[places] for name in tensors}
+        states, after = ({name: t[places] for name, t in of.items()} for of in (self.states, self.states_after))
+        roundings = {name: each.at(places) for name, each in self.roundings.items()}
+        return replace(self, **fewer, states=states, states_after=after, roundings=roundings)
+
     @property
     def nbytes(self) -> int:
         known = (self.weight, self.gradient, self.computed, self.previous, self.weight_after)
@@ -173,7 +185,7 @@ class StepCapture:
 
     Args:
         step: its number, from 1.
-        rule: ``"adamw"``, ``"adam"``, ``"sgd"``; empty for an optimizer that is not computed again.
+        rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``; empty for an optimizer that is not computed again.
         parameters: by name.
         calls: its forward passes in order; empty where they were not kept.
         loss_scale: by which a ``GradScaler`` multiplied the loss.

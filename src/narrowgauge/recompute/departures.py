@@ -187,6 +187,11 @@ DEPARTURES: dict[str, Departure] = {
         Departure("no-momentum", ("update",), "error", "the step used the gradient itself, not its running mean.", _STEP),
         Departure("nesterov", ("update",), "error", "nesterov = {given} is given, and the step is that of the opposite.", _STEP),
         Departure("stale-moment", ("update",), "error", "the step used {state} of before the update.", _STEP),
+        Departure("sign-of-state", ("update",), "error", "the step is the sign of {state} after its update.", _STEP),
+        Departure(
+            "sign-beta", ("update",), "error",
+            "the step is the sign of a mean with beta1 = {value:.6g}, where the group says {wanted:.6g}.", _STEP,
+        ),
         Departure(
             "weight-narrow", ("update", "between"), "error",
             "the weights were rounded to {format} after the step, in a wider tensor.",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.piece_results import DEPARTS, Alternative, PieceResult
-from narrowgauge.recompute.rule_variants import Values, adam_step
+from narrowgauge.recompute.rule_definitions import DEFINITIONS, Values, adam_step
 
 PIECE = "update"
 COUNT = "step-count"
@@ -132,11 +132,11 @@ def check_counts(step: StepCapture) -> list[PieceResult]:
     """Compare the optimizer's own counts with one step, and with what its moments hold.
 
     Args:
-        step: of Adam's rules, with weights and states after the update.
+        step: with weights and states after the update.
     Returns:
         A result for each parameter whose count is not right.
     """
-    if step.rule not in ("adam", "adamw"):
+    if not DEFINITIONS[step.rule].is_counted:
         return []
     samples = [sample for sample in step.parameters.values() if _was_stepped(sample)]
     return [*_of_moves(step, samples), *_of_moments(step, samples)]

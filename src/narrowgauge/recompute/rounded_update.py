@@ -15,15 +15,7 @@ from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult, not_checked
-from narrowgauge.recompute.rule_variants import (
-    Values,
-    decay_of,
-    factors_of,
-    gradient_with_decay,
-    is_decoupled,
-    new_term,
-    variants_of,
-)
+from narrowgauge.recompute.rule_definitions import SGD, Values, decay_of, definition_of, new_term
 from narrowgauge.recompute.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
 
 LOST = "lost-in-format"
@@ -45,8 +37,9 @@ def compare_rounded_state(
         now: the decoded state after the step.
         rounding: of the state.
     """
-    kept, taken = factors_of(step.rule, sample)[name]
-    before, gradient = given[name], gradient_with_decay(step.rule, sample, given)
+    definition = definition_of(step)
+    kept, taken = definition.factors(sample)[name]
+    before, gradient = given[name], definition.gradient(sample, given)
     term = new_term(name, gradient)
     own = kept * before + taken * term
     moved = (taken * term).abs().maximum((now.double() - before).abs())
@@ -58,7 +51,7 @@ def compare_rounded_state(
     ]
     if before.any():
         others.append(Assumption("state-lost", taken * term))
-        if step.rule != "sgd":
+        if definition is not SGD:
             others.append(Assumption("beta", term, before - term, (("wanted", kept),), "value"))
     if sample.previous is not None:
         stale = kept * before + taken * new_term(name, sample.previous.double())
@@ -78,17 +71,18 @@ def compare_rounded_weight(
         after: the decoded weight after the step.
         rounding: of the weight.
     """
-    weight, rate, decay = known["weight"], float(sample.settings["lr"]), decay_of(sample)
-    drop = -rate * (decay if is_decoupled(step.rule, sample) else 0.0) * weight
-    variants = list(variants_of(step.rule, sample, known))
+    definition, weight = definition_of(step), known["weight"]
+    rate, decay = float(sample.settings["lr"]), decay_of(sample)
+    drop = -rate * (decay if definition.decouples(sample) else 0.0) * weight
+    variants = list(definition.with_variants(sample, known))
     change = -rate * variants[0].step
     own = weight + change + drop
     moved = (change.abs() + drop.abs()).maximum((after.double() - weight).abs())
     slack = rounding.carried * weight.abs() + _OPERATIONS * rounding.unit * moved + rounding.read * drop.abs()
-    if "new_exp_avg" in known:
+    if "new_exp_avg_sq" in known:
         # Where the terms of the mean cancel, their rounding is large beside it.
-        kept, taken = factors_of(step.rule, sample)["exp_avg"]
-        terms = (kept * known["exp_avg"]).abs() + (taken * gradient_with_decay(step.rule, sample, known)).abs()
+        kept, taken = definition.factors(sample)["exp_avg"]
+        terms = (kept * known["exp_avg"]).abs() + (taken * definition.gradient(sample, known)).abs()
         share = (change / known["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
         slack = slack + 4 * rounding.unit * terms * share
     others = [
@@ -100,7 +94,7 @@ def compare_rounded_weight(
         Assumption("rate", weight, change + drop, (("rate", rate),), "factor"),
         Assumption("weights-scaled", torch.zeros_like(own), own, name="factor"),
     ]
-    if is_decoupled(step.rule, sample):
+    if definition.decouples(sample):
         others.append(Assumption("decay", weight + change, -rate * weight, (("wanted", decay),), "value"))
     if drop.any():
         others += [
@@ -126,7 +120,8 @@ def _results(
     result = PieceResult("update", EQUAL, (sample.name,), distance / length, stored.envelope / length, step=step.step)
     if not verdict.is_equal:
         result = replace(result, status=DEPARTS, values=state, alternatives=verdict.alternatives)
-        yield _named(result, told_apart(verdict.alternatives) if verdict.alternatives else None)
+        first = verdict.alternatives[0] if verdict.is_exact else told_apart(verdict.alternatives)
+        yield _named(result, first)
         return
     if not verdict.is_telling and name == "weight":
         yield replace(

@@ -210,12 +210,12 @@ def _departs(cause: str, seen: int, /, **values: object) -> PieceResult:
 
 
 def check_resumed(
-    rule: str, step: int, counts: Iterable[int], states: Iterable[tuple[str, bool]], skipped: int | None
+    is_counted: bool, step: int, counts: Iterable[int], states: Iterable[tuple[str, bool]], skipped: int | None
 ) -> list[PieceResult]:
     """Compare an optimizer's states with the step from which a loop goes on.
 
     Args:
-        rule: of the optimizer.
+        is_counted: whether the optimizer's rule counts its steps.
         step: that the checkpoint has done, above 0.
         counts: of the parameters' steps.
         states: of every parameter: the name of a state that the rule has, and whether it is there and not zero.
@@ -227,7 +227,7 @@ def check_resumed(
     lost = [name for name, is_there in there.items() if not is_there]
     if lost:
         return [_departs("states-lost", step, state=" and ".join(lost))]
-    if rule not in ("adam", "adamw"):
+    if not is_counted:
         return []
     if not (count := max(counts, default=0)):
         return [replace(_departs("count-anew", step, count=0), piece="update")]

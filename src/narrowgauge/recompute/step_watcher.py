@@ -25,7 +25,6 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.between_steps import AverageCheck, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
     CALL_BYTES,
-    STATES,
     ForwardCall,
     ParameterSample,
     StepCapture,
@@ -54,6 +53,7 @@ from narrowgauge.recompute.own_step import own_step, roundings_of
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
+from narrowgauge.recompute.rule_definitions import DEFINITIONS
 from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
 from narrowgauge.recompute.task import Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
@@ -291,16 +291,16 @@ class StepWatcher:
 
     def _check_resumed(self) -> list[PieceResult]:
         optimizer, held = self.optimizer, self._held().values()
-        rule = rule_of(optimizer)
-        is_heavy = any(group.get("momentum") for group in optimizer.param_groups)
-        names = {"adam": STATES[:2], "adamw": STATES[:2], "sgd": STATES[2:] if is_heavy else ()}.get(rule, ())
+        rule = DEFINITIONS.get(rule_of(optimizer))
+        names = {name for group in optimizer.param_groups for name in rule.keeps(group)} if rule else ()
         states = (
             (name, name in found and bool(found[name].any()))
             for p in held
             for found in [states_of(optimizer, p)]
-            for name in names
+            for name in sorted(names)
         )
-        return check_resumed(rule, self._begun[0], (number_of(optimizer, p) for p in held), states, self._skipped)
+        counts = (number_of(optimizer, p) for p in held)
+        return check_resumed(rule is not None and rule.is_counted, self._begun[0], counts, states, self._skipped)
 
     def _then_capture(self, closure: Any) -> Any:
         """A closure after which gradients are there, as frameworks pass one to the optimizer's step; others as they are."""

@@ -55,6 +55,10 @@ class Rounding:
     read: float = 0.0
     least: float = 0.0
 
+    def at(self, places: Tensor) -> Rounding:
+        """That of some elements, of the same kind."""
+        return self if self.ends is None else replace(self, ends=self.ends[places])
+
     def spacing(self, values: Tensor) -> Tensor:
         """The distance from stored values to the next larger in magnitude, float64.
 
@@ -239,11 +243,13 @@ class Verdict:
         is_equal: with the rule.
         is_telling: a step that was not taken would have been seen.
         alternatives: the causes that they agree with instead, the likeliest first.
+        is_exact: each of these gives every stored bit.
     """
 
     is_equal: bool
     is_telling: bool
     alternatives: tuple[Alternative, ...] = ()
+    is_exact: bool = False
 
 
 def judged(stored: StoredValues, others: Sequence[Assumption]) -> Verdict:
@@ -275,7 +281,7 @@ def judged(stored: StoredValues, others: Sequence[Assumption]) -> Verdict:
     if "rate" in plain:
         agree = [each for each in agree if each.assumption.cause != "step-scaled"]
     agree.sort(key=lambda each: each.evidence, reverse=True)
-    return Verdict(False, True, tuple(map(_alternative, same[:1] or agree)))
+    return Verdict(False, True, tuple(map(_alternative, same or agree)), is_exact=bool(same))
 
 
 def _excludes(outside: float, stored: StoredValues) -> bool:
@@ -301,6 +307,8 @@ def told_apart(alternatives: Sequence[Alternative]) -> Alternative | None:
     Args:
         alternatives: the likeliest first.
     """
+    if not alternatives:
+        return None
     near = [each for each in alternatives if each.evidence > alternatives[0].evidence - _TELLS_APART]
     if len({each.cause for each in near}) == 1:
         return near[0]

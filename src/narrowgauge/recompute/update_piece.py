@@ -23,19 +23,15 @@ from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.other_counts import COUNTS, by_shared_variant, check_counts, counts_that_agree
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult, not_checked
 from narrowgauge.recompute.rounded_update import LOST, by_shared_cause, compare_rounded_state, compare_rounded_weight
-from narrowgauge.recompute.rule_variants import (
+from narrowgauge.recompute.rule_definitions import (
+    SGD,
     Rule,
     Values,
     Variant,
     decay_of,
-    direction,
-    factors_of,
-    gradient_with_decay,
+    definition_of,
     inputs_of,
-    is_decoupled,
     new_term,
-    state_rules,
-    variants_of,
 )
 
 PIECE = "update"
@@ -129,12 +125,17 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         return
     if sample.gradient is None:
         return
-    given = inputs_of(step, sample)
+    given, definition = inputs_of(step, sample), definition_of(step)
     if not all(bool(t.isfinite().all()) for t in given.values()) or not bool(after.isfinite().all()):
         return
+    if (told := definition.told(sample, given)) is not None and not bool(told.all()):
+        sample = sample.at(told)
+        given, after = inputs_of(step, sample), after[told]
+        if not bool(told.any()):
+            return
     states: Values = {}
     is_departed = False
-    for name, rule in state_rules(step.rule, sample).items():
+    for name, rule in definition.state_rules(sample).items():
         now = sample.states_after.get(name)
         if now is None:  # of a parameter that the optimizer has never stepped
             states[name] = rule(given)
@@ -219,8 +220,9 @@ def _cause_of_state(
         return "state-zero", {}
     if (narrow := narrower_format(actual, expected, sample.states_after[name].dtype)) is not None:
         return "state-narrow", {"format": narrow}
-    kept, taken = factors_of(step.rule, sample)[name]
-    term = new_term(name, gradient_with_decay(step.rule, sample, given))
+    definition = definition_of(step)
+    kept, taken = definition.factors(sample)[name]
+    term = new_term(name, definition.gradient(sample, given))
     (alpha, beta), rest = fitted(actual, [given[name], term])
     tolerance = 2 * envelope
     if rest <= tolerance:
@@ -228,7 +230,7 @@ def _cause_of_state(
             alpha = kept  # nothing is known of it
         if near(alpha, 0.0, 1e-6) or abs(alpha) < 1e-4:
             return "state-lost", {}
-        if near(alpha + beta, 1.0, 1e-3) and not near(alpha, kept, 1e-5) and step.rule != "sgd":
+        if near(alpha + beta, 1.0, 1e-3) and not near(alpha, kept, 1e-5) and definition is not SGD:
             return "beta", {"value": alpha, "wanted": kept}
         if near(alpha, kept, 1e-3):
             factor = beta / taken if taken else 0.0
@@ -276,13 +278,13 @@ def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype, factor
 def _compare_weight(
     step: StepCapture, sample: ParameterSample, given: Values, states: Values, after: Tensor
 ) -> PieceResult:
-    rate, decay = float(sample.settings["lr"]), decay_of(sample)
-    decay = decay if is_decoupled(step.rule, sample) else 0.0
+    definition, rate = definition_of(step), float(sample.settings["lr"])
+    decay = decay_of(sample) if definition.decouples(sample) else 0.0
     known = {**given, **{f"new_{name}": value for name, value in states.items()}}
 
     def rule(values: Values) -> Tensor:
         weight = values["weight"]
-        return weight * (1 - rate * decay) - rate * direction(step.rule, sample, values)
+        return weight * (1 - rate * decay) - rate * definition.direction(sample, values)
 
     formats = {**_formats(sample)}
     formats |= {f"new_{name}": formats.get(name, torch.float32) for name in states}
@@ -295,9 +297,9 @@ def _compare_weight(
         return result
     cause, values = _cause_of_weight(step, sample, known, expected, moved, after, rate, decay, envelope)
     others: tuple[Alternative, ...] = ()
-    if step.rule != "sgd" and cause not in _EXACT:
+    if definition is not SGD and cause not in _EXACT:
         change = moved + rate * decay * given["weight"]
-        counts = counts_that_agree(sample, known, change, rate, 1.5 * envelope)
+        counts = counts_that_agree(sample, known, change, rate, 1.5 * envelope) if definition.is_counted else ()
         others = (*counts, *_near_variants(step, sample, known, change, 3 * envelope))
     return replace(result, status=DEPARTS, cause=cause, values=values, alternatives=others)
 
@@ -307,7 +309,7 @@ def _near_variants(
 ) -> Iterator[Alternative]:
     """The variants of the rule that a step is near without a free number: what other parameters agree with may be one."""
     rate = float(sample.settings["lr"])
-    for each in variants_of(step.rule, sample, known):
+    for each in definition_of(step).with_variants(sample, known):
         if each.cause and float((change + rate * each.step).norm()) <= tolerance:
             yield Alternative(each.cause, dict(each.values), error=1.0)
 
@@ -330,7 +332,7 @@ def _cause_of_weight(
     if (narrow := narrower_format(after.double(), expected, after.dtype)) is not None:
         return "weight-narrow", {"format": narrow}
     tolerance = 1.5 * envelope
-    variants = list(variants_of(step.rule, sample, known))
+    variants = list(definition_of(step).with_variants(sample, known))
     for free in _FREE:
         # A count with a free factor is no count.
         fits = [_fit(v, free, moved, weight, rate, decay) for v in variants if v.cause not in COUNTS or free == ""]
