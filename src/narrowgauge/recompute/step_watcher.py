@@ -21,19 +21,16 @@ from narrowgauge import _torch
 from narrowgauge._torch import plain_name
 from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.numerics.shards import is_sharded, local_of
-from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.between_steps import AverageCheck, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
     CALL_BYTES,
     ForwardCall,
-    ParameterSample,
     StepCapture,
     copied,
     float_outputs,
     has_closure,
     number_of,
     rule_of,
-    settings_of,
     spread,
     states_of,
     sum_of_squares,
@@ -48,13 +45,13 @@ from narrowgauge.recompute.evaluation_piece import EvaluationHistory, check_loss
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.loss_piece import check_loss
-from narrowgauge.recompute.other_counts import shared_counts
-from narrowgauge.recompute.own_step import own_step, roundings_of
+from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
 from narrowgauge.recompute.rule_definitions import DEFINITIONS
 from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
+from narrowgauge.recompute.step_samples import add_results, sampled_step
 from narrowgauge.recompute.task import Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
 
@@ -374,53 +371,14 @@ class StepWatcher:
         self._follow("data", lambda: self._results.extend(check_ranks(self.num_steps + 1, told_by_rank)))
 
     def _take(self) -> None:
-        optimizer = self.optimizer
-        step = StepCapture(self.num_steps + 1, rule_of(optimizer), calls=[c for c in self._calls if c.gradients])
+        calls = [call for call in self._calls if call.gradients]
+        step = sampled_step(
+            self.num_steps + 1, self.optimizer, self._inner, self._names, self._computed, self._previous, calls
+        )
         step.ranks = self._ranks.ranks
         if self._why_dropped:
             step.missing["calls"] = self._why_dropped
-        if (scaler := _torch.scaler_of_step()) is not None:
-            step.loss_scale = float(scaler.get_scale())
-        own = own_step(optimizer)
-        step.loss_scale = max(step.loss_scale, own.loss_scale)
-        if own.why_not:
-            step.missing["update"] = own.why_not
-        for number, group in enumerate(optimizer.param_groups):
-            settings = settings_of(group)
-            for place, parameter in enumerate(group["params"]):
-                name = self._names.get(id(parameter), f"param {place}")
-                step.parameters[name] = self._sample(name, parameter, settings, own.factor)
-                step.parameters[name].group = number
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        named = dict(self._inner.named_parameters())
-        step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in held}
-        tables = [m.weight for m in self._inner.modules() if isinstance(m, nn.Embedding)]
-        step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
         self._capture = step
-
-    def _sample(self, name: str, parameter: Tensor, settings: dict[str, Any], factor: float) -> ParameterSample:
-        gradient = parameter.grad
-        gradient = None if gradient is None or gradient.layout is not torch.strided else spread(gradient)
-        if gradient is not None and isinstance(self.optimizer, Optimizer):
-            # Its rule computes in float32 with gradients of any format.
-            gradient = (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
-        left = self._computed.get(id(parameter))
-        computed, squares = (None, None) if left is None else left.up_to(parameter.grad)
-        return ParameterSample(
-            name,
-            parameter.shape,
-            parameter.dtype,
-            settings,
-            weight=spread(weight_of(self.optimizer, parameter)),
-            states=states_of(self.optimizer, parameter),
-            gradient=gradient,
-            gradient_eps=0.0 if parameter.grad is None else torch.finfo(parameter.grad.dtype).eps,
-            computed=computed,
-            computed_squares=squares,
-            previous=self._previous.get(id(parameter)),
-            number_before=number_of(self.optimizer, parameter),
-            requires_grad=parameter.requires_grad,
-        )
 
     def _over_ranks(self, step: StepCapture | None) -> StepCapture | str:
         """The step with means over ranks, in which every rank takes part that has none itself; or why there are none."""
@@ -504,17 +462,7 @@ class StepWatcher:
 
     def _finish(self, step: StepCapture) -> None:
         optimizer = self.optimizer
-        held = self._held()
-        for name, sample in step.parameters.items():
-            if (parameter := held.get(name)) is not None:
-                sample.weight_after = spread(weight_of(optimizer, parameter))
-                sample.states_after = states_of(optimizer, parameter)
-                sample.number = number_of(optimizer, parameter)
-                sample.roundings = roundings_of(optimizer, parameter)
-        stepped = [sample for sample in step.parameters.values() if sample.gradient is not None]
-        for place, sample in enumerate(stepped):
-            of_groups, of_all = (sample.group, len(optimizer.param_groups)), (place, len(stepped))
-            sample.shared_counts = shared_counts(sample.number, of_groups, of_all, max(1, len(step.calls)))
+        add_results(step, optimizer, self._held())
         self.nbytes = max(self.nbytes, step.nbytes)
         if "update" in step.missing:
             self._results.append(not_checked("update", step.missing["update"], step.step))

@@ -1,0 +1,111 @@
+"""Samples of every parameter of an optimizer before its step, and after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge import _torch
+from narrowgauge._torch import plain_name
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.capture import (
+    ForwardCall,
+    ParameterSample,
+    StepCapture,
+    number_of,
+    rule_of,
+    settings_of,
+    spread,
+    states_of,
+    weight_of,
+)
+from narrowgauge.recompute.computed_gradients import LeftByBackward
+from narrowgauge.recompute.other_counts import shared_counts
+from narrowgauge.recompute.own_step import own_step, roundings_of
+
+
+def sampled_step(
+    number: int,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    names: Mapping[int, str],
+    computed: Mapping[int, LeftByBackward],
+    previous: Mapping[int, Tensor],
+    calls: Sequence[ForwardCall],
+) -> StepCapture:
+    """A step that is about to be taken.
+
+    Args:
+        number: of the step, from 1.
+        model: without wrappers.
+        names: of its parameters, by their id.
+        computed: what the backward passes left, by the id of a parameter.
+        previous: samples of the gradients of the step before, by the id of a parameter.
+        calls: the forward passes that backward passes followed.
+    """
+    step = StepCapture(number, rule_of(optimizer), calls=list(calls))
+    if (scaler := _torch.scaler_of_step()) is not None:
+        step.loss_scale = float(scaler.get_scale())
+    own = own_step(optimizer)
+    step.loss_scale = max(step.loss_scale, own.loss_scale)
+    if own.why_not:
+        step.missing["update"] = own.why_not
+    held = set()
+    for index, group in enumerate(optimizer.param_groups):
+        settings = settings_of(group)
+        for place, parameter in enumerate(group["params"]):
+            held.add(id(parameter))
+            name, left = names.get(id(parameter), f"param {place}"), computed.get(id(parameter))
+            sample = _sampled(name, optimizer, parameter, settings, own.factor)
+            sample.group, sample.previous = index, previous.get(id(parameter))
+            if left is not None:
+                sample.computed, sample.computed_squares = left.up_to(parameter.grad)
+            step.parameters[name] = sample
+    named = dict(model.named_parameters())
+    step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in held}
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+    step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
+    return step
+
+
+def _sampled(
+    name: str, optimizer: torch.optim.Optimizer, parameter: Tensor, settings: dict[str, Any], factor: float
+) -> ParameterSample:
+    gradient = parameter.grad
+    gradient = None if gradient is None or gradient.layout is not torch.strided else spread(gradient)
+    if gradient is not None and isinstance(optimizer, Optimizer):
+        # Its rule computes in float32 with gradients of any format.
+        gradient = (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
+    return ParameterSample(
+        name,
+        parameter.shape,
+        parameter.dtype,
+        settings,
+        weight=spread(weight_of(optimizer, parameter)),
+        states=states_of(optimizer, parameter),
+        gradient=gradient,
+        gradient_eps=0.0 if parameter.grad is None else torch.finfo(parameter.grad.dtype).eps,
+        number_before=number_of(optimizer, parameter),
+        requires_grad=parameter.requires_grad,
+    )
+
+
+def add_results(step: StepCapture, optimizer: torch.optim.Optimizer, held: Mapping[str, Tensor]) -> None:
+    """Add what the step made of each parameter.
+
+    Args:
+        held: the optimizer's parameters by the names of the samples.
+    """
+    for name, sample in step.parameters.items():
+        if (parameter := held.get(name)) is not None:
+            sample.weight_after = spread(weight_of(optimizer, parameter))
+            sample.states_after = states_of(optimizer, parameter)
+            sample.number = number_of(optimizer, parameter)
+            sample.roundings = roundings_of(optimizer, parameter)
+    stepped = [sample for sample in step.parameters.values() if sample.gradient is not None]
+    for place, sample in enumerate(stepped):
+        of_groups, of_all = (sample.group, len(optimizer.param_groups)), (place, len(stepped))
+        sample.shared_counts = shared_counts(sample.number, of_groups, of_all, max(1, len(step.calls)))
