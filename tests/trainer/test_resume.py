@@ -243,7 +243,8 @@ def test_an_interruption_saves_and_says_how_to_go_on(
     assert nursery(*words_of(config), at={'{"step":3,"loss"': number}) == 128 + number
     lines = nursery.said.splitlines()
     assert f"narrowgauge resume {folder}" in lines[-2] and lines[-1].startswith("Interrupted: ")
-    assert sum("Ctrl-C again" in line for line in lines) == 1
+    again = {signal.SIGINT: "press Ctrl-C again", signal.SIGTERM: "send SIGTERM again"}[number]
+    assert sum(again in line for line in lines) == 1
     run = read_run(folder)
     assert run.events[-1]["kind"] == "stop" and len(run.steps) == 3
     assert os.listdir(folder / "checkpoints").count("step-00000003") == 1

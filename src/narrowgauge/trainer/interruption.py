@@ -22,6 +22,7 @@ GRACE_SECONDS = 2.0
 """Time for the main thread to end by itself after the second signal."""
 _ANSWER_SECONDS = 0.5
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN: dict[int, str] = {signal.SIGINT: "press Ctrl-C again", signal.SIGTERM: "send SIGTERM again"}
 
 
 def stopped_by(number: int) -> KeyboardInterrupt:
@@ -38,16 +39,16 @@ def interruptible(notify: Callable[[str], None]) -> Iterator[list[int]]:
     received: list[int] = []
     answered = threading.Event()
 
-    def answer() -> None:
+    def answer(number: int) -> None:
         if not answered.is_set():
             answered.set()
-            notify("Stopping after this step; press Ctrl-C again to stop immediately.")
+            notify(f"Stopping after this step; {_AGAIN[number]} to stop immediately.")
 
     def note(number: int, frame: Any) -> None:
         if received:
             raise stopped_by(number)
         received.append(number)
-        answer()
+        answer(number)
 
     try:
         before = {number: signal.signal(number, note) for number in _NUMBERS}
@@ -72,7 +73,7 @@ def interruptible(notify: Callable[[str], None]) -> Iterator[list[int]]:
         os.close(read_end)
 
 
-def _watch_signals(read_end: int, answered: threading.Event, answer: Callable[[], None]) -> None:
+def _watch_signals(read_end: int, answered: threading.Event, answer: Callable[[int], None]) -> None:
     """Answer if the main thread cannot, and end the process if it does not."""
     received = 0
     while number := os.read(read_end, 1):
@@ -80,7 +81,7 @@ def _watch_signals(read_end: int, answered: threading.Event, answer: Callable[[]
             continue
         received += 1
         if received == 1 and not answered.wait(_ANSWER_SECONDS):
-            answer()
+            answer(number[0])
         if received >= 2:
             # The pipe is closed once the main thread has left the run.
             ended, _, _ = select.select([read_end], [], [], GRACE_SECONDS)
