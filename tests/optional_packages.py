@@ -6,8 +6,15 @@ import ast
 from collections.abc import Iterable
 from importlib.util import find_spec
 
+import pytest
+
 # What a name or a package needs to be imported, beyond what pip installs on every machine.
 NEEDS = {"Trainer": "accelerate", "TrainingArguments": "accelerate", "torchtitan": "triton"}
+
+
+needs_triton = pytest.mark.skipif(
+    find_spec("triton") is None, reason="Triton is not installed, which writes the machine code (the extra cuda-proof)"
+)
 
 
 def absent_packages(code: str | Iterable[ast.AST]) -> list[str]:

@@ -11,16 +11,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 
 from covering import whole
 from cuda.lowering import TritonKernel, lowered
+from optional_packages import needs_triton
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed, which writes the machine code (the extra cuda-proof)"
-)
+pytestmark = needs_triton
 CHIP = "gfx942"
 NAMES = (
     "step adamw word wide",

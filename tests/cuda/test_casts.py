@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,11 +19,10 @@ from cuda.casts import CPU, SMALL, Call, Results, calls_of, canonical, names, re
 from cuda.launch import Launch, emulated
 from cuda.lowering import Lowered, lowered
 from cuda.machine import Program, Refused
+from optional_packages import needs_triton
 from tensors import bits
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed, which writes the machine code (the extra cuda-proof)"
-)
+pytestmark = needs_triton
 CHIP = "sm_90"
 FEW = (
     "cast float8-row output.left codes",

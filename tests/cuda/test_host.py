@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from cuda.lowering import kept_folder
+from optional_packages import needs_triton
 
+pytestmark = needs_triton
 CASES: dict[str, tuple[dict[str, Any], int]] = {
     "word": ({"storage": "word"}, 6),
     "word, clipped": ({"storage": "word", "max_grad_norm": 1.0}, 12),

@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -31,11 +30,10 @@ from narrowgauge.optim.compilation import Definition
 from narrowgauge.optim.kernel import COMPILED, WIDE
 from narrowgauge.optim.rules.elementwise import RULES
 from narrowgauge.spec.storages import STORAGES
+from optional_packages import needs_triton
 from tensors import bits
 
-pytestmark = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed, which writes the machine code (the extra cuda-proof)"
-)
+pytestmark = needs_triton
 CPU, CHIP = torch.device("cpu"), "sm_90"
 WORDS = (1 << 13) + 48
 """Of an example: several blocks, of which the last is not full."""

@@ -13,7 +13,9 @@ import pytest
 
 from cuda import sharded_host
 from cuda.lowering import kept_folder
+from optional_packages import needs_triton
 
+pytestmark = needs_triton
 CASES: dict[str, dict[str, Any]] = {
     "word": {"storage": "word", "audit_every": 0},
     "word, clipped": {"storage": "word", "audit_every": 0, "max_grad_norm": 1.0},
