@@ -21,7 +21,15 @@ SERVING = {
     for path in (ROOT / "src" / "narrowgauge" / room).rglob("*.py")
 }
 """The modules that serve packages, which they import at once or in a function."""
-collect_ignore = [str(path) for path, code in SERVING.items() if absent_packages(ast.parse(code).body)]
+
+
+def run_at_import(code: str) -> list[ast.stmt]:
+    """The statements of a module, and those that it tries."""
+    body = ast.parse(code).body
+    return [*body, *(each for tried in body if isinstance(tried, ast.Try) for each in tried.body)]
+
+
+collect_ignore = [str(path) for path, code in SERVING.items() if absent_packages(run_at_import(code))]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
