@@ -112,9 +112,8 @@ def _looked_up(model: nn.Module) -> Iterator[list[Tensor]]:
         if id(module) in tables:
             found.extend(each for each in args[:1] if isinstance(each, Tensor))
 
-    handle = register_module_forward_pre_hook(
-        keep
-    )  # of all modules: the audit's passes leave our hooks on single ones out
+    # Of all modules: the audit's passes leave our hooks on single ones out.
+    handle = register_module_forward_pre_hook(keep)
     try:
         yield found
     finally:

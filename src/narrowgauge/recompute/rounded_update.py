@@ -73,7 +73,7 @@ def compare_rounded_weight(
     """
     definition, weight = definition_of(step), known["weight"]
     rate, decay = float(sample.settings["lr"]), decay_of(sample)
-    drop = -rate * (decay if definition.decouples(sample) else 0.0) * weight
+    drop = -rate * definition.weight_decay(sample) * weight
     variants = list(definition.with_variants(sample, known))
     change = -rate * variants[0].step
     own = weight + change + drop

@@ -34,9 +34,9 @@ class Variant:
     step: Tensor
 
 
-def all_are_told(sample: ParameterSample, given: Values) -> Tensor | None:
+def all_are_told(sample: ParameterSample, given: Values) -> Tensor:
     """Of a rule whose direction is continuous: every element's is known to rounding."""
-    return None
+    return torch.ones_like(given["gradient"], dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Definition:
         variants: the rules near it.
         is_decoupled: decay acts on the weight, not in the gradient.
         is_counted: moments are corrected by the number of steps.
-        told: the elements whose direction does not hang on a rounding; ``None`` for all.
+        told: the elements whose direction does not hang on a rounding, bool.
     """
 
     keeps: Callable[[Mapping[str, Any]], tuple[str, ...]]
@@ -59,10 +59,14 @@ class Definition:
     variants: Callable[[ParameterSample, Values], Iterator[Variant]]
     is_decoupled: bool = False
     is_counted: bool = False
-    told: Callable[[ParameterSample, Values], Tensor | None] = all_are_told
+    told: Callable[[ParameterSample, Values], Tensor] = all_are_told
 
     def decouples(self, sample: ParameterSample) -> bool:
         return self.is_decoupled or bool(sample.settings.get("decoupled_weight_decay"))
+
+    def weight_decay(self, sample: ParameterSample) -> float:
+        """The decay that acts on the weight itself: 0 where it is in the gradient."""
+        return decay_of(sample) if self.decouples(sample) else 0.0
 
     def gradient(self, sample: ParameterSample, given: Values) -> Tensor:
         """The gradient that the states take, with decay where the rule adds it there."""
@@ -231,10 +235,13 @@ def _lion_factors(sample: ParameterSample) -> dict[str, tuple[float, float]]:
     return {"exp_avg": (beta2, 1 - beta2)}
 
 
+def _lion_mean(values: Values, beta1: float) -> Tensor:
+    """What the step is the sign of and no state keeps: the momentum before the step, averaged with the gradient."""
+    return beta1 * values["exp_avg"] + (1 - beta1) * values["gradient"]
+
+
 def _lion_direction(sample: ParameterSample, values: Values) -> Tensor:
-    """The sign of a mean that is not kept: of the momentum before the step, with another weight."""
-    beta1 = _betas(sample)[0]
-    return (beta1 * values["exp_avg"] + (1 - beta1) * values["gradient"]).sign()
+    return _lion_mean(values, _betas(sample)[0]).sign()
 
 
 def _lion_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
@@ -243,17 +250,15 @@ def _lion_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
     beta1 = _betas(sample)[0]
     for value in _BETAS:
         if value != beta1:
-            other = (value * known["exp_avg"] + (1 - value) * known["gradient"]).sign()
-            yield Variant("sign-beta", (("value", value), ("wanted", beta1)), other)
+            yield Variant("sign-beta", (("value", value), ("wanted", beta1)), _lion_mean(known, value).sign())
 
 
 def _lion_told(sample: ParameterSample, given: Values) -> Tensor:
     """Where the terms nearly cancel, a rounding chooses the sign."""
-    beta1 = _betas(sample)[0]
-    terms = beta1 * given["exp_avg"], (1 - beta1) * given["gradient"]
+    mean = _lion_mean(given, _betas(sample)[0])
     unit = max([_LEAST_UNIT, *(rounding.unit for rounding in sample.roundings.values())])
     size = given["exp_avg"].abs() + given["gradient"].abs()
-    return ((terms[0] + terms[1]).abs() > _ROUNDINGS_OF_SIGN * unit * size) | (size == 0)
+    return (mean.abs() > _ROUNDINGS_OF_SIGN * unit * size) | (size == 0)
 
 
 LION = Definition(

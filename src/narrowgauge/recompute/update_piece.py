@@ -28,7 +28,6 @@ from narrowgauge.recompute.rule_definitions import (
     Rule,
     Values,
     Variant,
-    decay_of,
     definition_of,
     inputs_of,
     new_term,
@@ -128,11 +127,12 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
     given, definition = inputs_of(step, sample), definition_of(step)
     if not all(bool(t.isfinite().all()) for t in given.values()) or not bool(after.isfinite().all()):
         return
-    if (told := definition.told(sample, given)) is not None and not bool(told.all()):
+    told = definition.told(sample, given)
+    if not bool(told.any()):
+        return
+    if not bool(told.all()):
         sample = sample.at(told)
         given, after = inputs_of(step, sample), after[told]
-        if not bool(told.any()):
-            return
     states: Values = {}
     is_departed = False
     for name, rule in definition.state_rules(sample).items():
@@ -278,8 +278,8 @@ def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype, factor
 def _compare_weight(
     step: StepCapture, sample: ParameterSample, given: Values, states: Values, after: Tensor
 ) -> PieceResult:
-    definition, rate = definition_of(step), float(sample.settings["lr"])
-    decay = decay_of(sample) if definition.decouples(sample) else 0.0
+    definition = definition_of(step)
+    rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
     known = {**given, **{f"new_{name}": value for name, value in states.items()}}
 
     def rule(values: Values) -> Tensor:

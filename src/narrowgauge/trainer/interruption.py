@@ -21,8 +21,8 @@ from narrowgauge.errors import Terminated
 GRACE_SECONDS = 2.0
 """Time for the main thread to end by itself after the second signal."""
 _ANSWER_SECONDS = 0.5
-_NUMBERS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN: dict[int, str] = {signal.SIGINT: "press Ctrl-C again", signal.SIGTERM: "send SIGTERM again"}
+"""The signals that are answered, and how the second one is given."""
 
 
 def stopped_by(number: int) -> KeyboardInterrupt:
@@ -51,7 +51,7 @@ def interruptible(notify: Callable[[str], None]) -> Iterator[list[int]]:
         answer(number)
 
     try:
-        before = {number: signal.signal(number, note) for number in _NUMBERS}
+        before = {number: signal.signal(number, note) for number in _AGAIN}
     except ValueError:  # not in the main thread, which handles the signals
         yield received
         return
@@ -77,7 +77,7 @@ def _watch_signals(read_end: int, answered: threading.Event, answer: Callable[[i
     """Answer if the main thread cannot, and end the process if it does not."""
     received = 0
     while number := os.read(read_end, 1):
-        if number[0] not in _NUMBERS:
+        if number[0] not in _AGAIN:
             continue
         received += 1
         if received == 1 and not answered.wait(_ANSWER_SECONDS):
