@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
+import narrowgauge as ng
 from narrowgauge.recompute.piece_results import EQUAL
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import Loop
@@ -58,6 +59,42 @@ def test_a_change_between_steps_is_named(name: str) -> None:
     loop.after_update = both  # type: ignore[method-assign]
     loop.run(2)
     assert loop.names() and loop.names() <= causes, loop.results[4]
+
+
+WRITTEN: dict[str, tuple[Callable[[Loop], object], set[str]]] = {
+    "lost states": (lambda loop: loop.optimizer.state.clear(), {"states-lost"}),
+    "narrow weights": (each_weight(lambda p: p.copy_(p.half())), {"weight-narrow"}),
+    "other states": (
+        lambda loop: [state["exp_avg"].mul_(1.5) for state in loop.optimizer.state.values()],
+        {"states-written"},
+    ),
+    "the same again": (
+        lambda loop: (
+            loop.model.load_state_dict(copy.deepcopy(loop.model.state_dict())),
+            loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict())),
+        ),
+        set(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_between_steps_that_are_not_audited_is_named(name: str) -> None:
+    write, causes = WRITTEN[name]
+    loop = Loop(every=100).run(4)
+    with torch.no_grad():
+        write(loop)
+    loop.run(1)
+    assert {each.name for each in loop.findings() if each.step == 4} == causes
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_the_visible_weights_of_our_optimizers_are_followed(is_written: bool) -> None:
+    loop = Loop(every=100, optimizer=ng.AdamW, storage="word", dtype=torch.bfloat16).run(4)
+    if is_written:
+        each_weight(lambda p: p.mul_(1.5))(loop)
+    loop.run(1)
+    assert loop.names() == ({"weights-scaled"} if is_written else set())
 
 
 AVERAGES: dict[str, tuple[Callable[[Any, Any], None], set[str]]] = {

@@ -71,6 +71,21 @@ def cast(loop: Loop) -> None:
     ).float()
 
 
+@pytest.mark.parametrize(("base", "dtype", "names"), [
+    (1e4, torch.float32, []), (1e4, torch.bfloat16, ["frequencies-narrow"]), (1e4, torch.float16, ["frequencies-narrow"]),
+    (4.0, torch.bfloat16, []),
+])  # fmt: skip
+def test_rotary_frequencies_that_were_rounded_are_a_note(base: float, dtype: torch.dtype, names: list[str]) -> None:
+    """Powers of two are values of every format."""
+    loop = Loop()
+    exponents = torch.arange(8, dtype=torch.float32)
+    exponents = exponents / 8 if base > 4 else exponents / 2
+    loop.model.blocks[0].register_buffer("inv_freq", (base**-exponents).to(dtype).float())
+    loop.run(2)
+    assert [each.name for each in loop.findings()] == names
+    assert all(str(dtype).removeprefix("torch.") in each.message for each in loop.findings())
+
+
 FAULTS: dict[str, tuple[Callable[[Loop], None], str, str]] = {
     "a mask is missing": (leaky, "sees-future", "blocks.1.out"),
     "a shift along the sequence": (shifted, "sees-future", "blocks.0.norm2"),
@@ -105,7 +120,7 @@ def test_a_model_that_does_not_look_at_early_tokens_says_nothing_of_their_order(
 
 
 def test_a_model_without_a_float32_path_is_not_checked() -> None:
-    loop = Loop(dtype=torch.bfloat16)
+    loop = Loop(dtype=torch.bfloat16, lr=1e-2)
     loop.model.norm.register_forward_hook(lambda m, args, output: output.bfloat16())
     loop.run(2)
     assert "forward" in unchecked(loop.results[2]) and not loop.findings()

@@ -24,7 +24,7 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "one micro-batch": {"micro_batches": 1},
     "dropout": {"dropout": 0.2},
     "autocast": {"autocast": True},
-    "bfloat16": {"dtype": torch.bfloat16},
+    "bfloat16": {"dtype": torch.bfloat16, "lr": 1e-2},
     "clipped": {"clip": 0.5},
     "clipped and declared": {"clip": 0.5, "task": task(max_grad_norm=0.5)},
 }
@@ -59,7 +59,7 @@ def test_gradients_that_are_summed_outside_of_grad_are_the_steps_own(
     clip: float, dtype: torch.dtype, sums: str, optimizer: Any
 ) -> None:
     """An accumulator takes each gradient away after its pass, and puts the sum back."""
-    loop = Loop(every=1, micro_batches=4, dtype=dtype, clip=clip, optimizer=optimizer)
+    loop = Loop(every=1, micro_batches=4, dtype=dtype, clip=clip, optimizer=optimizer, lr=5e-2)
     accumulator = ng.GradientAccumulator(loop.model.parameters(), sums)
     backward = loop.backward
 
@@ -79,7 +79,7 @@ def test_gradients_that_are_summed_outside_of_grad_are_the_steps_own(
 
 @pytest.mark.parametrize("optimizer", [of_ours, torch.optim.AdamW], ids=["ours", "torch"])
 def test_clipping_in_bfloat16_rounds_the_norm_and_the_factor(optimizer: Any) -> None:
-    loop = Loop(every=1, dtype=torch.bfloat16, clip=0.1, optimizer=optimizer).run(6)
+    loop = Loop(every=1, dtype=torch.bfloat16, lr=1e-2, clip=0.1, optimizer=optimizer).run(6)
     assert not loop.findings()
 
 
@@ -167,8 +167,18 @@ def kept(loop: Loop) -> None:
     loop.after_update = not_zeroed  # type: ignore[method-assign]
 
 
-@fault("after_backward")
-def narrow(loop: Loop) -> None:
+def narrow_sums(loop: Loop) -> None:
+    """Gradients are rounded after each backward pass, as where each is added to a narrower sum."""
+    backward = loop.backward
+
+    def then_round(tokens: Any, number: int) -> None:
+        backward(tokens, number)
+        narrow_gradients(loop)
+
+    loop.backward = then_round  # type: ignore[method-assign]
+
+
+def narrow_gradients(loop: Loop) -> None:
     for p in loop.model.parameters():
         if p.grad is not None:
             p.grad.copy_(p.grad.bfloat16())
@@ -200,7 +210,8 @@ FAULTS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
     ),
     "first micro-batch": (dropped, "micro-batch-missing", {"missing": "1"}),
     "kept": (kept, "gradient-kept", {"share": 0.3}),
-    "narrow": (narrow, "gradient-narrow", {"format": "bfloat16"}),
+    "narrow": (fault("after_backward")(narrow_gradients), "gradient-narrow", {"format": "bfloat16"}),
+    "narrow sums": (narrow_sums, "gradient-narrow", {"format": "bfloat16"}),
     "zero": (lost, "gradient-zero", {"where": "blocks.0.up.weight"}),
     "penalty": (penalized, "decay-in-gradient", {"value": 0.01}),
     "copied weight": (cached, "unused", {"where": "head.weight"}),
@@ -273,10 +284,18 @@ CLIPS: dict[str, tuple[Callable[[Loop], object], str]] = {
     "each alone": (
         lambda loop: [nn.utils.clip_grad_norm_([p], 0.05) for p in loop.model.parameters()], "clip-each",
     ),
+    "halves": (
+        lambda loop: [nn.utils.clip_grad_norm_(half, 0.25) for half in _halves(loop)], "clip-norm",
+    ),
     "not at all": (lambda loop: None, "clip-missing"),
     "another limit": (lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 0.1), "clip-limit"),
     "values": (lambda loop: nn.utils.clip_grad_value_(loop.model.parameters(), 1e-3), "clip-values"),
 }  # fmt: skip
+
+
+def _halves(loop: Loop) -> tuple[list[Any], list[Any]]:
+    parameters = list(loop.model.parameters())
+    return parameters[:9], parameters[9:]
 
 
 def _clip(loop: Loop, norm: Any) -> None:
@@ -293,6 +312,18 @@ def test_a_fault_of_clipping_is_named(name: str) -> None:
     loop.clip_gradients = lambda: clip(loop)  # type: ignore[method-assign, assignment, return-value]
     loop.run(2)
     assert {each.name for each in loop.findings()} == {cause}, loop.results[4]
+
+
+def test_a_norm_little_above_the_limit_may_be_one_of_parts_until_no_step_is_clipped() -> None:
+    norms: list[float] = []
+    loop = Loop(every=0)
+    loop.clip_gradients = lambda: norms.append(  # type: ignore[method-assign]
+        float(nn.utils.get_total_norm([p.grad for p in loop.model.parameters() if p.grad is not None]))
+    )
+    loop.run(6)
+    loop = Loop(every=2, task=task(max_grad_norm=0.95 * min(norms))).run(4)
+    assert not loop.findings() and all("clip" in unchecked(results) for results in loop.results.values())
+    assert loop.run(2).names() == {"clip-missing"}
 
 
 def test_a_limit_that_is_not_declared_is_learnt_from_clipped_steps() -> None:

@@ -19,9 +19,12 @@ from recompute.audited_loop import Loop
 PADDING = 7
 
 
-def audited(loss: Callable[[Tensor, Tensor], Tensor], **settings: Any) -> tuple[Loop, list[PieceResult]]:
+def audited(
+    loss: Callable[[Tensor, Tensor], Tensor], batch: Callable[[Tensor], Tensor] = torch.clone, **settings: Any
+) -> tuple[Loop, list[PieceResult]]:
     """The results of the loss piece in a loop whose loss is ``loss(logits, tokens)``."""
     loop = Loop(**settings)
+    loop.data = map(batch, loop.data)
 
     def backward(tokens: Tensor, number: int) -> None:
         with torch.autocast("cpu", torch.bfloat16, enabled=loop.autocast):
@@ -114,6 +117,30 @@ def test_micro_batches_of_other_lengths_that_have_means_of_their_own() -> None:
 
     loop, _ = audited(loss)
     assert loop.names() == {"micro-batches-uneven"}
+
+
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_token_that_is_ignored_inside_of_rows_is_a_note_unless_it_is_declared(is_declared: bool) -> None:
+    def without(tokens: Tensor) -> Tensor:
+        return tokens[:, 1:].masked_fill(tokens[:, 1:] == PADDING, -100)
+
+    told = task(ignore=PADDING) if is_declared else None
+    loop, _ = audited(lambda z, x: mean(z, without(x)), task=told, micro_batches=1)
+    assert [(each.name, each.severity) for each in loop.findings()] == [("token-ignored", "note")] * (not is_declared)
+    assert is_declared or f"token {PADDING} is never" in loop.findings()[0].message
+
+
+@pytest.mark.parametrize("place", [slice(12, None), slice(1, 12)], ids=["behind", "before"])
+def test_padding_is_no_token_that_is_ignored(place: slice) -> None:
+    def padded(tokens: Tensor) -> Tensor:
+        tokens[tokens == PADDING] = PADDING + 1
+        tokens[:, place] = PADDING
+        return tokens
+
+    def loss(z: Tensor, x: Tensor) -> Tensor:
+        return mean(z, x[:, 1:].masked_fill(x[:, 1:] == PADDING, -100))
+
+    assert not audited(loss, padded, micro_batches=1)[0].findings()
 
 
 def test_another_loss_is_not_checked() -> None:

@@ -134,6 +134,18 @@ def counted(number: int) -> Callable[[Any], Any]:
     return change
 
 
+def other_step(divisor: Callable[[Tensor, float], Tensor], eps: float = 1e-8) -> Any:
+    """AdamW's step with another divisor than root + eps."""
+
+    def edit(p: Tensor, weight: Tensor, state: dict[str, Any], before: dict[str, Any]) -> None:
+        count = int(state["step"])
+        first = state["exp_avg"].double() / (1 - 0.9**count)
+        root = (state["exp_avg_sq"].double() / (1 - 0.999**count)).sqrt()
+        p.copy_(weight.double() * (1 - 1e-4) - 1e-3 * first / divisor(root, eps))
+
+    return edit
+
+
 FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
     "rate of all": (setting(lr=2e-3), "rate", {"factor": 2.0}),
     "rate of one": (edited(scaled(1.1), 3), "rate", {"factor": 1.1}),
@@ -157,6 +169,15 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
         "state-frozen",
         {"state": "exp_avg_sq"},
     ),
+    "epsilon subtracted": (edited(other_step(lambda root, eps: root - eps)), "eps", {"value": -1e-8}),
+    "decay without the weight": (
+        edited(lambda p, weight, *_: p.add_(weight, alpha=1e-4).sub_(1e-4)), "decay-of-other", {"value": 0.1, "term": "1"},
+    ),
+    "decay of signs": (
+        edited(lambda p, weight, *_: p.add_(weight, alpha=1e-4).sub_(weight.sign(), alpha=1e-4)),
+        "decay-of-other",
+        {"value": 0.1, "term": "sign(weight)"},
+    ),
     "some rows": (
         edited(lambda p, weight, *_: p[: len(p) // 4].copy_(weight[: len(p) // 4]), 4), "part", {"share": 0.25},
     ),
@@ -179,6 +200,34 @@ def test_a_fault_of_the_step_is_named_with_its_size(fault: str) -> None:
         assert math.isclose(now, value, rel_tol=5e-3) if isinstance(value, float) else now == value, (name, now)
     if fault in ("rate of one", "frozen", "frozen moments", "some rows"):
         assert len(found[0].where) == 1
+
+
+def test_a_step_that_is_no_variant_of_the_rule_has_no_name() -> None:
+    """Where the second moment is small beside eps, such a step is near several variants by chance, another of each parameter."""
+    loop = Loop(every=4, eps=1e-2).run(2)
+    patched(edited(other_step(lambda root, eps: root.pow(4) + eps, 1e-2)))(loop)
+    loop.run(2)
+    found = loop.findings()
+    assert found and {each.name for each in found} == {"update-departs"}, found
+
+
+def test_the_rate_of_another_group_is_named() -> None:
+    def two_groups(parameters: Any, **settings: Any) -> torch.optim.AdamW:
+        own = list(parameters)
+        return torch.optim.AdamW([{"params": own[:9]}, {"params": own[9:], "lr": 1e-4}], **settings)
+
+    loop = Loop(every=4, optimizer=two_groups).run(2)
+    patched(setting(lr=1e-3))(loop)
+    loop.run(2)
+    (found,) = [each for each in loop.results[4] if each.status == "departs"]
+    assert (found.cause, found.values["group"], found.values["of"]) == ("rate-of-other-group", 1, 0)
+    assert len(found.where) == len(loop.optimizer.param_groups[1]["params"])
+
+
+def test_a_step_that_bfloat16_rounds_away_is_a_note() -> None:
+    found = Loop(dtype=torch.bfloat16, lr=1e-3).run(2).findings()
+    assert [(each.name, each.severity, each.value) for each in found] == [("lost-in-dtype", "note", 1.0)]
+    assert "norm" in found[0].where and "qkv.weight" not in found[0].where
 
 
 def test_a_parameter_of_no_group_is_named() -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from narrowgauge.recompute.capture import ParameterSample
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.capture import ParameterSample, spread, states_of
 from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult
 from narrowgauge.recompute.update_piece import joined, narrower_format
@@ -19,6 +20,8 @@ from narrowgauge.recompute.update_piece import joined, narrower_format
 PIECE = "between"
 _STILL = 3
 """Audited steps over which an average that stands still is reported: some are updated every few steps."""
+_FEW = 4
+"""Parameters that are followed from each step to the next."""
 
 
 @dataclass
@@ -36,6 +39,54 @@ class LeftAfterStep:
     parameters: dict[str, ParameterSample]
     outside: dict[str, Tensor] = field(default_factory=dict)
     averages: dict[str, Tensor] = field(default_factory=dict)
+
+
+class FewLeft:
+    """A few parameters as a step left them, so that what is written between any two steps is seen, not only after audited ones.
+
+    Their values are compared only where a tensor is another one or was written to, which its counter of versions tells.
+
+    Args:
+        step: that was taken.
+        optimizer: whose rule is known; of one of ours the visible weights alone are looked at.
+        held: its parameters by name.
+
+    Cost: a copy of at most :data:`narrowgauge.recompute.capture.ELEMENTS` elements of each weight and state of four parameters.
+    """
+
+    def __init__(self, step: int, optimizer: torch.optim.Optimizer, held: Mapping[str, Tensor]) -> None:
+        stepped = [name for name, p in held.items() if p.grad is not None]
+        chosen = {stepped[place * (len(stepped) - 1) // (_FEW - 1)] for place in range(_FEW)} if stepped else set()
+        self._held = {name: p for name, p in held.items() if name in chosen}
+        self._optimizer = optimizer
+        self._seen = self._versions()
+        samples = {}
+        for name, p in self._held.items():
+            samples[name] = ParameterSample(name, p.shape, p.dtype, {}, weight=torch.empty(0, dtype=p.dtype), states={})
+            samples[name].weight_after, samples[name].states_after = spread(p), self._states(p)
+        self._left = LeftAfterStep(step, samples)
+
+    def _states(self, parameter: Tensor) -> dict[str, Tensor]:
+        return {} if isinstance(self._optimizer, Optimizer) else states_of(self._optimizer, parameter)
+
+    def _versions(self) -> list[tuple[int, int]]:
+        tensors = (t for p in self._held.values() for t in (p, *self._optimizer.state.get(p, {}).values()))
+        return [(id(t), t._version) for t in tensors if isinstance(t, Tensor)]
+
+    def check(self) -> list[PieceResult]:
+        """Compare with what the next step finds."""
+        if self._versions() == self._seen:
+            return []
+        found = check_between(
+            self._left,
+            {name: spread(p) for name, p in self._held.items()},
+            {name: self._states(p) for name, p in self._held.items()},
+            {},
+            {},
+        )
+        # That all of a few are is nothing that is known of all.
+        names = tuple(self._held)
+        return [replace(each, where=each.where or names) for each in found if each.status == DEPARTS]
 
 
 def check_between(

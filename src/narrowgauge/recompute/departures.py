@@ -76,6 +76,11 @@ DEPARTURES: dict[str, Departure] = {
             "z-loss", ("loss",), "note", "the loss has a penalty of {value:.3g} × log² Z.",
             "Remove it, or declare the loss as its own.",
         ),
+        Departure(
+            "token-ignored", ("loss",), "note",
+            "token {token} is never predicted: all positions that it follows do not count ({share:.1%}), also inside of rows.",
+            "If it ends a text and pads it, it is never learnt: mask padding alone, or declare it: ng.task(ignore=…).",
+        ),
         Departure("loss-zero", ("loss",), "error", "no position counts: the logits have no gradient.", "Look at the labels."),
         Departure("loss-sign", ("loss",), "error", "the loss is maximized: its sign is wrong.", "Look for a minus."),
         Departure(
@@ -124,6 +129,11 @@ DEPARTURES: dict[str, Departure] = {
             "Look for a rate that is read or compiled before the schedule sets it.",
         ),
         Departure(
+            "rate-of-other-group", ("update",), "error",
+            "these weights moved as lr = {other:.3g} of group {of} moves them, and lr of their group {group} is {rate:.3g}.",
+            "Look for a rate or a step size that is kept from one group to the next.",
+        ),
+        Departure(
             "step-scaled", ("update",), "error",
             "the gradient's part of the step is {factor:.4g} times the rule's; weight decay is as given.", _STEP,
         ),
@@ -134,6 +144,11 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "decay", ("update",), "error", "the step decayed these weights by {value:.4g}, where their group says {wanted:.4g}.",
             "Compare weight_decay of each group with what the step uses.",
+        ),
+        Departure(
+            "decay-of-other", ("update",), "error",
+            "weight decay took {value:.4g} × lr × {term} of each weight, where their group says {wanted:.4g} × lr × weight.",
+            _STEP,
         ),
         Departure(
             "decay-lost", ("update",), "error", "the step did not decay these weights, and their group says it should.", _STEP,
@@ -215,6 +230,11 @@ DEPARTURES: dict[str, Departure] = {
             "'{storage}' rounds it away.",
             "'{fallback}' keeps it.",
         ),
+        Departure(
+            "lost-in-dtype", ("update",), "note",
+            "the step is the rule's, and up to {difference:.0%} of its change of these weights is lost: {format} rounds it away.",
+            "Keep float32 copies of the weights, or use an optimizer of narrowgauge with storage='word'.",
+        ),
         # forward
         Departure(
             "sees-future", ("forward",), "error", "outputs change with later tokens.",
@@ -254,6 +274,11 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "tie-cut", ("forward",), "warning", "the configuration ties these weights, and they are two parameters.",
             "Call model.tie_weights() after what replaced one of them, before the optimizer is made.",
+        ),
+        Departure(
+            "frequencies-narrow", ("forward",), "note",
+            "the rotary frequencies are rounded to {format}: at position 1,000 angles are off by a radian or more.",
+            "Keep these buffers in float32: cast parameters one by one, or pass the dtype to from_pretrained().",
         ),
         Departure(
             "module-cast", ("forward",), "note", "these modules compute in a narrower format inside than their float32 weights.",

@@ -38,6 +38,7 @@ ROWS, PLACES = 3, 64
 """The slice of a batch: sequences, and tokens of each."""
 _MARGIN = 8.0
 _NUDGE = 2.0**-18
+_LEAST_FREQUENCIES = 4
 _AMPLIFIES = 8.0
 
 
@@ -59,7 +60,12 @@ def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
     questions = _Questions(step, model, sliced)
     if questions.base.shape[:2] != questions.tokens.shape:
         return [not_checked(PIECE, "outputs have another shape than tokens", step.step)]
-    found = [*questions.ask(), *narrow_modules(step, model, sliced), *_cut_ties(step, model)]
+    found = [
+        *questions.ask(),
+        *narrow_modules(step, model, sliced),
+        *_narrow_frequencies(step, model),
+        *_cut_ties(step, model),
+    ]
     departs = [each for each in found if each.status == DEPARTS]
     return departs or [PieceResult(PIECE, EQUAL, (), 0.0, questions.envelope, step=step.step)]
 
@@ -95,6 +101,26 @@ def _cut_ties(step: StepCapture, model: nn.Module) -> list[PieceResult]:
     names = {id(p): plain_name(name) for name, p in model.named_parameters()}
     where = tuple(names[id(p)] for p in (given, taken) if id(p) in names)
     return [PieceResult(PIECE, DEPARTS, where, 1.0, 0.0, "tie-cut", step=step.step)]
+
+
+def _narrow_frequencies(step: StepCapture, model: nn.Module) -> list[PieceResult]:
+    """Rotary frequencies that are values of a 16-bit format, in which an angle is the further off the later its position."""
+    found: dict[str, list[str]] = {}
+    for name, buffer in model.named_buffers():
+        is_rotary = any(part in name.lower() for part in ("rotary", "rope", "inv_freq"))
+        if not is_rotary or buffer.ndim != 1 or not buffer.is_floating_point() or len(buffer) < _LEAST_FREQUENCIES:
+            continue
+        values = buffer.detach().double().cpu()
+        # Powers of two are values of every format, and all that a base of 2 or 4 gives.
+        is_simple = torch.frexp(values).mantissa * 16 % 1 == 0
+        for narrow in (torch.bfloat16, torch.float16):
+            if bool(values.equal(values.to(narrow).double())) and not bool(is_simple.all()):
+                found.setdefault(str(narrow).removeprefix("torch."), []).append(plain_name(name))
+                break
+    return [
+        PieceResult(PIECE, DEPARTS, tuple(names), 1.0, 0.0, "frequencies-narrow", {"format": narrow}, step.step)
+        for narrow, names in found.items()
+    ]
 
 
 class _Questions:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from narrowgauge.recompute.update_piece import joined, narrower_format
 PIECE = "gradient"
 _MOST_CALLS = 16
 _MARGIN = 4.0
+_OF_NORMS = 2e-3
+"""The relative difference of norms that are one limit."""
 
 
 def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
@@ -142,7 +144,11 @@ def _cause(
     (factor, taken), rest = fitted(actual, [expected, sample.weight.double().cpu()])
     if rest <= tolerance:
         return "decay-in-gradient", {"value": taken}
-    if (narrow := narrower_format(actual, expected, sample.dtype, common)) is not None:
+    sums = terms if len(terms) > 1 else ()
+    narrow = narrower_format(actual, expected, sample.dtype, common, sums)
+    if narrow is None and sums:  # rounded between the passes, and not after the last
+        narrow = narrower_format(actual - terms[-1], expected - terms[-1], sample.dtype, 1.0, sums)
+    if narrow is not None:
         return "gradient-narrow", {"format": narrow}
     gone = (actual == 0) & (expected != 0)
     if bool(gone.any()) and float((actual - expected)[~gone].norm()) <= tolerance:
@@ -252,19 +258,73 @@ def limit_of_values(step: StepCapture) -> float | None:
     return max(limits) if limits and max(limits) - min(limits) <= 1e-5 * max(limits) else None
 
 
-def limit_of_each(step: StepCapture) -> tuple[float, list[str]] | None:
-    """The norm that several parameters have alike, each by a factor of its own: each was clipped alone."""
-    left = {}
-    for name, factor in factor_after_backward(step)[1].items():
-        squares = step.parameters[name].computed_squares
-        if factor * step.loss_scale < 1 - 1e-4 and squares is not None:
-            left[name] = (factor, factor * math.sqrt(float(squares)))
-    if len(left) < 2:
+@dataclass(frozen=True)
+class ClippedParts:
+    """Parts of the parameters that were clipped by a norm of their own.
+
+    Args:
+        limit: the norm that was left in each.
+        parts: the names of the parameters of each.
+    """
+
+    limit: float
+    parts: tuple[tuple[str, ...], ...]
+
+    @property
+    def names(self) -> set[str]:
+        """Of all of them."""
+        return {name for part in self.parts for name in part}
+
+    @property
+    def is_each(self) -> bool:
+        """Whether each part is one parameter."""
+        return all(len(part) == 1 for part in self.parts)
+
+
+def clipped_parts(step: StepCapture, limit: float | None = None) -> ClippedParts | None:
+    """The parts of the parameters that were multiplied by a factor each, which leaves the same norm in them.
+
+    Args:
+        limit: the declared one. Without, or where another was used, two parts must have the norm alike.
+    """
+    squares: dict[str, float] = {}
+    factors = {name: factor * step.loss_scale for name, factor in factor_after_backward(step)[1].items()}
+    for name in factors:
+        if (found := step.parameters[name].computed_squares) is None:
+            return None
+        squares[name] = float(found) / step.loss_scale**2
+    if not factors or near(max(factors.values()), min(factors.values()), 1e-3):
         return None
-    factors, norms = zip(*left.values(), strict=True)
-    if near(max(factors), min(factors), 1e-3) or not near(max(norms), min(norms), 2e-3):
+    alone = [(name,) for name in factors]
+    return _clipped_alike(factors, squares, alone, None) or _clipped_alike(
+        factors, squares, _of_factors(factors), limit
+    )
+
+
+def _of_factors(factors: Mapping[str, float]) -> list[tuple[str, ...]]:
+    """The names that share a factor, for each factor."""
+    parts: list[tuple[str, ...]] = []
+    for name in sorted(factors, key=lambda name: factors[name]):
+        if parts and near(factors[name], factors[parts[-1][0]], 1e-4):
+            parts[-1] += (name,)
+        else:
+            parts.append((name,))
+    return parts
+
+
+def _clipped_alike(
+    factors: Mapping[str, float], squares: Mapping[str, float], parts: Sequence[tuple[str, ...]], limit: float | None
+) -> ClippedParts | None:
+    norms = [factors[part[0]] * math.sqrt(sum(squares[name] for name in part)) for part in parts]
+    clipped = [(part, norm) for part, norm in zip(parts, norms, strict=True) if factors[part[0]] < 1 - 1e-4]
+    if not clipped:
         return None
-    return max(norms), list(left)
+    is_declared = limit is not None and all(near(norm, limit, _OF_NORMS) for _, norm in clipped)
+    left = limit if is_declared and limit is not None else max(norm for _, norm in clipped)
+    is_alike = is_declared or (len(clipped) > 1 and all(near(norm, left, _OF_NORMS) for _, norm in clipped))
+    if not is_alike or max(norms) > (1 + _OF_NORMS) * left:
+        return None
+    return ClippedParts(left, tuple(part for part, _ in clipped))
 
 
 def _nearest_factor(step: StepCapture) -> float | None:
@@ -282,14 +342,17 @@ def _nearest_factor(step: StepCapture) -> float | None:
     return middle if sum(near(f, middle, 0.02) for f in factors) * 2 > len(factors) else None
 
 
-def check_after_backward(step: StepCapture) -> list[PieceResult]:
+def check_after_backward(step: StepCapture, limit: float | None = None) -> list[PieceResult]:
     """Compare what the optimizer received with what the backward passes left, apart from a factor that all share.
 
-    Clipping of single values and of single parameters is left to :mod:`narrowgauge.recompute.clip_piece`.
+    Clipping of single values and of parts of the parameters is left to :mod:`narrowgauge.recompute.clip_piece`.
+
+    Args:
+        limit: the declared limit of the norm.
     """
     common, factors = factor_after_backward(step)
     compared = {n: s for n, s in step.parameters.items() if s.gradient is not None and s.computed is not None}
-    if not compared or limit_of_values(step) is not None or limit_of_each(step) is not None:
+    if not compared or limit_of_values(step) is not None or clipped_parts(step, limit) is not None:
         return []
     common = _nearest_factor(step) if common is None else common
     is_guess = common is None

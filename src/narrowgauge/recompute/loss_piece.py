@@ -172,9 +172,28 @@ def _targets(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     ]
 
 
+def _token_ignored(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
+    """The one token at which no position counts, although positions of the same row count before and after it."""
+    counted, absent, is_inside = set[int](), set[int](), False
+    for each in found:
+        has_next = each.place + 1 < each.tokens.shape[1]
+        row, place, is_counted = each.row[has_next], each.place[has_next], each.weight[has_next] != 0
+        following = each.tokens[row, place + 1]
+        counted.update(following[is_counted].tolist())
+        absent.update(following[~is_counted].tolist())
+        for at, where in zip(row[~is_counted].tolist(), place[~is_counted].tolist(), strict=True):
+            beside = place[is_counted & (row == at)]
+            is_inside |= bool((beside < where).any()) and bool((beside > where).any())
+    if len(absent) != 1 or not is_inside or counted & absent:
+        return []
+    token = absent.pop()
+    share = float((torch.cat([each.weight for each in found]) == 0).double().mean())
+    return [PieceResult(PIECE, DEPARTS, (), share, 0.0, "token-ignored", {"token": token, "share": share}, step.step)]
+
+
 def _ignored(found: list[_Positions], step: StepCapture, task: Task) -> list[PieceResult]:
     if task.ignore is None:
-        return []
+        return _token_ignored(found, step)
     counted = torch.cat([each.is_known for each in found])
     targets = torch.cat([each.target for each in found])
     wrong = counted & (targets == task.ignore)

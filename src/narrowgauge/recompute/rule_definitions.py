@@ -21,6 +21,8 @@ _ROUNDINGS_OF_SIGN = 8.0
 """How many roundings a sum whose sign is taken may be from zero and still be rounded to either side."""
 _LEAST_UNIT = 2.0**-23
 """The relative error of a gradient after our own optimizers' factor, which is computed in another order."""
+UNSEEN = "second-moment-unseen"
+"""The variant that divides by epsilon alone: a step that agrees with it does not tell how it uses the second moment."""
 Values = dict[str, Tensor]
 Rule = Callable[[Values], Tensor]
 
@@ -176,7 +178,8 @@ def adam_step(
     correction1 = 1 - beta1**count1 if count1 else 1.0
     correction2 = 1 - beta2**count2 if count2 else 1.0
     eps = float(sample.settings["eps"]) if eps is None else eps
-    return first / correction1 / ((second / correction2).sqrt() + eps).clamp_min(1e-300)
+    divisor = (second / correction2).sqrt() + eps
+    return first / correction1 / divisor.where(divisor != 0, 1e-300)
 
 
 def _adam_direction(sample: ParameterSample, values: Values) -> Tensor:
@@ -206,6 +209,8 @@ def _adam_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
         yield Variant("stale-moment", (("state", "exp_avg_sq"),), stale)
     if not eps:
         return
+    opposite = (("value", -eps), ("wanted", eps))
+    yield Variant("eps", opposite, adam_step(sample, first, second, count, count, -eps))
     corrected, correction2 = first / (1 - beta1**count), 1 - beta2**count
     yield Variant("eps-inside-root", (("added", "eps"),), corrected / (second / correction2 + eps).sqrt())
     yield Variant("eps-inside-root", (("added", "eps²"),), corrected / (second / correction2 + eps * eps).sqrt())
@@ -217,6 +222,7 @@ def _adam_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
     }
     for what, root in before.items():
         yield Variant("eps-before-correction", (("what", what),), corrected * correction2**0.5 / root)
+    yield Variant(UNSEEN, (), corrected / eps)
 
 
 def _two_moments(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -21,7 +21,7 @@ from narrowgauge import _torch
 from narrowgauge._torch import plain_name
 from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.numerics.shards import is_sharded, local_of
-from narrowgauge.recompute.between_steps import AverageCheck, LeftAfterStep, check_between
+from narrowgauge.recompute.between_steps import AverageCheck, FewLeft, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
     CALL_BYTES,
     ForwardCall,
@@ -106,6 +106,7 @@ class StepWatcher:
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
         self._left: LeftAfterStep | None = None
+        self._few_left: FewLeft | None = None
         self._average = AverageCheck()
         self._modes: set[str] = set()
         self._random: dict[str, Tensor] = {}
@@ -140,6 +141,7 @@ class StepWatcher:
             step: 0 where it begins anew.
         """
         self._left, self._begun, self._is_resumed = None, (step, self.num_steps), step > 0
+        self._few_left = None
         self._schedules.go_on_from(step, self.num_steps)
         self.begin_data_anew()
 
@@ -261,6 +263,7 @@ class StepWatcher:
             if self._evaluations.is_open:
                 self._follow("evaluation", self._end_evaluation)
             self._report(self.num_steps, self._results)
+        self._follow("between", self._compare_few)
         if not is_closure:
             self._end_data()
         if not self._is_sampling:
@@ -407,7 +410,7 @@ class StepWatcher:
             if isinstance(over_ranks, str):
                 return [*passes, *(not_checked(piece, over_ranks, step.step) for piece in ("gradient", "clip"))]
             step = over_ranks
-        changed = check_after_backward(step)
+        changed = check_after_backward(step, self.task.max_grad_norm)
         if any(each.status == DEPARTS for each in changed):
             clip = [not_checked("clip", "the gradients were changed otherwise, too", step.step)]
         else:
@@ -452,6 +455,7 @@ class StepWatcher:
         else:
             self._end_data()
         self.num_steps += 1
+        self._follow("between", self._keep_few)
         # The gradients of this step, where the next one is audited: before they are set to None.
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         self._previous = {id(p): spread(p.grad) for p in held} if self._is_sampling else {}
@@ -488,6 +492,15 @@ class StepWatcher:
         if averages is None:
             return {}
         return {plain_name(n).removeprefix("module."): spread(p) for n, p in averages.named_parameters()}
+
+    def _keep_few(self) -> None:
+        is_known = bool(rule_of(self.optimizer)) and self._left is None
+        self._few_left = FewLeft(self.num_steps, self.optimizer, self._held()) if is_known else None
+
+    def _compare_few(self) -> None:
+        few, self._few_left = self._few_left, None
+        if few is not None and (found := few.check()):
+            self._report(self.num_steps, found)
 
     def _compare_with_left(self) -> None:
         left, optimizer = self._left, self.optimizer

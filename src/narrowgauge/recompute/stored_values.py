@@ -31,6 +31,8 @@ _MOST_OUTSIDE = 2e-3
 _DECIDES, _TELLS_APART = 20.0, 7.0
 """Differences of log-likelihood: by which another assumption is better than the rule, and than its rivals."""
 _WIDTH = 8.0
+_CHANCE = 1e-2
+"""Of no element moving: where it is smaller, the format holds them."""
 
 
 @dataclass(frozen=True)
@@ -218,17 +220,28 @@ class StoredValues:
         return (low + high) / 2, max((high - low) / 2, 1e-12)
 
     def lost(self) -> float:
-        """The share of the change that was meant and did not arrive, where that is beyond the chance of rounding; else 0.
+        """The share of the change that was meant and did not arrive; stochastic rounding loses nothing on average."""
+        return 0.0 if self.is_stochastic else lost_share(self.own - self.before, self.stored - self.before, self.above)
 
-        Stochastic rounding loses nothing on average.
-        """
-        meant, taken = self.own - self.before, self.stored - self.before
-        length = float(meant.square().sum())
-        if self.is_stochastic or not length:
-            return 0.0
-        quality = float((meant * taken).sum()) / length
-        error = float((meant * self.above).norm()) / 12**0.5 / length
-        return 1.0 - quality if quality + 4 * error < MIN_EDQ else 0.0
+
+def lost_share(meant: Tensor, taken: Tensor, spacing: Tensor) -> float:
+    """The share of a change that did not arrive, where that is beyond the chance of rounding; else 0.
+
+    Args:
+        meant, taken: the change before and after rounding to the nearest, float64.
+        spacing: of the stored values.
+    """
+    length = float(meant.square().sum())
+    if not length:
+        return 0.0
+    if (
+        not taken.any()
+    ):  # a tensor whose values are all alike, as gains of 1 are, is no sample of places between two values
+        chance = (1 - (meant.abs() / spacing).nan_to_num(1.0)).clamp_min(1e-300).log().sum()
+        return 1.0 if float(chance) < math.log(_CHANCE) else 0.0
+    quality = float((meant * taken).sum()) / length
+    error = float((meant * spacing).norm()) / 12**0.5 / length
+    return 1.0 - quality if quality + 4 * error < MIN_EDQ else 0.0
 
 
 def _around(start: float, width: float) -> list[float]:

@@ -25,6 +25,7 @@ from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alt
 from narrowgauge.recompute.rounded_update import LOST, by_shared_cause, compare_rounded_state, compare_rounded_weight
 from narrowgauge.recompute.rule_definitions import (
     SGD,
+    UNSEEN,
     Rule,
     Values,
     Variant,
@@ -32,6 +33,7 @@ from narrowgauge.recompute.rule_definitions import (
     inputs_of,
     new_term,
 )
+from narrowgauge.recompute.stored_values import lost_share
 
 PIECE = "update"
 _MARGIN = 3.0
@@ -39,6 +41,8 @@ _MARGIN = 3.0
 NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _FREE = ("", "rate", "decay", "step", "both")
 """The numbers that are free in a fit of a weight: the fewest that agree are the answer."""
+_OF_GROUPS = ("eps", "eps-inside-root", "eps-before-correction")
+"""Causes that a whole group of parameters has, or none of it."""
 _EXACT = ("frozen", "weight-narrow", "weights-scaled", "sign", "step-lost")
 """Causes that no variant of the rule is. Others may be one: a count that began anew is a factor where eps is small."""
 
@@ -59,6 +63,7 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     if not found:
         return [not_checked(PIECE, "no parameter had a gradient", step.step)]
     departs = by_shared_cause(by_shared_variant(step, [each for each in found if each.status == DEPARTS]))
+    departs = _rates_of_groups(step, _settings_of_groups(step, departs))
     departs += check_counts(step)
     equal = [each for each in found if each.status == EQUAL]
     unknown = joined((each for each in found if each.status == NOT_CHECKED), len({each.where for each in found}))
@@ -66,6 +71,41 @@ def check_update(step: StepCapture) -> list[PieceResult]:
         kept = _without_rounded(step, departs)
         return [*joined(kept, len({each.where for each in found}) - (len(departs) - len(kept))), *unknown]
     return [*([_worst(equal, step.step)] if equal else []), *unknown]
+
+
+def _settings_of_groups(step: StepCapture, departs: Sequence[PieceResult]) -> list[PieceResult]:
+    """Results without the causes that are settings of a group, where not all of a group's weights that depart have the one.
+
+    Where a step is another function of the moments altogether, each parameter is near another epsilon by chance.
+    """
+    of_group: dict[int, set[tuple[object, ...]]] = {}
+    for each in departs:
+        if "state" not in each.values:
+            cause = (each.cause, *sorted(each.values.items())) if each.cause in _OF_GROUPS else ()
+            of_group.setdefault(step.parameters[each.where[0]].group, set()).add(cause)
+    return [
+        replace(each, cause="", values={})
+        if each.cause in _OF_GROUPS and len(of_group[step.parameters[each.where[0]].group]) > 1
+        else each
+        for each in departs
+    ]
+
+
+def _rates_of_groups(step: StepCapture, departs: Sequence[PieceResult]) -> list[PieceResult]:
+    """Results in which a factor on a group's steps is named by the one other group whose rate makes it."""
+    rates = {sample.group: float(sample.settings["lr"]) for sample in step.parameters.values()}
+
+    def named(each: PieceResult) -> PieceResult:
+        if each.cause not in ("rate", "step-scaled"):
+            return each
+        group, factor = step.parameters[each.where[0]].group, float(str(each.values["factor"]))
+        others = [other for other, rate in rates.items() if other != group and near(factor * rates[group], rate, 1e-3)]
+        if not others or near(factor, 1.0, 1e-2):
+            return each
+        values = {"rate": rates[group], "other": rates[others[0]], "group": group, "of": others[0]}
+        return replace(each, cause="rate-of-other-group", values=values)
+
+    return [named(each) for each in departs]
 
 
 def check_frozen(step: StepCapture) -> list[PieceResult]:
@@ -250,24 +290,32 @@ def _cause_of_state(
     return ("part", {"share": share}) if 0 < share < 0.9 else ("", {})
 
 
-def narrower_format(actual: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1.0) -> str | None:
+def narrower_format(
+    actual: Tensor, expected: Tensor, dtype: torch.dtype, factor: float = 1.0, terms: Sequence[Tensor] = ()
+) -> str | None:
     """The format, narrower than its dtype, in which values were rounded, or ``None``.
 
-    Every element is a value of that format, and nearly every one is the expected rounded to it; few lie near a tie.
+    Every element is a value of that format, and nearly every one is the expected rounded to it; few lie near a tie. A sum that
+    was rounded after each of its terms is as near to the expected as these roundings may take it.
 
     Args:
         actual, expected: float64.
         dtype: of the run's tensor.
         factor: by which both were multiplied after the rounding.
+        terms: that were added one by one, if there were several.
     """
     if torch.finfo(dtype).bits < 32 or actual.numel() < 8 or not factor:
         return None
     actual, expected = actual / factor, expected / factor
     slack = 4 * torch.finfo(dtype).eps * actual.abs()
+    # What is left of a term that was added after the last rounding.
+    slack = sum((torch.finfo(dtype).eps * each.abs() for each in terms), slack)
+    reach = sum((each.abs() / abs(factor) for each in terms), torch.zeros_like(expected))
     for narrow in reversed(NARROWER):
         is_in = bool(((actual.float().to(narrow).double() - actual).abs() <= slack).all())
         rounded = (expected.float().to(narrow).double() - actual).abs() <= slack
-        if is_in and float(rounded.double().mean()) >= 0.95:
+        near_enough = (expected - actual).abs() <= len(terms) * torch.finfo(narrow).eps / 2 * reach
+        if is_in and float((rounded | near_enough).double().mean()) >= 0.95:
             return str(narrow).removeprefix("torch.")
     return None
 
@@ -294,7 +342,7 @@ def _compare_weight(
     length = max(float((expected - given["weight"]).norm()), 1e-300)
     result = PieceResult(PIECE, EQUAL, (sample.name,), distance / length, envelope / length, step=step.step)
     if distance <= envelope:
-        return result
+        return _lost_in_dtype(result, given["weight"], expected, after)
     cause, values = _cause_of_weight(step, sample, known, expected, moved, after, rate, decay, envelope)
     others: tuple[Alternative, ...] = ()
     if definition is not SGD and cause not in _EXACT:
@@ -304,13 +352,26 @@ def _compare_weight(
     return replace(result, status=DEPARTS, cause=cause, values=values, alternatives=others)
 
 
+def _lost_in_dtype(result: PieceResult, before: Tensor, expected: Tensor, after: Tensor) -> PieceResult:
+    """A step that is the rule's, and most of which a 16-bit weight without a wider copy rounds away."""
+    if torch.finfo(after.dtype).bits > 16:
+        return result
+    weight, meant = before.to(after.dtype), expected - before
+    towards = torch.full_like(weight, torch.inf).copysign(meant.to(after.dtype))
+    share = lost_share(meant, after.double() - before, (weight.nextafter(towards) - weight).double().abs())
+    if not share:
+        return result
+    values: dict[str, object] = {"format": str(after.dtype).removeprefix("torch.")}
+    return replace(result, status=DEPARTS, difference=share, cause="lost-in-dtype", values=values)
+
+
 def _near_variants(
     step: StepCapture, sample: ParameterSample, known: Values, change: Tensor, tolerance: float
 ) -> Iterator[Alternative]:
     """The variants of the rule that a step is near without a free number: what other parameters agree with may be one."""
     rate = float(sample.settings["lr"])
     for each in definition_of(step).with_variants(sample, known):
-        if each.cause and float((change + rate * each.step).norm()) <= tolerance:
+        if each.cause not in ("", UNSEEN) and float((change + rate * each.step).norm()) <= tolerance:
             yield Alternative(each.cause, dict(each.values), error=1.0)
 
 
@@ -341,9 +402,15 @@ def _cause_of_weight(
         variant, rest, factor, taken = own if own[1] <= tolerance else min(fits, key=lambda fit: fit[1])
         if rest > tolerance:
             continue
+        if variant.cause and any(each[0].cause == UNSEEN and each[1] <= tolerance for each in fits):
+            return "", {}
         if variant.cause:
             return variant.cause, dict(variant.values)
         return _cause_of_factors(factor, taken, rate, decay)
+    for term, other in (("1", torch.ones_like(weight)), ("sign(weight)", weight.sign())):
+        (lost,), rest = fitted(moved + rate * variants[0].step, [-other])
+        if decay and rest <= tolerance:
+            return "decay-of-other", {"value": lost / rate, "term": term, "wanted": decay}
     if (share := _share_apart(after, expected)) < 0.9:
         return "part", {"share": share}
     # Nothing agrees to rounding; a fit that leaves almost nothing is still an answer.
@@ -383,15 +450,16 @@ def _cause_of_factors(factor: float, taken: float, rate: float, decay: float) ->
     wanted = rate * decay
     if abs(taken) > 1e-3 and abs(taken - wanted) > 0.5 * abs(wanted) and near(factor, 1 - taken, 1e-3):
         return "weights-scaled", {"factor": factor}
-    has_decay = wanted > 0 and near(taken, wanted, 0.05)
+    has_decay = near(taken, wanted, 0.05) if wanted else abs(taken) < 1e-9
     if near(factor, 1.0, 1e-3):
         if wanted and abs(taken) < 0.05 * wanted:
             return "decay-lost", {}
-        return "decay", {"value": taken / rate, "wanted": decay}
+        # A fit that leaves more than rounding may find the rule itself.
+        return ("", {}) if has_decay else ("decay", {"value": taken / rate, "wanted": decay})
     if near(factor, -1.0, 1e-3):
         return "sign", {}
     if abs(factor) < 1e-4:
         return "step-lost", {}
-    if (wanted == 0 and abs(taken) < 1e-9) or near(taken, factor * wanted, 0.05):
+    if (wanted == 0 and has_decay) or near(taken, factor * wanted, 0.05):
         return "rate", {"factor": factor, "rate": rate}
     return ("step-scaled" if has_decay else "rate-and-decay"), {"factor": factor, "value": taken / (rate * factor)}
