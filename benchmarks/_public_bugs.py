@@ -137,15 +137,15 @@ OF_THE_LOSS: tuple[Bug, ...] = (
         "sum-of-micro-batches", "karpathy/nanoGPT/issues/206",
         "The losses of the micro-batches were not divided by their number.",
         lambda loop: setattr(loop, "loss", lambda logits, labels, total: loop.summed(logits, labels) / total * MICRO),
-        audit="loss-scaled gradient-scaled", seen=True,
+        audit="loss-scaled gradient-scaled", part="seen",
     ),
     bug(
         "next-next-token", "huggingface/transformers/pull/37830", "Labels were shifted in the model and again in the loss.",
-        _cross_entropy(2), audit="labels-shifted", seen=True,
+        _cross_entropy(2), audit="labels-shifted", part="seen",
     ),
     bug(
         "labels-not-shifted", "huggingface/transformers/issues/27517", "The loss compared each output with its own input.",
-        _cross_entropy(0), audit="labels-shifted", seen=True,
+        _cross_entropy(0), audit="labels-shifted", part="seen",
     ),
     bug(
         "shifted-across-rows", "huggingface/transformers/issues/47394",
@@ -192,7 +192,7 @@ OF_THE_LOSS: tuple[Bug, ...] = (
     ),
     bug(
         "padding-in-the-loss", "01-ai/Yi/issues/110", "Padding tokens were counted in the loss; nothing was declared.",
-        _nothing_ignored, setting=Setting(lengths=True), seen=True,
+        _nothing_ignored, setting=Setting(lengths=True), part="seen",
     ),
     bug(
         "smoothing-by-one", "TimDettmers/ConvE/issues/55",
@@ -210,7 +210,7 @@ OF_THE_LOSS: tuple[Bug, ...] = (
 # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _attention(loop: PublicLoop, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+def attention(loop: PublicLoop, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     """Attention whose heads are mixed otherwise, in every layer."""
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -230,7 +230,7 @@ def _over_the_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _sees_the_future(loop: PublicLoop) -> None:
-    _attention(loop, lambda q, k, v: functional.scaled_dot_product_attention(q, k, v))
+    attention(loop, lambda q, k, v: functional.scaled_dot_product_attention(q, k, v))
 
 
 def _sees_other_documents(loop: PublicLoop) -> None:
@@ -278,7 +278,7 @@ def _no_input_gradient(loop: PublicLoop) -> None:
 OF_THE_MODEL: tuple[Bug, ...] = (
     bug(
         "sees-the-future", "huggingface/transformers/issues/48745", "Attention had no causal mask.", _sees_the_future,
-        audit="sees-future", seen=True,
+        audit="sees-future", part="seen",
     ),
     bug(
         "sees-other-documents", "huggingface/transformers/pull/46634",
@@ -288,11 +288,11 @@ OF_THE_MODEL: tuple[Bug, ...] = (
     bug(
         "attends-over-the-batch", "IBM/TabFormer/pull/14",
         "The encoder took the first dim for the sequence, so that attention mixed the rows of the batch.",
-        lambda loop: _attention(loop, _over_the_batch), audit="rows-mixed past-unseen",
+        lambda loop: attention(loop, _over_the_batch), audit="rows-mixed past-unseen",
     ),
     bug(
         "attention-not-scaled", "PAIR-code/tiny-transformers/issues/71", "Scores were not divided by the root of the head's dim.",
-        lambda loop: _attention(
+        lambda loop: attention(
             loop, lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
         ),
     ),
@@ -332,7 +332,7 @@ OF_THE_MODEL: tuple[Bug, ...] = (
             group.update(params=[p for p in group["params"] if p is not loop.model.lm_head.weight])
             for group in loop.optimizer.param_groups
         ],
-        audit="no-group", rows="frozen-parameter", pair="missing-part bug", seen=True,
+        audit="no-group", rows="frozen-parameter", pair="missing-part bug", part="seen",
     ),
 )  # fmt: skip
 
@@ -389,7 +389,7 @@ OF_THE_DATA: tuple[Bug, ...] = (
     ),
     bug(
         "reader-begins-anew", "kyutai-labs/pocket-tts/pull/287", "After a resume the reader began with the first batch.",
-        _begins_anew, setting=Setting(restarts=True), rows="repeated-data resume-changed", pair="data-order data", seen=True,
+        _begins_anew, setting=Setting(restarts=True), rows="repeated-data resume-changed", pair="data-order data", part="seen",
     ),
     bug(
         "evaluated-with-dropout", "wolny/pytorch-3dunet/issues/53", "Validation ran in training mode.",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 RANKS = 8
 
 
-def _set(name: str, value: Callable[[PublicLoop], Any]) -> Callable[[PublicLoop], None]:
+def put(name: str, value: Callable[[PublicLoop], Any]) -> Callable[[PublicLoop], None]:
     """Replace a method of the loop."""
     return lambda loop: setattr(loop, name, value(loop))
 
@@ -104,7 +104,7 @@ def _another_head(loop: PublicLoop) -> None:
 OF_THE_GRADIENT: tuple[Bug, ...] = (
     bug(
         "never-zeroed", "tenstorrent/tt-blacksmith/pull/711", "The trainer left out zero_grad after each step.",
-        _set("zero", lambda loop: lambda: None), audit="gradient-kept",
+        put("zero", lambda loop: lambda: None), audit="gradient-kept",
     ),
     bug(
         "deposited-twice-at-first", "karpathy/llm.c/pull/548", "Gradients were deposited twice in the first step.",
@@ -146,7 +146,7 @@ OF_THE_GRADIENT: tuple[Bug, ...] = (
 # ── clipping ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _by(norm: Callable[[list[Any]], Tensor]) -> Callable[[PublicLoop], None]:
+def clipped_by(norm: Callable[[list[Any]], Tensor]) -> Callable[[PublicLoop], None]:
     """Clip by another norm."""
 
     def clip(loop: PublicLoop) -> Tensor:
@@ -157,7 +157,7 @@ def _by(norm: Callable[[list[Any]], Tensor]) -> Callable[[PublicLoop], None]:
             p.grad.mul_(factor)
         return found
 
-    return _set("clip", lambda loop: lambda: clip(loop))
+    return put("clip", lambda loop: lambda: clip(loop))
 
 
 def _halves(parameters: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -192,7 +192,7 @@ OF_CLIPPING: tuple[Bug, ...] = (
     bug(
         "clipped-before-unscaled", "Lightning-AI/pytorch-lightning/issues/9599",
         "Gradients were clipped before they were unscaled.",
-        _set("clip", lambda loop: lambda: _scaled_while_clipped(loop)), audit="clip-limit clip-norm", seen=True,
+        put("clip", lambda loop: lambda: _scaled_while_clipped(loop)), audit="clip-limit clip-norm", part="seen",
         pair="bug optimizer-settings",
     ),
     bug(
@@ -202,29 +202,31 @@ OF_CLIPPING: tuple[Bug, ...] = (
     ),
     bug(
         "norm-of-one-stage", "pytorch/torchtitan/issues/596",
-        "Each pipeline stage clipped by the norm of its own parameters.", _set("clip", lambda loop: lambda: _each_stage(loop)),
+        "Each pipeline stage clipped by the norm of its own parameters.", put("clip", lambda loop: lambda: _each_stage(loop)),
         audit="clip-norm clip-each clip-limit",
     ),
     bug(
         "replicas-counted-often", "mindspore-ai/hyper-parallel/issues/526",
         "The squares of parameters that are not sharded were summed over all shards.",
-        _by(lambda ps: torch.stack([p.grad.norm() * (1 if p.ndim > 1 else RANKS**0.5) for p in ps]).norm()),
+        clipped_by(lambda ps: torch.stack([p.grad.norm() * (1 if p.ndim > 1 else RANKS**0.5) for p in ps]).norm()),
         audit="clip-norm clip-limit",
     ),
     bug(
         "largest-shard-only", "facebookresearch/fairscale/pull/167",
         "The norm of all shards was taken to be the largest of theirs.",
-        _by(lambda ps: torch.stack([_norm(half) for half in _halves(ps)]).max()), audit="clip-norm clip-limit",
+        clipped_by(lambda ps: torch.stack([_norm(half) for half in _halves(ps)]).max()), audit="clip-norm clip-limit",
     ),
     bug(
         "norm-overflows", "tracel-ai/burn/issues/5699",
         "The norm was summed in float16: it overflows, and the factor is zero. (Gradients are multiplied by 1,024 for it here.)",
-        _by(lambda ps: torch.stack([(1024 * p.grad).half().square().sum().half() for p in ps]).sum().sqrt().float() / 1024),
+        clipped_by(
+            lambda ps: torch.stack([(1024 * p.grad).half().square().sum().half() for p in ps]).sum().sqrt().float() / 1024
+        ),
         audit="clip-norm clip-limit gradient-zero", rows="fp16-overflow",
     ),
     bug(
         "never-clipped", "NVIDIA/OpenSeq2Seq/pull/192", "A bug turned clipping off.",
-        _set("clip", lambda loop: lambda: _norm(_trained(loop))), audit="clip-missing", pair="bug optimizer-settings",
+        put("clip", lambda loop: lambda: _norm(_trained(loop))), audit="clip-missing", pair="bug optimizer-settings",
     ),
 )  # fmt: skip
 
@@ -232,7 +234,7 @@ OF_CLIPPING: tuple[Bug, ...] = (
 # ── the update ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _line(name: str, of: Callable[[Any], Callable[..., Any]]) -> Callable[[PublicLoop], None]:
+def written_line(name: str, of: Callable[[Any], Callable[..., Any]]) -> Callable[[PublicLoop], None]:
     """Replace a line of the optimizer that is written by hand."""
     return lambda loop: setattr(loop.optimizer, name, of(loop.optimizer))
 
@@ -392,35 +394,35 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     ),
     bug(
         "decay-without-the-weight", "e-sensing/torchopt/pull/14", "The decay was not multiplied by the weight.",
-        _line("decay", lambda own: lambda p, group: p.sub_(group["lr"] * group["weight_decay"])), setting=HAND,
+        written_line("decay", lambda own: lambda p, group: p.sub_(group["lr"] * group["weight_decay"])), setting=HAND,
         audit="decay decay-lost",
     ),
     bug(
         "decay-ignored", "fastai/fastai2/issues/246", "The list that held weight decay was overwritten.",
-        _line("decay", lambda own: lambda p, group: None), setting=HAND, audit="decay-lost decay",
+        written_line("decay", lambda own: lambda p, group: None), setting=HAND, audit="decay-lost decay",
         pair="bug optimizer-settings",
     ),
     bug(
         "epsilon-inside-the-root", "CyberZHG/keras-radam/issues/29", "Epsilon was added under the root.",
-        _line("direction", lambda own: _inside_root), setting=HAND, audit="eps-inside-root eps",
+        written_line("direction", lambda own: _inside_root), setting=HAND, audit="eps-inside-root eps",
     ),
     bug(
         "epsilon-before-correction", "tensorflow/tensorflow/issues/9047",
         "Epsilon was added before the second moment's bias was corrected, which scales it.",
-        _line("direction", lambda own: _before_correction), setting=replace(HAND, options=(("eps", 1e-3),)), audit="eps",
+        written_line("direction", lambda own: _before_correction), setting=replace(HAND, options=(("eps", 1e-3),)), audit="eps",
     ),
     bug(
         "epsilon-subtracted", "tensorflow/tensorflow/pull/61411", "Epsilon was subtracted from the root.",
-        _line("direction", lambda own: _minus), setting=replace(HAND, options=(("eps", 1e-5),)), audit="eps",
+        written_line("direction", lambda own: _minus), setting=replace(HAND, options=(("eps", 1e-5),)), audit="eps",
     ),
     bug(
         "squared-for-the-root", "torch/optim/pull/48", "The step divided by the square of the second moment, not by its root.",
-        _line("direction", lambda own: _squared), setting=replace(HAND, options=(("eps", 1e-2),)),
+        written_line("direction", lambda own: _squared), setting=replace(HAND, options=(("eps", 1e-2),)),
         audit="update-departs",
     ),
     bug(
         "corrected-in-place", "frgfm/holocron/issues/1", "The bias was corrected in place, and the corrections accumulated.",
-        _line("direction", lambda own: _corrected_in_place), setting=HAND, audit="state-other-factors beta",
+        written_line("direction", lambda own: _corrected_in_place), setting=HAND, audit="state-other-factors beta",
     ),
     bug(
         "counted-before-the-first", "NVIDIA/Megatron-LM/pull/5976",
@@ -438,7 +440,7 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     ),
     bug(
         "decay-on-norms", "Lightning-AI/lit-llama/issues/254", "All parameters were in one group with decay.",
-        _decay_everywhere, setting=Setting(declared=(("decay_groups", ""),)), pair="bug optimizer-settings", seen=True,
+        _decay_everywhere, setting=Setting(declared=(("decay_groups", ""),)), pair="bug optimizer-settings", part="seen",
     ),
     bug(
         "decay-on-one-norm", "bigscience-workshop/Megatron-DeepSpeed/pull/262",
@@ -486,15 +488,15 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
 # ── rates, and restarts ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _usual(step: int, steps: int = STEPS) -> float:
+def usual_rate(step: int, steps: int = STEPS) -> float:
     return min(1.0, step / WARMUP) * (1 - 0.9 * max(0, step - WARMUP) / steps)
 
 
-def _rate(factor: Callable[[int], float]) -> Callable[[PublicLoop], None]:
-    return _set("factor", lambda loop: factor)
+def rate_is(factor: Callable[[int], float]) -> Callable[[PublicLoop], None]:
+    return put("factor", lambda loop: factor)
 
 
-def _after_restart(change: Callable[[PublicLoop], object]) -> Callable[[PublicLoop], None]:
+def after_restart(change: Callable[[PublicLoop], object]) -> Callable[[PublicLoop], None]:
     """Do something at the restart, after everything was read again."""
 
     def plant(loop: PublicLoop) -> None:
@@ -524,49 +526,49 @@ RESUMED = "resume-changed recovering-spike"
 OF_RESTARTS: tuple[Bug, ...] = (
     bug(
         "schedule-runs-four-times", "huggingface/accelerate/issues/2926", "The schedule was stepped once a process.",
-        _rate(lambda step: max(0.0, _usual(4 * step))), pair="optimizer-settings bug", seen=True,
+        rate_is(lambda step: max(0.0, usual_rate(4 * step))), pair="optimizer-settings bug", part="seen",
     ),
     bug(
         "rate-stays-in-warm-up", "huggingface/accelerate/issues/2318", "The rate stayed where warm-up begins.",
-        _rate(lambda step: 0.004), rows="learning-rate-too-low", pair="optimizer-settings bug", seen=True,
+        rate_is(lambda step: 0.004), rows="learning-rate-too-low", pair="optimizer-settings bug", part="seen",
     ),
     bug(
         "first-rate-is-zero", "EleutherAI/gpt-neox/issues/1373", "Warm-up gives the first step a rate of zero.",
-        _rate(lambda step: _usual(step - 1)), pair="optimizer-settings bug",
+        rate_is(lambda step: usual_rate(step - 1)), pair="optimizer-settings bug",
     ),
     bug(
         "first-rate-is-full", "marian-nmt/marian/issues/156", "Warm-up began with the second batch: the first had the full rate.",
-        _rate(lambda step: 1.0 if step == 1 else _usual(step)), pair="optimizer-settings bug",
+        rate_is(lambda step: 1.0 if step == 1 else usual_rate(step)), pair="optimizer-settings bug",
     ),
     bug(
         "rate-warms-up-again", "YehLi/xmodaler/issues/15", "The scheduler's state was not in the checkpoint.",
-        _rate(lambda step: _usual(step if step < AT else step - AT + 1)), setting=RESTARTED, rows="resume-changed",
+        rate_is(lambda step: usual_rate(step if step < AT else step - AT + 1)), setting=RESTARTED, rows="resume-changed",
         pair="optimizer-settings bug",
     ),
     bug(
         "rate-is-zero-after-resume", "kohya-ss/sd-scripts/issues/141", "After a resume the schedule gave zero.",
-        _rate(lambda step: _usual(step) if step < AT else 0.0), setting=RESTARTED,
+        rate_is(lambda step: usual_rate(step) if step < AT else 0.0), setting=RESTARTED,
         rows="resume-changed learning-rate-too-low", pair="optimizer-settings bug",
     ),
     bug(
         "states-lost-at-resume", "EvolvingLMMs-Lab/OneVision-Encoder/pull/65", "Checkpoints did not hold the optimizer's state.",
-        _after_restart(lambda loop: loop.optimizer.state.clear()), setting=RESTARTED, rows=RESUMED, seen=True,
+        after_restart(lambda loop: loop.optimizer.state.clear()), setting=RESTARTED, rows=RESUMED, part="seen",
     ),
     bug(
         "momentum-lost-at-resume", "neuroailab/tfutils/issues/72", "The momentum was not in the checkpoint.",
-        _after_restart(lambda loop: loop.optimizer.state.clear()),
+        after_restart(lambda loop: loop.optimizer.state.clear()),
         setting=Setting(optimizer=momentum, restarts=True, rate=lambda step: 30.0), rows=RESUMED,
         audit="states-lost state-lost",
     ),
     bug(
         "states-cast-to-float16", "facebookresearch/fairscale/issues/50",
-        "Loading cast the optimizer's states to float16 and back.", _after_restart(lambda loop: _half(_states(loop))),
+        "Loading cast the optimizer's states to float16 and back.", after_restart(lambda loop: _half(_states(loop))),
         setting=RESTARTED, rows=RESUMED, audit="state-narrow states-written",
     ),
     bug(
         "weights-cast-to-float16", "facebookresearch/metaseq/pull/254",
         "Weights in bfloat16 passed through float16 when a run was queued again.",
-        _after_restart(lambda loop: _half(loop.model.parameters())), setting=RESTARTED, rows="resume-changed",
+        after_restart(lambda loop: _half(loop.model.parameters())), setting=RESTARTED, rows="resume-changed",
         audit="weight-narrow weights-written",
     ),
 )  # fmt: skip

@@ -39,6 +39,8 @@ STEPS, AT, WARMUP, LR, MICRO, CLIP, EVERY = 60, 33, 8, 3e-3, 4, 0.5, 5
 PAD, IGNORED = 0, -100
 EPOCH = 12
 """Steps of an epoch, in a loop that has epochs."""
+HELD_OUT = 10_000
+"""The first batch of those that evaluations read."""
 Groups = list[dict[str, Any]]
 
 
@@ -336,7 +338,7 @@ class PublicLoop:
 
     def held_out(self, place: int) -> tuple[float, int]:
         """The sum and the number of tokens of a batch that is not trained on; the last one is small."""
-        tokens = self.read(10_000 + place)
+        tokens = self.read(HELD_OUT + place)
         tokens = tokens if place < 3 else tokens[:1, :6]
         labels = self.labels(tokens)
         return float(self.summed(self.logits(tokens), labels)), self.count(labels)
@@ -409,7 +411,7 @@ class Bug:
     """A bug of a public thread.
 
     Args:
-        name: of the row; decides whether it is one of those that rules may be mended with.
+        name: of the row; where it has no part, this decides whether it is one of those that rules may be mended with.
         source: the thread.
         wrong: what was wrong there, in a sentence.
         plant: puts the same thing into a loop.
@@ -417,7 +419,8 @@ class Bug:
         audit: names of the audit's findings that are right words for it; empty where it has none.
         pair: reasons that are right words for the difference from the loop without it.
         rows: causes of the diagnosis of one run that are right words; empty where no row shows it.
-        seen: it was there before, and rules were mended while it was known.
+        part: ``seen`` if it was there while rules were mended, ``unseen`` if it was added when they were and before any was
+            run on it; empty if the checksum of its name decides.
     """
 
     name: str
@@ -428,7 +431,7 @@ class Bug:
     audit: frozenset[str] = frozenset()
     pair: frozenset[str] = frozenset({"bug"})
     rows: frozenset[str] = frozenset()
-    seen: bool = False
+    part: str = ""
 
 
 def made(folder: Path, setting: Setting, data: Callable[[], Dataset], plant: Callable[[PublicLoop], object]) -> Run:

@@ -1,8 +1,9 @@
 """What the diagnosis and the audit of steps say of bugs that others had, and of loops in which nothing is wrong.
 
-The rows of ``_public_bugs.py`` and ``_public_bugs_of_steps.py`` cite a public thread each, and the words that count as right for
-it were written before anything was diagnosed. A third of them, by the checksum of the name, are for tuning: rules may be mended
-with those alone; rows that were there while rules were mended are a part of their own. Each is looked at in three ways:
+The rows of ``_public_bugs.py``, ``_public_bugs_of_steps.py`` and ``_public_bugs_unseen.py`` cite a public thread each, and the
+words that count as right for it were written before anything was diagnosed. A third of the first two files, by the checksum of
+the name, are for tuning: rules may be mended with those alone; rows that were there while rules were mended are a part of their
+own, and so is the third file, whose rows no rule was mended with. Each is looked at in three ways:
 
 - *audit*: the findings of the audit of every fifth step, with what a careful user declares.
 - *two runs*: the reason why the run differs from the same loop without the bug.
@@ -12,8 +13,8 @@ with those alone; rows that were there while rules were mended are a part of the
 cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.
 
 Claim: none of its own (docs/log/diagnosis.md has the figures). Baseline: the loop without a bug.
-Run: ``./dev bench public_bugs [--parts tuning,aside,seen,healthy] [--keep FOLDER] [--quick]``. No times are compared, so
-``--rounds`` has no effect.
+Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,healthy] [--keep FOLDER] [--quick]``. No times are compared,
+so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pathlib import Path
 import torch
 from _injected_runs import SHAPE, prepare
 from _public_bugs_of_steps import BUGS
+from _public_bugs_unseen import UNSEEN
 from _public_healthy import HEALTHY
 from _public_loop import Bug, Setting, audit_of, made
 from timing import Report, Row, nothing, parser
@@ -36,7 +38,8 @@ import narrowgauge as ng
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 
-PARTS = ("tuning", "aside", "seen", "healthy")
+ROWS = (*BUGS, *UNSEEN)
+PARTS = ("tuning", "aside", "seen", "unseen", "healthy")
 WAYS = ("audit", "two runs", "rows")
 ANSWERS = ("first", "located", "silent", "wrong")
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.01)
@@ -45,9 +48,7 @@ EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.01)
 
 def part_of(bug: Bug) -> str:
     """The part of a row."""
-    if bug.seen:
-        return "seen"
-    return "tuning" if zlib.crc32(bug.name.encode()) % 3 == 0 else "aside"
+    return bug.part or ("tuning" if zlib.crc32(bug.name.encode()) % 3 == 0 else "aside")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _emit_healthy(report, runs, list(HEALTHY)[: 3 if options.quick else None])
             else:
                 _emit_part(
-                    report, runs, part, [row for row in BUGS if part_of(row) == part][: 3 if options.quick else None]
+                    report, runs, part, [row for row in ROWS if part_of(row) == part][: 3 if options.quick else None]
                 )
     return report.end()
 
@@ -95,7 +96,7 @@ class _Runs:
 
     def sound(self, setting: Setting) -> tuple[Run, Path]:
         """The run of a setting without one; the first row that has it names it."""
-        first = next((row.name for row in BUGS if row.setting == setting), "") or next(
+        first = next((row.name for row in ROWS if row.setting == setting), "") or next(
             name for name, each in HEALTHY.items() if each == setting
         )
         folder = self.folder / f"sound {first}".replace(" ", "-").replace(",", "")

@@ -13,7 +13,7 @@ from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
 from narrowgauge.recompute.departures import DEPARTURES, PIECES
 
 public_bugs = benchmark_module("public_bugs")
-rows = pytest.mark.parametrize("row", public_bugs.BUGS, ids=lambda row: row.name)
+rows = pytest.mark.parametrize("row", public_bugs.ROWS, ids=lambda row: row.name)
 
 
 @rows
@@ -26,11 +26,19 @@ def test_a_row_cites_a_thread_and_its_right_words_can_be_said(row: Any) -> None:
 
 
 def test_each_thread_is_cited_once_and_the_parts_do_not_change_with_other_rows() -> None:
-    sources = [row.source for row in public_bugs.BUGS]
+    sources = [row.source for row in public_bugs.ROWS]
     assert len(sources) == len(set(sources)) >= 60
-    parts = {row.name: public_bugs.part_of(row) for row in public_bugs.BUGS}
+    parts = {row.name: public_bugs.part_of(row) for row in public_bugs.ROWS}
+    assert len(parts) == len(public_bugs.ROWS), "two rows have one name"
+    assert set(parts.values()) <= set(public_bugs.PARTS)
     assert parts["sum-of-micro-batches"] == "seen"
     assert {parts["untied"], parts["never-zeroed"]} <= {"tuning", "aside"}
+
+
+def test_the_unseen_rows_are_a_part_of_their_own() -> None:
+    unseen = [row for row in public_bugs.ROWS if public_bugs.part_of(row) == "unseen"]
+    assert unseen == list(public_bugs.UNSEEN)
+    assert len(unseen) >= 30
 
 
 @pytest.mark.parametrize(
