@@ -144,8 +144,8 @@ def _chunks_begin_at_zero(loop: PublicLoop) -> None:
 
 def _half_norms(loop: PublicLoop) -> None:
     def narrow(x: Tensor, norm: Any) -> Tensor:
-        half = x.half()
-        return norm.weight * (half * (half.square().mean(-1, keepdim=True) + norm.variance_epsilon).rsqrt()).to(x.dtype)
+        variance = x.half().square().mean(-1, keepdim=True).float()
+        return norm.weight * (x * (variance + norm.variance_epsilon).rsqrt())
 
     for norm in loop.model.modules():
         if hasattr(norm, "variance_epsilon"):
@@ -170,7 +170,7 @@ OF_THE_MODEL: tuple[Bug, ...] = (
     ),
     unseen(
         "frequencies-of-zero", "ByteDance-Seed/VeOmni/issues/414",
-        "The rotary frequencies, a buffer that no checkpoint holds, were all zero in training.",
+        "The rotary frequencies were right when the model was made, and all zero in training.",
         lambda loop: loop.model.model.rotary_emb.inv_freq.zero_(), audit="order-unseen forward-departs",
     ),
     unseen(
@@ -422,7 +422,7 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     ),
     unseen(
         "decayed-at-the-unscheduled-rate", "kozistr/pytorch_optimizer/pull/170",
-        "Weight decay was multiplied by the group's first rate, where the step had a scheduled one.",
+        "Weight decay was multiplied by the rate that the group was given, not by the one that the step computes from it.",
         written_line("decay", lambda own: lambda p, group: p.mul_(1 - LR * group["weight_decay"])), setting=HAND,
         audit="decay",
     ),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from benchmark_modules import benchmark_module
 from narrowgauge.analysis.diagnosis.causes import CAUSES
@@ -13,6 +15,7 @@ from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
 from narrowgauge.recompute.departures import DEPARTURES, PIECES
 
 public_bugs = benchmark_module("public_bugs")
+public_loop = benchmark_module("_public_loop")
 rows = pytest.mark.parametrize("row", public_bugs.ROWS, ids=lambda row: row.name)
 
 
@@ -39,6 +42,22 @@ def test_the_unseen_rows_are_a_part_of_their_own() -> None:
     unseen = [row for row in public_bugs.ROWS if public_bugs.part_of(row) == "unseen"]
     assert unseen == list(public_bugs.UNSEEN)
     assert len(unseen) >= 30
+
+
+class _Text:
+    def batch(self, place: int, size: int, length: int, seed: int) -> Any:
+        return np.random.default_rng((place, seed)).integers(1, 500, (size, length))
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a scheduler that steps too early is a row
+@pytest.mark.parametrize("row", public_bugs.UNSEEN, ids=lambda row: row.name)
+def test_an_unseen_bug_is_planted_into_its_loop_and_the_loop_takes_a_step(row: Any) -> None:
+    with torch.random.fork_rng():
+        loop = public_loop.PublicLoop(row.setting, _Text())
+        methods = {name for name in dir(loop) if callable(getattr(loop, name))}
+        row.plant(loop)
+        assert {name for name, value in vars(loop).items() if callable(value)} <= methods
+        assert loop.one_step()[1].isfinite()
 
 
 @pytest.mark.parametrize(
