@@ -175,7 +175,7 @@ OF_THE_LOSS: tuple[Bug, ...] = (
     bug(
         "end-of-text-ignored", "huggingface/trl/pull/6357",
         "Padding and end of text are one token, so that every end of text was ignored, too.", _end_ignored,
-        audit="tokens-weighted labels-other",
+        audit="tokens-weighted labels-other token-ignored",
     ),
     bug(
         "first-answer-ignored", "verl-project/verl/pull/3287",
@@ -292,19 +292,17 @@ OF_THE_MODEL: tuple[Bug, ...] = (
     ),
     bug(
         "attention-not-scaled", "PAIR-code/tiny-transformers/issues/71", "Scores were not divided by the root of the head's dim.",
-        lambda loop: attention(
-            loop, lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=1.0)
-        ),
+        lambda loop: [setattr(layer.self_attn, "scaling", 1.0) for layer in loop.model.model.layers],
     ),
     bug(
         "frequencies-in-bfloat16", "huggingface/transformers/pull/29285",
-        "A cast of the whole model rounded the rotary frequencies to bfloat16.", _narrow_frequencies, audit="module-cast",
-        pair="bug format",
+        "A cast of the whole model rounded the rotary frequencies to bfloat16.", _narrow_frequencies,
+        audit="module-cast frequencies-narrow", pair="bug format",
     ),
     bug(
         "untied", "facebookresearch/lingua/pull/75",
         "Tied weights became two tensors without a word when the model was wrapped.", _untied,
-        setting=Setting(tied=True), pair="missing-part bug other-model",
+        setting=Setting(tied=True), audit="tie-cut", pair="missing-part bug other-model",
     ),
     bug(
         "start-not-scaled", "huggingface/transformers/pull/47478",
@@ -376,7 +374,7 @@ DROPPED = Setting(evaluates=True, dropout=0.2)
 OF_THE_DATA: tuple[Bug, ...] = (
     bug(
         "one-seed-on-all-ranks", "pixeli99/SVD_Xtend/issues/75", "Every rank drew the same batch, as all had one seed.",
-        _same_on_every_rank, rows="repeated-data", pair="data data-order bug",
+        _same_on_every_rank, audit="rows-twice", rows="repeated-data", pair="data data-order bug",
     ),
     bug(
         "epochs-in-one-order", "pytorch/pytorch/issues/31771", "Without set_epoch each epoch has the same order.",

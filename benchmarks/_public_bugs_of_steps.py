@@ -395,7 +395,7 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     bug(
         "decay-without-the-weight", "e-sensing/torchopt/pull/14", "The decay was not multiplied by the weight.",
         written_line("decay", lambda own: lambda p, group: p.sub_(group["lr"] * group["weight_decay"])), setting=HAND,
-        audit="decay decay-lost",
+        audit="decay decay-lost decay-of-other",
     ),
     bug(
         "decay-ignored", "fastai/fastai2/issues/246", "The list that held weight decay was overwritten.",
@@ -409,7 +409,8 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     bug(
         "epsilon-before-correction", "tensorflow/tensorflow/issues/9047",
         "Epsilon was added before the second moment's bias was corrected, which scales it.",
-        written_line("direction", lambda own: _before_correction), setting=replace(HAND, options=(("eps", 1e-3),)), audit="eps",
+        written_line("direction", lambda own: _before_correction), setting=replace(HAND, options=(("eps", 1e-3),)),
+        audit="eps eps-before-correction",
     ),
     bug(
         "epsilon-subtracted", "tensorflow/tensorflow/pull/61411", "Epsilon was subtracted from the root.",
@@ -460,7 +461,7 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     bug(
         "one-rate-for-all-groups", "LiyuanLucasLiu/RAdam/issues/24",
         "A step size was cached by the step alone, so that all groups took the first one's rate.", _one_rate_for_all,
-        setting=replace(HAND, embedding_rate=0.1), audit="rate",
+        setting=replace(HAND, embedding_rate=0.1), audit="rate rate-of-other-group",
     ),
     bug(
         "last-group-scheduled", "rasbt/LLMs-from-scratch/issues/692",
@@ -480,7 +481,7 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
         "norms-stand-still", "vllm-project/speculators/pull/765",
         "Weights were bfloat16 without a wider copy, and gains of 1 never moved.",
         lambda loop: loop.model.bfloat16(), setting=Setting(rate=lambda step: 1 / 3),
-        audit="weight-narrow frozen", rows="lost-updates frozen-parameter", pair="format bug",
+        audit="weight-narrow frozen lost-in-dtype", rows="lost-updates frozen-parameter", pair="format bug",
     ),
 )  # fmt: skip
 
@@ -552,7 +553,8 @@ OF_RESTARTS: tuple[Bug, ...] = (
     ),
     bug(
         "states-lost-at-resume", "EvolvingLMMs-Lab/OneVision-Encoder/pull/65", "Checkpoints did not hold the optimizer's state.",
-        after_restart(lambda loop: loop.optimizer.state.clear()), setting=RESTARTED, rows=RESUMED, part="seen",
+        after_restart(lambda loop: loop.optimizer.state.clear()), setting=RESTARTED,
+        audit="states-lost", rows=RESUMED, part="seen",
     ),
     bug(
         "momentum-lost-at-resume", "neuroailab/tfutils/issues/72", "The momentum was not in the checkpoint.",

@@ -9,6 +9,9 @@ own, and so is the third file, whose rows no rule was mended with. Each is looke
 - *two runs*: the reason why the run differs from the same loop without the bug.
 - *rows*: the causes that the rows of the run alone give.
 
+A finding that is younger than a row and says what the row plants was added to its right words when it came to be; such words
+are in no part that is called unseen, and docs/log/diagnosis.md names them.
+
 *First*: what is said first is right; *three*: one of the first three is; *located*: a note says that a piece departs, without a
 cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.
 
