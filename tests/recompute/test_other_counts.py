@@ -56,8 +56,8 @@ def updates(loop: Loop) -> list[PieceResult]:
     return [each for results in loop.results.values() for each in results if each.piece == "update" and each.cause]
 
 
-def loop_with(**faults: Any) -> Loop:
-    loop = halved(Loop(every=4, optimizer=WrittenAdamW, betas=(0.9, 0.95), eps=faults.pop("eps", 1e-8)))
+def loop_with(every: int = 4, **faults: Any) -> Loop:
+    loop = halved(Loop(every=every, optimizer=WrittenAdamW, betas=(0.9, 0.95), eps=faults.pop("eps", 1e-8)))
     for name, value in faults.items():
         setattr(loop.optimizer, name, value)
     return loop
@@ -130,7 +130,7 @@ def test_shared_counts_leave_out_what_is_next_to_the_right_one() -> None:
 @pytest.mark.parametrize("factor", [0.5, 0.87, 1.1, 2.0])
 def test_a_rate_is_not_taken_for_a_count(factor: float) -> None:
     """With 20 earlier counts, some are near any factor: the step tells them apart."""
-    loop = loop_with()
+    loop = loop_with(every=12)
     denominator = loop.optimizer.denominator
     loop.optimizer.denominator = lambda v, c, eps: denominator(v, c, eps) / factor
     assert {each.cause for each in updates(loop.run(24))} <= {"rate", "step-scaled", "eps"}, updates(loop)
