@@ -385,7 +385,11 @@ class PublicLoop:
             "seed": self.setting.seed,
         }  # fmt: skip
         with ng.RunRecorder(folder, self.model, self.optimizer, settings=settings, gauges_every=20) as recorder:
-            watcher = StepWatcher(self.model, self.optimizer, EVERY, report, self.task()) if audits else None
+            watcher = (
+                StepWatcher(self.model, self.optimizer, EVERY, report, self.task(), is_told_losses=True)
+                if audits
+                else None
+            )
             for step in range(1, self.setting.steps + 1):
                 if self.setting.restarts and step == AT:
                     self.restart()
@@ -393,7 +397,10 @@ class PublicLoop:
                 tokens, loss, norm = self.one_step()
                 recorder.step(loss, tokens=tokens.numel(), grad_norm=norm, batch=tokens)
                 if self.setting.evaluates and step % 20 == 0:
-                    recorder.evaluate(self.evaluate())
+                    evaluated = self.evaluate()
+                    if watcher is not None:
+                        watcher.evaluated(evaluated)
+                    recorder.evaluate(evaluated)
             if watcher is not None:
                 watcher.remove()
         folder.with_suffix(".audit.json").write_text(json.dumps(found))

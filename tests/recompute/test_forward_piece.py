@@ -71,6 +71,38 @@ def cast(loop: Loop) -> None:
     ).float()
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_mask_of_packed_sequences_is_asked_about_later_tokens(is_causal: bool) -> None:
+    """Each half of a row sees itself alone, before each token or all of it."""
+    half = torch.arange(LENGTH) < LENGTH // 2
+    sees = half[:, None] == half[None]
+    sees = sees.tril() if is_causal else sees
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+
+        def forward(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+            x = self.embedding(tokens)[:, None]
+            logits: Tensor = self.head(nn.functional.scaled_dot_product_attention(x, x, x, attention_mask)[:, 0])
+            return logits
+
+    loop = Loop(every=0)
+    model = Masked()
+    loop.optimizer.param_groups[0]["params"] = list(model.parameters())
+    loop.watcher = StepWatcher(model, loop.optimizer, 2, loop.keep)
+    loop.loss = (
+        lambda tokens: next_token(  # type: ignore[method-assign]
+            model(tokens[:, :-1], sees[None, None].expand(len(tokens), 1, -1, -1)), tokens
+        )
+        / 2
+    )
+    loop.run(2)
+    assert loop.names() == (set() if is_causal else {"sees-future"})
+    assert "forward" not in unchecked(loop.results[2])
+
+
 @pytest.mark.parametrize(("base", "dtype", "names"), [
     (1e4, torch.float32, []), (1e4, torch.bfloat16, ["frequencies-narrow"]), (1e4, torch.float16, ["frequencies-narrow"]),
     (4.0, torch.bfloat16, []),
@@ -84,6 +116,12 @@ def test_rotary_frequencies_that_were_rounded_are_a_note(base: float, dtype: tor
     loop.run(2)
     assert [each.name for each in loop.findings()] == names
     assert all(str(dtype).removeprefix("torch.") in each.message for each in loop.findings())
+
+
+def test_rotary_frequencies_of_zero_are_named() -> None:
+    loop = Loop()
+    loop.model.blocks[1].register_buffer("inv_freq", torch.zeros(8))
+    assert [(each.name, each.where) for each in loop.run(2).findings()] == [("frequencies-zero", "blocks.1.inv_freq")]
 
 
 FAULTS: dict[str, tuple[Callable[[Loop], None], str, str]] = {

@@ -314,6 +314,30 @@ def test_a_fault_of_clipping_is_named(name: str) -> None:
     assert {each.name for each in loop.findings()} == {cause}, loop.results[4]
 
 
+@pytest.mark.parametrize("divisor", [65536.0, 3.0])
+def test_a_divisor_before_clipping_is_no_limit(divisor: float) -> None:
+    loop = Loop(task=task(max_grad_norm=0.25))
+    times(1 / divisor)(loop)
+    (found,) = [each for each in loop.run(2).results[2] if each.status == "departs"]
+    assert found.cause == "gradient-scaled" and math.isclose(found.values["factor"], 1 / divisor, rel_tol=1e-6)
+
+
+def test_weights_of_micro_batches_that_no_parameters_share_are_no_cause() -> None:
+    """Each parameter's gradient is another mixture of the passes."""
+    loop = Loop(micro_batches=2)
+    before = loop.backward
+
+    def mixed(tokens: torch.Tensor, number: int) -> None:
+        before(tokens, number)
+        if number == 0:
+            for place, p in enumerate(loop.model.parameters(), 1):
+                if p.grad is not None:
+                    p.grad.mul_(1 + 0.1 * place)
+
+    loop.backward = mixed  # type: ignore[method-assign]
+    assert loop.run(2).names() == {"gradient-departs"}
+
+
 def test_a_norm_little_above_the_limit_may_be_one_of_parts_until_no_step_is_clipped() -> None:
     norms: list[float] = []
     loop = Loop(every=0)
@@ -404,7 +428,7 @@ def test_the_rows_that_a_closure_takes_are_followed(is_stuck: bool) -> None:
     loop.backward = lambda tokens, number: None  # type: ignore[method-assign]
     loop.update = lambda: loop.optimizer.step(closure)  # type: ignore[method-assign]
     loop.after_update = lambda: None  # type: ignore[method-assign]
-    assert loop.run(30).names() == ({"rows-few"} if is_stuck else set())
+    assert loop.run(30).names() == ({"rows-again"} if is_stuck else set())
 
 
 @pytest.mark.parametrize("kept", ["_keep_inputs", "_keep_outputs", "_keep_gradient"])

@@ -59,7 +59,7 @@ class FewLeft:
         chosen = {stepped[place * (len(stepped) - 1) // (_FEW - 1)] for place in range(_FEW)} if stepped else set()
         self._held = {name: p for name, p in held.items() if name in chosen}
         self._optimizer = optimizer
-        self._seen = self._versions()
+        self._seen, self._steps = self._versions(), self._numbers()
         samples = {}
         for name, p in self._held.items():
             samples[name] = ParameterSample(name, p.shape, p.dtype, {}, weight=torch.empty(0, dtype=p.dtype), states={})
@@ -73,9 +73,14 @@ class FewLeft:
         tensors = (t for p in self._held.values() for t in (p, *self._optimizer.state.get(p, {}).values()))
         return [(id(t), t._version) for t in tensors if isinstance(t, Tensor)]
 
+    def _numbers(self) -> list[float]:
+        """The optimizer's own counts of steps."""
+        return [float(self._optimizer.state.get(p, {}).get("step", 0)) for p in self._held.values()]
+
     def check(self) -> list[PieceResult]:
-        """Compare with what the next step finds."""
-        if self._versions() == self._seen:
+        """Compare with what the next step finds; of a checkpoint that was loaded, the counts of steps are others too."""
+        is_loaded = any(now not in (0, left) for now, left in zip(self._numbers(), self._steps, strict=True))
+        if self._versions() == self._seen or is_loaded:
             return []
         found = check_between(
             self._left,

@@ -19,7 +19,8 @@ PIECE = "clip"
 _TOLERANCE = 2e-3
 """Of a limit, where gradients are float32."""
 _ABOVE = 3
-"""Steps above the limit after which nothing clips: a norm over some of the gradients is above it sooner or later."""
+"""Steps above the limit after which nothing clips: another norm is above it sooner or later."""
+_MOST_DIVIDED = 1 << 10
 
 
 def _tolerance(step: StepCapture) -> float:
@@ -136,11 +137,20 @@ def _against(
                 PIECE, "the norm of all is above the limit; that of a part of them need not be", step.step
             )
         return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "clip-missing", values, step.step)
+    if 0 < factor < 1 and _is_round(1 / factor):
+        given: dict[str, object] = {"factor": factor, "when": "after backward", **what_it_equals(factor, step)}
+        return PieceResult("gradient", DEPARTS, (), abs(factor - 1), 1e-5, "gradient-scaled", given, step.step)
     over = [name for name, f in wanted.items() if f < 1 and abs(factor / f - 1) <= tolerance]
     if over:
         return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "clip-norm", {**values, "over": over[0]}, step.step)
     values["left"] = factor * norms["all"]
     return PieceResult(PIECE, DEPARTS, (), apart, tolerance, "clip-limit", values, step.step)
+
+
+def _is_round(number: float) -> bool:
+    """Whether a divisor is a count or a power of two, as no limit over a norm is but by chance."""
+    is_count = near(number, round(number), 1e-6) and number <= _MOST_DIVIDED
+    return is_count or math.frexp(number)[0] == 0.5 or near(math.log2(number), round(math.log2(number)), 1e-7)
 
 
 def _against_earlier(

@@ -141,17 +141,20 @@ class _Few:
 
     def __init__(self) -> None:
         self._rows: set[int] = set()
-        self._drawn, self._since, self._often, self._share = 0, 0, 0, 0.0
+        self._drawn, self._still, self._since, self._often, self._share = 0, 0, 0, 0, 0.0
 
     def take(self, now: _Step) -> Named | None:
         if len(now.lags) < 0.9 * len(now.rows) or not now.rows:
             self._rows, self._drawn = set(), 0
             return None
         if not self._drawn:
-            self._since, self._often, self._share = now.step, 0, now.seen_often / now.seen
+            self._since, self._still, self._often, self._share = now.step, 0, 0, now.seen_often / now.seen
         self._often += len(now.often - self._rows)
         self._rows.update(now.rows)
         self._drawn += len(now.rows)
+        self._still += sum(lag == 1 for lag in now.lags)
+        if 2 * self._still > self._drawn:  # one step's rows once more, which is no set of them
+            return None
         few, seen = len(self._rows), max(now.seen, len(self._rows))
         if 2 * few > seen or self._often > (2 * self._share + 0.2) * few:
             return None

@@ -276,6 +276,10 @@ DEPARTURES: dict[str, Departure] = {
             "Call model.tie_weights() after what replaced one of them, before the optimizer is made.",
         ),
         Departure(
+            "frequencies-zero", ("forward",), "error", "the rotary frequencies are all zero: every position is turned alike.",
+            "Compute these buffers again after a model that was made without memory (device 'meta') is given its own.",
+        ),
+        Departure(
             "frequencies-narrow", ("forward",), "note",
             "the rotary frequencies are rounded to {format}: at position 1,000 angles are off by a radian or more.",
             "Keep these buffers in float32: cast parameters one by one, or pass the dtype to from_pretrained().",

@@ -63,7 +63,7 @@ def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
     found = [
         *questions.ask(),
         *narrow_modules(step, model, sliced),
-        *_narrow_frequencies(step, model),
+        *_frequencies(step, model),
         *_cut_ties(step, model),
     ]
     departs = [each for each in found if each.status == DEPARTS]
@@ -75,9 +75,19 @@ def _sliced(call: ForwardCall) -> ForwardCall | None:
     tokens = call.tokens
     if tokens is None or tokens.shape[1] < 4:
         return None
-    if any(t.ndim and t.shape != tokens.shape for t in tensors_in((call.args, call.kwargs))):
+    beside = [t for t in tensors_in((call.args, call.kwargs)) if t.ndim and t.shape != tokens.shape]
+    if not all(_is_mask(t, tokens) for t in beside):
         return None
-    return _mapped(replace(call, autocast=None), lambda t: t[:ROWS, :PLACES])
+    return _mapped(
+        replace(call, autocast=None),
+        lambda t: t[:ROWS, :, :PLACES, :PLACES] if _is_mask(t, tokens) else t[:ROWS, :PLACES],
+    )
+
+
+def _is_mask(tensor: Tensor, tokens: Tensor) -> bool:
+    """Whether a tensor has the dims of a mask of attention: batch, heads, and which token sees which."""
+    batch, length = tokens.shape
+    return tensor.ndim == 4 and tensor.shape[0] in (1, batch) and tensor.shape[2:] == (length, length)
 
 
 def _mapped(call: ForwardCall, change: Callable[[Tensor], Tensor]) -> ForwardCall:
@@ -103,14 +113,17 @@ def _cut_ties(step: StepCapture, model: nn.Module) -> list[PieceResult]:
     return [PieceResult(PIECE, DEPARTS, where, 1.0, 0.0, "tie-cut", step=step.step)]
 
 
-def _narrow_frequencies(step: StepCapture, model: nn.Module) -> list[PieceResult]:
-    """Rotary frequencies that are values of a 16-bit format, in which an angle is the further off the later its position."""
-    found: dict[str, list[str]] = {}
+def _frequencies(step: StepCapture, model: nn.Module) -> list[PieceResult]:
+    """Rotary frequencies that are zero, or values of a 16-bit format, in which an angle is further off at later positions."""
+    found: dict[str, list[str]] = {}  # by the format, which is none where they are zero
     for name, buffer in model.named_buffers():
         is_rotary = any(part in name.lower() for part in ("rotary", "rope", "inv_freq"))
         if not is_rotary or buffer.ndim != 1 or not buffer.is_floating_point() or len(buffer) < _LEAST_FREQUENCIES:
             continue
         values = buffer.detach().double().cpu()
+        if not values.any():
+            found.setdefault("", []).append(plain_name(name))
+            continue
         # Powers of two are values of every format, and all that a base of 2 or 4 gives.
         is_simple = torch.frexp(values).mantissa * 16 % 1 == 0
         for narrow in (torch.bfloat16, torch.float16):
@@ -119,6 +132,8 @@ def _narrow_frequencies(step: StepCapture, model: nn.Module) -> list[PieceResult
                 break
     return [
         PieceResult(PIECE, DEPARTS, tuple(names), 1.0, 0.0, "frequencies-narrow", {"format": narrow}, step.step)
+        if narrow
+        else PieceResult(PIECE, DEPARTS, tuple(names), 1.0, 0.0, "frequencies-zero", {}, step.step)
         for narrow, names in found.items()
     ]
 
@@ -154,6 +169,8 @@ class _Questions:
                 return
             yield from self._later_tokens()
             yield from self._other_rows()
+            if any(_is_mask(t, self.tokens) for t in tensors_in((self.call.args, self.call.kwargs))):
+                return  # what may be seen beside that is the mask's own affair
             yield from self._before_a_border()
             if bool(self._whole_rows().any()):
                 yield from self._tokens_before()
@@ -221,13 +238,14 @@ class _Questions:
                 yield self._result(cause, apart)
 
     def _later_tokens(self) -> Iterator[PieceResult]:
-        half = self.tokens.shape[1] // 2
+        # Not at the half, where a row of two packed sequences has its border.
+        place = self.tokens.shape[1] * 5 // 8
         other = self.tokens.clone()
-        other[:, half:] = self.tokens[:, :half].flip(1).repeat(1, 2)[:, : other.shape[1] - half]
+        other[:, place:] = self.tokens[:, :place].flip(1)[:, : other.shape[1] - place]
         if other.equal(self.tokens):
             return
         call = self._with_tokens(other)
-        early = (slice(None), slice(0, half))
+        early = (slice(None), slice(0, place))
         apart = self._apart(call, early)
         if apart > self.envelope:
             yield self._result("sees-future", apart, self._first_module(call, early))

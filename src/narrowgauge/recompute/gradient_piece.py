@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, spread
-from narrowgauge.recompute.fitting import fitted, near
+from narrowgauge.recompute.fitting import fitted, near, telling
 from narrowgauge.recompute.passes_again import gradients_again, moved_by_half_a_spacing, parameters_of, reached
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.update_piece import joined, narrower_format
@@ -26,6 +26,8 @@ from narrowgauge.recompute.update_piece import joined, narrower_format
 PIECE = "gradient"
 _MOST_CALLS = 16
 _MARGIN = 4.0
+_OTHER_WEIGHTS = 3
+"""Different weights of micro-batches, so many of which no loop gives."""
 _OF_NORMS = 2e-3
 """The relative difference of norms that are one limit."""
 
@@ -84,9 +86,15 @@ def _unused(step: StepCapture, name: str) -> PieceResult:
 def _gathered(step: StepCapture, results: Sequence[PieceResult], when: str) -> list[PieceResult]:
     if not results:
         return [not_checked(PIECE, "no parameter had a gradient", step.step)]
-    departs = [replace(each, values={**each.values, "when": when}) for each in results if each.status == DEPARTS]
+    departs = [each for each in results if each.status == DEPARTS]
     if departs:
-        return joined(departs, len(results))
+        weights = {each.values["factors"] for each in departs if each.cause == "micro-batches-weighted"}
+        if len(weights) >= _OTHER_WEIGHTS:  # a loop weights its micro-batches alike for all parameters
+            departs = [
+                replace(each, cause="", values={}) if each.cause == "micro-batches-weighted" else each
+                for each in departs
+            ]
+        return joined((replace(each, values={**each.values, "when": when}) for each in departs), len(results))
     most = max(results, key=lambda each: each.difference)
     return [PieceResult(PIECE, EQUAL, (), most.difference, most.envelope, values={"when": when}, step=step.step)]
 
@@ -126,7 +134,8 @@ def _cause(
     if not actual.any():
         return "gradient-zero", {}
     (factor,), rest = fitted(actual, [expected])
-    tolerance = max(2 * envelope * max(1.0, abs(factor)), 1e-5 * float(actual.norm()))
+    length, distance = float(actual.norm()), float((actual - expected).norm())
+    tolerance = telling(max(2 * envelope * max(1.0, abs(factor)), 1e-5 * length), length, distance)
     if rest <= tolerance:
         return "gradient-scaled", {"factor": factor, **what_it_equals(factor, step, len(terms))}
     if len(terms) > 1:
@@ -162,7 +171,7 @@ def _cause(
     if sample.previous is not None:
         # What was kept of the steps before the last one is in neither term: this one need not agree to rounding.
         (factor, share), rest = fitted(actual, [expected, sample.previous.double().cpu()])
-        if rest <= 0.1 * float((actual - expected).norm()):
+        if rest <= 0.1 * distance:
             return _of_last(factor, share)
     apart = float(((actual - expected).abs() > 1e-3 * expected.abs().clamp_min(1e-30)).double().mean())
     return ("part", {"share": apart}) if 0 < apart < 0.9 else ("", {})
