@@ -88,6 +88,18 @@ def test_what_is_written_between_steps_that_are_not_audited_is_named(name: str) 
     assert {each.name for each in loop.findings() if each.step == 4} == causes
 
 
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, ng.AdamW])
+def test_an_earlier_checkpoint_loaded_between_steps_is_healthy(optimizer: type[torch.optim.Optimizer]) -> None:
+    options = {"storage": "word", "dtype": torch.bfloat16} if optimizer is ng.AdamW else {}
+    loop = Loop(every=100, optimizer=optimizer, **options).run(2)
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    loop.run(2)
+    loop.model.load_state_dict(saved[0])
+    loop.optimizer.load_state_dict(saved[1])
+    loop.run(2)
+    assert loop.names() == set()
+
+
 @pytest.mark.parametrize("is_written", [False, True])
 def test_the_visible_weights_of_our_optimizers_are_followed(is_written: bool) -> None:
     loop = Loop(every=100, optimizer=ng.AdamW, storage="word", dtype=torch.bfloat16).run(4)

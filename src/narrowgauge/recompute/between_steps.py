@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recompute.capture import ParameterSample, spread, states_of
+from narrowgauge.recompute.capture import ParameterSample, number_of, spread, states_of
 from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult
 from narrowgauge.recompute.update_piece import joined, narrower_format
@@ -59,7 +59,7 @@ class FewLeft:
         chosen = {stepped[place * (len(stepped) - 1) // (_FEW - 1)] for place in range(_FEW)} if stepped else set()
         self._held = {name: p for name, p in held.items() if name in chosen}
         self._optimizer = optimizer
-        self._seen, self._steps = self._versions(), self._numbers()
+        self._seen, self._counts = self._versions(), [self._count(p) for p in self._held.values()]
         samples = {}
         for name, p in self._held.items():
             samples[name] = ParameterSample(name, p.shape, p.dtype, {}, weight=torch.empty(0, dtype=p.dtype), states={})
@@ -73,14 +73,20 @@ class FewLeft:
         tensors = (t for p in self._held.values() for t in (p, *self._optimizer.state.get(p, {}).values()))
         return [(id(t), t._version) for t in tensors if isinstance(t, Tensor)]
 
-    def _numbers(self) -> list[float]:
-        """The optimizer's own counts of steps."""
-        return [float(self._optimizer.state.get(p, {}).get("step", 0)) for p in self._held.values()]
+    def _count(self, parameter: Tensor) -> Tensor | int:
+        """The optimizer's count of steps; a tensor is copied, since reading it may wait for a device."""
+        if not isinstance(self._optimizer, Optimizer):
+            count = self._optimizer.state.get(parameter, {}).get("step")
+            if isinstance(count, Tensor):
+                return count.clone()
+        return number_of(self._optimizer, parameter)
 
     def check(self) -> list[PieceResult]:
         """Compare with what the next step finds; of a checkpoint that was loaded, the counts of steps are others too."""
-        is_loaded = any(now not in (0, left) for now, left in zip(self._numbers(), self._steps, strict=True))
-        if self._versions() == self._seen or is_loaded:
+        if self._versions() == self._seen:
+            return []
+        counts = zip(self._held.values(), self._counts, strict=True)
+        if any(number_of(self._optimizer, p) not in (0, int(count)) for p, count in counts):
             return []
         found = check_between(
             self._left,

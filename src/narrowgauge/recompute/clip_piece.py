@@ -21,6 +21,7 @@ _TOLERANCE = 2e-3
 _ABOVE = 3
 """Steps above the limit after which nothing clips: another norm is above it sooner or later."""
 _MOST_DIVIDED = 1 << 10
+"""The largest count by which a loop divides."""
 
 
 def _tolerance(step: StepCapture) -> float:
@@ -150,7 +151,7 @@ def _against(
 def _is_round(number: float) -> bool:
     """Whether a divisor is a count or a power of two, as no limit over a norm is but by chance."""
     is_count = near(number, round(number), 1e-6) and number <= _MOST_DIVIDED
-    return is_count or math.frexp(number)[0] == 0.5 or near(math.log2(number), round(math.log2(number)), 1e-7)
+    return is_count or near(math.log2(number), round(math.log2(number)), 1e-7)
 
 
 def _against_earlier(

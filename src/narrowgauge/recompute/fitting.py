@@ -28,17 +28,6 @@ def fitted(target: Tensor, terms: Sequence[Tensor]) -> tuple[list[float], float]
     return [float(f) / s for f, s in zip(found, scales, strict=True)], rest
 
 
-def telling(tolerance: float, *lengths: float) -> float:
-    """What a fit may leave: the tolerance of rounding, but no more than half of each length that it is to explain.
-
-    Where rounding may be as large as what is explained, sums of any terms agree.
-
-    Args:
-        lengths: of what the run has, and of its distance from what is expected.
-    """
-    return min(tolerance, *(0.5 * length for length in lengths))
-
-
 def near(value: float, wanted: float, tolerance: float = CLOSE) -> bool:
     """Whether a fitted number is a known one."""
     return abs(value - wanted) <= tolerance * max(abs(wanted), 1e-12)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, spread
-from narrowgauge.recompute.fitting import fitted, near, telling
+from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.passes_again import gradients_again, moved_by_half_a_spacing, parameters_of, reached
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.update_piece import joined, narrower_format
@@ -135,7 +135,9 @@ def _cause(
         return "gradient-zero", {}
     (factor,), rest = fitted(actual, [expected])
     length, distance = float(actual.norm()), float((actual - expected).norm())
-    tolerance = telling(max(2 * envelope * max(1.0, abs(factor)), 1e-5 * length), length, distance)
+    # Where rounding may be as large as what is to be explained, sums of any terms agree.
+    most = 0.5 * min(length, distance)
+    tolerance = min(max(2 * envelope * max(1.0, abs(factor)), 1e-5 * length), most)
     if rest <= tolerance:
         return "gradient-scaled", {"factor": factor, **what_it_equals(factor, step, len(terms))}
     if len(terms) > 1:
