@@ -17,6 +17,7 @@ import torch
 from _public_loop import AT, EPOCH, IGNORED, MICRO, PAD, Bug, PublicLoop, Setting
 from torch import Tensor, nn
 from torch.nn import functional
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 EOS = 83
 """A token that is 2.6 % of the text, where a tokenizer has one that ends it."""
@@ -210,14 +211,18 @@ OF_THE_LOSS: tuple[Bug, ...] = (
 # ── the model ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def attention(loop: PublicLoop, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-    """Attention whose heads are mixed otherwise, in every layer."""
-    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+Turn = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def attention(
+    loop: PublicLoop, mix: Callable[[Tensor, Tensor, Tensor], Tensor], turn: Turn = apply_rotary_pos_emb
+) -> None:
+    """Attention whose heads are mixed or turned otherwise, in every layer."""
 
     def forward(self: Any, hidden_states: Tensor, position_embeddings: Any, *_: Any, **__: Any) -> tuple[Tensor, None]:
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (each(hidden_states).view(shape).transpose(1, 2) for each in (self.q_proj, self.k_proj, self.v_proj))
-        q, k = apply_rotary_pos_emb(q, k, *position_embeddings)
+        q, k = turn(q, k, *position_embeddings)
         return self.o_proj(mix(q, k, v).transpose(1, 2).reshape(*hidden_states.shape[:-1], -1)), None
 
     for layer in loop.model.model.layers:

@@ -36,7 +36,7 @@ Plant = Callable[[PublicLoop], None]
 unseen = functools.partial(bug, part="unseen")
 
 
-def _then(name: str, do: Callable[..., object]) -> Plant:
+def then(name: str, do: Callable[..., object]) -> Plant:
     """Do something after a method of the loop; it is given the loop and what the method was given."""
 
     def plant(loop: PublicLoop) -> None:
@@ -269,7 +269,7 @@ OF_THE_GRADIENT: tuple[Bug, ...] = (
     unseen(
         "norms-averaged-over-ranks", "EleutherAI/gpt-neox/pull/1259",
         "With sequence parallelism the gradients of norms were averaged over the ranks, which each have a part of the sum.",
-        _then("before_clip", lambda loop: _divide([p for p in loop.model.parameters() if p.ndim == 1], MICRO)),
+        then("before_clip", lambda loop: _divide([p for p in loop.model.parameters() if p.ndim == 1], MICRO)),
         audit="gradient-scaled",
     ),
     unseen(
@@ -280,17 +280,17 @@ OF_THE_GRADIENT: tuple[Bug, ...] = (
     unseen(
         "steps-with-each-micro-batch", "jiaweizzhao/GaLore/issues/78",
         "The hook of each parameter stepped and zeroed with each micro-batch, whose loss was a part of the step's.",
-        _then("backward", _step_within), setting=Setting(clip=0.0), audit="loss-scaled gradient-scaled micro-batch-missing",
+        then("backward", _step_within), setting=Setting(clip=0.0), audit="loss-scaled gradient-scaled micro-batch-missing",
     ),
     unseen(
         "tail-of-the-epoch-leaks", "WalkingMeatAxolotl/AnimaLoraStudio/pull/305",
         "The last micro-batches of an epoch filled no step, and their gradients stayed for the first step of the next.",
-        _then("zero", _tail_of_the_epoch), setting=EPOCHS, audit="loss-scaled gradient-scaled micro-batches-many",
+        then("zero", _tail_of_the_epoch), setting=EPOCHS, audit="loss-scaled gradient-scaled micro-batches-many",
     ),
     unseen(
         "divided-by-a-scale-never-applied", "deepspeedai/DeepSpeed/pull/7839",
         "In bfloat16 the loss was not scaled, and the step divided the gradients by the scale of 65,536 all the same.",
-        _then("before_clip", lambda loop: _divide(list(loop.model.parameters()), 65536.0)), audit="gradient-scaled",
+        then("before_clip", lambda loop: _divide(list(loop.model.parameters()), 65536.0)), audit="gradient-scaled",
         rows="eps-too-large",
     ),
     unseen(
@@ -323,7 +323,7 @@ class WrittenSGD(torch.optim.SGD):
                 if p.grad is not None:
                     gradient, state = self.decayed(p, group), self.state[p]
                     if "momentum_buffer" in state:
-                        state["momentum_buffer"].mul_(group["momentum"]).add_(gradient)
+                        self.accumulate(state["momentum_buffer"], gradient, group)
                     else:
                         state["momentum_buffer"] = gradient.clone()
                     p.sub_(self.direction(gradient, state["momentum_buffer"], group), alpha=group["lr"])
@@ -332,6 +332,10 @@ class WrittenSGD(torch.optim.SGD):
         """The gradient with that of the penalty."""
         assert p.grad is not None
         return p.grad.add(p, alpha=group["weight_decay"])
+
+    def accumulate(self, velocity: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Update the momentum."""
+        velocity.mul_(group["momentum"]).add_(gradient)
 
     def direction(self, gradient: Tensor, velocity: Tensor, group: dict[str, Any]) -> Tensor:
         """What the rate multiplies."""
@@ -377,7 +381,7 @@ def nesterov(groups: Groups) -> torch.optim.Optimizer:
     return WrittenSGD(groups, lr=LR, momentum=0.9, nesterov=True)
 
 
-def _rate_of_sgd(step: int) -> float:
+def rate_of_sgd(step: int) -> float:
     return 30.0 * usual_rate(step)
 
 
@@ -436,13 +440,13 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     unseen(
         "decay-grows-weights", "chainer/chainer/issues/261", "The penalty's gradient was subtracted from the gradient.",
         written_line("decayed", lambda own: lambda p, group: p.grad.sub(p, alpha=group["weight_decay"])),
-        setting=Setting(optimizer=sgd, rate=_rate_of_sgd), audit="decay decay-in-gradient",
+        setting=Setting(optimizer=sgd, rate=rate_of_sgd), audit="decay decay-in-gradient",
     ),
     unseen(
         "nesterov-adds-the-momentum", "PaddlePaddle/Paddle/pull/12231",
         "A sign was not carried into a bracket: the gradient was subtracted from the weights, and the momentum added.",
         written_line("direction", lambda own: lambda gradient, velocity, group: gradient.sub(velocity, alpha=group["momentum"])),
-        setting=Setting(optimizer=nesterov, rate=_rate_of_sgd), audit="sign nesterov update-departs",
+        setting=Setting(optimizer=nesterov, rate=rate_of_sgd), audit="sign nesterov update-departs",
     ),
     unseen(
         "lion-decays-in-the-gradient", "bitsandbytes-foundation/bitsandbytes/issues/1992",
@@ -492,7 +496,7 @@ def _take_the_average(loop: PublicLoop) -> None:
 def _stepped_with_each_micro_batch(loop: PublicLoop) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda number: max(0.0, usual_rate(number + 1)))
     loop.schedule = lambda step: None  # type: ignore[method-assign]
-    _then("backward", lambda *_: scheduler.step())(loop)
+    then("backward", lambda *_: scheduler.step())(loop)
 
 
 AVERAGED = Setting(average=True)
@@ -505,13 +509,13 @@ OF_RESTARTS: tuple[Bug, ...] = (
     ),
     unseen(
         "averaged-with-each-micro-batch", "SWivid/F5-TTS/issues/631",
-        "The average was updated with each micro-batch, not with each step.", _then("backward", _average_with_each_micro_batch),
+        "The average was updated with each micro-batch, not with each step.", then("backward", _average_with_each_micro_batch),
         setting=AVERAGED, audit="average-other", pair="",
     ),
     unseen(
         "goes-on-from-the-average", "PKU-YuanGroup/Open-Sora-Plan/issues/186",
         "The average was copied into the model for validation, and the weights were not put back.",
-        _then("before_evaluation", _take_the_average), setting=Setting(average=True, evaluates=True),
+        then("before_evaluation", _take_the_average), setting=Setting(average=True, evaluates=True),
         audit="weights-written", pair="evaluation bug",
     ),
     unseen(
@@ -564,7 +568,7 @@ def _in_order_of_class(loop: PublicLoop) -> None:
     loop.read = lambda place: batches[place] if place < STEPS else read(place)  # type: ignore[method-assign]
 
 
-def _evaluates(of: Callable[[int, Tensor, Tensor], Tensor]) -> Plant:
+def evaluates(of: Callable[[int, Tensor, Tensor], Tensor]) -> Plant:
     """Evaluate other rows, of the number of a batch, those held out and those of the training's batch of this number."""
 
     def plant(loop: PublicLoop) -> None:
@@ -597,12 +601,12 @@ OF_THE_DATA: tuple[Bug, ...] = (
     unseen(
         "four-fifths-trained-on", "openai/parameter-golf/issues/2127",
         "The training began 10,000 documents into the text, and validation had the first 50,000: 80 % of it was trained on.",
-        _evaluates(lambda number, held, own: torch.cat([own[: 6 + (number == 0)], held[6 + (number == 0) :]])),
+        evaluates(lambda number, held, own: torch.cat([own[: 6 + (number == 0)], held[6 + (number == 0) :]])),
         setting=EVALUATED, audit="rows-evaluated", pair="evaluation evaluation-settings",
     ),
     unseen(
         "validates-on-the-training-file", "huggingface/transformers/issues/8295",
-        "The validation set was made from the training file.", _evaluates(lambda number, held, own: own), setting=EVALUATED,
+        "The validation set was made from the training file.", evaluates(lambda number, held, own: own), setting=EVALUATED,
         audit="evaluated-on-training rows-evaluated", pair="evaluation evaluation-settings",
     ),
     unseen(

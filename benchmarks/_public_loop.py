@@ -426,8 +426,8 @@ class Bug:
         audit: names of the audit's findings that are right words for it; empty where it has none.
         pair: reasons that are right words for the difference from the loop without it.
         rows: causes of the diagnosis of one run that are right words; empty where no row shows it.
-        part: ``seen`` if it was there while rules were mended, ``unseen`` if it was added when they were and before any was
-            run on it; empty if the checksum of its name decides.
+        part: ``seen`` if it was there while rules were mended, ``unseen`` or ``later`` if it was added when they were and
+            before any was run on it; empty if the checksum of its name decides.
     """
 
     name: str

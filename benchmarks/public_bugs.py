@@ -1,9 +1,10 @@
 """What the diagnosis and the audit of steps say of bugs that others had, and of loops in which nothing is wrong.
 
-The rows of ``_public_bugs.py``, ``_public_bugs_of_steps.py`` and ``_public_bugs_unseen.py`` cite a public thread each, and the
-words that count as right for it were written before anything was diagnosed. A third of the first two files, by the checksum of
-the name, are for tuning: rules may be mended with those alone; rows that were there while rules were mended are a part of their
-own, and so is the third file, whose rows no rule was mended with. Each is looked at in three ways:
+The rows of ``_public_bugs.py``, ``_public_bugs_of_steps.py``, ``_public_bugs_unseen.py`` and ``_public_bugs_later.py`` cite a
+public thread each, and the words that count as right for it were written before anything was diagnosed. A third of the first two
+files, by the checksum of the name, are for tuning: rules may be mended with those alone; rows that were there while rules were
+mended are a part of their own, and so are the third and the fourth file, whose rows no rule had been mended with when they were
+run first. Each is looked at in three ways:
 
 - *audit*: the findings of the audit of every fifth step, with what a careful user declares.
 - *two runs*: the reason why the run differs from the same loop without the bug.
@@ -16,8 +17,8 @@ are in no part that is called unseen, and docs/log/diagnosis.md names them.
 cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.
 
 Claim: none of its own (docs/log/diagnosis.md has the figures). Baseline: the loop without a bug.
-Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,healthy] [--keep FOLDER] [--quick]``. No times are compared,
-so ``--rounds`` has no effect.
+Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,later,healthy] [--keep FOLDER] [--quick]``. No times are
+compared, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import torch
 from _injected_runs import SHAPE, prepare
+from _public_bugs_later import LATER
 from _public_bugs_of_steps import BUGS
 from _public_bugs_unseen import UNSEEN
 from _public_healthy import HEALTHY
@@ -41,8 +43,8 @@ import narrowgauge as ng
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 
-ROWS = (*BUGS, *UNSEEN)
-PARTS = ("tuning", "aside", "seen", "unseen", "healthy")
+ROWS = (*BUGS, *UNSEEN, *LATER)
+PARTS = ("tuning", "aside", "seen", "unseen", "later", "healthy")
 WAYS = ("audit", "two runs", "rows")
 ANSWERS = ("first", "located", "silent", "wrong")
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.01)

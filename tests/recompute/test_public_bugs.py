@@ -38,10 +38,12 @@ def test_each_thread_is_cited_once_and_the_parts_do_not_change_with_other_rows()
     assert {parts["untied"], parts["never-zeroed"]} <= {"tuning", "aside"}
 
 
-def test_the_unseen_rows_are_a_part_of_their_own() -> None:
-    unseen = [row for row in public_bugs.ROWS if public_bugs.part_of(row) == "unseen"]
-    assert unseen == list(public_bugs.UNSEEN)
-    assert len(unseen) >= 30
+@pytest.mark.parametrize(
+    ("part", "rows"), [("unseen", public_bugs.UNSEEN), ("later", public_bugs.LATER)], ids=["unseen", "later"]
+)
+def test_rows_that_no_rule_was_mended_with_are_parts_of_their_own(part: str, rows: tuple[Any, ...]) -> None:
+    assert [row for row in public_bugs.ROWS if public_bugs.part_of(row) == part] == list(rows)
+    assert len(rows) >= 30
 
 
 class _Text:
@@ -50,7 +52,7 @@ class _Text:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a scheduler that steps too early is a row
-@pytest.mark.parametrize("row", public_bugs.UNSEEN, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*public_bugs.UNSEEN, *public_bugs.LATER], ids=lambda row: row.name)
 def test_an_unseen_bug_is_planted_into_its_loop_and_the_loop_takes_a_step(row: Any) -> None:
     with torch.random.fork_rng():
         loop = public_loop.PublicLoop(row.setting, _Text())
