@@ -408,7 +408,7 @@ OF_THE_DATA: tuple[Bug, ...] = (
         "evaluation-mean-of-means", "huggingface/transformers/issues/39241",
         "The evaluation's loss was a mean of batch means, whatever tokens a batch has.",
         lambda loop: setattr(loop, "mean", lambda found: sum(s / n for s, n in found) / len(found)),
-        setting=EVALUATED, pair="evaluation",
+        setting=EVALUATED, audit="evaluation-mean-of-means", pair="evaluation",
     ),
     bug(
         "evaluation-divided-each-time", "lucidrains/reformer-pytorch/issues/147",

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import narrowgauge as ng
 from narrowgauge.recompute.departures import unchecked
+from narrowgauge.recompute.evaluation_piece import PassLoss, Reported, check_loss_of_evaluation, pass_loss
 from narrowgauge.recompute.piece_results import EQUAL
 from recompute.audited_loop import LENGTH, VOCABULARY, Loop
 
@@ -324,6 +325,56 @@ def test_a_loss_that_counts_otherwise_is_named(name: str, tmp_path: Path) -> Non
     assert [each["detector"] for each in found] == [cause] * bool(cause), found
     for value in values.values():
         assert (f"{value:+d}" if value in (1, -1) else str(value).removesuffix(".0")) in found[0]["message"]
+
+
+def _pass_of(rows: int, length: int, seed: int) -> PassLoss:
+    tokens = drawn(rows, seed, length)
+    logits = seed * torch.randn(rows, length, VOCABULARY, generator=torch.Generator().manual_seed(seed))
+    found = pass_loss(tokens, logits)
+    assert found is not None
+    return found
+
+
+PASSES = (_pass_of(5, 8, 1), _pass_of(5, 8, 2), _pass_of(2, 4, 3))
+SUMS, NUMBERS = [float(each.sums[0]) for each in PASSES], [each.known for each in PASSES]
+MEANS = [total / number for total, number in zip(SUMS, NUMBERS, strict=True)]
+MEAN = sum(SUMS) / sum(NUMBERS)
+REPORTS: dict[str, tuple[float, Reported, str]] = {
+    "sound": (MEAN, Reported(3, 2.0), ""),
+    "the first batch": (MEANS[0], Reported(), "evaluation-of-one-batch"),
+    "the last batch": (MEANS[2], Reported(), "evaluation-of-one-batch"),
+    "the one between": (MEANS[1], Reported(), ""),
+    "means": (sum(MEANS) / 3, Reported(), "evaluation-mean-of-means"),
+    "means, by rows": ((5 * MEANS[0] + 5 * MEANS[1] + 2 * MEANS[2]) / 12, Reported(), "evaluation-mean-of-means"),
+    "the second, not cleared": ((5.0 + MEAN) / 2, Reported(1, 5.0), "evaluation-not-cleared"),
+    "the fourth, not cleared": ((3 * 5.0 + MEAN) / 4, Reported(3, 5.0), "evaluation-not-cleared"),
+    "a mean of something else": ((5.0 + MEAN) / 2, Reported(2, 5.0), ""),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_what_a_reported_loss_is_instead_of_the_mean_is_named(name: str) -> None:
+    loss, earlier, cause = REPORTS[name]
+    (found,) = check_loss_of_evaluation(PASSES, loss, "all-but-last", 1, earlier)
+    assert found.cause == cause and (found.status == EQUAL) is (name == "sound")
+
+
+@pytest.mark.parametrize("is_cleared", [True, False])
+def test_the_losses_that_a_loop_has_told_are_followed(is_cleared: bool) -> None:
+    loop, kept = Loop(every=2, lr=3e-2), 0.0
+    assert loop.watcher is not None
+    loop.loss = lambda tokens: F.cross_entropy(  # type: ignore[method-assign]
+        loop.model(tokens[:, :-1])[:, :-1].flatten(0, 1), tokens[:, 1:-1].flatten()
+    ) / loop.micro_batches  # fmt: skip
+    for number in range(1, 4):
+        loop.run(2)
+        with torch.no_grad():
+            logits = loop.model.eval()(VALIDATION[0][:, :-1])
+        loop.model.train()
+        now = float(F.cross_entropy(logits[:, :-1].flatten(0, 1), VALIDATION[0][:, 1:-1].flatten()))
+        kept = now if is_cleared else kept + (now - kept) / number
+        loop.watcher.evaluated(kept)
+    assert loop.names() == (set() if is_cleared else {"evaluation-not-cleared"})
 
 
 def test_where_some_positions_are_left_out_the_loss_is_not_compared() -> None:

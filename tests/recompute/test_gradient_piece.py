@@ -284,6 +284,9 @@ CLIPS: dict[str, tuple[Callable[[Loop], object], str]] = {
     "each alone": (
         lambda loop: [nn.utils.clip_grad_norm_([p], 0.05) for p in loop.model.parameters()], "clip-each",
     ),
+    "one alone, which is all that is above": (
+        lambda loop: nn.utils.clip_grad_norm_([loop.model.head.weight], 0.25), "clip-each",
+    ),
     "halves": (
         lambda loop: [nn.utils.clip_grad_norm_(half, 0.25) for half in _halves(loop)], "clip-norm",
     ),

@@ -73,6 +73,7 @@ FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, dict[str, Any]]
     "a row of another": (
         lambda z, x: mean(z, torch.cat([x[1:2], x[1:]])[:, 1:]) / 2, "labels-other", {"share": 0.25},
     ),
+    "all rows of others": (lambda z, x: mean(z, x.roll(1, 0)[:, 1:]) / 2, "labels-other", {"share": 1.0}),
     "sum": (lambda z, x: mean(z, x[:, 1:], reduction="sum"), "loss-scaled", {"equals": "the number of tokens"}),
     "not divided": (lambda z, x: mean(z, x[:, 1:]), "loss-scaled", {"factor": 2.0, "equals": "micro-batches"}),
     "mean over the batch": (
@@ -103,6 +104,18 @@ def test_a_fault_of_the_loss_is_named_with_its_size(name: str) -> None:
     for key, value in values.items():
         now = found.values[key]
         assert math.isclose(now, value, rel_tol=5e-2) if isinstance(value, float) else now == value, (key, now)
+
+
+def test_ignored_tokens_that_are_smoothed_count_otherwise() -> None:
+    def loss(z: Tensor, x: Tensor) -> Tensor:
+        targets = x[:, 1:].clone()
+        targets[:, :8] = -100
+        log_p = z.log_softmax(-1)
+        hard = F.nll_loss(log_p.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum")
+        return (0.9 * hard - 0.1 * log_p.mean(-1).sum()) / int((targets >= 0).sum()) / 2
+
+    loop, _ = audited(loss, task=task(label_smoothing=0.1))
+    assert loop.names() == {"tokens-weighted"}
 
 
 def test_micro_batches_of_other_lengths_that_have_means_of_their_own() -> None:

@@ -74,14 +74,16 @@ def named(loop: Loop) -> set[str]:
 
 
 POSITIONS = torch.arange(LENGTH).expand(4, -1)
+MASK = {"attention_mask": torch.ones(4, LENGTH, dtype=torch.long)}
 CASES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "rotary": ({}, set()),
     "rotary, positions given": ({"inputs": {"position_ids": POSITIONS}}, set()),
-    "rotary, mask given": ({"inputs": {"attention_mask": torch.ones(4, LENGTH, dtype=torch.long)}}, set()),
+    "rotary, mask given": ({"inputs": MASK}, set()),
     "a table beside it": ({"table": True}, set()),
-    "queries alone are turned": ({"turns_keys": False}, {"positions-absolute", "padding-seen", "order-unseen"}),
-    "outputs grow with the position": ({"scales": True}, {"positions-absolute", "padding-seen"}),
-    "padding is attended to": ({"masks": False}, {"padding-seen"}),
+    "queries alone are turned": ({"turns_keys": False}, {"positions-absolute", "order-unseen"}),
+    "outputs grow with the position": ({"scales": True}, {"positions-absolute"}),
+    "padding is attended to": ({"masks": False, "inputs": MASK}, {"padding-seen"}),
+    "padding, and a loop that has none": ({"masks": False}, set()),
     "rounded inside": ({"casts": True}, set()),
     "packed": ({"inputs": {"position_ids": POSITIONS % 12}, "turns_keys": False}, {"border-ignored"}),
 }

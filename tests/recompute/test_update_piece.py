@@ -146,6 +146,17 @@ def other_step(divisor: Callable[[Tensor, float], Tensor], eps: float = 1e-8) ->
     return edit
 
 
+def corrected_by(correct: Callable[[Tensor, float, int], Tensor]) -> Any:
+    """AdamW's step with other corrections of the moments' bias."""
+
+    def edit(p: Tensor, weight: Tensor, state: dict[str, Any], before: dict[str, Any]) -> None:
+        first = correct(state["exp_avg"].double(), 0.9, int(state["step"]))
+        second = correct(state["exp_avg_sq"].double(), 0.999, int(state["step"]))
+        p.copy_(weight.double() * (1 - 1e-4) - 1e-3 * first / (second.sqrt() + 1e-8))
+
+    return edited(edit)
+
+
 FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
     "rate of all": (setting(lr=2e-3), "rate", {"factor": 2.0}),
     "rate of one": (edited(scaled(1.1), 3), "rate", {"factor": 1.1}),
@@ -168,6 +179,17 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
         edited(lambda p, w, state, before: state["exp_avg_sq"].copy_(before["exp_avg_sq"]), 2),
         "state-frozen",
         {"state": "exp_avg_sq"},
+    ),
+    "bias multiplied": (
+        corrected_by(lambda t, beta, n: t * (1 - beta**n)), "correction-other", {"by": "* (1 - beta**step)"},
+    ),
+    "one minus twice": (
+        corrected_by(lambda t, beta, n: t / beta**n), "correction-other", {"by": "/ beta**step"},
+    ),
+    "bias of another beta2": (
+        corrected_by(lambda t, beta, n: t / (1 - min(beta, 0.95) ** n)),
+        "correction-other",
+        {"by": "/ (1 - 0.95**step)"},
     ),
     "epsilon subtracted": (edited(other_step(lambda root, eps: root - eps)), "eps", {"value": -1e-8}),
     "decay without the weight": (
@@ -209,6 +231,23 @@ def test_a_step_that_is_no_variant_of_the_rule_has_no_name() -> None:
     loop.run(2)
     found = loop.findings()
     assert found and {each.name for each in found} == {"update-departs"}, found
+
+
+def test_a_parameter_that_groups_list_twice_is_named() -> None:
+    loop = Loop()
+    loop.optimizer.param_groups[0]["params"].append(loop.model.head.weight)
+    (found,) = loop.run(2).findings()
+    assert (found.name, found.where) == ("listed-often", "head.weight") and " 2 times" in found.message
+
+
+def test_a_step_along_the_momentum_before_it_is_named() -> None:
+    def sgd(parameters: Any, **settings: Any) -> torch.optim.SGD:
+        return torch.optim.SGD(parameters, lr=1e-3, momentum=0.9)
+
+    loop = Loop(every=4, optimizer=sgd).run(2)
+    assert not loop.findings()
+    patched(edited(lambda p, weight, state, before: p.copy_(weight - 1e-3 * before["momentum_buffer"])))(loop)
+    assert loop.run(2).names() == {"stale-moment"}
 
 
 def test_the_rate_of_another_group_is_named() -> None:

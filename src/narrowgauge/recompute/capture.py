@@ -85,6 +85,7 @@ class ParameterSample:
         group: the index of its group.
         shared_counts: what a counter would say that several parts of a step raise
             (:func:`narrowgauge.recompute.other_counts.shared_counts`).
+        listed: how often the groups list it.
         roundings: of the weight and the states that are stored in a narrower format than float32, by name.
     """
 
@@ -106,6 +107,7 @@ class ParameterSample:
     group: int = 0
     shared_counts: tuple[tuple[str, int], ...] = ()
     requires_grad: bool = True
+    listed: int = 1
     roundings: dict[str, Rounding] = field(default_factory=dict)
 
     def at(self, places: Tensor) -> ParameterSample:

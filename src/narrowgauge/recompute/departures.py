@@ -120,6 +120,11 @@ DEPARTURES: dict[str, Departure] = {
             "Pass them to the optimizer, or freeze them with requires_grad_(False).",
         ),
         Departure(
+            "listed-often", ("update",), "error",
+            "the optimizer's groups list these parameters {times} times, and step them as often.",
+            "Take each parameter once: a tied weight has two names.",
+        ),
+        Departure(
             "rate", ("update",), "error", "these weights moved {factor:.4g} times as far as lr = {rate:.3g} moves them.",
             "Look for a second factor on the learning rate, or a rate that was changed after the group was read.",
         ),
@@ -180,6 +185,10 @@ DEPARTURES: dict[str, Departure] = {
             "sqrt(second / correction) + eps",
         ),
         Departure("no-bias-correction", ("update",), "error", "the bias of {of} was not corrected.", _STEP),
+        Departure(
+            "correction-other", ("update",), "error",
+            "the step was taken with moment {by}, and the rule takes moment / (1 - beta**step).", _STEP,
+        ),
         Departure(
             "step-count", ("update",), "error", "the step was taken as number {count}, and it is number {wanted}.",
             "Look at the states' step count after loading a checkpoint.",
@@ -482,6 +491,16 @@ DEPARTURES: dict[str, Departure] = {
             "evaluation-mean-of-means", ("evaluation",), "warning",
             "the loss {loss:.6g} is the mean of the means of {passes} uneven batches; over all tokens it is {wanted:.6g}.",
             "Sum the loss of all tokens, and divide by their number.",
+        ),
+        Departure(
+            "evaluation-of-one-batch", ("evaluation",), "error",
+            "the loss {loss:.6g} is that of batch {batch} of {passes} alone; over all tokens it is {wanted:.6g}.",
+            "Sum the loss over all batches, and divide by their tokens.",
+        ),
+        Departure(
+            "evaluation-not-cleared", ("evaluation",), "error",
+            "the loss {loss:.6g} is the mean of this evaluation and the {number} before it; that of this one is {wanted:.6g}.",
+            "Clear what is summed before each evaluation.",
         ),
         Departure(
             "evaluation-count", ("evaluation",), "error",

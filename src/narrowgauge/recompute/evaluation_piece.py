@@ -84,6 +84,14 @@ def pass_loss(tokens: Tensor, logits: Tensor) -> PassLoss | None:
 
 
 @dataclass(frozen=True)
+class Reported:
+    """The evaluations that a loop has reported: how many, and the last one's loss in nats per token."""
+
+    number: int = 0
+    last: float = 0.0
+
+
+@dataclass(frozen=True)
 class _Counted:
     """What the batches of an evaluation sum up to: tensors by batch, and the relative error of each batch's sum."""
 
@@ -115,7 +123,9 @@ def _counted(passes: Sequence[PassLoss], has_last: bool) -> _Counted:
     return _Counted(known + late / quarter, numbers + rows, errors)
 
 
-def check_loss_of_evaluation(passes: Sequence[PassLoss], loss: float, counted: str, step: int) -> list[PieceResult]:
+def check_loss_of_evaluation(
+    passes: Sequence[PassLoss], loss: float, counted: str, step: int, earlier: Reported
+) -> list[PieceResult]:
     """Compare a reported loss with that of the logits, and with what it is by other ways to count.
 
     Args:
@@ -123,6 +133,7 @@ def check_loss_of_evaluation(passes: Sequence[PassLoss], loss: float, counted: s
         loss: that the loop reports, in nats per token.
         counted: which positions count in training, a value of :func:`narrowgauge.recompute.loss_piece.counted_positions`;
             where some are left out, an evaluation leaves out others too, and is not compared.
+        earlier: what the loop reported before.
     """
     if counted not in ("all", "all-but-last"):
         return [not_checked(PIECE, "it is not known that every position counts in training", step)]
@@ -137,7 +148,7 @@ def check_loss_of_evaluation(passes: Sequence[PassLoss], loss: float, counted: s
         return [result]
     found = {
         cause: values
-        for cause, other, within, values in _other_ways(passes, all_of, tolerance)
+        for cause, other, within, values in _other_ways(passes, all_of, tolerance, earlier)
         if abs(other / mean - 1) > 1.5 * (tolerance + within) and abs(loss / other - 1) <= within
     }
     if len(found) != 1:
@@ -147,15 +158,24 @@ def check_loss_of_evaluation(passes: Sequence[PassLoss], loss: float, counted: s
 
 
 def _other_ways(
-    passes: Sequence[PassLoss], all_of: _Counted, tolerance: float
+    passes: Sequence[PassLoss], all_of: _Counted, tolerance: float, earlier: Reported
 ) -> Iterator[tuple[str, float, float, dict[str, object]]]:
     """Ways to count by mistake: the id, the loss, its tolerance, and values."""
     total, number, number_rows = float(all_of.sums.sum()), float(all_of.numbers.sum()), sum(p.rows for p in passes)
+    means, errors, sure = all_of.sums / all_of.numbers, all_of.errors / all_of.numbers, tolerance - all_of.error
     if len({(each.rows, each.length) for each in passes}) > 1:
-        means = all_of.sums / all_of.numbers
-        error = float((all_of.errors / all_of.numbers).square().sum().sqrt() / means.sum())
-        within = tolerance - all_of.error + error
-        yield "evaluation-mean-of-means", float(means.mean()), within, {"passes": len(passes)}
+        rows = torch.tensor([each.rows for each in passes], dtype=torch.float64)
+        for weights in (torch.ones_like(rows), rows):
+            within = sure + float((weights * errors).square().sum().sqrt() / (weights * means).sum())
+            mean = float((weights * means).sum() / weights.sum())
+            yield "evaluation-mean-of-means", mean, within, {"passes": len(passes)}
+    for place in {0, len(passes) - 1} if len(passes) > 1 else ():
+        within = sure + float(errors[place] / means[place])
+        yield "evaluation-of-one-batch", float(means[place]), within, {"batch": place + 1, "passes": len(passes)}
+    if earlier.number:
+        # Evaluations of as many tokens each: what was summed before is in the mean as often as this one.
+        mean_of_all = earlier.last + (total / number - earlier.last) / (earlier.number + 1)
+        yield "evaluation-not-cleared", mean_of_all, tolerance, {"number": earlier.number}
     for per, more in (("a row", number_rows), ("in all", 1)):
         for times in (-2, -1, 1, 2):
             yield "evaluation-count", total / (number + times * more), tolerance, {"more": times, "per": per}
@@ -226,9 +246,11 @@ class EvaluationHistory:
 
     Attributes:
         losses: of the passes since the last reported loss.
+        reported: the losses that the loop has told.
     """
 
     losses: list[PassLoss] = field(default_factory=list)
+    reported: Reported = Reported()
     _digests: list[Digest] = field(default_factory=list)
     _weights: Tensor | None = None
     _earlier: dict[int, Tensor] = field(default_factory=dict)

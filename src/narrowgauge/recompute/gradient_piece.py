@@ -307,8 +307,10 @@ def clipped_parts(step: StepCapture, limit: float | None = None) -> ClippedParts
     if not factors or near(max(factors.values()), min(factors.values()), 1e-3):
         return None
     alone = [(name,) for name in factors]
-    return _clipped_alike(factors, squares, alone, None) or _clipped_alike(
-        factors, squares, _of_factors(factors), limit
+    return (
+        _clipped_alike(factors, squares, alone, None)
+        or _clipped_alike(factors, squares, _of_factors(factors), limit)
+        or _clipped_alike(factors, squares, alone, limit)
     )
 
 

@@ -28,6 +28,8 @@ SHIFTS = (1, 0, -1, 2, 3)
 _FITS = 0.02
 _AGREE = 0.9
 _SURE = 3e-3
+_MOST_SURE = 0.9
+"""Of a probability: where the model is less sure, a position that counts has a gradient by which it is known."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class _Positions:
     ``weight`` is what a position counts; ``smoothed`` the share of its target spread over all tokens, and ``penalty`` what the
     gradient has of ``p`` beyond the cross entropy, both relative to the weight; ``unexplained`` is the rest, likewise. Where the
     model is sure of the target, its gradient is next to nothing and tells neither: that is not ``is_known``.
+    Where smoothing is all that is left, no target is told either.
     """
 
     tokens: Tensor
@@ -50,6 +53,10 @@ class _Positions:
     log_partition: Tensor
     is_known: Tensor
     number: int
+
+    @property
+    def has_target(self) -> Tensor:
+        return self.is_known & (self.smoothed < 0.5)
 
 
 def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
@@ -122,7 +129,8 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
     weight = b + c
     safe = torch.where(weight.abs() > 0, weight, torch.ones_like(weight))
     size = d.abs().amax(-1)
-    is_counted, is_known = size > 0, size > _SURE * size.max()
+    is_counted = size > 0
+    is_known = is_counted & ((size > _SURE * size.max()) | (p.amax(-1) < _MOST_SURE))
     weight = torch.where(is_known, weight, weight[is_known].median()) if bool(is_known.any()) else weight
     zero = torch.zeros_like(weight)
     return _Positions(
@@ -143,14 +151,14 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
 # ── which token is predicted ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _agreement(found: list[_Positions], shift: int) -> float:
-    """The share of counted positions whose target is the token ``shift`` places later."""
+def _agreement(found: list[_Positions], shift: int, rows: int = 0) -> float:
+    """The share of counted positions whose target is the token ``shift`` places and ``rows`` rows later."""
     hits = number = 0.0
     for each in found:
         there = each.place + shift
-        is_known = (there >= 0) & (there < each.tokens.shape[1]) & each.is_known
+        is_known = (there >= 0) & (there < each.tokens.shape[1]) & each.has_target
         if bool(is_known.any()):
-            wanted = each.tokens[each.row[is_known], there[is_known]]
+            wanted = each.tokens[(each.row[is_known] + rows) % len(each.tokens), there[is_known]]
             hits += float((wanted == each.target[is_known]).sum())
             number += float(is_known.sum())
     return hits / number if number else 0.0
@@ -165,7 +173,8 @@ def _targets(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     best = max(shares, key=lambda shift: shares[shift])
     if shares[best] >= _AGREE:
         return [replace(others, cause="labels-shifted", values={"shift": best})]
-    if shares[1] > 0.5:
+    of_rows = min(len(each.tokens) for each in found)
+    if shares[1] > 0.5 or any(_agreement(found, 1, rows) >= _AGREE for rows in range(1, of_rows)):
         return [others]
     return [
         not_checked(PIECE, "the targets are not the next tokens; ng.task(loss=…) declares what they are", step.step)
@@ -194,7 +203,7 @@ def _token_ignored(found: list[_Positions], step: StepCapture) -> list[PieceResu
 def _ignored(found: list[_Positions], step: StepCapture, task: Task) -> list[PieceResult]:
     if task.ignore is None:
         return _token_ignored(found, step)
-    counted = torch.cat([each.is_known for each in found])
+    counted = torch.cat([each.has_target for each in found])
     targets = torch.cat([each.target for each in found])
     wrong = counted & (targets == task.ignore)
     if not bool(wrong.any()):

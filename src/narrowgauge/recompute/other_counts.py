@@ -21,7 +21,7 @@ from narrowgauge.recompute.rule_definitions import DEFINITIONS, Values, adam_ste
 
 PIECE = "update"
 COUNT = "step-count"
-COUNTS = (COUNT, "count-shared")
+COUNTS = (COUNT, "count-shared", "correction-other")
 _MOST_COUNTS = 1 << 12
 _ELEMENTS = 512
 """Elements by which counts are ranked; the nearest few are compared in all of them."""
@@ -148,6 +148,7 @@ def _was_stepped(sample: ParameterSample) -> bool:
     return (
         gradient is not None
         and after is not None
+        and sample.listed == 1
         and gradient.numel() > 0
         and bool(gradient.isfinite().all())
         and not after.equal(sample.weight)

@@ -150,6 +150,8 @@ def _sgd_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
         is_nesterov = bool(sample.settings.get("nesterov"))
         other = known["new_momentum_buffer"] if is_nesterov else _along_nesterov(sample, known)
         yield Variant("nesterov", (("given", is_nesterov),), other)
+        if "momentum_buffer" in known:
+            yield Variant("stale-moment", (("state", "momentum_buffer"),), known["momentum_buffer"])
     elif decay_of(sample):
         yield Variant("decay-lost", (), known["gradient"])
 
@@ -182,12 +184,18 @@ def adam_step(
     return first / correction1 / divisor.where(divisor != 0, 1e-300)
 
 
+def _corrected_by(by: str, sample: ParameterSample, first: Tensor, second: Tensor) -> Variant:
+    """A step of moments whose bias was corrected by something else."""
+    return Variant("correction-other", (("by", by),), adam_step(sample, first, second, 0, 0))
+
+
 def _adam_direction(sample: ParameterSample, values: Values) -> Tensor:
     return adam_step(sample, values["new_exp_avg"], values["new_exp_avg_sq"], sample.number, sample.number)
 
 
 def _adam_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
     first, second, count = known["new_exp_avg"], known["new_exp_avg_sq"], sample.number
+    eps, (beta1, beta2) = float(sample.settings["eps"]), _betas(sample)
     yield Variant("no-bias-correction", (("of", "both"),), adam_step(sample, first, second, 0, 0))
     yield Variant("no-bias-correction", (("of", "exp_avg"),), adam_step(sample, first, second, 0, count))
     yield Variant("no-bias-correction", (("of", "exp_avg_sq"),), adam_step(sample, first, second, count, 0))
@@ -195,9 +203,14 @@ def _adam_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
         if number > 0 and number != count:
             counts = (("count", number), ("wanted", count))
             yield Variant("step-count", counts, adam_step(sample, first, second, number, number))
+    powers1, powers2 = beta1**count, beta2**count
+    yield _corrected_by("* (1 - beta**step)", sample, first * (1 - powers1), second * (1 - powers2))
+    yield _corrected_by("/ beta**step", sample, first / max(powers1, 1e-300), second / max(powers2, 1e-300))
+    for value in _BETAS:
+        if value != beta2:
+            yield _corrected_by(f"/ (1 - {value}**step)", sample, first / (1 - powers1), second / (1 - value**count))
     for by, number in sample.shared_counts:
         yield Variant("count-shared", (("by", by),), adam_step(sample, first, second, number, number))
-    eps, (beta1, beta2) = float(sample.settings["eps"]), _betas(sample)
     for value in _EPSILONS:
         if value != eps:
             values = (("value", value), ("wanted", eps))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,19 +54,20 @@ def sampled_step(
     step.loss_scale = max(step.loss_scale, own.loss_scale)
     if own.why_not:
         step.missing["update"] = own.why_not
-    held = set()
+    listed: Counter[int] = Counter()
     for index, group in enumerate(optimizer.param_groups):
         settings = settings_of(group)
         for place, parameter in enumerate(group["params"]):
-            held.add(id(parameter))
+            listed[id(parameter)] += 1
             name, left = names.get(id(parameter), f"param {place}"), computed.get(id(parameter))
             sample = _sampled(name, optimizer, parameter, settings, own.factor)
             sample.group, sample.previous = index, previous.get(id(parameter))
+            sample.listed = listed[id(parameter)]
             if left is not None:
                 sample.computed, sample.computed_squares = left.up_to(parameter.grad)
             step.parameters[name] = sample
     named = dict(model.named_parameters())
-    step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in held}
+    step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in listed}
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
     return step

@@ -41,7 +41,7 @@ from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
 from narrowgauge.recompute.computed_gradients import LeftByBackward
 from narrowgauge.recompute.data_piece import DataHistory, check_ranks
 from narrowgauge.recompute.declared_settings import check_declared
-from narrowgauge.recompute.evaluation_piece import EvaluationHistory, check_loss_of_evaluation, weights_sample
+from narrowgauge.recompute.evaluation_piece import EvaluationHistory, Reported, check_loss_of_evaluation, weights_sample
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.loss_piece import check_loss
@@ -348,12 +348,14 @@ class StepWatcher:
             loss: in nats per token.
         """
         losses, self._evaluations.losses = self._evaluations.losses, []
+        earlier = self._evaluations.reported
+        self._evaluations.reported = Reported(earlier.number + 1, loss)
         if self._counts_loss and losses and self._gather is None:
             self._counts_loss = False
             self._results = []
 
             def compare() -> None:
-                found = check_loss_of_evaluation(losses, loss, self._counted, self.num_steps)
+                found = check_loss_of_evaluation(losses, loss, self._counted, self.num_steps, earlier)
                 self._results.extend(self._evaluations.once(found))
 
             self._guarded("evaluation", compare)

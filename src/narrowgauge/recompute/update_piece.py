@@ -12,6 +12,7 @@ its format, against the rule in float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from narrowgauge.recompute.rule_definitions import (
     Rule,
     Values,
     Variant,
+    decay_of,
     definition_of,
     inputs_of,
     new_term,
@@ -167,6 +169,10 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
     given, definition = inputs_of(step, sample), definition_of(step)
     if not all(bool(t.isfinite().all()) for t in given.values()) or not bool(after.isfinite().all()):
         return
+    if sample.listed > 1:
+        values: dict[str, object] = {"times": sample.listed}
+        yield PieceResult(PIECE, DEPARTS, (sample.name,), 1.0, 0.0, "listed-often", values, step.step)
+        return
     told = definition.told(sample, given)
     if not bool(told.any()):
         return
@@ -278,16 +284,33 @@ def _cause_of_state(
                 factor = abs(factor) ** 0.5
             return "gradient-scaled", {"factor": factor}
         return "state-other-factors", {"kept": alpha, "taken": beta}
-    if sample.previous is not None and name != "exp_avg_sq":
-        (_, now, then), rest = fitted(actual, [given[name], term, sample.previous.double()])
-        if rest <= tolerance:
-            return "gradient-stale", {"share": then / (now + then) if now + then else 1.0}
-    if name != "exp_avg_sq":
-        (_, _, decay), rest = fitted(actual, [given[name], term, given["weight"]])
-        if rest <= tolerance and taken:
-            return "decay-in-gradient", {"value": decay / taken}
+    own = 0.0 if definition.decouples(sample) else decay_of(sample)
+    if name != "exp_avg_sq" and (another := _another_term(sample, given[name], term, actual, taken, own, tolerance)):
+        return another
     share = float(((actual - expected).abs() > 1e-4 * expected.abs()).double().mean())
     return ("part", {"share": share}) if 0 < share < 0.9 else ("", {})
+
+
+def _another_term(
+    sample: ParameterSample, before: Tensor, term: Tensor, actual: Tensor, taken: float, own: float, tolerance: float
+) -> tuple[str, dict[str, object]] | None:
+    """What else the state took, beside the gradient's term: of what agrees, the nearest.
+
+    While weights have hardly moved, the gradient of the step before and the state hold their decay between them.
+
+    Args:
+        before, actual: the state, before the step and after it.
+        taken: by the rule, of the gradient's term, which has ``own`` times the weight in it.
+    """
+    found: list[tuple[float, str, dict[str, object]]] = []
+    if sample.previous is not None:
+        (_, now, then), rest = fitted(actual, [before, term, sample.previous.double()])
+        found.append((rest, "gradient-stale", {"share": then / (now + then) if now + then else 1.0}))
+    if taken:
+        (_, _, decay), rest = fitted(actual, [before, term, sample.weight.double()])
+        found.append((rest, "decay-in-gradient", {"value": decay / taken + own}))
+    rest, cause, values = min(found, key=lambda each: each[0], default=(math.inf, "", {}))
+    return (cause, values) if rest <= tolerance else None
 
 
 def narrower_format(
