@@ -370,7 +370,7 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
     later(
         "listed-twice", "pytorch/pytorch/issues/40967",
         "A parameter was twice in the list of a group, and updated twice a step.", _listed_twice,
-        setting=Setting(optimizer=HAND.optimizer, tied=True), audit="count-moved step-count rate update-departs",
+        setting=Setting(optimizer=HAND.optimizer, tied=True), audit="listed-often count-moved step-count rate update-departs",
         pair="bug optimizer-settings",
     ),
     later(
@@ -625,12 +625,12 @@ OF_THE_DATA: tuple[Bug, ...] = (
         "last-batch-reported", "NVIDIA/DeepLearningExamples/pull/299",
         "The validation's loss was that of its last batch.",
         put("mean", lambda loop: lambda found: found[-1][0] / found[-1][1]), setting=EVALUATED,
-        audit="evaluation-scaled evaluation-departs", pair="evaluation",
+        audit="evaluation-of-one-batch evaluation-scaled evaluation-departs", pair="evaluation",
     ),
     later(
         "evaluations-never-cleared", "mehta-lab/VisCy/pull/202",
         "What an evaluation had summed was not cleared: the loss was the mean of all evaluations so far.", _never_forgets,
-        setting=EVALUATED, audit="evaluation-scaled evaluation-departs", pair="evaluation",
+        setting=EVALUATED, audit="evaluation-not-cleared evaluation-scaled evaluation-departs", pair="evaluation",
     ),
     later(
         "other-rows-each-evaluation", "NVIDIA-NeMo/Megatron-Bridge/issues/5626",

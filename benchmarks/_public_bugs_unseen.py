@@ -171,7 +171,7 @@ OF_THE_MODEL: tuple[Bug, ...] = (
     unseen(
         "frequencies-of-zero", "ByteDance-Seed/VeOmni/issues/414",
         "The rotary frequencies were right when the model was made, and all zero in training.",
-        lambda loop: loop.model.model.rotary_emb.inv_freq.zero_(), audit="order-unseen forward-departs",
+        lambda loop: loop.model.model.rotary_emb.inv_freq.zero_(), audit="frequencies-zero order-unseen forward-departs",
     ),
     unseen(
         "chunks-begin-at-position-zero", "thunlp/Seq1F1B/issues/6",
@@ -463,13 +463,13 @@ OF_THE_UPDATE: tuple[Bug, ...] = (
         "multiplied-by-the-correction", "karpathy/convnetjs/pull/70",
         "The moments were multiplied by what they should be divided by.",
         _corrected(lambda moment, beta, number: moment * (1 - beta**number)), setting=HAND,
-        audit="no-bias-correction step-count update-departs",
+        audit="correction-other no-bias-correction step-count update-departs",
     ),
     unseen(
         "one-minus-twice", "kozistr/pytorch_optimizer/pull/308",
         "The correction of the bias was subtracted from one a second time, so that steps grow without end.",
         _corrected(lambda moment, beta, number: moment / beta**number), setting=HAND,
-        audit="no-bias-correction step-count update-departs", rows="learning-rate-too-high",
+        audit="correction-other no-bias-correction step-count update-departs", rows="learning-rate-too-high",
     ),
     unseen(
         "betas-turned-round", "mila-iqia/blocks/issues/1159",
@@ -542,7 +542,7 @@ OF_RESTARTS: tuple[Bug, ...] = (
         "powers-before-betas-are-read", "tenstorrent/tt-metal/issues/53212",
         "Loading computed the powers that correct the bias, and read the betas of the checkpoint afterwards.",
         after_restart(_other_betas), setting=Setting(optimizer=HAND.optimizer, restarts=True),
-        audit="step-count no-bias-correction update-departs", rows=RESUMED,
+        audit="correction-other step-count no-bias-correction update-departs", rows=RESUMED,
     ),
 )  # fmt: skip
 

@@ -10,8 +10,8 @@ run first. Each is looked at in three ways:
 - *two runs*: the reason why the run differs from the same loop without the bug.
 - *rows*: the causes that the rows of the run alone give.
 
-A finding that is younger than a row and says what the row plants was added to its right words when it came to be; such words
-are in no part that is called unseen, and docs/log/diagnosis.md names them.
+A finding that is younger than a row and says what the row plants was added to its right words when it came to be, after the
+first run of the row's part; docs/log/diagnosis.md names such words, and has the figures of each part's first run.
 
 *First*: what is said first is right; *three*: one of the first three is; *located*: a note says that a piece departs, without a
 cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.

@@ -308,7 +308,8 @@ def _another_term(
         found.append((rest, "gradient-stale", {"share": then / (now + then) if now + then else 1.0}))
     if taken:
         (_, _, decay), rest = fitted(actual, [before, term, sample.weight.double()])
-        found.append((rest, "decay-in-gradient", {"value": decay / taken + own}))
+        held = decay / taken + own
+        found.append((rest, "decay-in-gradient", {"value": held if abs(held) > 1e-3 * own else 0.0}))
     rest, cause, values = min(found, key=lambda each: each[0], default=(math.inf, "", {}))
     return (cause, values) if rest <= tolerance else None
 
