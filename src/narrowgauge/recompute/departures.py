@@ -493,8 +493,8 @@ DEPARTURES: dict[str, Departure] = {
             "Sum the loss of all tokens, and divide by their number.",
         ),
         Departure(
-            "evaluation-of-one-batch", ("evaluation",), "error",
-            "the loss {loss:.6g} is that of batch {batch} of {passes} alone; over all tokens it is {wanted:.6g}.",
+            "evaluation-of-one-batch", ("evaluation",), "warning",
+            "the loss {loss:.6g} is that of the last of {passes} batches alone; over all tokens it is {wanted:.6g}.",
             "Sum the loss over all batches, and divide by their tokens.",
         ),
         Departure(

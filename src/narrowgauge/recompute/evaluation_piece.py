@@ -157,6 +157,16 @@ def check_loss_of_evaluation(
     return [replace(result, status=DEPARTS, cause=cause, values={**values, "loss": loss, "wanted": mean})]
 
 
+def _are_one_set(passes: Sequence[PassLoss]) -> bool:
+    """Whether passes look like the batches of one set of data: alike, but for a smaller last one.
+
+    Two may be of two sets, of which one is reported; passes that sample a text are of other lengths.
+    """
+    *most, last = passes
+    shapes = {(each.rows, each.length) for each in most}
+    return len(most) > 1 and len(shapes) == 1 and last.rows <= most[0].rows and last.length <= most[0].length
+
+
 def _other_ways(
     passes: Sequence[PassLoss], all_of: _Counted, tolerance: float, earlier: Reported
 ) -> Iterator[tuple[str, float, float, dict[str, object]]]:
@@ -169,9 +179,9 @@ def _other_ways(
             within = sure + float((weights * errors).square().sum().sqrt() / (weights * means).sum())
             mean = float((weights * means).sum() / weights.sum())
             yield "evaluation-mean-of-means", mean, within, {"passes": len(passes)}
-    for place in {0, len(passes) - 1} if len(passes) > 1 else ():
-        within = sure + float(errors[place] / means[place])
-        yield "evaluation-of-one-batch", float(means[place]), within, {"batch": place + 1, "passes": len(passes)}
+    if _are_one_set(passes):
+        within = sure + float(errors[-1] / means[-1])
+        yield "evaluation-of-one-batch", float(means[-1]), within, {"passes": len(passes)}
     if earlier.number:
         # Evaluations of as many tokens each: what was summed before is in the mean as often as this one.
         mean_of_all = earlier.last + (total / number - earlier.last) / (earlier.number + 1)

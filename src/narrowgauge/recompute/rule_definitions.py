@@ -205,7 +205,8 @@ def _adam_variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
             yield Variant("step-count", counts, adam_step(sample, first, second, number, number))
     powers1, powers2 = beta1**count, beta2**count
     yield _corrected_by("* (1 - beta**step)", sample, first * (1 - powers1), second * (1 - powers2))
-    yield _corrected_by("/ beta**step", sample, first / max(powers1, 1e-300), second / max(powers2, 1e-300))
+    if powers1 and powers2:
+        yield _corrected_by("/ beta**step", sample, first / powers1, second / powers2)
     for value in _BETAS:
         if value != beta2:
             yield _corrected_by(f"/ (1 - {value}**step)", sample, first / (1 - powers1), second / (1 - value**count))
