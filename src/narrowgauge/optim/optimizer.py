@@ -511,6 +511,19 @@ class Optimizer(torch.optim.Optimizer):
         """The codes and words in which a parameter is stored, to be read only; ``None`` before its first step."""
         return self._registry.get(parameter)
 
+    def rule_of(self, parameter: Tensor) -> str:
+        """The name of the rule that steps a parameter: AdamW's where the optimizer's own needs a matrix and this is none.
+
+        Args:
+            parameter: one of the optimizer's parameters.
+        Raises:
+            KeyError: it is none of them.
+        """
+        group = self._registry.group_of(parameter)
+        if group is None:
+            raise KeyError("this tensor is not one of the optimizer's parameters")
+        return self._registry.rule_of(group, parameter).name
+
     def num_steps(self, parameter: Tensor) -> int:
         """Steps that a parameter has taken; 0 before the first."""
         state = self._registry.states.get(parameter)

@@ -1,9 +1,10 @@
 """What one training step needs to be computed again, in bounded memory.
 
-The update of an optimizer is elementwise, so a few thousand elements of each parameter are enough to compute it again: the
-weight and the states before and after, and the gradient. Norms are kept as sums of squares of the whole tensors. Of the
-forward passes the inputs are kept, the state of the random generators, and the gradients that arrived at their outputs, up to
-a number of bytes; what is larger is not kept, and the pieces that would need it say that they were not checked.
+The update of most optimizers is elementwise, so a few thousand elements of each parameter are enough to compute it again: the
+weight and the states before and after, and the gradient. Where a step depends on the whole matrix, as Muon's does, matrices
+that are small enough are kept whole. Norms are kept as sums of squares of the whole tensors. Of the forward passes the inputs
+are kept, the state of the random generators, and the gradients that arrived at their outputs, up to a number of bytes; what is
+larger is not kept, and the pieces that would need it say that they were not checked.
 
 Nothing here changes a tensor of the run.
 """
@@ -11,7 +12,7 @@ Nothing here changes a tensor of the run.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,8 +31,9 @@ STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """The states of the rules that are computed again."""
 SETTINGS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay",
+    "ns_steps", "ns_coefficients", "ns_dtype", "adjust_lr_fn",
 )  # fmt: skip
-RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Lion": "lion"}
+RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Lion": "lion", "Muon": "muon"}
 """The classes of optimizers that are computed again, and those derived from them."""
 
 
@@ -52,6 +54,11 @@ def spread(tensor: Tensor, most: int = ELEMENTS) -> Tensor:
     while stride > 1 and math.gcd(stride, columns) > 1:
         stride += 1
     return flat[::stride].clone()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of all elements, in place of :func:`spread`; 1-D."""
+    return tensor.detach().reshape(-1).clone()
 
 
 def random_signs(shape: torch.Size, generator: torch.Generator) -> Tensor:
@@ -87,6 +94,8 @@ class ParameterSample:
             (:func:`narrowgauge.recompute.other_counts.shared_counts`).
         listed: how often the groups list it.
         roundings: of the weight and the states that are stored in a narrower format than float32, by name.
+        rule: of this parameter, where it is not the optimizer's: that of vectors under a rule for matrices.
+        whole: the same with all elements, where the rule needs them and they are few enough.
     """
 
     name: str
@@ -109,6 +118,8 @@ class ParameterSample:
     requires_grad: bool = True
     listed: int = 1
     roundings: dict[str, Rounding] = field(default_factory=dict)
+    rule: str = ""
+    whole: ParameterSample | None = None
 
     def at(self, places: Tensor) -> ParameterSample:
         """The same sample with some of its elements.
@@ -126,7 +137,8 @@ class ParameterSample:
     def nbytes(self) -> int:
         known = (self.weight, self.gradient, self.computed, self.previous, self.weight_after)
         tensors = [*known, *self.states.values(), *self.states_after.values()]
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        own = sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return own + (0 if self.whole is None else self.whole.nbytes)
 
 
 def tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -187,7 +199,7 @@ class StepCapture:
 
     Args:
         step: its number, from 1.
-        rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``; empty for an optimizer that is not computed again.
+        rule: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"``, ``"muon"``; empty for an optimizer that is not computed again.
         parameters: by name.
         calls: its forward passes in order; empty where they were not kept.
         loss_scale: by which a ``GradScaler`` multiplied the loss.
@@ -212,8 +224,11 @@ class StepCapture:
         return sum(s.nbytes for s in self.parameters.values()) + sum(call.nbytes for call in self.calls)
 
 
-def rule_of(optimizer: torch.optim.Optimizer) -> str:
+def rule_of(optimizer: torch.optim.Optimizer, parameter: Tensor | None = None) -> str:
     """The rule that an optimizer claims to be: that of its class, or of the class that it is derived from.
+
+    Args:
+        parameter: one of its own; ours may step vectors by another rule than matrices.
 
     Example:
         >>> rule_of(torch.optim.SGD([torch.zeros(1, dtype=torch.float32)]))
@@ -221,6 +236,8 @@ def rule_of(optimizer: torch.optim.Optimizer) -> str:
     """
     for kind in type(optimizer).__mro__:
         if kind.__name__ in RULES and kind.__module__.partition(".")[0] in ("torch", "narrowgauge"):
+            if parameter is not None and isinstance(optimizer, Optimizer) and optimizer.rule_of(parameter) == "adamw":
+                return "adamw"
             return RULES[kind.__name__]
     return ""
 
@@ -241,7 +258,9 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return optimizer.stored(parameter) if isinstance(optimizer, Optimizer) else parameter
 
 
-def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
+def states_of(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, take: Callable[[Tensor], Tensor] = spread
+) -> dict[str, Tensor]:
     """Samples of the states that rules read; empty before the first step."""
     if isinstance(optimizer, Optimizer):
         found: dict[str, Tensor] = {}
@@ -249,14 +268,14 @@ def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, 
             return found
         for name in STATES:
             try:
-                found[name] = spread(optimizer.stored(parameter, name))
+                found[name] = take(optimizer.stored(parameter, name))
             except KeyError:
                 continue
         return found
     state = optimizer.state.get(parameter, {})
     shape = parameter.shape
     kept = {name: state.get(name) for name in STATES}
-    return {name: spread(t) for name, t in kept.items() if isinstance(t, Tensor) and t.shape == shape}
+    return {name: take(t) for name, t in kept.items() if isinstance(t, Tensor) and t.shape == shape}
 
 
 def number_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:

@@ -211,6 +211,14 @@ DEPARTURES: dict[str, Departure] = {
         Departure("no-momentum", ("update",), "error", "the step used the gradient itself, not its running mean.", _STEP),
         Departure("nesterov", ("update",), "error", "nesterov = {given} is given, and the step is that of the opposite.", _STEP),
         Departure("stale-moment", ("update",), "error", "the step used {state} of before the update.", _STEP),
+        Departure(
+            "not-orthogonal", ("update",), "error",
+            "the step is the momentum itself: its singular values were not brought to 1.", _STEP,
+        ),
+        Departure(
+            "scale-of-shape", ("update",), "error",
+            "the rate of each matrix was multiplied by {by}, where the group says {wanted}.", _STEP,
+        ),
         Departure("sign-of-state", ("update",), "error", "the step is the sign of {state} after its update.", _STEP),
         Departure(
             "sign-beta", ("update",), "error",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.piece_results import DEPARTS, Alternative, PieceResult
-from narrowgauge.recompute.rule_definitions import DEFINITIONS, Values, adam_step
+from narrowgauge.recompute.rule_definitions import Values, adam_step, definition_of
 
 PIECE = "update"
 COUNT = "step-count"
@@ -136,9 +136,7 @@ def check_counts(step: StepCapture) -> list[PieceResult]:
     Returns:
         A result for each parameter whose count is not right.
     """
-    if not DEFINITIONS[step.rule].is_counted:
-        return []
-    samples = [sample for sample in step.parameters.values() if _was_stepped(sample)]
+    samples = [each for each in step.parameters.values() if definition_of(step, each).is_counted and _was_stepped(each)]
     return [*_of_moves(step, samples), *_of_moments(step, samples)]
 
 

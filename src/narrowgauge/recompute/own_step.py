@@ -7,7 +7,7 @@ loss scale, times the limit of the norm over the norm.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -72,22 +72,24 @@ def _norm(gradients: Sequence[Tensor]) -> float:
     return math.sqrt(sum(norm * norm for norm in norms))
 
 
-def roundings_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Rounding]:
+def roundings_of(
+    optimizer: torch.optim.Optimizer, parameter: Tensor, take: Callable[[Tensor], Tensor] = spread
+) -> dict[str, Rounding]:
     """How the weight and the states of a parameter were rounded in the last step; those in float32 or more are left out."""
     state = optimizer.packed_state(parameter) if isinstance(optimizer, Optimizer) else None
     if state is None:
         return {}
     names = ("weight", *(name for name in STATES if name in state.shapes_of_states))
     codes = {name: state.storage.weight if name == "weight" else state.code(name) for name in names}
-    return {name: _rounding(state, name, code) for name, code in codes.items() if code.mantissa_bits < 23}
+    return {name: _rounding(state, name, code, take) for name, code in codes.items() if code.mantissa_bits < 23}
 
 
-def _rounding(state: ParameterState, name: str, code: Code) -> Rounding:
+def _rounding(state: ParameterState, name: str, code: Code, take: Callable[[Tensor], Tensor]) -> Rounding:
     storage, ends = state.storage, None
     if code.scaled:
         back = codec.multipliers(code, state.bounds[name])[1].double().log2() - (code.lowest + 126)
         rows = back.reshape(*state.parameter.shape[:-1], 1)
-        ends = spread(rows.expand(state.parameter.shape))
+        ends = take(rows.expand(state.parameter.shape))
     if storage.arithmetic == "expansion":
         unit = 2.0 ** -(storage.weight.mantissa_bits + 1)
         # Every operation ends at the format's own subnormals, too.

@@ -22,7 +22,8 @@ LOST = "lost-in-format"
 """The cause of what a storage loses by its nature: no departure from the rule."""
 _OPERATIONS = 12
 """Roundings of a step of Adam, about: what the arithmetic may take a change away, in its own units."""
-
+_ROUNDINGS_OF_MATRIX = 3.0
+"""Of the rounding of a matrix's products, what it may take an element away."""
 _COARSEST = 2.0**-8
 """The coarsest arithmetic that is followed: bfloat16's."""
 
@@ -37,7 +38,7 @@ def compare_rounded_state(
         now: the decoded state after the step.
         rounding: of the state.
     """
-    definition = definition_of(step)
+    definition = definition_of(step, sample)
     kept, taken = definition.factors(sample)[name]
     before, gradient = given[name], definition.gradient(sample, given)
     term = new_term(name, gradient)
@@ -71,7 +72,7 @@ def compare_rounded_weight(
         after: the decoded weight after the step.
         rounding: of the weight.
     """
-    definition, weight = definition_of(step), known["weight"]
+    definition, weight = definition_of(step, sample), known["weight"]
     rate, decay = float(sample.settings["lr"]), decay_of(sample)
     drop = -rate * definition.weight_decay(sample) * weight
     variants = list(definition.with_variants(sample, known))
@@ -85,6 +86,9 @@ def compare_rounded_weight(
         terms = (kept * known["exp_avg"]).abs() + (taken * definition.gradient(sample, known)).abs()
         share = (change / known["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
         slack = slack + 4 * rounding.unit * terms * share
+    if definition.unrounded is not None:
+        apart = variants[0].step - definition.unrounded.direction(sample, known)
+        slack = slack + _ROUNDINGS_OF_MATRIX * rate * apart.square().mean().sqrt()
     others = [
         Assumption(each.cause, weight - rate * each.step + drop, given=each.values) for each in variants if each.cause
     ]

@@ -7,12 +7,13 @@ another epsilon or another place for it, no bias correction, another count of st
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.optim.rules.matrix import LR_SCALES, NS_COEFFICIENTS, matrix_shape, newton_schulz, orthogonalise
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 
 _EPSILONS = (0.0, 1e-16, 1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1.0)
@@ -53,6 +54,8 @@ class Definition:
         is_decoupled: decay acts on the weight, not in the gradient.
         is_counted: moments are corrected by the number of steps.
         told: the elements whose direction does not hang on a rounding, bool.
+        unrounded: where the direction needs the whole matrix and rounds its products: the same without these roundings. A step
+            that took its products in another order agrees with it to what they are worth.
     """
 
     keeps: Callable[[Mapping[str, Any]], tuple[str, ...]]
@@ -62,6 +65,7 @@ class Definition:
     is_decoupled: bool = False
     is_counted: bool = False
     told: Callable[[ParameterSample, Values], Tensor] = all_are_told
+    unrounded: Definition | None = None
 
     def decouples(self, sample: ParameterSample) -> bool:
         return self.is_decoupled or bool(sample.settings.get("decoupled_weight_decay"))
@@ -90,8 +94,8 @@ class Definition:
         yield from self.variants(sample, known)
 
 
-def definition_of(step: StepCapture) -> Definition:
-    return DEFINITIONS[step.rule]
+def definition_of(step: StepCapture, sample: ParameterSample) -> Definition:
+    return DEFINITIONS[sample.rule or step.rule]
 
 
 def inputs_of(step: StepCapture, sample: ParameterSample) -> Values:
@@ -100,7 +104,7 @@ def inputs_of(step: StepCapture, sample: ParameterSample) -> Values:
     gradient = sample.gradient.double() * sign
     zeros = torch.zeros_like(gradient)
     found = {"weight": sample.weight.double(), "gradient": gradient}
-    for name in definition_of(step).factors(sample):
+    for name in definition_of(step, sample).factors(sample):
         kept = sample.states.get(name)
         found[name] = zeros if kept is None else kept.double()
     return found
@@ -285,5 +289,81 @@ LION = Definition(
     lambda settings: ("exp_avg",), _lion_factors, _lion_direction, _lion_variants, is_decoupled=True, told=_lion_told
 )
 
-DEFINITIONS = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "lion": LION}
+
+# ── Muon ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_SCALES: dict[str, Callable[[int, int], float]] = {
+    "max(1, rows / cols)**0.5": LR_SCALES["original"],
+    "0.2 * max(rows, cols)**0.5": LR_SCALES["match_rms_adamw"],
+    "max(1, cols / rows)**0.5": lambda rows, cols: LR_SCALES["original"](cols, rows),
+    "1": lambda rows, cols: 1.0,
+}
+"""What implementations multiply the rate of a matrix by; the third takes a weight for its transpose."""
+_GIVEN_SCALES = dict(zip((None, "original", "match_rms_adamw"), ("max(1, rows / cols)**0.5", *_SCALES), strict=False))
+"""By the name that a group gives its scale."""
+
+
+def _muon_factors(sample: ParameterSample) -> dict[str, tuple[float, float]]:
+    momentum = _momentum_of(sample)
+    return {"momentum_buffer": (momentum, 1 - momentum)}
+
+
+def _muon_mean(sample: ParameterSample, values: Values, is_nesterov: bool) -> Tensor:
+    gradient, momentum = values["gradient"], values["new_momentum_buffer"]
+    return gradient + (momentum - gradient) * _momentum_of(sample) if is_nesterov else momentum
+
+
+def _orthogonal_as_rounded(sample: ParameterSample, values: Tensor) -> Tensor:
+    """A matrix made orthogonal as the optimizer's class does it: torch's rounds before it divides by the norm, ours after."""
+    settings, matrix = sample.settings, values.reshape(matrix_shape(sample.shape)).float()
+    if "ns_coefficients" in settings:
+        x = matrix.bfloat16()
+        x = x / x.norm().clamp(min=float(settings["eps"]))
+        found = newton_schulz(x, settings["ns_steps"], settings["ns_coefficients"])
+    else:
+        found = orthogonalise(matrix, settings["ns_steps"], getattr(torch, settings["ns_dtype"]))
+    return found.reshape(-1).to(values.dtype)
+
+
+def _orthogonal(sample: ParameterSample, values: Tensor) -> Tensor:
+    """The same in float64; values of a narrower format as the optimizer's class does it."""
+    if values.dtype is not torch.float64:
+        return _orthogonal_as_rounded(sample, values)
+    matrix = values.reshape(matrix_shape(sample.shape))
+    unit = matrix / matrix.norm().clamp_min(1e-300)
+    coefficients = sample.settings.get("ns_coefficients", NS_COEFFICIENTS)
+    return newton_schulz(unit, sample.settings["ns_steps"], coefficients).reshape(-1)
+
+
+def _muon(orthogonal: Callable[[ParameterSample, Tensor], Tensor]) -> Definition:
+    def scale(sample: ParameterSample, by: str = "") -> float:
+        return _SCALES[by or _GIVEN_SCALES[sample.settings.get("adjust_lr_fn")]](*matrix_shape(sample.shape))
+
+    def is_nesterov(sample: ParameterSample) -> bool:
+        return bool(sample.settings.get("nesterov"))
+
+    def direction(sample: ParameterSample, values: Values) -> Tensor:
+        return scale(sample) * orthogonal(sample, _muon_mean(sample, values, is_nesterov(sample)))
+
+    def variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
+        own, given = direction(sample, known), _GIVEN_SCALES[sample.settings.get("adjust_lr_fn")]
+        for by in _SCALES:
+            if by != given:
+                factor = scale(sample, by) / scale(sample)
+                yield Variant("scale-of-shape", (("by", by), ("wanted", given)), factor * own)
+        mean = _muon_mean(sample, known, is_nesterov(sample))
+        yield Variant("not-orthogonal", (), scale(sample) * mean)
+        other = orthogonal(sample, _muon_mean(sample, known, not is_nesterov(sample)))
+        yield Variant("nesterov", (("given", is_nesterov(sample)),), scale(sample) * other)
+        yield Variant("no-momentum", (), scale(sample) * orthogonal(sample, known["gradient"]))
+        if known["momentum_buffer"].any():
+            stale = scale(sample) * orthogonal(sample, known["momentum_buffer"])
+            yield Variant("stale-moment", (("state", "momentum_buffer"),), stale)
+
+    return Definition(lambda settings: ("momentum_buffer",), _muon_factors, direction, variants, is_decoupled=True)
+
+
+MUON = replace(_muon(_orthogonal_as_rounded), unrounded=_muon(_orthogonal))
+
+DEFINITIONS = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "lion": LION, "muon": MUON}
 """By the rule of a :class:`StepCapture`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from narrowgauge import _torch
 from narrowgauge._torch import plain_name
+from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.recompute.capture import (
     ForwardCall,
     ParameterSample,
@@ -22,10 +24,17 @@ from narrowgauge.recompute.capture import (
     spread,
     states_of,
     weight_of,
+    whole,
 )
 from narrowgauge.recompute.computed_gradients import LeftByBackward
 from narrowgauge.recompute.other_counts import shared_counts
 from narrowgauge.recompute.own_step import own_step, roundings_of
+from narrowgauge.recompute.rule_definitions import DEFINITIONS
+
+WHOLE_ELEMENTS, WHOLE_PRODUCTS = 1 << 22, 1 << 35
+"""Of the matrices of a step that are kept whole: elements of one, and multiply-adds that computing all again takes."""
+_TIMES = 4
+"""Times that a step is computed again, by and large."""
 
 
 def sampled_step(
@@ -55,12 +64,16 @@ def sampled_step(
     if own.why_not:
         step.missing["update"] = own.why_not
     listed: Counter[int] = Counter()
+    products = WHOLE_PRODUCTS
     for index, group in enumerate(optimizer.param_groups):
         settings = settings_of(group)
         for place, parameter in enumerate(group["params"]):
             listed[id(parameter)] += 1
             name, left = names.get(id(parameter), f"param {place}"), computed.get(id(parameter))
             sample = _sampled(name, optimizer, parameter, settings, own.factor)
+            if (cost := _products(sample, parameter)) is not None and cost <= products:
+                products -= cost
+                sample.whole = _sampled(name, optimizer, parameter, settings, own.factor, whole)
             sample.group, sample.previous = index, previous.get(id(parameter))
             sample.listed = listed[id(parameter)]
             if left is not None:
@@ -73,11 +86,28 @@ def sampled_step(
     return step
 
 
+def _products(sample: ParameterSample, parameter: Tensor) -> int | None:
+    """Multiply-adds of computing a matrix's step again; ``None`` where it cannot be, or no rule needs the whole of it."""
+    rule = DEFINITIONS.get(sample.rule)
+    if rule is None or rule.unrounded is None or parameter.grad is None or is_sharded(parameter):
+        return None
+    rows, columns = matrix_shape(sample.shape)
+    short, number = min(rows, columns), rows * columns
+    if not sample.weight.numel() < number <= WHOLE_ELEMENTS:
+        return None
+    return int(_TIMES * sample.settings["ns_steps"] * (2 * short * number + short**3))
+
+
 def _sampled(
-    name: str, optimizer: torch.optim.Optimizer, parameter: Tensor, settings: dict[str, Any], factor: float
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    parameter: Tensor,
+    settings: dict[str, Any],
+    factor: float,
+    take: Callable[[Tensor], Tensor] = spread,
 ) -> ParameterSample:
     gradient = parameter.grad
-    gradient = None if gradient is None or gradient.layout is not torch.strided else spread(gradient)
+    gradient = None if gradient is None or gradient.layout is not torch.strided else take(gradient)
     if gradient is not None and isinstance(optimizer, Optimizer):
         # Its rule computes in float32 with gradients of any format.
         gradient = (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
@@ -86,12 +116,13 @@ def _sampled(
         parameter.shape,
         parameter.dtype,
         settings,
-        weight=spread(weight_of(optimizer, parameter)),
-        states=states_of(optimizer, parameter),
+        weight=take(weight_of(optimizer, parameter)),
+        states=states_of(optimizer, parameter, take),
         gradient=gradient,
         gradient_eps=0.0 if parameter.grad is None else torch.finfo(parameter.grad.dtype).eps,
         number_before=number_of(optimizer, parameter),
         requires_grad=parameter.requires_grad,
+        rule=rule_of(optimizer, parameter),
     )
 
 
@@ -102,11 +133,12 @@ def add_results(step: StepCapture, optimizer: torch.optim.Optimizer, held: Mappi
         held: the optimizer's parameters by the names of the samples.
     """
     for name, sample in step.parameters.items():
-        if (parameter := held.get(name)) is not None:
-            sample.weight_after = spread(weight_of(optimizer, parameter))
-            sample.states_after = states_of(optimizer, parameter)
-            sample.number = number_of(optimizer, parameter)
-            sample.roundings = roundings_of(optimizer, parameter)
+        for each, take in ((sample, spread), (sample.whole, whole)):
+            if each is not None and (parameter := held.get(name)) is not None:
+                each.weight_after = take(weight_of(optimizer, parameter))
+                each.states_after = states_of(optimizer, parameter, take)
+                each.number = number_of(optimizer, parameter)
+                each.roundings = roundings_of(optimizer, parameter, take)
     stepped = [sample for sample in step.parameters.values() if sample.gradient is not None]
     for place, sample in enumerate(stepped):
         of_groups, of_all = (sample.group, len(optimizer.param_groups)), (place, len(stepped))

@@ -290,16 +290,16 @@ class StepWatcher:
             self._report(self.num_steps, found)
 
     def _check_resumed(self) -> list[PieceResult]:
-        optimizer, held = self.optimizer, self._held().values()
+        optimizer = self.optimizer
         rule = DEFINITIONS.get(rule_of(optimizer))
-        names = {name for group in optimizer.param_groups for name in rule.keeps(group)} if rule else ()
+        held = [(p, group) for group in optimizer.param_groups for p in group["params"]] if rule else []
         states = (
             (name, name in found and bool(found[name].any()))
-            for p in held
+            for p, group in held
             for found in [states_of(optimizer, p)]
-            for name in sorted(names)
+            for name in DEFINITIONS[rule_of(optimizer, p)].keeps(group)
         )
-        counts = (number_of(optimizer, p) for p in held)
+        counts = (number_of(optimizer, p) for p, _ in held)
         return check_resumed(rule is not None and rule.is_counted, self._begun[0], counts, states, self._skipped)
 
     def _then_capture(self, closure: Any) -> Any:
@@ -481,6 +481,8 @@ class StepWatcher:
         counted = max((sample.number for sample in step.parameters.values()), default=0)
         self._skipped = self._begun[0] + step.step - self._begun[1] - counted if counted else None
         self._results.extend(check_frozen(step))
+        for sample in step.parameters.values():
+            sample.whole = None  # what is compared with the next step are samples
         self._results.extend(check_declared(step, self.task, optimizer.param_groups))
         self._follow("evaluation", lambda: self._evaluations.keep_weights(step.step, self._held()))
         self._left = LeftAfterStep(step.step, step.parameters, step.outside, self._averages())

@@ -20,7 +20,7 @@ GROUPS = {
     "matrices-not-embeddings": "as matrices, without embeddings",
 }
 """Which parameters a task can declare to be decayed."""
-RULES = ("adamw", "adam", "sgd", "lion")
+RULES = ("adamw", "adam", "sgd", "lion", "muon")
 """The rules that a task can declare."""
 DATA = {
     "": "not declared: rows in any order that does not depend on them, from one source",
@@ -102,7 +102,7 @@ def task(
         ignore: the token that is not trained on, such as padding.
         label_smoothing: as in ``torch.nn.CrossEntropyLoss``.
         micro_batches: forward passes of a step; the last step of an epoch may have fewer.
-        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` or ``"lion"``.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"``, ``"lion"`` or ``"muon"``.
         settings: ``lr`` (before schedules), ``betas``, ``eps``, ``weight_decay`` (of those that are decayed), ``momentum`` …
         data: a key of ``DATA``: ``"curriculum"`` where order and frequencies of tokens change on purpose, ``"own"`` where rows
             come again on purpose, too. Empty: rows are drawn from one source, in epochs or with replacement.

@@ -27,6 +27,7 @@ from narrowgauge.recompute.rounded_update import LOST, by_shared_cause, compare_
 from narrowgauge.recompute.rule_definitions import (
     SGD,
     UNSEEN,
+    Definition,
     Rule,
     Values,
     Variant,
@@ -61,7 +62,7 @@ def check_update(step: StepCapture) -> list[PieceResult]:
         return [not_checked(PIECE, "the optimizer's rule has no definition here", step.step)]
     if any(sample.settings.get("amsgrad") for sample in step.parameters.values()):
         return [not_checked(PIECE, "amsgrad divides by the largest second moment so far, which is not kept", step.step)]
-    found = [each for sample in step.parameters.values() for each in _of_parameter(step, sample)]
+    found = [each for sample in step.parameters.values() for each in _of_parameter(step, sample.whole or sample)]
     if not found:
         return [not_checked(PIECE, "no parameter had a gradient", step.step)]
     departs = by_shared_cause(by_shared_variant(step, [each for each in found if each.status == DEPARTS]))
@@ -166,7 +167,7 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         return
     if sample.gradient is None:
         return
-    given, definition = inputs_of(step, sample), definition_of(step)
+    given, definition = inputs_of(step, sample), definition_of(step, sample)
     if not all(bool(t.isfinite().all()) for t in given.values()) or not bool(after.isfinite().all()):
         return
     if sample.listed > 1:
@@ -196,7 +197,10 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         yield from results
     if is_departed:  # its corrections belong to other states
         return
-    if (rounding := sample.roundings.get("weight")) is not None:
+    if definition.unrounded is not None and sample.weight.numel() != math.prod(sample.shape):
+        why = "the step of a matrix needs all of it, and it is sharded or too large to be computed again"
+        yield replace(not_checked(PIECE, why, step.step), where=(sample.name,))
+    elif (rounding := sample.roundings.get("weight")) is not None:
         known = {**given, **{f"new_{name}": value for name, value in states.items()}}
         yield from compare_rounded_weight(step, sample, known, after, rounding)
     else:
@@ -266,7 +270,7 @@ def _cause_of_state(
         return "state-zero", {}
     if (narrow := narrower_format(actual, expected, sample.states_after[name].dtype)) is not None:
         return "state-narrow", {"format": narrow}
-    definition = definition_of(step)
+    definition = definition_of(step, sample)
     kept, taken = definition.factors(sample)[name]
     term = new_term(name, definition.gradient(sample, given))
     (alpha, beta), rest = fitted(actual, [given[name], term])
@@ -350,7 +354,16 @@ def narrower_format(
 def _compare_weight(
     step: StepCapture, sample: ParameterSample, given: Values, states: Values, after: Tensor
 ) -> PieceResult:
-    definition = definition_of(step)
+    definition = definition_of(step, sample)
+    result = _compare_with(definition, step, sample, given, states, after)
+    if definition.unrounded is None or result.status == EQUAL or result.cause:
+        return result
+    return _compare_with(definition.unrounded, step, sample, given, states, after)
+
+
+def _compare_with(
+    definition: Definition, step: StepCapture, sample: ParameterSample, given: Values, states: Values, after: Tensor
+) -> PieceResult:
     rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
     known = {**given, **{f"new_{name}": value for name, value in states.items()}}
 
@@ -367,12 +380,12 @@ def _compare_weight(
     result = PieceResult(PIECE, EQUAL, (sample.name,), distance / length, envelope / length, step=step.step)
     if distance <= envelope:
         return _lost_in_dtype(result, given["weight"], expected, after)
-    cause, values = _cause_of_weight(step, sample, known, expected, moved, after, rate, decay, envelope)
+    cause, values = _cause_of_weight(definition, sample, known, expected, moved, after, rate, decay, envelope)
     others: tuple[Alternative, ...] = ()
     if definition is not SGD and cause not in _EXACT:
         change = moved + rate * decay * given["weight"]
         counts = counts_that_agree(sample, known, change, rate, 1.5 * envelope) if definition.is_counted else ()
-        others = (*counts, *_near_variants(step, sample, known, change, 3 * envelope))
+        others = (*counts, *_near_variants(definition, sample, known, change, 3 * envelope))
     return replace(result, status=DEPARTS, cause=cause, values=values, alternatives=others)
 
 
@@ -390,17 +403,17 @@ def _lost_in_dtype(result: PieceResult, before: Tensor, expected: Tensor, after:
 
 
 def _near_variants(
-    step: StepCapture, sample: ParameterSample, known: Values, change: Tensor, tolerance: float
+    definition: Definition, sample: ParameterSample, known: Values, change: Tensor, tolerance: float
 ) -> Iterator[Alternative]:
     """The variants of the rule that a step is near without a free number: what other parameters agree with may be one."""
     rate = float(sample.settings["lr"])
-    for each in definition_of(step).with_variants(sample, known):
+    for each in definition.with_variants(sample, known):
         if each.cause not in ("", UNSEEN) and float((change + rate * each.step).norm()) <= tolerance:
             yield Alternative(each.cause, dict(each.values), error=1.0)
 
 
 def _cause_of_weight(
-    step: StepCapture,
+    definition: Definition,
     sample: ParameterSample,
     known: Values,
     expected: Tensor,
@@ -417,7 +430,7 @@ def _cause_of_weight(
     if (narrow := narrower_format(after.double(), expected, after.dtype)) is not None:
         return "weight-narrow", {"format": narrow}
     tolerance = 1.5 * envelope
-    variants = list(definition_of(step).with_variants(sample, known))
+    variants = list(definition.with_variants(sample, known))
     for free in _FREE:
         # A count with a free factor is no count.
         fits = [_fit(v, free, moved, weight, rate, decay) for v in variants if v.cause not in COUNTS or free == ""]
@@ -435,6 +448,8 @@ def _cause_of_weight(
         (lost,), rest = fitted(moved + rate * variants[0].step, [-other])
         if decay and rest <= tolerance:
             return "decay-of-other", {"value": lost / rate, "term": term, "wanted": decay}
+    if definition.unrounded is not None:  # an input that is rounded otherwise changes some of a matrix's elements, too
+        return "", {}
     if (share := _share_apart(after, expected)) < 0.9:
         return "part", {"share": share}
     # Nothing agrees to rounding; a fit that leaves almost nothing is still an answer.

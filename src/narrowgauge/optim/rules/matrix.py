@@ -182,14 +182,25 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
     Source:
         Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
-    a, b, c = NS_COEFFICIENTS
-    tall = matrix.shape[0] > matrix.shape[1]
     x = (matrix / _length(matrix).float().clamp(min=TINY)).to(dtype)
+    return newton_schulz(x, iterations).float()
+
+
+def newton_schulz(x: Tensor, iterations: int, coefficients: tuple[float, float, float] = NS_COEFFICIENTS) -> Tensor:
+    """The iteration of :func:`orthogonalise`, in the matrix's own format.
+
+    Args:
+        x: ``[rows, cols]``, of Frobenius norm 1 at most.
+        iterations: how often.
+        coefficients: of ``X``, ``AX`` and ``A²X``.
+    """
+    a, b, c = coefficients
+    tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
     for _ in range(iterations):
         gram = matmul(x, x.mT)
         x = add_product(x, add_product(gram, gram, gram, b, c), x, a, 1.0)
-    return (x.mT if tall else x).float()
+    return x.mT if tall else x
 
 
 def _muon_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
