@@ -14,8 +14,8 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.optim import codec
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.departures import unchecked
-from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult
-from narrowgauge.recompute.rounded_update import LOST
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult
+from narrowgauge.recompute.rounded_update import LOST, by_shared_cause
 from narrowgauge.recompute.rule_definitions import LION, inputs_of
 from narrowgauge.recompute.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
 from narrowgauge.recompute.task import task
@@ -312,3 +312,26 @@ def test_a_factor_is_found_through_rounding_and_told_from_a_coincidence(storage:
 
 def _assumed(stored: StoredValues, weight: torch.Tensor, step: torch.Tensor) -> tuple[StoredValues, list[Assumption]]:
     return stored, [Assumption("frozen", weight), Assumption("rate", weight, step, name="factor")]
+
+
+@pytest.mark.parametrize(
+    ("exact", "named"),
+    [
+        (("decay",), ["decay", "decay"]),
+        (("rate",), ["weights-scaled", "weights-scaled"]),  # which the second does not have
+        (("decay", "frozen"), ["weights-scaled", "weights-scaled"]),
+        ((), ["weights-scaled", "weights-scaled"]),
+    ],
+)
+def test_what_is_not_rounded_decides_between_causes_that_rounding_leaves(
+    exact: tuple[str, ...], named: list[str]
+) -> None:
+    likelier = Alternative("weights-scaled", {"factor": 0.9998}, "factor", 1e-6, -50.0)
+    decay = Alternative("decay", {"wanted": 0.1, "value": 0.3}, "value", 2e-3, -60.0)
+    rate = Alternative("rate", {"rate": 1e-3, "factor": 2.0}, "factor", 2e-3, -60.0)
+    rounded = [
+        PieceResult("update", DEPARTS, ("a",), alternatives=(likelier, decay, rate)),
+        PieceResult("update", DEPARTS, ("b",), alternatives=(likelier, decay)),
+    ]
+    others = [PieceResult("update", DEPARTS, (cause,), cause=cause) for cause in exact]
+    assert [each.cause for each in by_shared_cause([*others, *rounded])] == [*exact, *named]

@@ -149,15 +149,32 @@ def _named(result: PieceResult, alternative: Alternative | None) -> PieceResult:
 def by_shared_cause(departs: Sequence[PieceResult]) -> list[PieceResult]:
     """Results of several parameters, each named by the one cause with which all of them agree, where there is one.
 
-    Rounding may leave several causes for one parameter, and one for all.
+    Rounding may leave several causes for one parameter, and one for all. Those that are not rounded, as vectors that a storage
+    keeps in float32, have one already.
     """
     groups: dict[object, list[int]] = {}
+    exact: dict[object, set[str]] = {}
     for place, each in enumerate(departs):
+        state = each.values.get("state")
         if each.alternatives:
-            groups.setdefault(each.values.get("state"), []).append(place)
+            groups.setdefault(state, []).append(place)
+        elif each.cause != LOST:
+            exact.setdefault(state, set()).add(each.cause)
     results = list(departs)
-    for places in groups.values():
-        if (found := shared([departs[place].alternatives for place in places])) is not None:
-            for place, alternative in zip(places, found, strict=True):
-                results[place] = _named(departs[place], alternative)
+    for state, places in groups.items():
+        members = [departs[place].alternatives for place in places]
+        for place, alternative in zip(
+            places, _of_exact(members, exact.get(state)) or shared(members) or (), strict=False
+        ):
+            results[place] = _named(departs[place], alternative)
     return results
+
+
+def _of_exact(members: Sequence[Sequence[Alternative]], causes: set[str] | None) -> list[Alternative]:
+    """The alternative of each member that is the one cause of what was not rounded; empty where there is none of one of them."""
+    if causes is None or len(causes) != 1:
+        return []
+    found = [
+        each for own in members for each in [next((a for a in own if a.cause in causes), None)] if each is not None
+    ]
+    return found if len(found) == len(members) else []
