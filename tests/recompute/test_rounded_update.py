@@ -319,6 +319,7 @@ def _assumed(stored: StoredValues, weight: torch.Tensor, step: torch.Tensor) -> 
     [
         (("decay",), ["decay", "decay"]),
         (("rate",), ["weights-scaled", "weights-scaled"]),  # which the second does not have
+        (("decay of another size",), ["weights-scaled", "weights-scaled"]),
         (("decay", "frozen"), ["weights-scaled", "weights-scaled"]),
         ((), ["weights-scaled", "weights-scaled"]),
     ],
@@ -333,5 +334,7 @@ def test_what_is_not_rounded_decides_between_causes_that_rounding_leaves(
         PieceResult("update", DEPARTS, ("a",), alternatives=(likelier, decay, rate)),
         PieceResult("update", DEPARTS, ("b",), alternatives=(likelier, decay)),
     ]
-    others = [PieceResult("update", DEPARTS, (cause,), cause=cause) for cause in exact]
-    assert [each.cause for each in by_shared_cause([*others, *rounded])] == [*exact, *named]
+    values = {"decay": {"value": 0.3001, "wanted": 0.1}, "rate": {"factor": 2.0, "rate": 1e-3}}
+    values["decay of another size"] = {"value": 0.5, "wanted": 0.1}
+    others = [PieceResult("update", DEPARTS, (c,), cause=c.partition(" ")[0], values=values.get(c, {})) for c in exact]
+    assert [each.cause for each in by_shared_cause([*others, *rounded])][len(exact) :] == named

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
+from narrowgauge.recompute.fitting import CLOSE, near
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult, not_checked
 from narrowgauge.recompute.rule_definitions import SGD, Values, decay_of, definition_of, new_term
 from narrowgauge.recompute.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
@@ -153,28 +154,35 @@ def by_shared_cause(departs: Sequence[PieceResult]) -> list[PieceResult]:
     keeps in float32, have one already.
     """
     groups: dict[object, list[int]] = {}
-    exact: dict[object, set[str]] = {}
+    exact: dict[object, list[PieceResult]] = {}
     for place, each in enumerate(departs):
         state = each.values.get("state")
         if each.alternatives:
             groups.setdefault(state, []).append(place)
         elif each.cause != LOST:
-            exact.setdefault(state, set()).add(each.cause)
+            exact.setdefault(state, []).append(each)
     results = list(departs)
     for state, places in groups.items():
         members = [departs[place].alternatives for place in places]
-        for place, alternative in zip(
-            places, _of_exact(members, exact.get(state)) or shared(members) or (), strict=False
-        ):
-            results[place] = _named(departs[place], alternative)
+        found = _of_exact(members, exact.get(state, [])) or shared(members)
+        if found is not None:
+            for place, alternative in zip(places, found, strict=True):
+                results[place] = _named(departs[place], alternative)
     return results
 
 
-def _of_exact(members: Sequence[Sequence[Alternative]], causes: set[str] | None) -> list[Alternative]:
-    """The alternative of each member that is the one cause of what was not rounded; empty where there is none of one of them."""
-    if causes is None or len(causes) != 1:
+def _of_exact(members: Sequence[Sequence[Alternative]], exact: Sequence[PieceResult]) -> list[Alternative]:
+    """The alternative of each member that is the one cause of what was not rounded; empty where one of them has none such."""
+    if len({each.cause for each in exact}) != 1:
         return []
-    found = [
-        each for own in members for each in [next((a for a in own if a.cause in causes), None)] if each is not None
-    ]
-    return found if len(found) == len(members) else []
+    found = [[each for each in own if _is_of(each, exact[0])][:1] for own in members]
+    return [own[0] for own in found] if all(found) else []
+
+
+def _is_of(alternative: Alternative, exact: PieceResult) -> bool:
+    if alternative.cause != exact.cause:
+        return False
+    free, values = alternative.free, alternative.values
+    if free and not near(values[free], exact.values[free], CLOSE + alternative.error / max(abs(values[free]), 1e-300)):
+        return False
+    return all(exact.values.get(name) == value for name, value in values.items() if name != free)
