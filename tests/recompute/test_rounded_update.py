@@ -318,7 +318,8 @@ def _assumed(stored: StoredValues, weight: torch.Tensor, step: torch.Tensor) -> 
     ("exact", "named"),
     [
         (("decay",), ["decay", "decay"]),
-        (("rate",), ["weights-scaled", "weights-scaled"]),  # which the second does not have
+        (("rate",), ["rate", ""]),  # which the second does not have
+        (("step-scaled",), ["weights-scaled", "weights-scaled"]),
         (("decay of another size",), ["weights-scaled", "weights-scaled"]),
         (("decay", "frozen"), ["weights-scaled", "weights-scaled"]),
         ((), ["weights-scaled", "weights-scaled"]),

@@ -164,19 +164,19 @@ def by_shared_cause(departs: Sequence[PieceResult]) -> list[PieceResult]:
     results = list(departs)
     for state, places in groups.items():
         members = [departs[place].alternatives for place in places]
-        found = _of_exact(members, exact.get(state, [])) or shared(members)
-        if found is not None:
-            for place, alternative in zip(places, found, strict=True):
+        found = _of_exact(members, exact.get(state, [])) or shared(members) or []
+        for place, alternative in zip(places, found, strict=False):
+            if alternative is not None:
                 results[place] = _named(departs[place], alternative)
     return results
 
 
-def _of_exact(members: Sequence[Sequence[Alternative]], exact: Sequence[PieceResult]) -> list[Alternative]:
-    """The alternative of each member that is the one cause of what was not rounded; empty where one of them has none such."""
+def _of_exact(members: Sequence[Sequence[Alternative]], exact: Sequence[PieceResult]) -> list[Alternative | None]:
+    """The alternative of each member that is the one cause of what was not rounded; empty where fewer than half have it."""
     if len({each.cause for each in exact}) != 1:
         return []
-    found = [[each for each in own if _is_of(each, exact[0])][:1] for own in members]
-    return [own[0] for own in found] if all(found) else []
+    found = [next((each for each in own if _is_of(each, exact[0])), None) for own in members]
+    return found if 2 * sum(each is not None for each in found) >= len(found) else []
 
 
 def _is_of(alternative: Alternative, exact: PieceResult) -> bool:
