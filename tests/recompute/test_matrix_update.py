@@ -135,8 +135,11 @@ def test_a_fault_of_the_step_is_named(fault: str) -> None:
         assert math.isclose(now, value, rel_tol=5e-3) if isinstance(value, float) else now == value, (name, now)
 
 
-@pytest.mark.parametrize(("name", "cause"), [("rate", "rate"), ("nesterov", "nesterov"), ("decay", "decay")])
-@pytest.mark.parametrize("storage", ["float32", "word"])
+@pytest.mark.parametrize(
+    ("storage", "name", "cause"),
+    [("float32", name, name) for name in ("rate", "nesterov", "decay")]
+    + [("word", name, name) for name in ("rate", "nesterov")],
+)
 def test_a_fault_of_ours_is_named(storage: str, name: str, cause: str) -> None:
     """Vectors are stepped by AdamW: a rate and a decay are theirs, too."""
     dtype = torch.float32 if storage == "float32" else torch.bfloat16
