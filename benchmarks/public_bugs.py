@@ -17,8 +17,8 @@ first run of the row's part; docs/log/diagnosis.md names such words, and has the
 cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.
 
 Claim: none of its own (docs/log/diagnosis.md has the figures). Baseline: the loop without a bug.
-Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,later,healthy] [--keep FOLDER] [--quick]``. No times are
-compared, so ``--rounds`` has no effect.
+Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,later,healthy,healthy-kinds] [--keep FOLDER] [--quick]``. No times
+are compared, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from _public_bugs_later import LATER
 from _public_bugs_of_steps import BUGS
 from _public_bugs_unseen import UNSEEN
 from _public_healthy import HEALTHY
+from _public_healthy_kinds import KINDS, Adjust
 from _public_loop import Bug, Setting, audit_of, made
 from timing import Report, Row, nothing, parser
 
@@ -44,7 +45,18 @@ from narrowgauge.runs.record import Run
 from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 
 ROWS = (*BUGS, *UNSEEN, *LATER)
-PARTS = ("tuning", "aside", "seen", "unseen", "later", "healthy")
+PARTS = ("tuning", "aside", "seen", "unseen", "later", "healthy", "healthy-kinds")
+
+
+def nothing_planted(loop: object) -> None:
+    """No bug."""
+    nothing()
+
+
+SOUND: dict[str, dict[str, tuple[Setting, Adjust]]] = {
+    "healthy": {name: (setting, nothing_planted) for name, setting in HEALTHY.items()},
+    "healthy-kinds": KINDS,
+}
 WAYS = ("audit", "two runs", "rows")
 ANSWERS = ("first", "located", "silent", "wrong")
 EDGES = (0.0, 0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 0.99, 1.01)
@@ -72,8 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prepare(folder / "place")
         runs = _Runs(folder)
         for part in asked:
-            if part == "healthy":
-                _emit_healthy(report, runs, list(HEALTHY)[: 3 if options.quick else None])
+            if part in SOUND:
+                _emit_healthy(report, runs, part, list(SOUND[part])[: 3 if options.quick else None])
             else:
                 _emit_part(
                     report, runs, part, [row for row in ROWS if part_of(row) == part][: 3 if options.quick else None]
@@ -104,13 +116,12 @@ class _Runs:
         first = next((row.name for row in ROWS if row.setting == setting), "") or next(
             name for name, each in HEALTHY.items() if each == setting
         )
-        folder = self.folder / f"sound {first}".replace(" ", "-").replace(",", "")
-        return made(folder, setting, self.data, nothing_planted), folder
+        return self.healthy(first, setting, nothing_planted)
 
-
-def nothing_planted(loop: object) -> None:
-    """No bug."""
-    nothing()
+    def healthy(self, name: str, setting: Setting, adjust: Adjust) -> tuple[Run, Path]:
+        """A run in which nothing is wrong."""
+        folder = self.folder / f"sound {name}".replace(" ", "-").replace(",", "")
+        return made(folder, setting, self.data, adjust), folder
 
 
 # ── what is said, and whether it is right ─────────────────────────────────────────────────────────────────────────────
@@ -195,10 +206,11 @@ def _emit_part(report: Report, runs: _Runs, part: str, bugs: Sequence[Bug]) -> N
     report.add(f"{part}: probabilities given, and how many were right", bins)
 
 
-def _emit_healthy(report: Report, runs: _Runs, names: Sequence[str]) -> None:
+def _emit_healthy(report: Report, runs: _Runs, part: str, names: Sequence[str]) -> None:
     rows: list[Row] = []
     for name in names:
-        run, folder = runs.sound(HEALTHY[name])
+        setting, adjust = SOUND[part][name]
+        run, folder = runs.sound(setting) if part == "healthy" else runs.healthy(name, setting, adjust)
         found = audit_of(folder)
         causes = [finding.cause.name for finding in ng.diagnose(run).findings]
         rows.append(
@@ -209,7 +221,7 @@ def _emit_healthy(report: Report, runs: _Runs, names: Sequence[str]) -> None:
                 "rows name": ", ".join(causes),
             }
         )
-    report.add(f"healthy: {len(rows)} loops", rows)
+    report.add(f"{part}: {len(rows)} loops", rows)
     report.note(
         f"named: audit {sum(bool(r['audit names']) for r in rows)}, rows {sum(bool(r['rows name']) for r in rows)}"
     )

@@ -62,6 +62,19 @@ def test_an_unseen_bug_is_planted_into_its_loop_and_the_loop_takes_a_step(row: A
         assert loop.one_step()[1].isfinite()
 
 
+@pytest.mark.parametrize("name", public_bugs.KINDS)
+def test_a_healthy_loop_learns(name: str) -> None:
+    setting, adjust = public_bugs.KINDS[name]
+    with torch.random.fork_rng():
+        loop = public_loop.PublicLoop(setting, _Text())
+        methods = {name for name in dir(loop) if callable(getattr(loop, name))}
+        adjust(loop)
+        assert {name for name, value in vars(loop).items() if callable(value)} <= methods
+        start = [p.detach().clone() for p in loop.model.parameters()]
+        assert all(bool(torch.stack(loop.one_step()[1:]).isfinite().all()) for _ in range(2))
+        assert any(not torch.equal(p, q) for p, q in zip(start, loop.model.parameters(), strict=True))
+
+
 @pytest.mark.parametrize(
     ("said", "is_note", "answer"),
     [
