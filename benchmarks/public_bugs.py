@@ -17,8 +17,8 @@ first run of the row's part; docs/log/diagnosis.md names such words, and has the
 cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.
 
 Claim: none of its own (docs/log/diagnosis.md has the figures). Baseline: the loop without a bug.
-Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,later,healthy,healthy-kinds] [--keep FOLDER] [--quick]``. No times
-are compared, so ``--rounds`` has no effect.
+Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,later,healthy,healthy-kinds] [--keep FOLDER] [--quick]``.
+No times are compared, so ``--rounds`` has no effect.
 """
 
 from __future__ import annotations

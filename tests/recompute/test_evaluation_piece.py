@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 import narrowgauge as ng
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.evaluation_piece import PassLoss, Reported, check_loss_of_evaluation, pass_loss
-from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED
+from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED, PieceResult
 from recompute.audited_loop import LENGTH, VOCABULARY, Loop
 
 
@@ -400,3 +400,34 @@ def test_where_some_positions_are_left_out_the_loss_is_not_compared() -> None:
     losses = losses_of(loop, VALIDATION)
     loop.watcher.evaluated(over(1, True)(losses))
     assert not loop.findings() and "evaluation" in unchecked(loop.results[3])
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_loss_of_one_of_two_sets_is_not_judged_and_a_wrong_one_of_both_is(place: int) -> None:
+    """Two sets, each with a smaller last batch; passes that sample a text are sets of one pass each."""
+
+    def part(rows: int, length: int, mean: float) -> PassLoss:
+        known = rows * (length - 1)
+        sums = torch.tensor(
+            [mean * known, (mean**2 + 0.1) * known, mean * rows * ((length - 1) // 4)], dtype=torch.float64
+        )
+        return PassLoss(sums, rows, length, 1e-7)
+
+    sets = (
+        [part(8, 33, 3.0), part(8, 33, 3.1), part(2, 33, 2.9)],
+        [part(8, 33, 4.0), part(8, 33, 4.2), part(3, 33, 4.1)],
+    )
+    sampled = [part(1, length, 5.0 + length) for length in range(4, 9)]
+
+    def found(passes: list[PassLoss], loss: float) -> list[PieceResult]:
+        return check_loss_of_evaluation(passes, loss, "all-but-last", 7, Reported())
+
+    def mean(passes: list[PassLoss]) -> float:
+        return float(sum(each.sums[0] for each in passes)) / sum(each.known for each in passes)
+
+    (result,) = found([*sets[0], *sets[1]], mean(sets[place]))
+    assert result.status == "not checked" and "of some of the passes" in result.values["why"]
+    (result,) = found([*sampled, *sets[place]], mean(sets[place]))
+    assert result.status == "not checked"
+    (result,) = found(sets[place], mean(sets[place]) / math.log(2))
+    assert result.cause == "evaluation-scaled"

@@ -445,3 +445,38 @@ def test_an_error_of_the_audits_own_hooks_is_a_reason_and_ends_no_run(
     loop = Loop().run(3)
     (found,) = (each for each in loop.results[2] if each.piece == "gradient" and each.status == NOT_CHECKED)
     assert found.values["why"] == "MemoryError: no room" and not loop.findings()
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+def test_a_step_that_the_loop_leaves_out_is_none_of_the_next(micro_batches: int, set_to_none: bool) -> None:
+    """As a loss scaler leaves out a step whose gradients overflow: they are gone, and the passes of the next step follow."""
+    loop = Loop(micro_batches=micro_batches)
+    update = loop.update
+    loop.update = lambda: None if loop.step in (4, 5, 9) else update()  # type: ignore[method-assign,func-returns-value]
+    loop.after_update = lambda: loop.optimizer.zero_grad(set_to_none)  # type: ignore[method-assign]
+    loop.run(12)
+    assert loop.watcher is not None and loop.watcher.num_steps == 9
+    assert not loop.findings()
+    compared = [each for step in (4, 8) for each in loop.results[step] if each.piece in ("loss", "gradient")]
+    assert compared and all(each.status == "equal" for each in compared), compared
+
+
+def test_groups_that_are_clipped_alone_are_not_judged_without_a_limit_and_named_with_one() -> None:
+    def two_groups(parameters: Any, **settings: Any) -> torch.optim.AdamW:
+        own = list(parameters)
+        return torch.optim.AdamW([{"params": own[:9]}, {"params": own[9:]}], **settings)
+
+    def clipped(task: Any, limits: tuple[float, float]) -> Loop:
+        loop = Loop(optimizer=two_groups, task=task)
+
+        def each_group() -> None:
+            for group, limit in zip(loop.optimizer.param_groups, limits, strict=True):
+                torch.nn.utils.clip_grad_norm_(group["params"], limit)
+
+        loop.clip_gradients = each_group  # type: ignore[method-assign]
+        return loop.run(4)
+
+    for limits in ((0.1, 0.1), (0.1, 1e3), (1e3, 0.1)):
+        assert not clipped(None, limits).names() - {"clip-norm"}, limits
+    assert clipped(ng.task(max_grad_norm=0.1), (0.1, 0.1)).names() == {"clip-norm"}

@@ -8,6 +8,7 @@ then the last loss of each row is estimated from the others, and the envelope is
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +32,8 @@ _KEPT = 8
 _MOST_PASSES = 1 << 12
 _STILL = 3
 """Evaluations in a row with weights of earlier steps after which that is reported."""
+_MOST_SETS = 64
+"""Of the passes between two reports, as many as are looked at as parts."""
 _SIGMAS = 6.0
 _TOLERANCE = 2e-4
 
@@ -146,6 +149,8 @@ def check_loss_of_evaluation(
     result = PieceResult(PIECE, EQUAL, (), apart, tolerance, step=step)
     if apart <= tolerance:
         return [result]
+    if any(abs(loss / part.mean - 1) <= tolerance - all_of.error + part.error for part in _sets(passes, counted)):
+        return [not_checked(PIECE, "the reported loss is that of some of the passes, as of one of two sets", step)]
     found = {
         cause: values
         for cause, other, within, values in _other_ways(passes, all_of, tolerance, earlier)
@@ -155,6 +160,22 @@ def check_loss_of_evaluation(
         return [not_checked(PIECE, "the reported loss is not that of the logits' next tokens", step)]
     ((cause, values),) = found.items()
     return [replace(result, status=DEPARTS, cause=cause, values={**values, "loss": loss, "wanted": mean})]
+
+
+def _sets(passes: Sequence[PassLoss], counted: str) -> Iterator[_Counted]:
+    """Passes that may be a set of data beside others: the first of one is larger than the last of the one before.
+
+    So is each pass that samples a text, which is longer by a token.
+    """
+    grows = [
+        place
+        for place, (one, two) in enumerate(itertools.pairwise(passes), 1)
+        if two.rows > one.rows or two.length > one.length
+    ]
+    starts = [0, *grows, len(passes)]
+    for first, end in itertools.combinations(starts if len(starts) <= _MOST_SETS else starts[-_MOST_SETS:], 2):
+        if end - first < len(passes):
+            yield _counted(passes[first:end], counted == "all")
 
 
 def _are_one_set(passes: Sequence[PassLoss]) -> bool:

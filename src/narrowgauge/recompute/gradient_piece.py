@@ -340,6 +340,19 @@ def _clipped_alike(
     return ClippedParts(left, tuple(part for part, _ in clipped))
 
 
+def _are_of_groups(step: StepCapture, factors: Mapping[str, float]) -> bool:
+    """Whether each group of the optimizer has one factor, none of which is above 1, and two have different ones."""
+    of_group: dict[int, list[float]] = {}
+    for name, factor in factors.items():
+        of_group.setdefault(step.parameters[name].group, []).append(factor * step.loss_scale)
+    own = [sorted(each) for each in of_group.values()]
+    return (
+        all(near(each[0], each[-1], 1e-4) for each in own)
+        and max((each[-1] for each in own), default=2.0) <= 1 + 1e-4
+        and not near(max(each[0] for each in own), min(each[0] for each in own), 1e-3)
+    )
+
+
 def _nearest_factor(step: StepCapture) -> float | None:
     """The factor that most gradients nearly share, whatever else was done to them; that of unscaling, if it is near."""
     factors = []
@@ -367,6 +380,9 @@ def check_after_backward(step: StepCapture, limit: float | None = None) -> list[
     compared = {n: s for n, s in step.parameters.items() if s.gradient is not None and s.computed is not None}
     if not compared or limit_of_values(step) is not None or clipped_parts(step, limit) is not None:
         return []
+    if limit is None and _are_of_groups(step, factors):
+        why = "each group of the optimizer has a factor of its own, as where it is clipped alone"
+        return [not_checked(PIECE, why, step.step)]
     common = _nearest_factor(step) if common is None else common
     is_guess = common is None
     if common is None:

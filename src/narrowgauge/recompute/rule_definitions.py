@@ -308,7 +308,20 @@ def _muon_factors(sample: ParameterSample) -> dict[str, tuple[float, float]]:
     return {"momentum_buffer": (momentum, 1 - momentum)}
 
 
-def _muon_mean(sample: ParameterSample, values: Values, is_nesterov: bool) -> Tensor:
+def _mean_as_rounded(sample: ParameterSample, values: Values, is_nesterov: bool) -> Tensor:
+    """What is made orthogonal, with the operations of the optimizer's class, in its format: torch's is that of the weight."""
+    momentum = _momentum_of(sample)
+    if "ns_coefficients" in sample.settings:
+        g, m = (values[name].to(sample.dtype) for name in ("gradient", "momentum_buffer"))
+        m = m.lerp(g, 1 - momentum)
+        return g.lerp(m, momentum) if is_nesterov else m
+    g, m = values["gradient"].float(), values["momentum_buffer"].float()
+    m = m + (g - m) * (1 - momentum)
+    return g + (m - g) * momentum if is_nesterov else m
+
+
+def _mean(sample: ParameterSample, values: Values, is_nesterov: bool) -> Tensor:
+    """The same in float64."""
     gradient, momentum = values["gradient"], values["new_momentum_buffer"]
     return gradient + (momentum - gradient) * _momentum_of(sample) if is_nesterov else momentum
 
@@ -322,11 +335,11 @@ def _orthogonal_as_rounded(sample: ParameterSample, values: Tensor) -> Tensor:
         found = newton_schulz(x, settings["ns_steps"], settings["ns_coefficients"])
     else:
         found = orthogonalise(matrix, settings["ns_steps"], getattr(torch, settings["ns_dtype"]))
-    return found.reshape(-1).to(values.dtype)
+    return found.reshape(-1).double()
 
 
 def _orthogonal(sample: ParameterSample, values: Tensor) -> Tensor:
-    """The same in float64; values of a narrower format as the optimizer's class does it."""
+    """The same in float64; values of a narrower format as the optimizer's class does it, which rounding is measured by."""
     if values.dtype is not torch.float64:
         return _orthogonal_as_rounded(sample, values)
     matrix = values.reshape(matrix_shape(sample.shape))
@@ -335,7 +348,9 @@ def _orthogonal(sample: ParameterSample, values: Tensor) -> Tensor:
     return newton_schulz(unit, sample.settings["ns_steps"], coefficients).reshape(-1)
 
 
-def _muon(orthogonal: Callable[[ParameterSample, Tensor], Tensor]) -> Definition:
+def _muon(
+    mean: Callable[[ParameterSample, Values, bool], Tensor], orthogonal: Callable[[ParameterSample, Tensor], Tensor]
+) -> Definition:
     def scale(sample: ParameterSample, by: str = "") -> float:
         return _SCALES[by or _GIVEN_SCALES[sample.settings.get("adjust_lr_fn")]](*matrix_shape(sample.shape))
 
@@ -343,7 +358,7 @@ def _muon(orthogonal: Callable[[ParameterSample, Tensor], Tensor]) -> Definition
         return bool(sample.settings.get("nesterov"))
 
     def direction(sample: ParameterSample, values: Values) -> Tensor:
-        return scale(sample) * orthogonal(sample, _muon_mean(sample, values, is_nesterov(sample)))
+        return scale(sample) * orthogonal(sample, mean(sample, values, is_nesterov(sample)))
 
     def variants(sample: ParameterSample, known: Values) -> Iterator[Variant]:
         own, given = direction(sample, known), _GIVEN_SCALES[sample.settings.get("adjust_lr_fn")]
@@ -351,9 +366,8 @@ def _muon(orthogonal: Callable[[ParameterSample, Tensor], Tensor]) -> Definition
             if by != given:
                 factor = scale(sample, by) / scale(sample)
                 yield Variant("scale-of-shape", (("by", by), ("wanted", given)), factor * own)
-        mean = _muon_mean(sample, known, is_nesterov(sample))
-        yield Variant("not-orthogonal", (), scale(sample) * mean)
-        other = orthogonal(sample, _muon_mean(sample, known, not is_nesterov(sample)))
+        yield Variant("not-orthogonal", (), scale(sample) * mean(sample, known, is_nesterov(sample)).double())
+        other = orthogonal(sample, mean(sample, known, not is_nesterov(sample)))
         yield Variant("nesterov", (("given", is_nesterov(sample)),), scale(sample) * other)
         yield Variant("no-momentum", (), scale(sample) * orthogonal(sample, known["gradient"]))
         if known["momentum_buffer"].any():
@@ -363,7 +377,7 @@ def _muon(orthogonal: Callable[[ParameterSample, Tensor], Tensor]) -> Definition
     return Definition(lambda settings: ("momentum_buffer",), _muon_factors, direction, variants, is_decoupled=True)
 
 
-MUON = replace(_muon(_orthogonal_as_rounded), unrounded=_muon(_orthogonal))
+MUON = replace(_muon(_mean_as_rounded, _orthogonal_as_rounded), unrounded=_muon(_mean, _orthogonal))
 
 DEFINITIONS = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "lion": LION, "muon": MUON}
 """By the rule of a :class:`StepCapture`."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ from narrowgauge.recompute.gradient_piece import check_after_backward, check_bac
 from narrowgauge.recompute.loss_piece import check_loss
 from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
-from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
 from narrowgauge.recompute.rule_definitions import DEFINITIONS
 from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
@@ -115,6 +116,7 @@ class StepWatcher:
         self._counts_loss, self._counted = is_told_losses, ""
         self._schedules = ScheduleHistory(self.task.schedule, self._ranks.ranks)
         self._passes_of_step = 0
+        self._usual_passes: deque[int] = deque(maxlen=4)
         self._begun, self._is_resumed = (0, 0), False
         self._skipped: int | None = None
         self._not_followed: dict[str, str] = {}
@@ -176,6 +178,7 @@ class StepWatcher:
             is_asked = module.training and not self._modes
             self._random = random_states(next(module.parameters()).device) if is_asked else {}
         else:
+            self._keep(self._forget_skipped)
             self._passes_of_step += 1
             self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
             if not self._why_dropped:
@@ -189,6 +192,13 @@ class StepWatcher:
             function()
         except Exception as error:
             self._drop(_reason(error))
+
+    def _forget_skipped(self) -> None:
+        """Forget the passes of a step that was left out, as a loss scaler does: all were taken, and the gradients are gone."""
+        if self._calls and len(self._calls) == min(self._usual_passes, default=0):
+            gone = [p for p in self._held().values() if id(p) in self._computed]
+            if all(p.grad is None or not bool(p.grad.any()) for p in gone):
+                self._calls, self._computed, self._why_dropped = [], {}, ""
 
     def _drop(self, why: str) -> None:
         self._why_dropped, self._calls = why, []
@@ -279,6 +289,7 @@ class StepWatcher:
         optimizer, is_search = self.optimizer, self._is_sampling or self.num_steps == 0 or self._is_resumed
         may_skip = is_search and (_torch.scaler_of_step() is not None or own_step(optimizer).loss_scale != 1.0)
         passes, self._passes_of_step = self._passes_of_step, 0
+        self._usual_passes.append(passes)
         first = itertools.islice((p for group in optimizer.param_groups for p in group["params"]), _FEW)
         count = max((_host_number(optimizer, p) for p in first), default=0)
         self._schedules.begin_step(optimizer, self.num_steps, passes, count, is_search=is_search, may_skip=may_skip)
@@ -413,7 +424,7 @@ class StepWatcher:
                 return [*passes, *(not_checked(piece, over_ranks, step.step) for piece in ("gradient", "clip"))]
             step = over_ranks
         changed = check_after_backward(step, self.task.max_grad_norm)
-        if any(each.status == DEPARTS for each in changed):
+        if any(each.status != EQUAL for each in changed):
             clip = [not_checked("clip", "the gradients were changed otherwise, too", step.step)]
         else:
             clip = check_clip(step, self._clips, self.task.max_grad_norm)
