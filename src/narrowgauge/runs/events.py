@@ -58,6 +58,7 @@ RAISED_BY: dict[str, str] = {
     "rest": "the checksums of memory before and after the time between two updates: they differ",
     "recomputation": "the gradients of one micro-batch that all ranks computed: they differ",
     "replay": "the repetition of a step that failed, with every operation traced",
+    "standing-still": "the end of a recorded loop: a trained weight is, to the bit, what it was at the start",
     "changed-settings": "a resume, with other settings than the run had",
     "changed-software": "a resume, with other versions or on another machine",
 }

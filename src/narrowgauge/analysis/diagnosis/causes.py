@@ -307,7 +307,7 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
         "OPT-175B's logbook: position embeddings that never moved, unnoticed",
         {
             "gradient-is-zero": 0.9, "gradient-flows-past": 0.9, "one-parameter-is-dead": 0.45, "layer-is-dead": 0.3,
-            "parameter-does-not-move": 0.8,
+            "parameter-does-not-move": 0.8, "weight-stands-still": 0.9,
         }, spreads=False,
     ),
     Cause(

@@ -39,11 +39,13 @@ from narrowgauge.gauges.recording.step_row import (
     summary_of,
     why_skipped,
 )
+from narrowgauge.gauges.recording.still_weights import LEAST_STEPS, StillWeights
 from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.departures import findings_of
+from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.piece_results import NOT_CHECKED, PieceResult
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import Task
@@ -76,7 +78,8 @@ class RunRecorder:
         audit_every: steps between those that are computed again, piece by piece; the second step is one too. 0 for none. What
             departs becomes an event.
         fingerprints_every: steps between fingerprints of every tensor, by which ``narrowgauge diagnose RUN OTHER`` finds the
-            first one that differs; the start and the first step have some, too. 0 for none.
+            first one that differs; the start and the first step have some, too, and trained weights that end as they began
+            become an event. 0 for none.
         called: the part of the model whose forward pass the loop calls, where that is not the model's own; for the audit of steps
             and for fingerprints.
         task: what the loop means to do, where that is not the usual (:func:`narrowgauge.task`).
@@ -148,6 +151,8 @@ class RunRecorder:
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
             passes = model if called is None else called
+            self._fingerprints_every = fingerprints_every
+            self._still: tuple[int, StillWeights] | None = None
             self._prints = LoopFingerprints(
                 model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
             )
@@ -263,6 +268,20 @@ class RunRecorder:
         if goes_on or began:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
 
+    def _tell_still(self) -> None:
+        began, still = (0, None) if self._still is None else self._still
+        if still is None or self.num_steps - began < LEAST_STEPS or not (names := still.names()):
+            return
+        more = f" and {len(names) - 1} more trained weights are" if names[1:] else " is"
+        self.event(
+            "dead_layer",
+            f"{names[0]}{more}, to the bit, as before the {self.num_steps - began} steps that were recorded.",
+            tensor=f"weight:{names[0]}",
+            value=float(len(names)),
+            advice="Look at whether gradients arrive there, or freeze them: requires_grad_(False).",
+            detector="standing-still",
+        )
+
     def close(self, finished: bool = True) -> None:
         """End the record; a second call does nothing.
 
@@ -270,6 +289,8 @@ class RunRecorder:
             finished: the loop has done its last step, so ``summary.json`` is written; otherwise the run can be resumed.
         """
         if self._is_open:
+            if finished:
+                self._tell_still()
             self._is_open = False
             self._prints.remove()
             if self._audited is not None:
@@ -298,6 +319,9 @@ class RunRecorder:
 
     def _begin_at(self, step: int) -> None:
         """Record what the loop has after so many steps, and begin the next one."""
+        self._still = (
+            (step, StillWeights(unwrapped_model(self.model), self.optimizer)) if self._fingerprints_every else None
+        )
         self._prints.start(step)
         self.reporter.fingerprint(self._prints.prints)
         self._prints.begin(step + 1)

@@ -173,6 +173,11 @@ SIGNS_OF_EVENTS: tuple[Sign, ...] = (
         "computes-other-values", "a rank computes other gradients of the same micro-batch, or memory changed at rest",
         "recomputation", "rest", is_state=False,
     ),
+    Sign(
+        "weight-stands-still", "a trained weight ends as it began, to the bit", ("steps.loss",), 0.0001,
+        # Other records do not compare the first weights with the last.
+        lambda evidence: found if (found := _raised(evidence, "standing-still")).state == "present" else UNKNOWN,
+    ),
     _noted("rank-is-late", "one rank is the last to arrive in nearly all steps", "straggler", reads="steps.ranks"),
     _noted("settings-changed", "the run was resumed with other settings", "changed-settings", 0.01),
     _noted("software-changed", "the run was resumed with other versions or on another machine", "changed-software", 0.01),
