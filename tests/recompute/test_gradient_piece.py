@@ -480,3 +480,21 @@ def test_groups_that_are_clipped_alone_are_not_judged_without_a_limit_and_named_
     for limits in ((0.1, 0.1), (0.1, 1e3), (1e3, 0.1)):
         assert not clipped(None, limits).names() - {"clip-norm"}, limits
     assert clipped(ng.task(max_grad_norm=0.1), (0.1, 0.1)).names() == {"clip-norm"}
+
+
+def test_passes_that_one_backward_pass_follows_are_all_of_the_step() -> None:
+    """As of a loss over two batches; the first steps have one, so that the usual number of passes is one."""
+    loop = Loop(micro_batches=1, every=4)
+    backward = loop.backward
+
+    def two(tokens: torch.Tensor, number: int) -> None:
+        if loop.step == 4:
+            (0.5 * loop.loss(tokens) + 0.5 * loop.loss(next(loop.data))).backward()  # type: ignore[call-overload]
+        else:
+            backward(tokens, number)
+
+    loop.backward = two  # type: ignore[method-assign]
+    loop.run(5)
+    assert not loop.findings()
+    compared = [each for each in loop.results[4] if each.piece in ("loss", "gradient")]
+    assert compared and all(each.status == "equal" for each in compared), compared

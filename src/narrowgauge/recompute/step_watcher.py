@@ -197,7 +197,7 @@ class StepWatcher:
         """Forget the passes of a step that was left out, as a loss scaler does: all were taken, and the gradients are gone."""
         if self._calls and len(self._calls) == min(self._usual_passes, default=0):
             gone = [p for p in self._held().values() if id(p) in self._computed]
-            if all(p.grad is None or not bool(p.grad.any()) for p in gone):
+            if gone and all(p.grad is None or not bool(p.grad.any()) for p in gone):
                 self._calls, self._computed, self._why_dropped = [], {}, ""
 
     def _drop(self, why: str) -> None:
