@@ -33,7 +33,7 @@ from narrowgauge.recompute.rule_definitions import DEFINITIONS
 
 WHOLE_ELEMENTS, WHOLE_PRODUCTS = 1 << 22, 1 << 35
 """Of the matrices of a step that are kept whole: elements of one, and multiply-adds that computing all again takes."""
-_TIMES = 4
+_TIMES = 3
 """Times that a step is computed again, by and large."""
 
 

@@ -207,7 +207,9 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         yield _compare_weight(step, sample, given, states, after)
 
 
-def measured_envelope(rule: Rule, given: Values, formats: dict[str, torch.dtype], result: torch.dtype) -> float:
+def measured_envelope(
+    rule: Rule, given: Values, exact: Tensor, formats: dict[str, torch.dtype], result: torch.dtype
+) -> float:
     """How far rounding alone takes a rule from its value in float64, a length.
 
     The rule is computed with every value in its format, and with every input moved up or down by half a spacing.
@@ -215,10 +217,10 @@ def measured_envelope(rule: Rule, given: Values, formats: dict[str, torch.dtype]
     Args:
         rule: elementwise.
         given: float64 inputs.
+        exact: what the rule gives of them.
         formats: of each input.
         result: the format of what is stored.
     """
-    exact = rule(given)
     worked = rule({name: value.to(formats.get(name, torch.float32)) for name, value in given.items()})
     stored = worked.to(result).double() - exact
     generator = torch.Generator().manual_seed(0)
@@ -246,7 +248,7 @@ def _compare_state(
     step: StepCapture, sample: ParameterSample, name: str, rule: Rule, given: Values, now: Tensor
 ) -> PieceResult:
     expected, actual = rule(given), now.double()
-    envelope = measured_envelope(rule, given, _formats(sample), now.dtype)
+    envelope = measured_envelope(rule, given, expected, _formats(sample), now.dtype)
     distance, length = float((actual - expected).norm()), max(float(expected.norm()), 1e-300)
     result = PieceResult(PIECE, EQUAL, (sample.name,), distance / length, envelope / length, step=step.step)
     if distance <= envelope:
@@ -373,8 +375,8 @@ def _compare_with(
 
     formats = {**_formats(sample)}
     formats |= {f"new_{name}": formats.get(name, torch.float32) for name in states}
-    envelope = measured_envelope(rule, known, formats, after.dtype)
     expected, moved = rule(known), after.double() - given["weight"]
+    envelope = measured_envelope(rule, known, expected, formats, after.dtype)
     distance = float((after.double() - expected).norm())
     length = max(float((expected - given["weight"]).norm()), 1e-300)
     result = PieceResult(PIECE, EQUAL, (sample.name,), distance / length, envelope / length, step=step.step)
