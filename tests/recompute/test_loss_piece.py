@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import EQUAL, PieceResult
+from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import Loop
 
@@ -161,3 +162,35 @@ def test_another_loss_is_not_checked() -> None:
     assert not loop.findings() and "loss" in unchecked(results)
     loop, results = audited(lambda z, x: mean(z, x[:, :-1]), task=task(loss="own"))
     assert not loop.findings() and "loss" in unchecked(results)
+
+
+def test_a_model_that_is_sure_and_wrong_predicts_its_targets_all_the_same() -> None:
+    loop = Loop(every=0)
+    loop.model.head.weight = loop.model.embedding.weight  # of standard deviation 1, so that the first outputs are sure
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3)
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep)
+    assert not loop.run(6).findings()
+
+
+def with_padding(tokens: Tensor, mask: Tensor, is_ignored: bool) -> set[str]:
+    """What is said of a step whose rows are padded to the right, as the mask says; also outside of ``ng.task``."""
+    loop = Loop(micro_batches=1)
+    plain = loop.model.forward
+    loop.model.forward = lambda tokens, attention_mask: plain(tokens)  # type: ignore[method-assign]
+    labels = tokens[:, 1:].masked_fill(mask[:, 1:] == 0, -100) if is_ignored else tokens[:, 1:]
+    for _ in range(2):
+        logits = loop.model(tokens[:, :-1], attention_mask=mask[:, :-1])
+        mean(logits, labels).backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+    return loop.names()
+
+
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_padding_that_counts_is_read_from_the_mask(is_ignored: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(8, 48, (4, 25), generator=generator)
+    mask = torch.ones_like(tokens)
+    for row, length in enumerate((12, 18, 25, 9)):
+        mask[row, length:], tokens[row, length:] = 0, PADDING
+    assert with_padding(tokens, mask, is_ignored) == (set() if is_ignored else {"padding-counted"})

@@ -3,8 +3,8 @@
 The update of most optimizers is elementwise, so a few thousand elements of each parameter are enough to compute it again: the
 weight and the states before and after, and the gradient. Where a step depends on the whole matrix, as Muon's does, matrices
 that are small enough are kept whole. Norms are kept as sums of squares of the whole tensors. Of the forward passes the inputs
-are kept, the state of the random generators, and the gradients that arrived at their outputs, up to a number of bytes; what is
-larger is not kept, and the pieces that would need it say that they were not checked.
+are kept, the state of the random generators, and the gradients that arrived at their outputs, up to a number of bytes; of larger
+outputs some positions are kept (:mod:`narrowgauge.recompute.output_samples`).
 
 Nothing here changes a tensor of the run.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.output_samples import CrossEntropy, OutputSample
 from narrowgauge.recompute.stored_values import Rounding
 
 ELEMENTS = 1 << 12
@@ -160,8 +162,10 @@ class ForwardCall:
         args, kwargs: its inputs; tensors are copies.
         random: the state of the generators before it, by device.
         autocast: the dtype of autocast, or ``None``.
-        outputs: its floating-point outputs, detached, by their place.
+        outputs: its floating-point outputs, detached, by their place, as far as they are kept whole.
         gradients: what arrived at those outputs; filled in by the backward pass.
+        sampled: those outputs that are too large, likewise.
+        cross_entropy: the loss of sampled logits, where it is known.
     """
 
     args: tuple[Any, ...]
@@ -171,6 +175,56 @@ class ForwardCall:
     autocast: torch.dtype | None
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    sampled: dict[str, OutputSample] = field(default_factory=dict)
+    cross_entropy: CrossEntropy | None = None
+
+    def keep(self, outputs: Mapping[str, Tensor], room: int) -> None:
+        """Keep outputs, and by hooks the gradients that will arrive at them.
+
+        Args:
+            outputs: of the pass, which require a gradient.
+            room: bytes that all of it may take; of what does not fit numbers are kept, and samples of positions.
+        """
+        whole = 2 * sum(t.numel() * t.element_size() for t in outputs.values())  # gradients take as much as outputs
+        for place, tensor in outputs.items():
+            if whole <= room or tensor.ndim == 0:
+                self.outputs[place] = tensor.detach()
+                tensor.register_hook(partial(self._arrived, place))
+            else:
+                sample = self.sampled[place] = OutputSample.of(tensor, room)
+                tensor.register_hook(sample.arrived)
+
+    def _arrived(self, place: str, gradient: Tensor) -> None:
+        self.gradients[place] = gradient.detach()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward pass followed."""
+        return bool(self.gradients) or any(sample.has_gradient for sample in self.sampled.values())
+
+    @property
+    def roots(self) -> list[str]:
+        """The outputs from which a backward pass began: the loss, where the model returns one, since logits come before it."""
+        scalars = [place for place in self.gradients if self.outputs[place].ndim == 0]
+        if scalars:
+            return scalars[:1]
+        return [*self.gradients, *(place for place, sample in self.sampled.items() if sample.has_gradient)]
+
+    @property
+    def why_not_again(self) -> str:
+        """Why its backward pass cannot be taken again; empty where it can."""
+        gone = [place for place in self.roots if place not in self.gradients]
+        if not gone or (self.cross_entropy is not None and gone == [self.logits]):
+            return ""
+        size = f"the outputs of a step and their gradients exceed {CALL_BYTES >> 20} MiB"
+        return f"{size}, and the loss is no cross entropy in which all tokens count alike"
+
+    def logits_sample(self) -> OutputSample | None:
+        """Positions of the logits, of at most :data:`narrowgauge.recompute.output_samples.POSITIONS`."""
+        place = self.logits
+        if place is None or place in self.sampled:
+            return self.sampled.get(place or "")
+        return OutputSample.of_whole(self.outputs[place], self.gradients[place])
 
     @property
     def tokens(self) -> Tensor | None:
@@ -180,17 +234,24 @@ class ForwardCall:
     @property
     def logits(self) -> str | None:
         """The place of the first output with dims (batch, sequence, vocabulary) to which a gradient arrived."""
-        return next((place for place in self.gradients if self.outputs[place].ndim == 3), None)
+        whole = [place for place in self.gradients if self.outputs[place].ndim == 3]
+        part = [place for place, each in self.sampled.items() if each.has_gradient and len(each.shape) == 3]
+        return next(iter([*whole, *part]), None)
 
     @property
     def sequence(self) -> str | None:
         """The place of the logits; without, of the first output with three dims: a framework may have cast it after the loss."""
-        return self.logits or next((place for place, t in self.outputs.items() if t.ndim == 3), self.logits)
+        if self.logits is not None:
+            return self.logits
+        dims = {place: t.ndim for place, t in self.outputs.items()}
+        dims |= {place: len(sample.shape) for place, sample in self.sampled.items()}
+        return next((place for place, number in dims.items() if number == 3), None)
 
     @property
     def nbytes(self) -> int:
-        held = [*tensors_in((self.args, self.kwargs)), *self.outputs.values(), *self.gradients.values()]
-        return sum(t.numel() * t.element_size() for t in held)
+        """Of inputs and outputs, and of the gradients of outputs, which may still come."""
+        held = [*tensors_in((self.args, self.kwargs)), *self.outputs.values(), *self.outputs.values()]
+        return sum(t.numel() * t.element_size() for t in held) + sum(each.nbytes for each in self.sampled.values())
 
 
 @dataclass

@@ -65,6 +65,11 @@ DEPARTURES: dict[str, Departure] = {
             "Set these labels to -100, or give cross_entropy ignore_index.",
         ),
         Departure(
+            "padding-counted", ("loss",), "warning",
+            "{share:.1%} of the counted positions predict padding: tokens that the attention mask leaves out.",
+            "Set these labels to -100; ng.task(loss=\"own\") if they are meant.",
+        ),
+        Departure(
             "label-smoothing", ("loss",), "note", "targets are smoothed by {value:.3g}.",
             "Remove label_smoothing, or declare the loss as its own.",
         ),
@@ -281,8 +286,8 @@ DEPARTURES: dict[str, Departure] = {
         ),
         Departure(
             "padding-seen", ("forward",), "warning",
-            "outputs change with padding before the sequence, which the mask leaves out.",
-            "Look at the mask, and at positions that are counted from the padding.",
+            "outputs change with tokens that the mask leaves out, or with their number before the sequence.",
+            "Look at what attention does with the mask, and at positions that are counted from the padding.",
         ),
         Departure(
             "random-in-evaluation", ("forward",), "warning", "in evaluation mode outputs change with the random state.",

@@ -25,6 +25,7 @@ from narrowgauge._torch import plain_name
 from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs, tensors_in
 from narrowgauge.recompute.moved_sequences import has_relative_positions, moved_sequences
 from narrowgauge.recompute.passes_again import (
+    chosen_parameters,
     in_mode,
     moved_by_half_a_spacing,
     other_random_states,
@@ -146,12 +147,16 @@ class _Questions:
         assert call.tokens is not None
         self.tokens = call.tokens
         self.place = next(each.sequence for each in step.calls if each.sequence is not None) or ""
+        self.chosen = chosen_parameters(model, step.step)
+        own = {name: p.detach() for name, p in model.named_parameters()}
+        is_copied = len(self.chosen) == len(own)  # a larger model keeps its own formats
         self.parameters = {
-            name: p.detach().float() if p.is_floating_point() else p.detach() for name, p in model.named_parameters()
+            name: p.float() if is_copied and p.is_floating_point() else p for name, p in own.items()
         }
         with in_mode(model, False):
             self.base = self._outputs(call)
-            other = outputs_again(model, moved_by_half_a_spacing(self.parameters), call)[self.place]
+            moved = moved_by_half_a_spacing({name: self.parameters[name] for name in self.chosen})
+            other = outputs_again(model, self.parameters | moved, call)[self.place]
         self.envelope = _MARGIN * float((other - self.base).abs().max()) + 1e-12
 
     def _outputs(self, call: ForwardCall) -> Tensor:
@@ -169,6 +174,7 @@ class _Questions:
                 return
             yield from self._later_tokens()
             yield from self._other_rows()
+            yield from self._masked_tokens()
             if any(_is_mask(t, self.tokens) for t in tensors_in((self.call.args, self.call.kwargs))):
                 return  # what may be seen beside that is the mask's own affair
             yield from self._before_a_border()
@@ -224,9 +230,10 @@ class _Questions:
     def _is_narrow(self) -> bool:
         """Whether the model computes in a narrower format than float32 in any case, as where a framework casts inside it."""
         generator = torch.Generator().manual_seed(0)
-        nudged = {name: _nudged(p, generator) if p.is_floating_point() else p for name, p in self.parameters.items()}
+        chosen = {name: p for name in self.chosen if (p := self.parameters[name]).is_floating_point()}
+        nudged = {name: _nudged(p, generator) for name, p in chosen.items()}
         with torch.no_grad():
-            moved = outputs_again(self.model, nudged, self.call)[self.place]
+            moved = outputs_again(self.model, self.parameters | nudged, self.call)[self.place]
         ratio = float((moved - self.base).norm() / self.base.norm().clamp_min(1e-30)) / _NUDGE
         return not 0 < ratio <= _AMPLIFIES
 
@@ -257,6 +264,19 @@ class _Questions:
         apart = float((self._outputs(alone)[0] - self.base[0]).abs().max())
         if apart > self.envelope:
             yield self._result("rows-mixed", apart, self._first_module(alone, (slice(0, 1), slice(None))))
+
+    def _masked_tokens(self) -> Iterator[PieceResult]:
+        mask = self._beside("attention_mask")
+        if mask is None:
+            return
+        is_seen = mask.bool()
+        other = torch.where(is_seen, self.tokens, self.tokens[is_seen].roll(1)[:1]) if bool(is_seen.any()) else self.tokens
+        if other.equal(self.tokens):
+            return
+        call = self._with_tokens(other)
+        apart = float((self._outputs(call)[is_seen] - self.base[is_seen]).abs().max())
+        if apart > self.envelope:
+            yield self._result("padding-seen", apart)
 
     def _tokens_before(self) -> Iterator[PieceResult]:
         last = (slice(None), slice(-1, None))

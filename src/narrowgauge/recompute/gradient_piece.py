@@ -19,7 +19,13 @@ from torch import Tensor, nn
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, spread
 from narrowgauge.recompute.fitting import fitted, near
-from narrowgauge.recompute.passes_again import gradients_again, moved_by_half_a_spacing, parameters_of, reached
+from narrowgauge.recompute.passes_again import (
+    chosen_parameters,
+    gradients_again,
+    moved_by_half_a_spacing,
+    parameters_of,
+    reached,
+)
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.update_piece import joined, narrower_format
 
@@ -39,16 +45,20 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         step: before its update, with its forward passes.
         model: unwrapped, with the weights of before the update.
 
-    Cost: twice the forward and backward passes of the step, and a copy of the parameters.
+    Cost: twice the forward and backward passes of the step; two copies of the parameters and two of their gradients, of a
+        large model those of :func:`narrowgauge.recompute.passes_again.chosen_parameters`.
     """
     if "calls" in step.missing:
         return [not_checked(PIECE, step.missing["calls"], step.step)]
-    calls = [call for call in step.calls if call.gradients]
+    calls = [call for call in step.calls if call.has_gradients]
     if not calls:
         return [not_checked(PIECE, "no backward pass through the model's own outputs was seen", step.step)]
+    if why := next(filter(None, (call.why_not_again for call in calls)), ""):
+        return [not_checked(PIECE, why, step.step)]
     if len(calls) > _MOST_CALLS:
         return [not_checked(PIECE, f"{len(calls)} micro-batches, and {_MOST_CALLS} at most are taken again", step.step)]
-    parameters = parameters_of(model)
+    names = chosen_parameters(model, step.step)
+    parameters = parameters_of(model, names)
     passes: list[dict[str, Tensor | None]] = []
     spreads: dict[str, Tensor] = {}
     moved = moved_by_half_a_spacing(parameters)
@@ -62,6 +72,7 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
                 apart = spread(g).double().cpu() - now
                 spreads[name] = spreads[name] + apart if name in spreads else apart
         del found, other
+    of_weights = max((each.cross_entropy.error for each in calls if each.cross_entropy is not None), default=0.0)
     results: list[PieceResult] = []
     unused = [name for name in passes[0] if all(found[name] is None for found in passes)]
     unused = [name for name in unused if name in step.parameters]
@@ -73,8 +84,12 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         terms = [found.get(name) for found in passes]
         if name not in passes[0]:
             continue
-        results.append(_of_parameter(step, sample, terms, spreads.get(name)))
-    return _gathered(step, results, "backward")
+        results.append(_of_parameter(step, sample, terms, spreads.get(name), of_weights))
+    found = _gathered(step, results, "backward")
+    if (whole := sum(1 for _ in model.parameters())) > len(names):
+        why = f"of {whole} parameters those of {len(names)} were computed again, and others are in other steps"
+        found.append(not_checked(PIECE, why, step.step))
+    return found
 
 
 def _unused(step: StepCapture, name: str) -> PieceResult:
@@ -100,7 +115,7 @@ def _gathered(step: StepCapture, results: Sequence[PieceResult], when: str) -> l
 
 
 def _of_parameter(
-    step: StepCapture, sample: ParameterSample, terms: Sequence[Tensor | None], apart: Tensor | None
+    step: StepCapture, sample: ParameterSample, terms: Sequence[Tensor | None], apart: Tensor | None, of_weights: float
 ) -> PieceResult:
     result = PieceResult(PIECE, EQUAL, (sample.name,), step=step.step)
     known = [t for t in terms if t is not None]
@@ -113,7 +128,7 @@ def _of_parameter(
         return result
     length = max(float(expected.norm()), 1e-300)
     spacing = torch.finfo(sample.computed.dtype).eps * length * max(1, len(known))
-    envelope = _MARGIN * (0.0 if apart is None else float(apart.norm())) + 4 * spacing
+    envelope = _MARGIN * (0.0 if apart is None else float(apart.norm())) + 4 * spacing + of_weights * length
     distance = float((actual - expected).norm())
     result = replace(result, difference=distance / length, envelope=envelope / length)
     if distance <= envelope:
@@ -368,6 +383,15 @@ def _nearest_factor(step: StepCapture) -> float | None:
     return middle if sum(near(f, middle, 0.02) for f in factors) * 2 > len(factors) else None
 
 
+def _taken_away(step: StepCapture) -> list[PieceResult]:
+    """Parameters whose gradient was computed and is gone; all of them where something else steps them, which is no fault."""
+    computed = {name: s for name, s in step.parameters.items() if s.computed is not None and bool(s.computed.any())}
+    gone = [name for name, sample in computed.items() if sample.gradient is None and sample.requires_grad]
+    if 2 * len(gone) > len(computed):
+        return []
+    return [PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, "gradient-missing", step=step.step) for name in gone]
+
+
 def check_after_backward(step: StepCapture, limit: float | None = None) -> list[PieceResult]:
     """Compare what the optimizer received with what the backward passes left, apart from a factor that all share.
 
@@ -409,6 +433,7 @@ def check_after_backward(step: StepCapture, limit: float | None = None) -> list[
                 values=values,
             )
         )
+    results.extend(_taken_away(step))
     departs = [each for each in results if each.status == DEPARTS]
     if len(departs) * 4 > len(results) and not near(common * step.loss_scale, 1.0, 1e-4):
         # Two parts of the parameters were multiplied by two factors, and nothing says which of them is right.

@@ -9,6 +9,7 @@ another, and this says that it was not checked.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -16,20 +17,30 @@ import torch
 from torch import Tensor
 
 from narrowgauge.recompute.capture import ForwardCall, StepCapture
-from narrowgauge.recompute.fitting import near
+from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.gradient_piece import what_it_equals
+from narrowgauge.recompute.output_samples import CrossEntropy
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.task import Task
 
 PIECE = "loss"
-POSITIONS = 1 << 9
-"""Positions of a forward pass that are fitted."""
 SHIFTS = (1, 0, -1, 2, 3)
 _FITS = 0.02
 _AGREE = 0.9
 _SURE = 3e-3
 _MOST_SURE = 0.9
 """Of a probability: where the model is less sure, a position that counts has a gradient by which it is known."""
+_CERTAIN = 1 - 1e-6
+"""Of a probability, whose position has a gradient of zero in float32 if it is the target's."""
+_AT_ONCE = 1 << 22
+"""Elements of the logits that are fitted at once."""
+_SIGMAS = 6.0
+_FEWEST = 8
+"""Padded positions that say whether padding counts."""
+_UNEVEN = 0.05
+"""Of the weight of a position, by which it counts otherwise than another."""
+_PLAIN = 1e-3
+"""Of a weight: what a cross entropy whose gradient is computed again may have besides."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +50,9 @@ class _Positions:
     ``weight`` is what a position counts; ``smoothed`` the share of its target spread over all tokens, and ``penalty`` what the
     gradient has of ``p`` beyond the cross entropy, both relative to the weight; ``unexplained`` is the rest, likewise. Where the
     model is sure of the target, its gradient is next to nothing and tells neither: that is not ``is_known``.
-    Where smoothing is all that is left, no target is told either.
+    Where smoothing is all that is left, no target is told either. Of the whole pass ``number_counted`` positions have a gradient,
+    and ``number_sure`` have none because the model is certain of a token, so that they may count or not. ``masked`` is whether the next token is one that the mask of
+    attention leaves out, where the pass is given one.
     """
 
     tokens: Tensor
@@ -53,6 +66,9 @@ class _Positions:
     log_partition: Tensor
     is_known: Tensor
     number: int
+    number_counted: int
+    number_sure: float
+    masked: Tensor | None
 
     @property
     def has_target(self) -> Tensor:
@@ -68,6 +84,8 @@ def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
     """
     if task.loss == "own":
         return [not_checked(PIECE, "declared as a loss of its own", step.step)]
+    if "calls" in step.missing:
+        return [not_checked(PIECE, step.missing["calls"], step.step)]
     calls = [call for call in step.calls if call.logits is not None and call.tokens is not None]
     if not calls:
         return [not_checked(PIECE, "no gradient arrived at logits of (batch, sequence, vocabulary)", step.step)]
@@ -97,27 +115,71 @@ def counted_positions(found: list[_Positions]) -> str:
 
 
 def _fitted_positions(call: ForwardCall) -> _Positions | None:
-    place = call.logits
-    tokens = call.tokens
-    assert place is not None and tokens is not None
-    logits, gradients = call.outputs[place], call.gradients[place]
-    if logits.shape[:2] != tokens.shape:
+    tokens, sample = call.tokens, call.logits_sample()
+    if tokens is None or sample is None or sample.gradients is None or sample.counts is None:
         return None
-    batch, length, vocabulary = logits.shape
+    if sample.shape[:2] != tokens.shape:
+        return None
+    length, vocabulary = sample.shape[1:]
     if vocabulary < 3:
         return None
-    stride = max(1, batch * length // POSITIONS)
-    while stride > 1 and math.gcd(stride, length) > 1:
-        stride += 1
-    chosen = torch.arange(0, batch * length, stride, dtype=torch.int64, device=logits.device)
-    z = logits.reshape(-1, vocabulary)[chosen].double()
-    d = gradients.reshape(-1, vocabulary)[chosen].double()
+    at_once = max(1, _AT_ONCE // vocabulary)
+    parts = zip(sample.values.split(at_once), sample.gradients.split(at_once), strict=True)
+    fits = [torch.cat(each) for each in zip(*itertools.starmap(_fit, parts), strict=True)]
+    target, a, b, c, rest, size, surest, log_partition = fits
+    weight = b + c
+    safe = torch.where(weight.abs() > 0, weight, torch.ones_like(weight))
+    is_counted = size > 0
+    is_known = is_counted & ((size > _SURE * size.max()) | (surest < _MOST_SURE))
+    weight = torch.where(is_known, weight, weight[is_known].median()) if bool(is_known.any()) else weight
+    zero = torch.zeros_like(weight)
+    return _Positions(
+        tokens.cpu(),
+        (sample.chosen // length).cpu(),
+        (sample.chosen % length).cpu(),
+        target.cpu(),
+        torch.where(is_counted, weight, zero).cpu(),
+        torch.where(is_counted, c / safe, zero).cpu(),
+        torch.where(is_counted, a / safe - 1, zero).cpu(),
+        torch.where(is_counted, rest, zero).cpu(),
+        log_partition.cpu(),
+        (is_counted & is_known).cpu(),
+        sample.number,
+        int(sample.counts.sum()),
+        sample.number * float((~is_counted & (surest > _CERTAIN)).double().mean()),
+        _masked(call, sample.chosen),
+    )
+
+
+def _masked(call: ForwardCall, chosen: Tensor) -> Tensor | None:
+    mask, tokens = call.kwargs.get("attention_mask"), call.tokens
+    if not isinstance(mask, Tensor) or tokens is None or mask.shape != tokens.shape or bool(mask.all()):
+        return None
+    is_next_masked = torch.zeros_like(mask, dtype=torch.bool)
+    is_next_masked[:, :-1] = ~mask[:, 1:].bool()
+    return is_next_masked.flatten()[chosen].cpu()
+
+
+def _fit(logits: Tensor, gradients: Tensor) -> tuple[Tensor, ...]:
+    """Each position's target, the factors of ``a p − b e_target − c``, what is left, and the sizes of what was fitted.
+
+    A target is pushed up, so its gradient is the lowest. Where it is smoothed, or the loss is maximized, it may be the largest
+    instead; of the two the one that explains more is taken.
+    """
+    z, d = logits.double(), gradients.double()
     log_partition = z.logsumexp(-1)
     p = (z - log_partition[:, None]).exp()
-    # Least squares with p, the target and a constant: d = a p - b e_target - c.
-    target = d.abs().argmax(-1)  # the sum of a cross entropy's gradient is 0, so the target's is as large as all others
+    lowest, largest = d.argmin(-1), d.abs().argmax(-1)
+    fit, other = _solved(d, p, lowest), _solved(d, p, largest)
+    is_other = other[-1] < 0.5 * fit[-1]
+    taken = [torch.where(is_other, there, here) for here, there in zip(fit, other, strict=True)]
+    return (torch.where(is_other, largest, lowest), *taken, d.abs().amax(-1), p.amax(-1), log_partition)
+
+
+def _solved(d: Tensor, p: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Least squares with p, the target and a constant: the three factors, and the share of the gradient that is left."""
     one = torch.zeros_like(p).scatter_(1, target[:, None], 1.0)
-    columns = torch.stack([p, -one, torch.full_like(p, -1.0 / vocabulary)], dim=-1)
+    columns = torch.stack([p, -one, torch.full_like(p, -1.0 / p.shape[1])], dim=-1)
     scale = d.norm(dim=-1, keepdim=True).clamp_min(1e-300)
     # Columns of like length, so that the solution is well determined.
     lengths = columns.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -126,26 +188,30 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
     solution = torch.linalg.solve(gram, columns.mT @ (d / scale)[..., None])
     rest = ((columns @ solution)[..., 0] - d / scale).norm(dim=-1)
     a, b, c = (solution[..., 0] / lengths[:, 0] * scale).unbind(-1)
-    weight = b + c
-    safe = torch.where(weight.abs() > 0, weight, torch.ones_like(weight))
-    size = d.abs().amax(-1)
-    is_counted = size > 0
-    is_known = is_counted & ((size > _SURE * size.max()) | (p.amax(-1) < _MOST_SURE))
-    weight = torch.where(is_known, weight, weight[is_known].median()) if bool(is_known.any()) else weight
-    zero = torch.zeros_like(weight)
-    return _Positions(
-        tokens.cpu(),
-        (chosen // length).cpu(),
-        (chosen % length).cpu(),
-        target.cpu(),
-        torch.where(is_counted, weight, zero).cpu(),
-        torch.where(is_counted, c / safe, zero).cpu(),
-        torch.where(is_counted, a / safe - 1, zero).cpu(),
-        torch.where(is_counted, rest, zero).cpu(),
-        log_partition.cpu(),
-        (is_counted & is_known).cpu(),
-        batch * length,
-    )
+    return a, b, c, rest
+
+
+def cross_entropy_of(call: ForwardCall) -> CrossEntropy | None:
+    """The loss of a call of whose logits positions are kept; ``None`` where it is not a cross entropy, or tokens count unlike."""
+    found, sample = _fitted_positions(call), call.logits_sample()
+    if found is None or sample is None or sample.lowest is None or sample.counts is None or sample.gradients is None:
+        return None
+    known = found.is_known
+    if not bool(known.any()):
+        return None
+    narrow = max(_PLAIN, 20 * torch.finfo(sample.gradients.dtype).eps)
+    weights, apart = found.weight[known], (found.smoothed[known], found.penalty[known], found.unexplained[known])
+    if float(weights.median()) <= 0 or any(float(each.abs().median()) > narrow for each in apart):
+        return None
+    if float((weights / weights.median() - 1).abs().max()) > max(_UNEVEN, narrow):
+        return None
+    # Of all sampled elements together: what each was rounded by averages out.
+    d, z = (t.double().cpu()[known] for t in (sample.gradients, sample.values))
+    form = z.softmax(-1)
+    form.scatter_add_(1, found.target[known][:, None], torch.full((len(form), 1), -1.0, dtype=torch.float64))
+    (weight,), rest = fitted(d.flatten(), [form.flatten()])
+    error = _SIGMAS * rest / float(d.norm()) / math.sqrt(len(d))
+    return CrossEntropy(sample.lowest, sample.counts, weight, error + 4 * torch.finfo(torch.float32).eps)
 
 
 # ── which token is predicted ──────────────────────────────────────────────────────────────────────────────────────────
@@ -200,9 +266,20 @@ def _token_ignored(found: list[_Positions], step: StepCapture) -> list[PieceResu
     return [PieceResult(PIECE, DEPARTS, (), share, 0.0, "token-ignored", {"token": token, "share": share}, step.step)]
 
 
+def _padding_counted(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
+    """Positions that predict padding; one a row may be meant, which ends the text."""
+    with_mask = [(each.masked, each) for each in found if each.masked is not None]
+    counted = sum(int((masked & each.is_known).sum()) for masked, each in with_mask)
+    padded = sum(int(masked.sum()) for masked, _ in with_mask)
+    if 2 * counted <= padded or padded < _FEWEST:
+        return []
+    share = counted / sum(int(each.is_known.sum()) for each in found)
+    return [PieceResult(PIECE, DEPARTS, (), share, 0.0, "padding-counted", {"share": share}, step.step)]
+
+
 def _ignored(found: list[_Positions], step: StepCapture, task: Task) -> list[PieceResult]:
     if task.ignore is None:
-        return _token_ignored(found, step)
+        return [*_padding_counted(found, step), *_token_ignored(found, step)]
     counted = torch.cat([each.has_target for each in found])
     targets = torch.cat([each.target for each in found])
     wrong = counted & (targets == task.ignore)
@@ -244,32 +321,24 @@ def _shape(found: list[_Positions], step: StepCapture, task: Task) -> list[Piece
 
 def _rounding(step: StepCapture) -> float:
     """The spacing of the coarsest logits or gradients of the step."""
-    kept = [
-        t
-        for call in step.calls
-        if call.logits is not None
-        for t in (call.outputs[call.logits], call.gradients[call.logits])
-    ]
+    samples = [call.logits_sample() for call in step.calls]
+    kept = [t for each in samples if each is not None for t in (each.values, each.gradients) if t is not None]
     return max((torch.finfo(t.dtype).eps for t in kept), default=0.0)
 
 
 def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     """What a position counts: all alike, and all of the step together as much as one mean."""
-    sampled = [each.weight[each.weight.abs() > 0] for each in found]
-    sampled = [weights for weights in sampled if len(weights)]
+    counting = [each for each in found if bool((each.weight.abs() > 0).any())]
+    sampled = [each.weight[each.weight.abs() > 0] for each in counting]
     middles = [float(weights.median()) for weights in sampled]
-    numbers = [
-        each.number * float((each.weight.abs() > 0).double().mean())
-        for each in found
-        if bool((each.weight.abs() > 0).any())
-    ]
+    numbers = [each.number_counted for each in counting]
     total = sum(m * n for m, n in zip(middles, numbers, strict=True)) / step.loss_scale
     tolerance = max(0.02, 20 * _rounding(step))
     result = PieceResult(PIECE, DEPARTS, (), 0.0, tolerance, step=step.step)
     if total < 0:
         return [replace(result, difference=2.0, cause="loss-sign")]
     uneven = max(float((w - m).abs().max()) / abs(m) for w, m in zip(sampled, middles, strict=True))
-    if uneven > max(tolerance, 0.05):
+    if uneven > max(tolerance, _UNEVEN):
         share = float(
             torch.cat([(w - m).abs() > tolerance * abs(m) for w, m in zip(sampled, middles, strict=True)])
             .double()
@@ -279,8 +348,9 @@ def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     if max(middles) > (1 + tolerance) * min(middles):
         values = {"least": min(middles) / max(middles)}
         return [replace(result, difference=1 - values["least"], cause="micro-batches-uneven", values=values)]
-    # A sample of positions does not say how many of the others count, unless all of them do.
-    if near(total, 1.0, max(2e-3, 20 * _rounding(step))) or not _is_whole(found):
+    most = total + sum(m * each.number_sure for m, each in zip(middles, counting, strict=True)) / step.loss_scale
+    within = max(2e-3, 20 * _rounding(step))
+    if total - within <= 1.0 <= most + within or not _is_whole(found):
         return []
     equals = what_it_equals(total, step, len(found))
     tokens = sum(numbers)

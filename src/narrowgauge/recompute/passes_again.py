@@ -8,6 +8,7 @@ stay, since they may compute part of the model. Afterwards generators, buffers a
 from __future__ import annotations
 
 import functools
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +20,8 @@ from torch.func import functional_call
 from narrowgauge.recompute.capture import ForwardCall, float_outputs, random_signs
 
 Tensors = dict[str, Tensor]
+MOST_PARAMETERS = 1 << 28
+"""Elements of the parameters that are copied in a step."""
 
 
 def unwrapped_model(model: nn.Module) -> nn.Module:
@@ -104,9 +107,23 @@ def _autocast(call: ForwardCall) -> AbstractContextManager[Any]:
     return torch.autocast(call.device.type, dtype=call.autocast)
 
 
-def parameters_of(model: nn.Module) -> Tensors:
-    """Copies of the parameters, which gradients are wanted of where the run wants them."""
-    return {name: p.detach().clone().requires_grad_(p.requires_grad) for name, p in model.named_parameters()}
+def chosen_parameters(model: nn.Module, step: int) -> list[str]:
+    """The parameters of which copies are made in a step: all, or of a larger model some, others in other steps."""
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    if sum(sizes.values()) <= MOST_PARAMETERS:
+        return list(sizes)
+    taken, room = set[str](), MOST_PARAMETERS
+    for name in sorted(sizes, key=lambda each: zlib.crc32(f"{step} {each}".encode())):
+        if sizes[name] <= room:
+            taken.add(name)
+            room -= sizes[name]
+    return [name for name in sizes if name in taken]
+
+
+def parameters_of(model: nn.Module, names: Iterable[str]) -> Tensors:
+    """Copies of some parameters, which gradients are wanted of where the run wants them."""
+    own = dict(model.named_parameters())
+    return {name: own[name].detach().clone().requires_grad_(own[name].requires_grad) for name in names}
 
 
 def outputs_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> Tensors:
@@ -114,7 +131,7 @@ def outputs_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> T
 
     Args:
         model: unwrapped.
-        parameters: by the model's names.
+        parameters: by the model's names; for the others the model's own are taken.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     with _random_as(call), without_own_hooks(model), _autocast(call):
@@ -133,12 +150,12 @@ def gradients_again(model: nn.Module, parameters: Tensors, call: ForwardCall) ->
     """
     with torch.enable_grad():
         outputs = outputs_again(model, parameters, call)
-        places = _roots(call)
+        places = call.roots
         wanted = {name: p for name, p in parameters.items() if p.requires_grad}
         found = torch.autograd.grad(
             [outputs[place] for place in places],
             list(wanted.values()),
-            [call.gradients[place] for place in places],
+            [_arrived(call, place, outputs[place]) for place in places],
             allow_unused=True,
         )
     return dict(zip(wanted, found, strict=True))
@@ -154,15 +171,17 @@ def reached(model: nn.Module, call: ForwardCall, names: Iterable[str]) -> set[st
     with torch.enable_grad(), _random_as(call), without_own_hooks(model), _autocast(call):
         outputs = float_outputs(functional_call(model, buffers, call.args, call.kwargs))
         found: Any = torch.autograd.grad(
-            [outputs[place].sum() for place in _roots(call)], list(own.values()), allow_unused=True
+            [outputs[place].sum() for place in call.roots], list(own.values()), allow_unused=True
         )
     return {name for name, gradient in zip(own, found, strict=True) if gradient is not None}
 
 
-def _roots(call: ForwardCall) -> list[str]:
-    """The outputs from which a backward pass began: the loss, where the model returns one, since logits come before it."""
-    scalars = [place for place in call.gradients if call.outputs[place].ndim == 0]
-    return scalars[:1] or list(call.gradients)
+def _arrived(call: ForwardCall, place: str, output: Tensor) -> Tensor:
+    """What arrived at an output in the run; of logits that were not kept, what their cross entropy sends back."""
+    if place in call.gradients:
+        return call.gradients[place]
+    assert call.cross_entropy is not None
+    return call.cross_entropy.gradient(output)
 
 
 def moved_by_half_a_spacing(parameters: Tensors, seed: int = 0) -> Tensors:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from narrowgauge import _torch
 from narrowgauge._torch import plain_name
 from narrowgauge._torch.own_hooks import OwnHook
-from narrowgauge.numerics.shards import is_sharded, local_of
+from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.recompute.between_steps import AverageCheck, FewLeft, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
     CALL_BYTES,
@@ -45,7 +45,7 @@ from narrowgauge.recompute.declared_settings import check_declared
 from narrowgauge.recompute.evaluation_piece import EvaluationHistory, Reported, check_loss_of_evaluation, weights_sample
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
-from narrowgauge.recompute.loss_piece import check_loss
+from narrowgauge.recompute.loss_piece import check_loss, cross_entropy_of
 from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
@@ -56,8 +56,6 @@ from narrowgauge.recompute.step_samples import add_results, sampled_step
 from narrowgauge.recompute.task import Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
 
-LARGEST_MODEL = 1 << 28
-"""Parameters up to which the passes of a step are taken again, which needs a copy of them."""
 _FEW = 8
 """Parameters whose counts are read in every step."""
 Report = Callable[[int, list[PieceResult]], object]
@@ -245,12 +243,11 @@ class StepWatcher:
             self._keep(lambda: self._keep_outputs(self._calls[-1], output))
 
     def _keep_outputs(self, call: ForwardCall, output: Any) -> None:
-        for place, tensor in float_outputs(output).items():
-            if tensor.requires_grad:
-                call.outputs[place] = tensor.detach()
-                tensor.register_hook(_keeper(call, place))
-        if 2 * sum(each.nbytes for each in self._calls) > CALL_BYTES:  # gradients take as much as outputs
-            self._drop(f"the inputs and outputs of a step exceed {CALL_BYTES >> 20} MiB")
+        room = CALL_BYTES - sum(each.nbytes for each in self._calls)
+        if room < 0:
+            self._drop(f"the inputs of a step exceed {CALL_BYTES >> 20} MiB")
+        else:
+            call.keep({place: t for place, t in float_outputs(output).items() if t.requires_grad}, room)
 
     def _after_gradient(self, parameter: Tensor) -> None:
         self._keep(lambda: self._keep_gradient(parameter))
@@ -387,7 +384,9 @@ class StepWatcher:
         self._follow("data", lambda: self._results.extend(check_ranks(self.num_steps + 1, told_by_rank)))
 
     def _take(self) -> None:
-        calls = [call for call in self._calls if call.gradients]
+        calls = [call for call in self._calls if call.has_gradients]
+        for call in calls:
+            call.cross_entropy = cross_entropy_of(call) if call.sampled else None
         step = sampled_step(
             self.num_steps + 1, self.optimizer, self._inner, self._names, self._computed, self._previous, calls
         )
@@ -447,11 +446,7 @@ class StepWatcher:
         return [*loss, *forward, *backward]
 
     def _why_not_again(self) -> str | None:
-        parameters = list(self._inner.parameters())
-        number = sum(local_of(p).numel() for p in parameters)
-        if number > LARGEST_MODEL:
-            return f"{number:,} parameters; the passes of up to {LARGEST_MODEL:,} are taken again"
-        if any(map(is_sharded, parameters)):
+        if any(map(is_sharded, self._inner.parameters())):
             return "parameters are sharded over ranks"
         # A model's own exchange with other ranks must not be called by some of them alone.
         return (self._ranks.why_not() or None) if self._ranks.ranks > 1 else None
@@ -582,13 +577,6 @@ def _host_number(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
     """The optimizer's count of a parameter's steps; 0 where reading it would wait for a device, or nothing is counted."""
     count = optimizer.state.get(parameter, {}).get("step")
     return 0 if isinstance(count, Tensor) and count.device.type != "cpu" else number_of(optimizer, parameter)
-
-
-def _keeper(call: ForwardCall, place: str) -> Callable[[Tensor], None]:
-    def keep(gradient: Tensor) -> None:
-        call.gradients[place] = gradient.detach()
-
-    return keep
 
 
 def _plain(function: Callable[..., Any]) -> OwnHook:

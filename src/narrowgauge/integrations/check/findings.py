@@ -23,7 +23,7 @@ from narrowgauge.integrations.check.set_up import SetUp, set_up_of, storage_of, 
 from narrowgauge.integrations.check.table import found_in
 from narrowgauge.integrations.check.watch import Seen, Watch
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recompute.departures import findings_of
+from narrowgauge.recompute.departures import PIECES, findings_of, unchecked
 from narrowgauge.recompute.piece_results import PieceResult
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import Task
@@ -49,6 +49,9 @@ class Findings(Sequence[Finding]):
         begin: starts watching; returns a function that ends it and runs the checks again.
         steps: optimizer steps to watch at most; 0 for all within ``with``.
 
+    Attributes:
+        unchecked: pieces of the step that was to be computed again, and why they were not: ``{"gradient": "…"}``.
+
     Example:
         >>> import torch, narrowgauge as ng
         >>> model = torch.nn.Linear(8, 8)
@@ -64,7 +67,7 @@ class Findings(Sequence[Finding]):
         begin: Callable[[Findings], Callable[[], list[Finding]]] | None = None,
         steps: int = 0,
     ) -> None:
-        self.set_up, self.steps = list(set_up), steps
+        self.set_up, self.steps, self.unchecked = list(set_up), steps, dict[str, str]()
         self._begin, self._end = begin, None if begin is None or not steps else begin(self)
         self._take(found)
 
@@ -144,7 +147,11 @@ class Findings(Sequence[Finding]):
 
     def plain(self) -> str:
         """A line per optimizer and a paragraph per finding."""
-        return "\n".join([*self.set_up, *(map(str, self) if len(self) else ["nothing was found"])])
+        found = [*map(str, self)] if len(self) else ["nothing was found"]
+        return "\n".join([*self.set_up, *found, *self._not_again()])
+
+    def _not_again(self) -> list[str]:
+        return [f"not computed again: {PIECES.get(piece, piece)}: {why}" for piece, why in self.unchecked.items()]
 
     def _on_terminal(self) -> str:
         from rich.console import Console
@@ -152,12 +159,14 @@ class Findings(Sequence[Finding]):
         console = Console(file=io.StringIO(), force_terminal=True, highlight=False, width=Console().width)
         for line in self.set_up:
             console.print(line, style="dim", markup=False)
-        if not len(self):
+        if len(self):
+            table = self._table()
+            widths = table.widths(console.width)
+            console.print(table.rich(widths) if widths else table.cards(console.width), markup=False)
+        else:
             console.print("nothing was found", style="green")
-            return _text(console)
-        table = self._table()
-        widths = table.widths(console.width)
-        console.print(table.rich(widths) if widths else table.cards(console.width), markup=False)
+        for line in self._not_again():
+            console.print(line, style="dim", markup=False)
         return _text(console)
 
     def _table(self) -> Table:
@@ -267,6 +276,7 @@ def _watch(set_up: SetUp, handle: Findings, audit: Audit) -> Callable[[], list[F
         watch.remove()
         if audited is not None:
             audited.remove()
+            handle.unchecked = unchecked(results)
         now = updates_of_averages(set_up.model)
         updated = [average for average, count in now.items() if count > before.get(average, 0)]
         set_up.averages += [each for each in updated if all(each is not known for known in set_up.averages)]
