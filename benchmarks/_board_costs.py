@@ -29,6 +29,9 @@ from narrowgauge.spec.storages import STORAGES
 
 NOT_RUN = "not run"
 
+MOST_WRONG = 0.5
+"""A stall error above which a lower loss does not stand alone: most of what small updates should have moved is wrong."""
+
 PEERS = {peer.name: peer for peer in ALL_PEERS}
 """Rows whose optimizer is somebody else's, over bfloat16 parameters."""
 
@@ -150,8 +153,9 @@ class Cost:
     def verdict(self) -> str:
         """In a word, by the interval over all cells and the difference ``d`` that is to be resolved.
 
-        ``as BASELINE``: the interval lies within ± d. ``worse``: above 0. ``better``: below 0. ``no worse``: below d.
-        ``not distinguishable``: none of these, with the seeds that would tell. ``diverged``: a run did.
+        ``as BASELINE``: the interval lies within ± d. ``worse``: above 0. ``better``: below 0, with ``small updates wrong``
+        where the stall error exceeds :data:`MOST_WRONG`. ``no worse``: below d. ``not distinguishable``: none of these, with
+        the seeds that would tell. ``diverged``: a run did.
         """
         if not self.runs:
             return NOT_RUN
@@ -166,7 +170,10 @@ class Cost:
     def _judged(self, difference: PairedDifference) -> str:
         if max(difference.high, -difference.low) <= self.rules.resolve:
             return f"as {self.baseline}"
-        if claim := read_difference(difference, self.rules.resolve).claim:
+        claim = read_difference(difference, self.rules.resolve).claim
+        if claim == "better" and self.stall is not None and float(self.stall.error) > MOST_WRONG:
+            return f"{claim}; small updates wrong"
+        if claim:
             return claim
         needed = self.num_seeds_needed
         told = "more than 1000 seeds" if needed is None else f"{max(needed, difference.num_pairs + 1)} seeds"

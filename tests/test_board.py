@@ -51,6 +51,13 @@ def run(
     return records.RunRecord(**{**given, **changes})
 
 
+def stalled(row: str, error: str) -> Any:
+    """A record of the stall case."""
+    given = {"package": "", "bytes_per_param": 8.0, "edq": None, "noise": None, "date": "2026-11-23", "settings": ""}
+    about = {"narrowgauge": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "vectors": "AVX2"}
+    return records.StallRecord(row=row, error=error, **given, **about)
+
+
 def whole(
     row: str, differences: Mapping[int, float] | Callable[[tuple[float, float], int], float], **changes: Any
 ) -> list[Any]:
@@ -174,6 +181,29 @@ def test_a_cell_that_is_worse_is_named() -> None:
     found = cost("word", *whole("word", lambda cell, seed: 0.012 + seed * 1e-4 if cell == bad else seed * 1e-4))
     assert found.verdict == "as master; worse at beta2 0.95, lr 0.0001"
     assert cost("word", *whole("word", {0: 0.02, 1: 0.021, 2: 0.022})).verdict == "worse"  # everywhere: said once
+
+
+@pytest.mark.parametrize(
+    ("apart", "error", "verdict"),
+    [
+        (-0.02, "0.794", "better; small updates wrong"),
+        (-0.02, "1.55", "better; small updates wrong"),
+        (-0.02, "0.5", "better"),
+        (0.0, "0.999", "as master"),
+        (0.02, "0.999", "worse"),
+    ],
+)
+def test_better_does_not_stand_alone_where_small_updates_are_wrong(apart: float, error: str, verdict: str) -> None:
+    found = cost("word", *whole("word", {0: apart, 1: apart + 1e-4, 2: apart - 1e-4}), stalled("word", error))
+    assert found.verdict == verdict
+
+
+def test_no_better_row_of_the_board_has_wrong_small_updates_unsaid() -> None:
+    found = [each for each in costs_of.costs(records.read()) if each.verdict.startswith("better") and each.stall]
+    wrong = [each for each in found if float(each.stall.error) > costs_of.MOST_WRONG]
+    assert {"float8/collage-light", "float8/collage-plus"} <= {each.row for each in wrong}
+    for each in found:
+        assert ("small updates wrong" in each.verdict) == (each in wrong), each.row
 
 
 def test_an_incomplete_a_diverged_and_a_missing_row_have_no_interval() -> None:
@@ -365,7 +395,7 @@ def test_the_page_has_a_row_for_everything_and_the_figures_of_the_records() -> N
             assert f"| {'–' if each.of_cell(cell) is None else each.of_cell(cell).text} |" in lines[1]
     rules = records.RULES
     assert f"`{rules.settings_hash}`" in page and all(f"`{tokens}`" in page for tokens in rules.tokens.values())
-    assert f"± {rules.resolve:g} nats" in page
+    assert f"± {rules.resolve:g} nats" in page and f"stall error exceeds {costs_of.MOST_WRONG:g}" in page
     explained = re.findall(r"^\| ([\w, …]+) \|", page, re.MULTILINE)
     words = {word.strip() for entry in explained for word in entry.split(",")}
     assert {
@@ -373,6 +403,7 @@ def test_the_page_has_a_row_for_everything_and_the_figures_of_the_records() -> N
         "no worse",
         "worse",
         "better",
+        "small updates wrong",
         "not distinguishable",
         "diverged",
         "incomplete",
