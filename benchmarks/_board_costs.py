@@ -10,6 +10,7 @@ Claim and baseline: none of its own. Run: ``./dev docs`` makes the page.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,10 +168,14 @@ class Cost:
             return f"incomplete ({self.num_pairs} of {self.num_wanted} pairs)"
         return self._judged(self.over_all) + self._in_cells()
 
+    @property
+    def word(self) -> str:
+        """The verdict without numbers and names of cells."""
+        verdict = re.sub(r" \(.*?\)|(?<=^worse); worse at .*", "", self.verdict)
+        return re.sub(r"; worse at .*", "; worse in a cell", verdict)
+
     def _judged(self, difference: PairedDifference) -> str:
-        if max(difference.high, -difference.low) <= self.rules.resolve:
-            return f"as {self.baseline}"
-        claim = read_difference(difference, self.rules.resolve).claim
+        claim = claim_of(difference, self.baseline, self.rules.resolve)
         if claim == "better" and self.stall is not None and float(self.stall.error) > MOST_WRONG:
             return f"{claim}; small updates wrong"
         if claim:
@@ -184,6 +189,18 @@ class Cost:
         if not worse or len(worse) == len(self.pairs):
             return ""
         return f"; worse at {' and '.join(cell_name(cell) for cell in worse)}"
+
+
+def claim_of(difference: PairedDifference, baseline: str, resolve: float) -> str:
+    """What an interval shows at the difference that is to be resolved; empty where it shows nothing.
+
+    Example:
+        >>> [claim_of(PairedDifference("a", mean, 0.001, 3), "master", 0.005) for mean in (0.001, 0.006, -0.006)]
+        ['as master', 'worse', 'better']
+    """
+    if max(difference.high, -difference.low) <= resolve:
+        return f"as {baseline}"
+    return read_difference(difference, resolve).claim
 
 
 def _recipe(row: str) -> str:
@@ -200,11 +217,13 @@ def cell_name(cell: Cell) -> str:
     return f"beta2 {cell[0]:g}, lr {cell[1]:g}"
 
 
-def costs(records: Sequence[Record], rules: Rules = RULES) -> list[Cost]:
-    """What the records show, a row each, in the order of :func:`listed_rows`."""
+def costs(records: Sequence[Record], rules: Rules = RULES, rows: Iterable[str] | None = None) -> list[Cost]:
+    """What the records show of these rows, by default of all :func:`listed_rows`."""
     runs = runs_of(records)
     stalls = {record.row: record for record in records if isinstance(record, StallRecord)}
-    return [_cost(row, runs, stalls.get(storage_of(row)), rules) for row in listed_rows(records)]
+    return [
+        _cost(row, runs, stalls.get(storage_of(row)), rules) for row in (listed_rows(records) if rows is None else rows)
+    ]
 
 
 def _cost(row: str, runs: Sequence[RunRecord], stall: StallRecord | None, rules: Rules) -> Cost:

@@ -20,7 +20,7 @@ from narrowgauge.runs.writer import RunWriter
 from script_modules import script_module
 
 records, costs_of = benchmark_module("_board_records"), benchmark_module("_board_costs")
-figures = benchmark_module("_board_figure")
+figures, methods = benchmark_module("_board_figure"), benchmark_module("_board_methods")
 RULES = dataclasses.replace(
     records.RULES,
     betas=(0.95, 0.999),
@@ -204,6 +204,17 @@ def test_no_better_row_of_the_board_has_wrong_small_updates_unsaid() -> None:
     assert {"float8/collage-light", "float8/collage-plus"} <= {each.row for each in wrong}
     for each in found:
         assert ("small updates wrong" in each.verdict) == (each in wrong), each.row
+
+
+def test_the_verdict_in_a_word_has_no_numbers_and_no_names_of_cells() -> None:
+    bad = RULES.cells[1]
+    in_one = cost("word", *whole("word", lambda cell, seed: 0.012 + seed * 1e-4 if cell == bad else seed * 1e-4))
+    in_two = cost("word", *whole("word", lambda cell, seed: 0.012 if cell[0] == 0.95 else 0.001 + seed * 1e-4))
+    apart = cost("word", *whole("word", {0: -0.004, 1: 0.01, 2: 0.002}))
+    assert [each.word for each in (in_one, in_two, apart, cost("word"), cost("word", run()))] == [
+        "as master; worse in a cell", "worse", "not distinguishable", "not run", "incomplete",
+    ]  # fmt: skip
+    assert in_two.verdict.startswith("worse; worse at")
 
 
 def test_an_incomplete_a_diverged_and_a_missing_row_have_no_interval() -> None:
@@ -409,6 +420,75 @@ def test_the_page_has_a_row_for_everything_and_the_figures_of_the_records() -> N
         "incomplete",
         "not run",
     } <= words
+
+
+# ── the published methods ───────────────────────────────────────────────────────────────────────────────────────────
+
+LOGGED = [row for method in methods.METHODS for row in method.rows if isinstance(row, methods.Logged)]
+
+
+def test_a_method_has_a_line_with_the_figures_of_its_rows() -> None:
+    page = script_module("docs/costs.py").by_method().splitlines()
+    assert len(page) == 2 + len(methods.METHODS)
+    rows = list(dict.fromkeys(row for method in methods.METHODS for row in method.rows if isinstance(row, str)))
+    found = {each.row: each for each in costs_of.costs(records.read(), rows=rows)}
+    for method, line in zip(methods.METHODS, page[2:], strict=True):
+        name, source, *columns, more = (cell.strip() for cell in line.strip("|").split("|"))
+        assert (name, source, more) == (method.name, method.source, method.more)
+        assert (
+            method.published and method.ours and {len(column.split("<br>")) for column in columns} == {len(method.rows)}
+        )
+        for row, *cells in zip(method.rows, *(column.split("<br>") for column in columns), strict=True):
+            if isinstance(row, str):
+                loss = "–" if found[row].over_all is None else found[row].over_all.text
+                assert cells[0].endswith(f"`{row}`") and cells[2:4] == [loss, found[row].baseline]
+                assert cells[1] == f"{found[row].bytes_per_param:.2f}" and cells[5] == found[row].word
+            else:
+                assert cells[1].startswith(row.size) and cells[2] == (row.loss or "–") and cells[5] == row.verdict
+
+
+def test_the_methods_of_the_sources_are_listed() -> None:
+    assert [method.name for method in methods.METHODS] == [
+        "Mixed precision", "LLM.int8()", "FP8 end to end", "Collage", "Scalify", "GaLore", "GradNormLoRP",
+        "Distributed low precision",
+    ]  # fmt: skip
+    rows = {row for method in methods.METHODS for row in method.rows}
+    assert {"float8-row/states8", "float16/float32", "float32/float32"} <= rows
+
+
+def test_what_has_no_record_yet_is_not_run() -> None:
+    (found,) = costs_of.costs(BASE, RULES, ["float8-row/states8"])
+    assert (found.word, found.bytes_per_param, found.baseline) == ("not run", 6.0, "master")
+
+
+@pytest.mark.parametrize("logged", LOGGED, ids=lambda logged: logged.row)
+def test_a_figure_of_the_log_stands_in_its_line_there(logged: Any) -> None:
+    log = (records.FILE.parent / "log" / f"{logged.page}.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^#+ {re.escape(logged.section)}\n(.*?)(?=^##|\Z)", log, re.MULTILINE | re.DOTALL)
+    (line,) = (line for line in section.splitlines() if line.startswith(logged.line))
+    cells = [cell.strip(" *") for cell in line.split("|")]
+    assert {logged.size, logged.loss} - {""} <= set(cells)
+
+
+def test_a_loss_of_the_log_gets_the_boards_verdict() -> None:
+    assert {logged.row: logged.verdict for logged in LOGGED} == {
+        "galore/float32": "not run",
+        "galore/states8": "not distinguishable",
+        "galore/states8, two-sided": "better; by a smaller rate",
+        "gradnorm_lorp/float32": "not run",
+        "gradnorm_lorp/states8": "better; by a smaller rate",
+        "compressed8": "as float32 sums",
+        "compressed4": "not distinguishable",
+    }
+
+
+def test_papers_are_cited_as_elsewhere() -> None:
+    root = Path(__file__).parents[1]
+    files = [*(root / "src").rglob("*.py"), *(root / "docs" / "ideas").glob("*.md")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    for method in methods.METHODS:
+        numbers = re.findall(r"\d{4}\.\d{5}", method.source)
+        assert numbers and not [number for number in numbers if number not in text], method.name
 
 
 def test_the_figure_shows_complete_rows_with_labels_apart() -> None:
