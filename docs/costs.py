@@ -1,7 +1,7 @@
-"""The board's page, ``board.md``: tables of what each format costs, from the records in ``board.jsonl``.
+"""The board's page, ``board.md``, and tables of it elsewhere: what each format costs, from the records in ``board.jsonl``.
 
-MkDocs calls :func:`on_page_markdown`, which replaces ``<!-- board: NAME -->`` by the table of that name. The figures lie in
-``images/costs.svg`` and ``costs-dark.svg``; ``./dev bench board`` writes them with the records.
+MkDocs calls :func:`on_page_markdown` for every page, which replaces ``<!-- board: NAME -->`` by the table of that name. The
+figures lie in ``images/costs.svg`` and ``costs-dark.svg``; ``./dev bench board`` writes them with the records.
 """
 
 from __future__ import annotations
@@ -87,9 +87,18 @@ def rules() -> str:
 def by_cell() -> str:
     """The differences in each cell, of the rows that have runs; of baselines their own losses, in brackets."""
     found = [cost for cost in costs(read()) if cost.runs]
+    return _by_cell(found) if found else "No run is recorded yet."
+
+
+def collage() -> str:
+    """Collage, and storages of as many bytes or fewer, in each cell: a table of ``ideas/range-of-storages.md``."""
+    return _by_cell(costs(read(), rows=("collage-light", "collage-plus", "split", "word")))
+
+
+def _by_cell(found: Sequence[Cost]) -> str:
     heads = [Column("row", "row", code=True), *(Column(cell_name(cell), cell_name(cell)) for cell in RULES.cells)]
     rows = [{"row": cost.row, **{cell_name(cell): _in_cell(cost, cell) for cell in RULES.cells}} for cost in found]
-    return Table(tuple(heads), rows).markdown() if rows else "No run is recorded yet."
+    return Table(tuple(heads), rows).markdown()
 
 
 def _in_cell(cost: Cost, cell: Cell) -> str:
@@ -132,6 +141,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "over_master": over_master,
     "over_word": over_word,
     "by_cell": by_cell,
+    "collage": collage,
     "rules": rules,
 }
 """The tables of the page, by name."""

@@ -447,6 +447,20 @@ def test_a_method_has_a_line_with_the_figures_of_its_rows() -> None:
                 assert cells[1].startswith(row.size) and cells[2] == (row.loss or "–") and cells[5] == row.verdict
 
 
+def test_what_is_said_of_collages_quality_is_what_the_records_show() -> None:
+    docs = records.FILE.parent
+    page = script_module("docs/costs.py").on_page_markdown(
+        (docs / "ideas" / "range-of-storages.md").read_text(encoding="utf-8")
+    )
+    found = {each.row: each for each in costs_of.costs(records.read())}
+    for row in ("collage-light", "collage-plus", "split", "word"):
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{row}` | "))
+        assert all(f"| {found[row].of_cell(cell).text} |" in line for cell in records.RULES.cells)
+        worse = [cell for cell in records.RULES.cells if found[row].of_cell(cell).low > 0.001]
+        assert [beta2 for beta2, _ in worse] == ([0.999, 0.999] if row == "collage-light" else [])
+        assert found[row].word.startswith("as master")
+
+
 def test_the_methods_of_the_sources_are_listed() -> None:
     assert [method.name for method in methods.METHODS] == [
         "Mixed precision", "LLM.int8()", "FP8 end to end", "Collage", "Scalify", "GaLore", "GradNormLoRP",
