@@ -461,6 +461,16 @@ def test_what_is_said_of_collages_quality_is_what_the_records_show() -> None:
         assert found[row].word.startswith("as master")
 
 
+def test_the_logs_summary_has_the_boards_figures() -> None:
+    index = (records.FILE.parent / "log" / "index.md").read_text(encoding="utf-8")
+    (line,) = (line for line in index.splitlines() if line.startswith("| the board, nats above `master`, 200 steps"))
+    _, what, figures_of_rows, *_ = (cell.strip() for cell in line.split("|"))
+    rows = re.findall(r"`([\w-]+)`", what.partition(":")[2])
+    found = {each.row: each.over_all for each in costs_of.costs(records.read())}
+    said = [f"{found[row].mean:+.4f} ± {found[row].half:.4f}".replace("-", "−") for row in rows]
+    assert len(rows) == 6 and figures_of_rows.replace("*", "").split(", ") == said
+
+
 def test_the_methods_of_the_sources_are_listed() -> None:
     assert [method.name for method in methods.METHODS] == [
         "Mixed precision", "LLM.int8()", "FP8 end to end", "Collage", "Scalify", "GaLore", "GradNormLoRP",
