@@ -10,6 +10,7 @@ Claim and baseline: none of its own. Run: ``./dev docs`` makes the page.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.storages import STORAGES
 
 NOT_RUN = "not run"
+
+MOST_WRONG = 0.5
+"""A stall error above which a lower loss does not stand alone: most of what small updates should have moved is wrong."""
 
 PEERS = {peer.name: peer for peer in ALL_PEERS}
 """Rows whose optimizer is somebody else's, over bfloat16 parameters."""
@@ -150,8 +154,9 @@ class Cost:
     def verdict(self) -> str:
         """In a word, by the interval over all cells and the difference ``d`` that is to be resolved.
 
-        ``as BASELINE``: the interval lies within ± d. ``worse``: above 0. ``better``: below 0. ``no worse``: below d.
-        ``not distinguishable``: none of these, with the seeds that would tell. ``diverged``: a run did.
+        ``as BASELINE``: the interval lies within ± d. ``worse``: above 0. ``better``: below 0, with ``small updates wrong``
+        where the stall error exceeds :data:`MOST_WRONG`. ``no worse``: below d. ``not distinguishable``: none of these, with
+        the seeds that would tell. ``diverged``: a run did.
         """
         if not self.runs:
             return NOT_RUN
@@ -163,10 +168,17 @@ class Cost:
             return f"incomplete ({self.num_pairs} of {self.num_wanted} pairs)"
         return self._judged(self.over_all) + self._in_cells()
 
+    @property
+    def word(self) -> str:
+        """The verdict without numbers and names of cells."""
+        verdict = re.sub(r" \(.*?\)|(?<=^worse); worse at .*", "", self.verdict)
+        return re.sub(r"; worse at .*", "; worse in a cell", verdict)
+
     def _judged(self, difference: PairedDifference) -> str:
-        if max(difference.high, -difference.low) <= self.rules.resolve:
-            return f"as {self.baseline}"
-        if claim := read_difference(difference, self.rules.resolve).claim:
+        claim = claim_of(difference, self.baseline, self.rules.resolve)
+        if claim == "better" and self.stall is not None and float(self.stall.error) > MOST_WRONG:
+            return f"{claim}; small updates wrong"
+        if claim:
             return claim
         needed = self.num_seeds_needed
         told = "more than 1000 seeds" if needed is None else f"{max(needed, difference.num_pairs + 1)} seeds"
@@ -177,6 +189,18 @@ class Cost:
         if not worse or len(worse) == len(self.pairs):
             return ""
         return f"; worse at {' and '.join(cell_name(cell) for cell in worse)}"
+
+
+def claim_of(difference: PairedDifference, baseline: str, resolve: float) -> str:
+    """What an interval shows at the difference that is to be resolved; empty where it shows nothing.
+
+    Example:
+        >>> [claim_of(PairedDifference("a", mean, 0.001, 3), "master", 0.005) for mean in (0.001, 0.006, -0.006)]
+        ['as master', 'worse', 'better']
+    """
+    if max(difference.high, -difference.low) <= resolve:
+        return f"as {baseline}"
+    return read_difference(difference, resolve).claim
 
 
 def _recipe(row: str) -> str:
@@ -193,11 +217,13 @@ def cell_name(cell: Cell) -> str:
     return f"beta2 {cell[0]:g}, lr {cell[1]:g}"
 
 
-def costs(records: Sequence[Record], rules: Rules = RULES) -> list[Cost]:
-    """What the records show, a row each, in the order of :func:`listed_rows`."""
+def costs(records: Sequence[Record], rules: Rules = RULES, rows: Iterable[str] | None = None) -> list[Cost]:
+    """What the records show of these rows, by default of all :func:`listed_rows`."""
     runs = runs_of(records)
     stalls = {record.row: record for record in records if isinstance(record, StallRecord)}
-    return [_cost(row, runs, stalls.get(storage_of(row)), rules) for row in listed_rows(records)]
+    return [
+        _cost(row, runs, stalls.get(storage_of(row)), rules) for row in (listed_rows(records) if rows is None else rows)
+    ]
 
 
 def _cost(row: str, runs: Sequence[RunRecord], stall: StallRecord | None, rules: Rules) -> Cost:

@@ -20,7 +20,7 @@ from narrowgauge.runs.writer import RunWriter
 from script_modules import script_module
 
 records, costs_of = benchmark_module("_board_records"), benchmark_module("_board_costs")
-figures = benchmark_module("_board_figure")
+figures, methods = benchmark_module("_board_figure"), benchmark_module("_board_methods")
 RULES = dataclasses.replace(
     records.RULES,
     betas=(0.95, 0.999),
@@ -49,6 +49,13 @@ def run(
         "vectors": "AVX2", "threads": 1, "date": "2026-11-23", "settings": RULES.settings_hash, "data": RULES.tokens.get(seed),
     }  # fmt: skip
     return records.RunRecord(**{**given, **changes})
+
+
+def stalled(row: str, error: str) -> Any:
+    """A record of the stall case."""
+    given = {"package": "", "bytes_per_param": 8.0, "edq": None, "noise": None, "date": "2026-11-23", "settings": ""}
+    about = {"narrowgauge": "0.1.0", "torch": "2.13.0", "python": "3.11.7", "vectors": "AVX2"}
+    return records.StallRecord(row=row, error=error, **given, **about)
 
 
 def whole(
@@ -174,6 +181,40 @@ def test_a_cell_that_is_worse_is_named() -> None:
     found = cost("word", *whole("word", lambda cell, seed: 0.012 + seed * 1e-4 if cell == bad else seed * 1e-4))
     assert found.verdict == "as master; worse at beta2 0.95, lr 0.0001"
     assert cost("word", *whole("word", {0: 0.02, 1: 0.021, 2: 0.022})).verdict == "worse"  # everywhere: said once
+
+
+@pytest.mark.parametrize(
+    ("apart", "error", "verdict"),
+    [
+        (-0.02, "0.794", "better; small updates wrong"),
+        (-0.02, "1.55", "better; small updates wrong"),
+        (-0.02, "0.5", "better"),
+        (0.0, "0.999", "as master"),
+        (0.02, "0.999", "worse"),
+    ],
+)
+def test_better_does_not_stand_alone_where_small_updates_are_wrong(apart: float, error: str, verdict: str) -> None:
+    found = cost("word", *whole("word", {0: apart, 1: apart + 1e-4, 2: apart - 1e-4}), stalled("word", error))
+    assert found.verdict == verdict
+
+
+def test_no_better_row_of_the_board_has_wrong_small_updates_unsaid() -> None:
+    found = [each for each in costs_of.costs(records.read()) if each.verdict.startswith("better") and each.stall]
+    wrong = [each for each in found if float(each.stall.error) > costs_of.MOST_WRONG]
+    assert {"float8/collage-light", "float8/collage-plus"} <= {each.row for each in wrong}
+    for each in found:
+        assert ("small updates wrong" in each.verdict) == (each in wrong), each.row
+
+
+def test_the_verdict_in_a_word_has_no_numbers_and_no_names_of_cells() -> None:
+    bad = RULES.cells[1]
+    in_one = cost("word", *whole("word", lambda cell, seed: 0.012 + seed * 1e-4 if cell == bad else seed * 1e-4))
+    in_two = cost("word", *whole("word", lambda cell, seed: 0.012 if cell[0] == 0.95 else 0.001 + seed * 1e-4))
+    apart = cost("word", *whole("word", {0: -0.004, 1: 0.01, 2: 0.002}))
+    assert [each.word for each in (in_one, in_two, apart, cost("word"), cost("word", run()))] == [
+        "as master; worse in a cell", "worse", "not distinguishable", "not run", "incomplete",
+    ]  # fmt: skip
+    assert in_two.verdict.startswith("worse; worse at")
 
 
 def test_an_incomplete_a_diverged_and_a_missing_row_have_no_interval() -> None:
@@ -365,7 +406,7 @@ def test_the_page_has_a_row_for_everything_and_the_figures_of_the_records() -> N
             assert f"| {'–' if each.of_cell(cell) is None else each.of_cell(cell).text} |" in lines[1]
     rules = records.RULES
     assert f"`{rules.settings_hash}`" in page and all(f"`{tokens}`" in page for tokens in rules.tokens.values())
-    assert f"± {rules.resolve:g} nats" in page
+    assert f"± {rules.resolve:g} nats" in page and f"stall error exceeds {costs_of.MOST_WRONG:g}" in page
     explained = re.findall(r"^\| ([\w, …]+) \|", page, re.MULTILINE)
     words = {word.strip() for entry in explained for word in entry.split(",")}
     assert {
@@ -373,11 +414,105 @@ def test_the_page_has_a_row_for_everything_and_the_figures_of_the_records() -> N
         "no worse",
         "worse",
         "better",
+        "small updates wrong",
         "not distinguishable",
         "diverged",
         "incomplete",
         "not run",
     } <= words
+
+
+# ── the published methods ───────────────────────────────────────────────────────────────────────────────────────────
+
+LOGGED = [row for method in methods.METHODS for row in method.rows if isinstance(row, methods.Logged)]
+
+
+def test_a_method_has_a_line_with_the_figures_of_its_rows() -> None:
+    page = script_module("docs/costs.py").by_method().splitlines()
+    assert len(page) == 2 + len(methods.METHODS)
+    rows = list(dict.fromkeys(row for method in methods.METHODS for row in method.rows if isinstance(row, str)))
+    found = {each.row: each for each in costs_of.costs(records.read(), rows=rows)}
+    for method, line in zip(methods.METHODS, page[2:], strict=True):
+        name, source, *columns, more = (cell.strip() for cell in line.strip("|").split("|"))
+        assert (name, source, more) == (method.name, method.source, method.more)
+        assert (
+            method.published and method.ours and {len(column.split("<br>")) for column in columns} == {len(method.rows)}
+        )
+        for row, *cells in zip(method.rows, *(column.split("<br>") for column in columns), strict=True):
+            if isinstance(row, str):
+                loss = "–" if found[row].over_all is None else found[row].over_all.text
+                assert cells[0].endswith(f"`{row}`") and cells[2:4] == [loss, found[row].baseline]
+                assert cells[1] == f"{found[row].bytes_per_param:.2f}" and cells[5] == found[row].word
+            else:
+                assert cells[1].startswith(row.size) and cells[2] == (row.loss or "–") and cells[5] == row.verdict
+
+
+def test_what_is_said_of_collages_quality_is_what_the_records_show() -> None:
+    docs = records.FILE.parent
+    page = script_module("docs/costs.py").on_page_markdown(
+        (docs / "ideas" / "range-of-storages.md").read_text(encoding="utf-8")
+    )
+    found = {each.row: each for each in costs_of.costs(records.read())}
+    for row in ("collage-light", "collage-plus", "split", "word"):
+        (line,) = (line for line in page.splitlines() if line.startswith(f"| `{row}` | "))
+        assert all(f"| {found[row].of_cell(cell).text} |" in line for cell in records.RULES.cells)
+        worse = [cell for cell in records.RULES.cells if found[row].of_cell(cell).low > 0.001]
+        assert [beta2 for beta2, _ in worse] == ([0.999, 0.999] if row == "collage-light" else [])
+        assert found[row].word.startswith("as master")
+
+
+def test_the_logs_summary_has_the_boards_figures() -> None:
+    index = (records.FILE.parent / "log" / "index.md").read_text(encoding="utf-8")
+    (line,) = (line for line in index.splitlines() if line.startswith("| the board, nats above `master`, 200 steps"))
+    _, what, figures_of_rows, *_ = (cell.strip() for cell in line.split("|"))
+    rows = re.findall(r"`([\w-]+)`", what.partition(":")[2])
+    found = {each.row: each.over_all for each in costs_of.costs(records.read())}
+    said = [f"{found[row].mean:+.4f} ± {found[row].half:.4f}".replace("-", "−") for row in rows]
+    assert len(rows) == 6 and figures_of_rows.replace("*", "").split(", ") == said
+
+
+def test_the_methods_of_the_sources_are_listed() -> None:
+    assert [method.name for method in methods.METHODS] == [
+        "Mixed precision", "LLM.int8()", "FP8 end to end", "Collage", "Scalify", "GaLore", "GradNormLoRP",
+        "Distributed low precision",
+    ]  # fmt: skip
+    rows = {row for method in methods.METHODS for row in method.rows}
+    assert {"float8-row/states8", "float16/float32", "float32/float32"} <= rows
+
+
+def test_what_has_no_record_yet_is_not_run() -> None:
+    (found,) = costs_of.costs(BASE, RULES, ["float8-row/states8"])
+    assert (found.word, found.bytes_per_param, found.baseline) == ("not run", 6.0, "master")
+
+
+@pytest.mark.parametrize("logged", LOGGED, ids=lambda logged: logged.row)
+def test_a_figure_of_the_log_stands_in_its_line_there(logged: Any) -> None:
+    log = (records.FILE.parent / "log" / f"{logged.page}.md").read_text(encoding="utf-8")
+    (section,) = re.findall(rf"^#+ {re.escape(logged.section)}\n(.*?)(?=^##|\Z)", log, re.MULTILINE | re.DOTALL)
+    (line,) = (line for line in section.splitlines() if line.startswith(logged.line))
+    cells = [cell.strip(" *") for cell in line.split("|")]
+    assert {logged.size, logged.loss} - {""} <= set(cells)
+
+
+def test_a_loss_of_the_log_gets_the_boards_verdict() -> None:
+    assert {logged.row: logged.verdict for logged in LOGGED} == {
+        "galore/float32": "not run",
+        "galore/states8": "not distinguishable",
+        "galore/states8, two-sided": "better; by a smaller rate",
+        "gradnorm_lorp/float32": "not run",
+        "gradnorm_lorp/states8": "better; by a smaller rate",
+        "compressed8": "as float32 sums",
+        "compressed4": "not distinguishable",
+    }
+
+
+def test_papers_are_cited_as_elsewhere() -> None:
+    root = Path(__file__).parents[1]
+    files = [*(root / "src").rglob("*.py"), *(root / "docs" / "ideas").glob("*.md")]
+    text = "".join(file.read_text(encoding="utf-8") for file in files)
+    for method in methods.METHODS:
+        numbers = re.findall(r"\d{4}\.\d{5}", method.source)
+        assert numbers and not [number for number in numbers if number not in text], method.name
 
 
 def test_the_figure_shows_complete_rows_with_labels_apart() -> None:

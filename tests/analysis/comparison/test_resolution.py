@@ -15,11 +15,14 @@ from narrowgauge.analysis.comparison.intervals import PairedDifference, interval
 from narrowgauge.analysis.comparison.resolution import (
     MOST_SEEDS,
     POWER,
+    SPEEDRUN_SCORE,
     largest_spread,
+    pooled_spread,
     power,
     read,
     resolution,
     seeds_needed,
+    speedrun_score,
     spread_of,
 )
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
@@ -114,6 +117,51 @@ def test_as_good_means_certainly_no_worse_than_what_was_asked() -> None:
         "gone unseen in bfloat16/word."
     )
     assert not any("resolve" in said for said in compared(CLOSE, None))
+
+
+# ── the rule of speed-run records ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("mean", "num_runs"), [(3.276, 1), (3.278, 4), (3.279, 16)])
+def test_the_speedrun_rules_own_examples_are_at_its_bar(mean: float, num_runs: int) -> None:
+    """Each is (3.28 - mean) * sqrt(n) = 0.004; 0.004 / 0.0013 is what the rule rounds to 3.09."""
+    assert speedrun_score(mean, 3.28, num_runs, spread=0.0013) == pytest.approx(0.004 / 0.0013)
+    assert round(SPEEDRUN_SCORE * 0.0013, 3) == 0.004
+    assert math.erfc(SPEEDRUN_SCORE / math.sqrt(2)) / 2 == pytest.approx(0.001, abs=2e-6)
+
+
+def test_a_mean_above_the_target_has_a_negative_score() -> None:
+    assert speedrun_score(0.009, 0.005, 4, spread=0.002) == pytest.approx(-4.0)
+
+
+def test_the_pooled_spread_weighs_by_degrees_of_freedom() -> None:
+    first, second = [0.1, -0.2, 0.4, 0.05], [0.0, 0.3]
+    pooled = math.sqrt((3 * np.var(first, ddof=1) + np.var(second, ddof=1)) / 4)
+    both = [PairedDifference("a", *interval([pairs]), len(pairs)) for pairs in (first, second)]
+    assert pooled_spread(both) == pytest.approx(pooled) and pooled_spread(both[:1]) == pytest.approx(spread_of(both[0]))
+
+
+def test_a_comparison_reads_the_speedrun_rule_with_the_spread_it_uses() -> None:
+    said = "By the rule of speed-run records, "
+    # Pairs of 0.001, 0, -0.001: a mean of 0 and a standard deviation of 0.001.
+    assert compared(CLOSE, 0.004)[2] == (
+        "By the rule of speed-run records, (0.004 − difference) · √n must reach 3.09 standard deviations (p < 0.001), that of "
+        "these pairs taken as known (0.00100): bfloat16/word 6.93, enough."
+    )
+    page = (Path(__file__).parents[3] / "docs" / "compare.md").read_text(encoding="utf-8")
+    assert compared(CLOSE, 0.004)[2] in page.replace("\n", " ")
+    assert compared(CLOSE, 0.001)[2].endswith("bfloat16/word 1.73, not enough.")
+    assert not any(said in sentence for sentence in compared(CLOSE, None))
+    assert not any(said in sentence for sentence in compared((4.0, 4.1, 4.2), 0.004))  # equal bits have no spread
+
+
+def test_the_speedrun_rule_pools_recipes_without_a_fault() -> None:
+    other = seeds("bfloat16/compact", (4.003, 4.1, 4.197))
+    lost = seeds("bfloat16/naive", (4.5, 4.9, 4.6), edq=(0.1, 0.1, 0.1))
+    runs = [*seeds(MASTER, (4.0, 4.1, 4.2)), *seeds("bfloat16/word", CLOSE), *other, *lost]
+    (found,) = (said for said in words(compare_runs(runs, resolve=0.004)) if "speed-run" in said)
+    assert "that pooled from 2 recipes taken as known (0.00224): " in found and "naive" not in found
+    assert "bfloat16/word 3.1, enough" in found and "bfloat16/compact 3.1, enough" in found
 
 
 def test_a_difference_far_below_the_spread_is_said_to_be_out_of_reach() -> None:

@@ -10,12 +10,16 @@ each in four of five such comparisons (:data:`POWER`). The two ask for the same:
 interval, at a true distance of ``d``. With ``s`` estimated from the same seeds that is the power of a t test, whose statistic
 has the noncentral t distribution with ``d √n / s`` as its noncentrality.
 
+Speed-run records decide otherwise: they take ``s`` as known (:func:`speedrun_score`), which asks for fewer seeds and is right
+only where ``s`` is.
+
 Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), 2.2; Schuirmann 1987 for the second claim.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,6 +28,8 @@ from narrowgauge.spec.significance import student_t
 
 POWER = 0.8
 """The share of comparisons that tell a difference that they are said to resolve."""
+SPEEDRUN_SCORE = 3.09
+"""The least :func:`speedrun_score` of a speed-run record: one-sided p < 0.001 of a normal distribution."""
 MOST_SEEDS = 1000
 _PIECES, _WIDEST = 400, 8.0
 
@@ -100,6 +106,28 @@ def largest_spread(difference: float, num_seeds: int) -> float:
 def spread_of(difference: PairedDifference) -> float:
     """The standard deviation of a paired difference from seed to seed, from the interval of its mean; at least 2 pairs."""
     return difference.half * math.sqrt(difference.num_pairs) / student_t(difference.num_pairs - 1)
+
+
+def pooled_spread(differences: Sequence[PairedDifference]) -> float:
+    """The standard deviation that several paired differences (of at least 2 seeds each) have in common."""
+    degrees = [difference.num_pairs - 1 for difference in differences]
+    squares = sum(n * spread_of(difference) ** 2 for n, difference in zip(degrees, differences, strict=True))
+    return math.sqrt(squares / sum(degrees))
+
+
+def speedrun_score(mean: float, target: float, num_seeds: int, spread: float) -> float:
+    """How far below a target the mean of some seeds is, in standard errors: ``(target − mean) √n / s``.
+
+    The rule of speed-run records, a z test: ``spread`` (above 0) counts as known, however few seeds it is from.
+
+    Example:
+        >>> round(speedrun_score(3.278, 3.28, 4, spread=0.0013), 2)  # what the rule's own example calls enough
+        3.08
+
+    Source: KellerJordan/modded-nanogpt at 5bc4417, records/track_3_optimization/README.md, rule 3: with a target of 3.28 and an
+        assumed spread of 0.0013, (3.28 − mean) √n of at least 0.004, which it calls 3.09 standard deviations and p < 0.001.
+    """
+    return (target - mean) * math.sqrt(num_seeds) / spread
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,17 @@ from narrowgauge.analysis.comparison.classification import (
     largest_difference,
     ratios_by_seed,
 )
-from narrowgauge.analysis.comparison.intervals import shown_loss
+from narrowgauge.analysis.comparison.intervals import MINUS, shown_loss
 from narrowgauge.analysis.comparison.labels import listed
-from narrowgauge.analysis.comparison.resolution import MOST_SEEDS, read, resolution, spread_of
+from narrowgauge.analysis.comparison.resolution import (
+    MOST_SEEDS,
+    SPEEDRUN_SCORE,
+    pooled_spread,
+    read,
+    resolution,
+    speedrun_score,
+    spread_of,
+)
 from narrowgauge.analysis.comparison.run_stats import TIMING_NOISE, RunStats, requested_steps
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.schema import Row
@@ -39,7 +47,8 @@ from narrowgauge.runs.schema import Row
 def sentences(classes: Classes) -> list[str]:
     """The whole verdict, the most important first."""
     parts: tuple[Callable[[Classes], list[str]], ...] = (
-        _cheapest, _resolved, _with_a_price, _not_to_be_used, _noisy, _not_audited, _not_ranked, fastest, at_equal_time,
+        _cheapest, _resolved, _by_the_speedrun_rule, _with_a_price, _not_to_be_used, _noisy, _not_audited, _not_ranked,
+        fastest, at_equal_time,
     )  # fmt: skip
     return [*(sentence for part in parts for sentence in part(classes)), *caveats(classes.groups)]
 
@@ -155,6 +164,24 @@ def _resolved(classes: Classes) -> list[str]:
     return [
         f"{classes.resolve:g} was to be resolved, and these seeds resolve {reach}: a difference of {classes.resolve:g} from "
         f"{classes.baseline} may well have gone unseen in {listed(coarse)}."
+    ]
+
+
+def _by_the_speedrun_rule(classes: Classes) -> list[str]:
+    """Which recipes end less than the asked difference above the baseline, by a standard deviation that is taken as known."""
+    usable = [one.difference for one in classes.values() if one.difference is not None and not one.faults]
+    known = [difference for difference in usable if difference.num_pairs > 1]
+    if classes.resolve is None or not known or not (spread := pooled_spread(known)):
+        return []
+    said = []
+    for difference in known:
+        score = speedrun_score(difference.mean, classes.resolve, difference.num_pairs, spread)
+        shown = f"{score:.3g}".replace("-", MINUS)
+        said.append(f"{difference.recipe} {shown}, {'enough' if score >= SPEEDRUN_SCORE else 'not enough'}")
+    source = "of these pairs" if len(known) == 1 else f"pooled from {len(known)} recipes"
+    return [
+        f"By the rule of speed-run records, ({classes.resolve:g} {MINUS} difference) · √n must reach {SPEEDRUN_SCORE:g} standard "
+        f"deviations (p < 0.001), that {source} taken as known ({shown_loss(spread)}): {'; '.join(said)}."
     ]
 
 
