@@ -13,6 +13,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -300,6 +301,11 @@ def read(file: Path = FILE, rules: Rules = RULES) -> list[Record]:
 def runs_of(records: Iterable[Record]) -> list[RunRecord]:
     """The trainings among records."""
     return [record for record in records if isinstance(record, RunRecord)]
+
+
+def usual_seconds(runs: Sequence[RunRecord], row: str) -> float:
+    """What a training of a row took: the median of its recorded times, or of all where it has none."""
+    return statistics.median([run.wall_seconds for run in runs if run.row == row] or [run.wall_seconds for run in runs])
 
 
 def append(new: Sequence[Record], file: Path = FILE, rules: Rules = RULES) -> tuple[list[Record], list[str]]:

@@ -11,22 +11,27 @@ vector beside what an addition of float32 takes.
 
 Baseline: the reduction ``float32`` with the same seed.
 
-Run: ``./dev bench compressed_gradients [--seeds …] [--ranks N] [--quick]``. ``--rounds`` is of the second table.
+Run: ``./dev bench compressed_gradients [--out FOLDER] [--seeds …] [--ranks N] [--quick]``. The trainings of a seed are kept under
+``--out`` when all three have ended, and so is the second table; an interrupted run goes on with the seed where it was
+(``_parts.py``). All of it takes about 3 minutes on 2 cores. ``--rounds`` is of the second table.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
-import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from timing import Contender, Report, Row, measure, parser
+from _parts import Part, add_out, complete, out_folder, show
+from timing import Contender, Report, Row, exit_by, measure, parser
 
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.intervals import interval
@@ -39,6 +44,8 @@ from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 BASELINE, ROWS = "float32", ("float32", "compressed8", "compressed4")
 MODEL, LR, BATCH = "llama-1m", 1e-3, 8
 LAST_VALIDATIONS = 3
+STEP_SECONDS, ROUND_SECONDS = 0.09, 0.6
+"""That a step of a training and a round of the second table take."""
 
 
 def train(name: str, seed: int, data: Dataset, steps: int, length: int) -> tuple[float, float]:
@@ -77,41 +84,45 @@ def validate(model: Any, data: Dataset, length: int) -> float:
     return float(total[0] / total[1])
 
 
-def work(rank: int, ranks: int, place: str, seeds: list[int], steps: int, length: int) -> None:
-    """One rank: all trainings in turn; the first one writes what came out."""
+def work(rank: int, ranks: int, place: str, seed: int, steps: int, length: int) -> None:
+    """One rank: the trainings of a seed in turn; the first one writes what came out."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=ranks)
     data = open_data(Path(place))
-    found: dict[tuple[str, int], tuple[float, float]] = {}
-    for seed in seeds:
-        for name in ROWS:
-            found[name, seed] = train(name, seed, data, steps, length)
-            if rank == 0:
-                print(f"{name}, seed {seed}: {found[name, seed][0]:.4f} nats", file=sys.stderr, flush=True)
+    found: dict[str, tuple[float, float]] = {}
+    for name in ROWS:
+        found[name] = train(name, seed, data, steps, length)
+        if rank == 0:
+            show(f"{name}, seed {seed}: {found[name][0]:.4f} nats")
     if rank == 0:
         torch.save(found, f"{place}/found")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def quality(ranks: int, seeds: list[int], steps: int, length: int) -> list[Row]:
-    """A row per reduction."""
+def trainings(ranks: int, seed: int, steps: int, length: int) -> dict[str, tuple[float, float]]:
+    """What :func:`train` gives for each reduction."""
     with tempfile.TemporaryDirectory() as place:
         prepare_data("stdlib", Path(place), vocab_size=get_model(MODEL).vocab_size)
-        arguments = (ranks, place, seeds, steps, length)
+        arguments = (ranks, place, seed, steps, length)
         torch.multiprocessing.spawn(work, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
-        found = torch.load(f"{place}/found")
-    rows = []
+        found: dict[str, tuple[float, float]] = torch.load(f"{place}/found")
+    return found
+
+
+def quality(found: Mapping[int, Mapping[str, Sequence[float]]]) -> list[Row]:
+    """A row per reduction, from the trainings of each seed."""
+    rows, seeds = [], list(found)
     for name in ROWS:
-        differences = [found[name, seed][0] - found[BASELINE, seed][0] for seed in seeds]
-        row: Row = {"reduction": name, "loss": statistics.fmean(found[name, seed][0] for seed in seeds)}
+        differences = [found[seed][name][0] - found[seed][BASELINE][0] for seed in seeds]
+        row: Row = {"reduction": name, "loss": statistics.fmean(found[seed][name][0] for seed in seeds)}
         row |= {f"seed {seed}": f"{difference:+.4f}" for seed, difference in zip(seeds, differences, strict=True)}
         row["difference"] = statistics.fmean(differences)
         if len(seeds) > 1 and name != BASELINE:
             mean, half = interval([differences])
             row |= {"95 %": f"± {half:.4f}", "within 0.01": "yes" if abs(mean) + half <= 0.01 else "no"}
-        row["bytes"] = found[name, seeds[0]][1] / found[BASELINE, seeds[0]][1]
+        row["bytes"] = found[seeds[0]][name][1] / found[seeds[0]][BASELINE][1]
         rows.append(row)
     return rows
 
@@ -130,21 +141,46 @@ def packing(elements: int, rounds: int) -> list[Row]:
     return [timing.row() | {"GB/s of float32": elements * 4e-9 / min(timing.seconds)} for timing in timings]
 
 
-def main() -> int:
-    """Print both tables."""
-    flags = parser(__doc__, rounds=15)
-    flags.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    flags.add_argument("--ranks", type=int, default=2)
-    flags.add_argument("--steps", type=int, default=200)
-    options = flags.parse_args()
-    report = Report("compressed gradients", options)
-    seeds, steps, length = (options.seeds[:1], 12, 32) if options.quick else (options.seeds, options.steps, 128)
-    title = f"{MODEL}, {options.ranks} ranks, {steps} steps of {BATCH} x {length} tokens; nats, beside {BASELINE}"
-    report.add(title, quality(options.ranks, seeds, steps, length))
+def parts(options: argparse.Namespace) -> tuple[list[Part], Part]:
+    """A part for the trainings of each seed, and one for the second table."""
+    steps, length = (12, 32) if options.quick else (options.steps, 128)
+    settings = {"ranks": options.ranks, "steps": steps, "length": length}
+    seconds = STEP_SECONDS * steps * len(ROWS)
+    of_seeds = [
+        Part(f"seed {seed}", settings, partial(trainings, options.ranks, seed, steps, length), seconds)
+        for seed in options.seeds
+    ]
     elements = 1 << (16 if options.quick else 22)
-    report.add(f"packing {elements:,} gradients", packing(elements, options.rounds))
+    sizes = {"elements": elements, "rounds": options.rounds}
+    packed = Part("packing", sizes, partial(packing, elements, options.rounds), ROUND_SECONDS * options.rounds)
+    return of_seeds, packed
+
+
+def flags() -> argparse.ArgumentParser:
+    """All flags."""
+    made = parser(__doc__, rounds=15)
+    add_out(made, "compressed-gradients")
+    made.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    made.add_argument("--ranks", type=int, default=2)
+    made.add_argument("--steps", type=int, default=200)
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print both tables."""
+    options = flags().parse_args(arguments)
+    report = Report("compressed gradients", options)
+    if options.quick:
+        options.seeds = options.seeds[:1]
+    of_seeds, packed = parts(options)
+    with out_folder(options, "compressed-gradients") as out:
+        made = complete([*of_seeds, packed], out, report)
+    size = "{ranks} ranks, {steps} steps of {batch} x {length} tokens".format(batch=BATCH, **of_seeds[0].settings)
+    found = {seed: made[part.name] for seed, part in zip(options.seeds, of_seeds, strict=True)}
+    report.add(f"{MODEL}, {size}; nats, beside {BASELINE}", quality(found))
+    report.add(f"packing {packed.settings['elements']:,} gradients", made[packed.name])
     return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_by(main)

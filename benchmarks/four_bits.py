@@ -11,21 +11,27 @@ same batches:
   the same three figures, which hold what the forward pass has changed, too.
 
 Baseline: the exact products; bfloat16's loss and gradients. Training itself: ``./dev bench quality --computes nvfp4
-nvfp4+eden``. Run: ``./dev bench four_bits [--quick]``; some minutes of one core. ``--rounds`` has no effect.
+nvfp4+eden``.
+
+Run: ``./dev bench four_bits [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run goes on where it
+was (``_parts.py``), after the training, which gives the same bits again. All rows take about 60 seconds on 2 cores.
+``--rounds`` has no effect.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Report, Row, parser
+from _parts import Part, add_out, complete, out_folder
+from timing import Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 from narrowgauge.matmul.gemm import EmulationNotice
@@ -47,7 +53,57 @@ SETTING: dict[str, Any] = {
     "model": "llama-1m", "batch_size": 4, "sequence_length": 128, "lr": 1e-3, "beta2": 0.95, "audit_every": 0,
     "compile": False,
 }  # fmt: skip
+MATMUL_SECONDS, MODEL_SECONDS = 0.07, 0.2
+"""That one draw takes: of a matmul in all layers, and of the loss and gradients of a batch."""
 Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Trained:
+    """The model after its steps, and what every row sees of it; it is trained for the first row that is missing.
+
+    Args:
+        steps: that it is trained.
+        num_batches: of the second table.
+    """
+
+    steps: int
+    num_batches: int
+
+    @cached_property
+    def _made(self) -> tuple[Any, list[Tensor]]:
+        with tempfile.TemporaryDirectory() as folder:
+            config = TrainConfig(recipe=parse("bfloat16/word"), steps=self.steps, out=folder, **SETTING)
+            data = prepare_data(config.data, Path(folder), vocab_size=vocabulary_size(config.model), seed=config.seed)
+            session = build(config, Path(folder), data)
+            for _ in range(self.steps):
+                train_step(session)
+            held_out = data.valid_batches(SETTING["batch_size"], SETTING["sequence_length"], self.num_batches)
+            return session.model, [torch.from_numpy(each) for each in held_out]
+
+    @property
+    def batches(self) -> list[Tensor]:
+        """Held-out tokens."""
+        return self._made[1]
+
+    def fresh(self) -> Any:
+        """A model of plain layers with its weights."""
+        source = self._made[0]
+        model = type(source)(source.config).bfloat16()
+        model.load_state_dict({name: value.detach().clone() for name, value in source.state_dict().items()})
+        return model
+
+    @cached_property
+    def layers(self) -> list[Tensors]:
+        """Input, weight and gradient of each narrow layer."""
+        return list(parts_of(self.fresh(), self.batches[0]))
+
+    @cached_property
+    def exact(self) -> list[tuple[float, Tensor]]:
+        """The baseline of the second table, by batch."""
+        wide = self.fresh()
+        swap_linears(wide, "bfloat16")
+        return [loss_and_gradients(wide, tokens) for tokens in self.batches]
 
 
 def added(sums: Tensor, found: Sequence[Tensor], exact: Tensor) -> Tensor:
@@ -78,24 +134,24 @@ def product(compute: Compute, matmul: str, tensors: Tensors, draw: int) -> Tenso
     return multiply_slots(left, right, compute, matmul, shape, torch.float32)  # type: ignore[arg-type]
 
 
-def product_rows(layers: Sequence[Tensors], draws: int) -> list[Row]:
-    """A row for each compute and matmul whose casts no row before it has."""
-    rows, seen = list[Row](), set[Any]()
+def distinct_matmuls(draws: int) -> list[tuple[str, str, int]]:
+    """Each compute and matmul whose casts none before it has, and of how many draws: one where nothing is drawn."""
+    found: dict[Any, tuple[str, str, int]] = {}
     for name in NAMES:
-        compute = computes.named(name)
         for matmul in PLACES:
-            casts = compute.products[matmul]
-            if (matmul, casts) in seen:
-                continue
-            seen.add((matmul, casts))
+            casts = computes.named(name).products[matmul]
             number = draws if casts.left.needs_bits or casts.right.needs_bits else 1
-            sums = torch.zeros(4, dtype=torch.float64)
-            for tensors in layers:
-                exact = product(COMPUTES["float32"], matmul, tensors, 0)
-                sums = added(sums, [product(compute, matmul, tensors, draw) for draw in range(number)], exact)
-            rows.append({"": name, "matmul": matmul, "draws": number, **figures(sums)})
-            print(*rows[-1].values(), flush=True)
-    return rows
+            found.setdefault((matmul, casts), (name, matmul, number))
+    return list(found.values())
+
+
+def matmul_row(trained: Trained, name: str, matmul: str, draws: int) -> Row:
+    """One matmul of a compute, over all layers."""
+    compute, sums = computes.named(name), torch.zeros(4, dtype=torch.float64)
+    for tensors in trained.layers:
+        exact = product(COMPUTES["float32"], matmul, tensors, 0)
+        sums = added(sums, [product(compute, matmul, tensors, draw) for draw in range(draws)], exact)
+    return {"": name, "matmul": matmul, "draws": draws, **figures(sums)}
 
 
 def parts_of(model: nn.Module, tokens: Tensor) -> Iterator[Tensors]:
@@ -126,61 +182,67 @@ def loss_and_gradients(model: nn.Module, tokens: Tensor) -> tuple[float, Tensor]
     return float(loss), torch.cat([m.weight.grad.flatten().float() for m in linears if m.weight.grad is not None])
 
 
-def model_rows(fresh: Any, batches: Sequence[Tensor], draws: int) -> list[Row]:
-    """A row for each compute: its loss at the model's weights, and its gradients."""
-    wide = fresh()
-    swap_linears(wide, "bfloat16")
-    exact = [loss_and_gradients(wide, tokens) for tokens in batches]
-    rows = []
-    for name in NAMES:
-        model, sums, losses = fresh(), torch.zeros(4, dtype=torch.float64), []
-        layers = swap_linears(model, name).layers.values()
-        for tokens, (loss, gradient) in zip(batches, exact, strict=True):
-            found = []
-            for draw in range(draws):
-                for layer in layers:
-                    layer.set_step(draw, 0)
-                found.append(loss_and_gradients(model, tokens))
-            losses.append(found[0][0] - loss)
-            sums = added(sums, [each for _, each in found], gradient)
-        rows.append({"": name, "loss": f"{sum(losses) / len(losses):+.4f}", **figures(sums)})
-        print(*rows[-1].values(), flush=True)
-    return rows
+def model_row(trained: Trained, name: str, draws: int) -> Row:
+    """The whole model in a compute: its loss at the model's weights, and its gradients."""
+    model, sums, losses = trained.fresh(), torch.zeros(4, dtype=torch.float64), []
+    layers = swap_linears(model, name).layers.values()
+    for tokens, (loss, gradient) in zip(trained.batches, trained.exact, strict=True):
+        found = []
+        for draw in range(draws):
+            for layer in layers:
+                layer.set_step(draw, 0)
+            found.append(loss_and_gradients(model, tokens))
+        losses.append(found[0][0] - loss)
+        sums = added(sums, [each for _, each in found], gradient)
+    return {"": name, "loss": f"{sum(losses) / len(losses):+.4f}", **figures(sums)}
+
+
+def parts(options: argparse.Namespace) -> tuple[list[Part], list[Part]]:
+    """A part for each row of both tables."""
+    trained, draws = Trained(options.steps, options.batches), max(1, options.draws // 2)
+    of_matmuls = [
+        Part(
+            f"{matmul} of {name}",
+            {"steps": options.steps, "draws": number},
+            partial(matmul_row, trained, name, matmul, number),
+            MATMUL_SECONDS * number,
+        )
+        for name, matmul, number in distinct_matmuls(options.draws)
+    ]
+    settings = {"steps": options.steps, "batches": options.batches, "draws": draws}
+    seconds = MODEL_SECONDS * draws * options.batches
+    of_models = [
+        Part(f"model in {name}", settings, partial(model_row, trained, name, draws), seconds) for name in NAMES
+    ]
+    return of_matmuls, of_models
+
+
+def flags() -> argparse.ArgumentParser:
+    """All flags."""
+    made = parser(__doc__, rounds=0)
+    add_out(made, "four-bits")
+    made.add_argument("--steps", type=int, default=100, help="steps that the model is trained first")
+    made.add_argument("--draws", type=int, default=16, help="draws of the random bits")
+    made.add_argument("--batches", type=int, default=3, help="batches of 4 × 128 tokens of the second table")
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    flags = parser(__doc__, rounds=0)
-    flags.add_argument("--steps", type=int, default=100, help="steps that the model is trained first")
-    flags.add_argument("--draws", type=int, default=16, help="draws of the random bits")
-    flags.add_argument("--batches", type=int, default=3, help="batches of 4 × 128 tokens of the second table")
-    options = flags.parse_args(arguments)
+    """Run the benchmark."""
+    options = flags().parse_args(arguments)
     if options.quick:
         options.steps, options.draws, options.batches = 2, 2, 1
     warnings.simplefilter("ignore", EmulationNotice)
     report = Report("four_bits", options, peers=("transformers",), markdown=True)
-    with tempfile.TemporaryDirectory() as folder:
-        config = TrainConfig(recipe=parse("bfloat16/word"), steps=options.steps, out=folder, **SETTING)
-        data = prepare_data(config.data, Path(folder), vocab_size=vocabulary_size(config.model), seed=config.seed)
-        session = build(replace(config), Path(folder), data)
-        for _ in range(options.steps):
-            train_step(session)
-        weights = {name: value.detach().clone() for name, value in session.model.state_dict().items()}
-        held_out = data.valid_batches(SETTING["batch_size"], SETTING["sequence_length"], options.batches)
-        batches = [torch.from_numpy(each) for each in held_out]
-
-        def fresh() -> Any:
-            model = type(session.model)(session.model.config).bfloat16()
-            model.load_state_dict(weights)
-            return model
-
-        layers = list(parts_of(fresh(), batches[0]))
-        report.add(
-            f"each matmul, over {len(layers)} layers after {options.steps} steps", product_rows(layers, options.draws)
-        )
-        draws = max(1, options.draws // 2)
-        report.add(f"the whole model, mean of {draws} draws", model_rows(fresh, batches, draws))
+    of_matmuls, of_models = parts(options)
+    with out_folder(options, "four-bits") as out:
+        made = complete([*of_matmuls, *of_models], out, report)
+    title = f"each matmul, over the layers of {SETTING['model']} after {options.steps} steps"
+    report.add(title, [made[part.name] for part in of_matmuls])
+    draws = max(1, options.draws // 2)
+    report.add(f"the whole model, mean of {draws} draws", [made[part.name] for part in of_models])
     return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_by(main)

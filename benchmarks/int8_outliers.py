@@ -15,9 +15,9 @@ by Student's t: what is drawn are sequences, so the interval is one of this mode
 all layers; "missed" how many outlier columns of a call (a layer on one sequence) were not among them, over all calls, and came
 from codes.
 
-Run: ``./dev bench int8_outliers [--out FOLDER] [--report-only] [--quick]``. Each cell is a file under ``--out``, written when it
-is done; what is there is not computed again. The training takes 6 minutes of one free core, a cell 10 to 80 seconds. ``--rounds``
-has no effect.
+Run: ``./dev bench int8_outliers [--out FOLDER] [--report-only] [--quick]``. Model and cells are kept under ``--out``, and an
+interrupted run goes on where it was (``_parts.py``). The training takes about 70 seconds of a free core with AVX512, a cell 1
+to 3 seconds; on another machine it was 6 minutes and 10 to 80 seconds. ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -25,19 +25,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
-import json
 import math
 import statistics
-import sys
 import tempfile
-import time
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Report, Row, parser
+from _parts import Part, add_out, complete, out_folder
+from timing import Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -45,7 +44,7 @@ from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.inference import inference_bytes
 from narrowgauge.matmul.outlier_search import find_outlier_columns, missed_outliers
-from narrowgauge.runs.atomic_io import write_whole
+from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
@@ -55,8 +54,11 @@ from narrowgauge.trainer.language_model import loss_sum
 from narrowgauge.trainer.loop import resume, train
 
 STRENGTHS = (1, 8, 32, 128)
-FORMS = ("bfloat16", "int8-row", "int8-outlier-codes", "int8-outlier")
-CHANNELS, SEQUENCES, CALIBRATION = 4, 64, 64
+SECONDS = {"bfloat16": 1.0, "int8-row": 1.3, "int8-outlier-codes": 1.5, "int8-outlier": 2.5}
+"""That a cell of each form takes; the first is the baseline."""
+FORMS, TRAINING_SECONDS = tuple(SECONDS), 70.0
+CHANNELS, SEQUENCES, QUICK_SEQUENCES = 4, (64, 64), (4, 4)
+"""How many channels get outliers; how many sequences are tested, and how many find the columns."""
 TRAINING: dict[str, Any] = {
     "model": "llama-8m", "steps": 320, "batch_size": 8, "sequence_length": 128, "lr": 2e-3, "eval_every": 80,
     "eval_batches": 8, "gauges_every": 0, "audit_every": 0, "checkpoint_every": 80, "keep_checkpoints": 1, "compile": False,
@@ -73,14 +75,20 @@ READERS = {"input_layernorm": ("q_proj", "k_proj", "v_proj"), "post_attention_la
 """The norms of a Llama's layer, and the linear layers that read what each gives."""
 
 
-def trained(folder: Path, options: argparse.Namespace) -> Path:
-    """The run folder of the model, trained or resumed where it is not finished."""
+def prepare(folder: Path, plain: Path, report: Report) -> None:
+    """Train or resume the model where it is not finished, export it, and say what outliers change of it."""
+    options, strength = report.options, 32 if report.options.quick else STRENGTHS[-1]
     given = QUICK if options.quick else TRAINING
     config = TrainConfig(recipe=parse("bfloat16/master"), out=str(folder), threads=options.threads, **given)
     if not (folder / "run.toml").is_file() or read_run(folder).summary is None:
+        if not options.quick:
+            report.note(f"the model is trained first, about {duration(TRAINING_SECONDS)}; every cell waits for it")
         with contextlib.redirect_stdout(io.StringIO()):
             resume(folder) if (folder / "run.toml").is_file() else train(config)
-    return folder
+    export(folder, plain)
+    tokens = torch.from_numpy(next(iter(open_data(folder).valid_batches(1, 64, 1))))
+    off = same_function(plain, strength, tokens)
+    report.note(f"outliers × {strength} change the logits in float32 by {off:.1e} of the largest")
 
 
 def with_outliers(model: Any, strength: float) -> Any:
@@ -109,12 +117,12 @@ def measured(folder: Path, plain: Path, strength: float, form: str, options: arg
     from transformers import AutoModelForCausalLM
 
     data, length = open_data(folder), int(read_run(folder).config["sequence_length"])
-    number, calibration = (4, 4) if options.quick else (SEQUENCES, CALIBRATION)
+    number, calibration = QUICK_SEQUENCES if options.quick else SEQUENCES
     held_out = [torch.from_numpy(each) for each in data.valid_batches(1, length, number + calibration)]
     # Every other one, so that both halves are spread over the text.
     tested, seen = held_out[::2], held_out[1::2]
     model: Any = with_outliers(AutoModelForCausalLM.from_pretrained(plain, dtype=torch.bfloat16).eval(), strength)
-    began, kept, missed, columns = time.perf_counter(), 0, 0, None
+    kept, missed, columns = 0, 0, None
     if form == "int8-outlier":
         columns = find_outlier_columns(model, [each[:, :-1] for each in seen])
         kept = sum(map(len, columns.values()))
@@ -128,7 +136,6 @@ def measured(folder: Path, plain: Path, strength: float, form: str, options: arg
         missed = sum(missed_outliers(model).values())
     return {
         "losses": found, "bytes": inference_bytes(model).after, "kept": kept, "columns": num_columns, "missed": missed,
-        "seconds": time.perf_counter() - began,
     }  # fmt: skip
 
 
@@ -163,49 +170,51 @@ def rows_of(cells: dict[tuple[float, str], dict[str, Any]], strengths: Sequence[
     return rows
 
 
+def parts(folder: Path, plain: Path, options: argparse.Namespace) -> dict[tuple[float, str], Part]:
+    """A part for each cell, of the weights that the run has."""
+    summary = (read_run(folder).summary if (folder / "run.toml").is_file() else None) or {}
+    sequences = QUICK_SEQUENCES if options.quick else SEQUENCES
+    settings = {"weights": summary.get("weights_fingerprint"), "channels": CHANNELS, "sequences": sequences}
+    return {
+        (strength, form): Part(
+            f"{form}, {strength:g}", settings, partial(measured, folder, plain, strength, form, options), SECONDS[form]
+        )
+        for strength in ((1, 32) if options.quick else STRENGTHS)
+        for form in FORMS
+    }
+
+
+def flags() -> argparse.ArgumentParser:
+    """All flags."""
+    made = parser(__doc__, rounds=0)
+    add_out(made, "int8-outliers", of="run and the cells")
+    made.add_argument("--report-only", action="store_true", help="only make the table of the cells that are there")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    flags = parser(__doc__, rounds=0)
-    flags.add_argument("--out", type=Path, default=Path("runs/int8-outliers"), help="folder of the run and the cells")
-    flags.add_argument("--report-only", action="store_true", help="only make the table of the cells that are there")
-    options = flags.parse_args(arguments)
+    """Run the benchmark."""
+    options = flags().parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
     report = Report("int8_outliers", options, peers=("transformers",), markdown=True)
     with contextlib.ExitStack() as stack:
-        if options.quick:
-            options.out = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        strengths = (1, 32) if options.quick else STRENGTHS
-        made = options.out / "cells"
-        made.mkdir(parents=True, exist_ok=True)
-        folder = options.out / "model"
+        out = stack.enter_context(out_folder(options, "int8-outliers"))
+        folder, plain = out / "model", Path(stack.enter_context(tempfile.TemporaryDirectory()), "plain")
         if not options.report_only:
-            trained(folder, options)
-            plain = stack.enter_context(tempfile.TemporaryDirectory()) + "/plain"
-            export(folder, Path(plain))
-            tokens = torch.from_numpy(next(iter(open_data(folder).valid_batches(1, 64, 1))))
-            off = same_function(Path(plain), strengths[-1], tokens)
-            report.note(f"outliers × {strengths[-1]} change the logits in float32 by {off:.1e} of the largest")
-        cells = {}
-        for strength in strengths:
-            for form in FORMS:
-                file = made / f"{form}-{strength:g}.json"
-                if not file.is_file() and not options.report_only:
-                    cell = measured(folder, Path(plain), strength, form, options)
-                    write_whole(file, json.dumps(cell).encode())
-                    print(
-                        f"× {strength:g}  {form}  loss {statistics.fmean(cell['losses']):.4f}  {cell['seconds']:.1f} s",
-                        flush=True,
-                    )
-                if file.is_file():
-                    cells[strength, form] = json.loads(file.read_text())
-        if (strengths[0], "bfloat16") not in cells:
-            report.note(f"{made} has no baseline yet")
-            return report.end()
-        wide = [cell["losses"] for (_, form), cell in cells.items() if form == "bfloat16"]
-        same = "the same bits" if all(each == wide[0] for each in wide) else "other bits"
-        report.note(f"bfloat16 gives {same} at {len(wide)} strengths")
-        report.add("loss on held-out text by strength of the outliers", rows_of(cells, strengths))
+            prepare(folder, plain, report)
+        wanted = parts(folder, plain, options)
+        made = complete(list(wanted.values()), out / "cells", report, only_kept=options.report_only)
+    cells = {key: made[part.name] for key, part in wanted.items() if part.name in made}
+    strengths = list(dict.fromkeys(strength for strength, _ in wanted))
+    if (strengths[0], "bfloat16") not in cells:
+        report.note(f"{out / 'cells'} has no baseline yet")
+        return report.end()
+    wide = [cell["losses"] for (_, form), cell in cells.items() if form == "bfloat16"]
+    same = "the same bits" if all(each == wide[0] for each in wide) else "other bits"
+    report.note(f"bfloat16 gives {same} at {len(wide)} strengths")
+    report.add("loss on held-out text by strength of the outliers", rows_of(cells, strengths))
     return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_by(main)

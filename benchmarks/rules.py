@@ -21,23 +21,21 @@ Run: ``./dev bench rules [--out FOLDER] [--cases NAME …] [--seeds …] [--repo
 under ``--out``; a finished one is reused and an interrupted one resumed, so the benchmark goes on where it was stopped, and
 several processes may share the folder. ``--rounds`` has no effect.
 
-A run takes one to two minutes of a core with AVX2, all 81 one to two hours; with ``--steps 200 --batch-size 4`` a run takes half
-a minute.
+How many runs are missing and about how long they take is said first. A run takes one to two minutes of a core with AVX2, all 81
+one to two hours; with ``--steps 200 --batch-size 4`` a run takes half a minute.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
-import tempfile
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import quality
 import torch
+from _parts import add_out, out_folder
 from timing import Report, Row, exit_by, parser
 from torch import nn
 
@@ -51,6 +49,8 @@ from narrowgauge.trainer.config import TrainConfig
 
 SEEDS, QUICK_SEEDS = (0, 1, 2), (0, 1)
 QUICK_RATES = 2
+RUN_SECONDS = 75.0
+"""That a run of the default size takes."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _of(losses: dict[float, dict[int, float]], lr: float) -> str:
 def flags() -> argparse.ArgumentParser:
     """All flags; sizes are those of the table in docs/log/storages.md."""
     made = parser(__doc__, rounds=1)
-    made.add_argument("--out", type=Path, help="folder of the runs (default runs/rules; --quick: a temporary one)")
+    add_out(made, "rules", of="runs")
     made.add_argument("--report-only", action="store_true", help="only the table of what is there")
     made.add_argument(
         "--cases", nargs="+", choices=list(CASES), metavar="NAME", default=list(CASES), help="default: all"
@@ -227,11 +227,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         vars(options).update(quality.QUICK)
     report, failures = Report("rules", options, markdown=True), 0
     warnings.simplefilter("ignore", EmulationNotice)
-    with contextlib.ExitStack() as stack:
-        if options.out is None:
-            options.out = Path(stack.enter_context(tempfile.TemporaryDirectory()) if options.quick else "runs/rules")
+    with out_folder(options, "rules") as options.out:
         wanted = jobs(options)
         if not options.report_only:
+            if not options.quick:
+                seconds = RUN_SECONDS * quality.size_of(options) / quality.size_of(flags().parse_args([]))
+                report.note(quality.missing(wanted, options, lambda job: seconds))
             failures = quality.train_all(wanted, options)
         stated = f"{options.model}, {options.steps} steps of {options.batch_size} × {options.sequence_length} tokens"
         report.add(f"update rules; {stated}", rows(options))

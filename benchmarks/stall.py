@@ -9,11 +9,15 @@ Baseline: the same AdamW in float64. Beside ours: published 8-bit states by thei
 (``tests/oracles/published_states.py``), and every optimizer of ``peers.py``, over bfloat16 weights. A float16 storage is fed
 the same numbers in float16, which holds all but the smallest of them.
 
-Run: ``./dev bench stall [--quick]``. No times are taken, so ``--rounds`` has no effect.
+Run: ``./dev bench stall [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run goes on where it was
+(``_parts.py``). All rows take about 40 seconds on 2 cores, without those of peers. No times are taken, so ``--rounds`` has no
+effect.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _parts import Part, add_out, complete, out_folder
 from peers import PACKAGES, PEERS, Peer, reason
-from timing import NOT_INSTALLED, Report, Row, parser
+from timing import NOT_INSTALLED, Report, Row, exit_by, parser
 from torch import Tensor, nn
 
 import narrowgauge as ng
@@ -35,6 +40,10 @@ from oracles.published_states import PUBLISHED, CodedAdamW, PublishedStates
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
 CYCLE = 50
 LR = 1e-5
+FULL, QUICK = (256, 400), (64, 100)
+"""The side of the weight, and the steps."""
+SECONDS = 0.9
+"""That a row takes."""
 ASKED = {"split": 0.01, "split8": 0.12, "word": 0.1, "compact": 0.15, "float32-states8": 0.15}
 ASKED |= dict.fromkeys(("float32", "master", "exact"), 0.002)
 ASKED |= dict.fromkeys(("kahan", "collage-light", "collage-plus"), 0.08)
@@ -151,20 +160,37 @@ def peer_row(case: Stall, peer: Peer) -> Row:
     return {**row, "error": error, "warns": "yes" if said else "no"}
 
 
+def parts(options: argparse.Namespace) -> list[Part]:
+    """A part for each row; the case is made for the first that is missing."""
+    side, steps = QUICK if options.quick else FULL
+    case = functools.cache(lambda: Stall.make(side, steps))
+    contenders: list[tuple[str, Callable[[], Row]]] = [
+        *((f"ours {name}", lambda name=name: our_row(case(), name)) for name in STORAGES),
+        *((f"published {name}", lambda row=row: published_row(case(), row)) for name, row in PUBLISHED.items()),
+        *((peer.name, lambda peer=peer: peer_row(case(), peer)) for peer in PEERS),
+    ]
+    return [Part(name, {"side": side, "steps": steps}, make, SECONDS) for name, make in contenders]
+
+
+def flags() -> argparse.ArgumentParser:
+    """All flags."""
+    made = parser(__doc__, rounds=1)
+    add_out(made, "stall")
+    return made
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    options = parser(__doc__, rounds=1).parse_args(arguments)
+    options = flags().parse_args(arguments)
     report = Report("stall", options, peers=PACKAGES)
-    case = Stall.make(64, 100) if options.quick else Stall.make(256, 400)
-    rows = [our_row(case, storage) for storage in STORAGES]
+    with out_folder(options, "stall") as out:
+        rows = list(complete(parts(options), out, report).values())
     for row in rows if options.quick else ():
-        del row["asked"]
-    rows += [published_row(case, published) for published in PUBLISHED.values()]
-    rows += [peer_row(case, peer) for peer in PEERS]
-    side = case.start.shape[0]
-    report.add(f"error of the stored displacement, {side} × {side}, lr {LR:g}, {case.steps} steps", rows)
+        row.pop("asked", None)
+    side, steps = QUICK if options.quick else FULL
+    report.add(f"error of the stored displacement, {side} × {side}, lr {LR:g}, {steps} steps", rows)
     return report.end()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_by(main)
