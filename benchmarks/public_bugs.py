@@ -1,10 +1,10 @@
 """What the diagnosis and the audit of steps say of bugs that others had, and of loops in which nothing is wrong.
 
-The rows of ``_public_bugs.py``, ``_public_bugs_of_steps.py``, ``_public_bugs_unseen.py`` and ``_public_bugs_later.py`` cite a
-public thread each, and the words that count as right for it were written before anything was diagnosed. A third of the first two
-files, by the checksum of the name, are for tuning: rules may be mended with those alone; rows that were there while rules were
-mended are a part of their own, and so are the third and the fourth file, whose rows no rule had been mended with when they were
-run first. Each is looked at in three ways:
+The rows of ``_public_bugs.py``, ``_public_bugs_of_steps.py``, ``_public_bugs_unseen.py``, ``_public_bugs_later.py`` and
+``_public_bugs_third.py`` cite a public thread each, and the words that count as right for it were written before anything was
+diagnosed. A third of the first two files, by the checksum of the name, are for tuning: rules may be mended with those alone; rows
+that were there while rules were mended are a part of their own, and so are the third, the fourth and the fifth file, whose rows
+no rule had been mended with when they were run first. Each is looked at in three ways:
 
 - *audit*: the findings of the audit of every fifth step, with what a careful user declares.
 - *two runs*: the reason why the run differs from the same loop without the bug.
@@ -17,7 +17,8 @@ first run of the row's part; docs/log/diagnosis.md names such words, and has the
 cause; *silent*: nothing is said; *wrong*: a cause, an error or a warning comes first that is not right, which counts most.
 
 Claim: none of its own (docs/log/diagnosis.md has the figures). Baseline: the loop without a bug.
-Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,later,healthy,healthy-kinds] [--keep FOLDER] [--quick]``.
+Run: ``./dev bench public_bugs [--parts tuning,aside,seen,unseen,later,third,healthy,healthy-kinds,healthy-third]
+[--keep FOLDER] [--quick]``.
 No times are compared, so ``--rounds`` has no effect.
 """
 
@@ -34,9 +35,11 @@ import torch
 from _injected_runs import SHAPE, prepare
 from _public_bugs_later import LATER
 from _public_bugs_of_steps import BUGS
+from _public_bugs_third import THIRD
 from _public_bugs_unseen import UNSEEN
 from _public_healthy import HEALTHY
 from _public_healthy_kinds import KINDS, Adjust
+from _public_healthy_third import MORE_KINDS
 from _public_loop import Bug, Setting, audit_of, made
 from timing import Report, Row, nothing, parser
 
@@ -44,8 +47,8 @@ import narrowgauge as ng
 from narrowgauge.runs.record import Run
 from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 
-ROWS = (*BUGS, *UNSEEN, *LATER)
-PARTS = ("tuning", "aside", "seen", "unseen", "later", "healthy", "healthy-kinds")
+ROWS = (*BUGS, *UNSEEN, *LATER, *THIRD)
+PARTS = ("tuning", "aside", "seen", "unseen", "later", "third", "healthy", "healthy-kinds", "healthy-third")
 
 
 def nothing_planted(loop: object) -> None:
@@ -56,6 +59,7 @@ def nothing_planted(loop: object) -> None:
 SOUND: dict[str, dict[str, tuple[Setting, Adjust]]] = {
     "healthy": {name: (setting, nothing_planted) for name, setting in HEALTHY.items()},
     "healthy-kinds": KINDS,
+    "healthy-third": MORE_KINDS,
 }
 WAYS = ("audit", "two runs", "rows")
 ANSWERS = ("first", "located", "silent", "wrong")

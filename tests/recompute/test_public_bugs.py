@@ -39,7 +39,9 @@ def test_each_thread_is_cited_once_and_the_parts_do_not_change_with_other_rows()
 
 
 @pytest.mark.parametrize(
-    ("part", "rows"), [("unseen", public_bugs.UNSEEN), ("later", public_bugs.LATER)], ids=["unseen", "later"]
+    ("part", "rows"),
+    [("unseen", public_bugs.UNSEEN), ("later", public_bugs.LATER), ("third", public_bugs.THIRD)],
+    ids=["unseen", "later", "third"],
 )
 def test_rows_that_no_rule_was_mended_with_are_parts_of_their_own(part: str, rows: tuple[Any, ...]) -> None:
     assert [row for row in public_bugs.ROWS if public_bugs.part_of(row) == part] == list(rows)
@@ -52,7 +54,7 @@ class _Text:
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # a scheduler that steps too early is a row
-@pytest.mark.parametrize("row", [*public_bugs.UNSEEN, *public_bugs.LATER], ids=lambda row: row.name)
+@pytest.mark.parametrize("row", [*public_bugs.UNSEEN, *public_bugs.LATER, *public_bugs.THIRD], ids=lambda row: row.name)
 def test_an_unseen_bug_is_planted_into_its_loop_and_the_loop_takes_a_step(row: Any) -> None:
     with torch.random.fork_rng():
         loop = public_loop.PublicLoop(row.setting, _Text())
@@ -62,9 +64,9 @@ def test_an_unseen_bug_is_planted_into_its_loop_and_the_loop_takes_a_step(row: A
         assert loop.one_step()[1].isfinite()
 
 
-@pytest.mark.parametrize("name", public_bugs.KINDS)
+@pytest.mark.parametrize("name", [*public_bugs.KINDS, *public_bugs.MORE_KINDS])
 def test_a_healthy_loop_learns(name: str) -> None:
-    setting, adjust = public_bugs.KINDS[name]
+    setting, adjust = {**public_bugs.KINDS, **public_bugs.MORE_KINDS}[name]
     with torch.random.fork_rng():
         loop = public_loop.PublicLoop(setting, _Text())
         methods = {name for name in dir(loop) if callable(getattr(loop, name))}
