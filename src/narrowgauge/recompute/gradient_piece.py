@@ -74,7 +74,19 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         if name not in passes[0]:
             continue
         results.append(_of_parameter(step, sample, terms, spreads.get(name)))
+    results.extend(_taken_away(step))
     return _gathered(step, results, "backward")
+
+
+def _taken_away(step: StepCapture) -> list[PieceResult]:
+    """Parameters whose gradient was computed and is gone before the step, where those of others are still there."""
+    has_some = any(sample.gradient is not None for sample in step.parameters.values())
+    gone = [
+        name
+        for name, sample in step.parameters.items()
+        if has_some and sample.gradient is None and sample.computed is not None and bool(sample.computed.any())
+    ]
+    return [PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, "gradient-missing", step=step.step) for name in gone]
 
 
 def _unused(step: StepCapture, name: str) -> PieceResult:
