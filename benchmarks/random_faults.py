@@ -13,9 +13,10 @@ strengths reach down to 1 %. Only the first third of the draws (``--tuning``) wa
 Baseline: the same loop without a fault, in every kind of loop of ``HEALTHY``, where nothing may be found.
 
 Faults of data and of evaluations (``--data``) are drawn apart: their loops run for longer, with several orders of rows, and
-evaluate every other step.
+evaluate every other step. So are those of ``_drawn_faults.py``: counts of steps and places of epsilon (``--counts``), schedules
+and resumes (``--schedules``), positions, padding and dropout (``--positions``).
 
-Run: ``./dev bench random_faults [--quick] [--tuning] [--data]``.
+Run: ``./dev bench random_faults [--quick] [--tuning] [--data | --counts | --schedules | --positions]``.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from _drawn_faults import KINDS, Fault
 from timing import Report, Row, parser
 from torch import Tensor, nn
 
@@ -59,27 +60,6 @@ HEALTHY: dict[str, dict[str, Any]] = {
     "beta2 0.95": {"betas": (0.9, 0.95)},
     "nesterov": {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "nesterov": True},
 }
-
-
-@dataclass
-class Fault:
-    """A drawn fault.
-
-    Args:
-        says: what it is.
-        names: right names of findings.
-        piece: where it is.
-        where: the one tensor or module that it is about, or empty.
-        plant: puts it into a loop.
-        members: the tensors that it is about; ``None`` for all.
-    """
-
-    says: str
-    names: set[str]
-    piece: str
-    where: str
-    plant: Callable[[Loop], None]
-    members: set[str] | None = None
 
 
 # ── operations on a tensor ────────────────────────────────────────────────────────────────────────────────────────────
@@ -605,6 +585,12 @@ def data_trial(seed: int) -> Row:
     return judged(seed, f"{kind}; rows {order}{size}", make(draw, loop), loop, start, LONG)
 
 
+def kind_trial(kind: str, seed: int) -> Row:
+    """The same for a fault of :data:`_drawn_faults.KINDS`, with the loop that it needs."""
+    drawn = KINDS[kind][0](random.Random(seed))
+    return judged(seed, drawn.kind, drawn.fault, drawn.loop, drawn.start, drawn.steps)
+
+
 def judged(seed: int, kind: str, fault: Fault, loop: Loop, start: int, steps: int) -> Row:
     """Run a loop, with a fault from a step on, and judge what the audit says."""
     loop.run(start)
@@ -631,8 +617,8 @@ def judged(seed: int, kind: str, fault: Fault, loop: Loop, start: int, steps: in
         answer = "wrong"
     said = "; ".join(f"{each.name} ({each.where})" if each.where else each.name for each in found[:3])
     return {
-        "seed": seed, "loop": kind, "from step": start, "fault": fault.says, "answer": answer,
-        "in three": "yes" if three else "", "said": said,
+        "seed": seed, "loop": kind, "from step": start, "fault": fault.says.strip() + ("" if fault.names else " (no fault)"),
+        "answer": answer, "in three": "yes" if three else "", "said": said,
     }  # fmt: skip
 
 
@@ -642,7 +628,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument(
         "--tuning", action="store_true", help="only the draws that were looked at while the audit was written"
     )
-    options.add_argument("--data", action="store_true", help="faults of data and of evaluations, in longer loops")
+    flags = options.add_mutually_exclusive_group()
+    flags.add_argument("--data", action="store_true", help="faults of data and of evaluations, in longer loops")
+    for name, (_, words) in KINDS.items():
+        flags.add_argument(f"--{name}", action="store_true", help=words)
     options.add_argument("--first", type=int, default=0, help="the number of the first draw")
     options.add_argument("--draws", type=int, default=60, help="faults drawn; a third of them are tuning's")
     given = options.parse_args(arguments)
@@ -655,16 +644,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         del parts["kept aside"]
     if given.first:
         parts = {f"from {given.first}": range(given.first, given.first + number)}
+    kind = next((name for name in KINDS if getattr(given, name)), "")
     for part, seeds in parts.items():
-        rows = [data_trial(seed) if given.data else trial(seed) for seed in seeds]
+        rows = [kind_trial(kind, seed) if kind else data_trial(seed) if given.data else trial(seed) for seed in seeds]
         answers = [row["answer"] for row in rows]
         counts = {answer: answers.count(answer) for answer in ("first", "located", "note elsewhere", "silent", "wrong")}
         counts["in three"] = sum(bool(row["in three"]) for row in rows)
         report.add(f"{part}: {len(rows)} faults", rows)
         report.add(f"{part}: answers", [counts])
-    if not given.tuning:
+    if not given.tuning and not kind:  # of those kinds, draws that are no fault are among the others
         rows = [
-            {"loop": kind, "named": ", ".join(sorted(Loop(every=2, **s).run(5).names()))} for kind, s in HEALTHY.items()
+            {"loop": name, "named": ", ".join(sorted(Loop(every=2, **s).run(5).names()))} for name, s in HEALTHY.items()
         ]
         for order in ORDERS if given.data else ():
             for number in (3, 30, 300):

@@ -61,6 +61,13 @@ def test_a_change_between_steps_is_named(name: str) -> None:
     assert loop.names() and loop.names() <= causes, loop.results[4]
 
 
+def test_a_step_that_is_taken_back_is_named() -> None:
+    loop = Loop(every=4).run(3)
+    kept = copy.deepcopy(loop.model.state_dict())
+    loop.run(1).model.load_state_dict(kept)
+    assert loop.run(1).names() == {"step-undone"}
+
+
 WRITTEN: dict[str, tuple[Callable[[Loop], object], set[str]]] = {
     "lost states": (lambda loop: loop.optimizer.state.clear(), {"states-lost"}),
     "narrow weights": (each_weight(lambda p: p.copy_(p.half())), {"weight-narrow"}),

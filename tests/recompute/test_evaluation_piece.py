@@ -179,6 +179,13 @@ def with_leak(share: float) -> Callable[[Loop], Callable[[int], Sequence[Tensor]
     return prepare
 
 
+def first_batches(loop: Loop) -> Callable[[int], Sequence[Tensor]]:
+    """A few batches of the training data, and no others."""
+    data = [next(loop.data) for _ in range(30)]
+    loop.data = iter(data)
+    return lambda _: data[:3]
+
+
 def both_splits(loop: Loop) -> Callable[[int], Sequence[Tensor]]:
     """Some batches of the training data, and some of validation."""
     data = [next(loop.data) for _ in range(30)]
@@ -228,6 +235,7 @@ ROWS: dict[str, tuple[Callable[[Loop], Callable[[int], Sequence[Tensor]]], set[s
     "other rows at random": (lambda loop: lambda number: drawn(12, 50 + number).split(4), set()),
     "a longer one at the end": (lambda loop: lambda n: [*VALIDATION, drawn(4, 7)] if n == 5 else VALIDATION, set()),
     "another set now and then": (lambda loop: lambda n: [drawn(12, 7)] if n == 3 else VALIDATION, set()),
+    "batches of training": (first_batches, {"evaluated-on-training"}),
     "a quarter is trained on": (with_leak(0.25), {"rows-evaluated"}),
     "all is trained on": (with_leak(1.0), {"rows-evaluated"}),
     "some rows change": (changing(3, slice(0, 4)), {"evaluation-data-changed"}),

@@ -196,9 +196,71 @@ def penalized(loop: Loop) -> None:
             p.grad.add_(p.detach(), alpha=0.01)
 
 
+@fault("after_backward")
+def underflown(loop: Loop) -> None:
+    """What float16 has as subnormal numbers is zero, as where they are flushed."""
+    for p in loop.model.parameters():
+        if p.grad is not None:
+            p.grad[p.grad.abs() < torch.finfo(torch.float16).tiny] = 0.0
+
+
+def never_filled_again(loop: Loop) -> None:
+    """The optimizer reads a buffer that was filled once."""
+    kept: dict[Any, torch.Tensor] = {}
+
+    def read() -> None:
+        for p in loop.model.parameters():
+            if p.grad is not None:
+                p.grad.copy_(kept.setdefault(p, p.grad.clone()))
+
+    loop.after_backward = read  # type: ignore[method-assign]
+
+
+def first_halved(loop: Loop) -> None:
+    """What was accumulated is halved, and what is added to it is not."""
+    backward = loop.backward
+
+    def then_halve(tokens: Any, number: int) -> None:
+        backward(tokens, number)
+        if number == 0:
+            for p in loop.model.parameters():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
+
+    loop.backward = then_halve  # type: ignore[method-assign]
+
+
+@fault("after_backward")
+def thrown_away(loop: Loop) -> None:
+    loop.model.head.weight.grad = None
+
+
+def frozen_in_the_passes(loop: Loop) -> None:
+    weight, backward = loop.model.head.weight, loop.backward
+
+    def without(tokens: Any, number: int) -> None:
+        weight.requires_grad_(False)
+        backward(tokens, number)
+        weight.requires_grad_(True)
+
+    loop.backward = without  # type: ignore[method-assign]
+
+
 def cached(loop: Loop) -> None:
     weight = loop.model.head.weight.detach().clone()
     loop.model.head.forward = lambda x: x @ weight.t()  # type: ignore[method-assign]
+
+
+def cached_and_penalized(loop: Loop) -> None:
+    """The weight itself is in the loss alone, so that it has a gradient, and learns nothing."""
+    cached(loop)
+    backward = loop.backward
+
+    def with_penalty(tokens: Any, number: int) -> None:
+        backward(tokens, number)
+        (0.05 * loop.model.head.weight.square().sum()).backward()
+
+    loop.backward = with_penalty  # type: ignore[method-assign]
 
 
 FAULTS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
@@ -214,7 +276,13 @@ FAULTS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
     "narrow sums": (narrow_sums, "gradient-narrow", {"format": "bfloat16"}),
     "zero": (lost, "gradient-zero", {"where": "blocks.0.up.weight"}),
     "penalty": (penalized, "decay-in-gradient", {"value": 0.01}),
+    "underflow": (underflown, "gradient-underflow", {"when": "after backward"}),
+    "read once": (never_filled_again, "gradient-stale", {"share": 1.0, "where": ""}),
+    "half of the first": (first_halved, "micro-batches-weighted", {"factors": "0.5, 1", "where": ""}),
+    "thrown away": (thrown_away, "gradient-missing", {"where": "head.weight"}),
+    "frozen in the passes": (frozen_in_the_passes, "gradient-missing", {"where": "head.weight"}),
     "copied weight": (cached, "unused", {"where": "head.weight"}),
+    "copied weight with a penalty": (cached_and_penalized, "not-in-graph", {"where": "head.weight"}),
 }  # fmt: skip
 
 
@@ -231,6 +299,12 @@ def test_a_fault_of_the_gradient_is_named_with_its_size(name: str) -> None:
     for key, value in values.items():
         now = known[key]
         assert math.isclose(now, value, rel_tol=2e-2) if isinstance(value, float) else now == value, (key, now)
+
+
+def test_more_micro_batches_than_were_declared_are_named() -> None:
+    found = Loop(micro_batches=3, task=task(micro_batches=2)).run(2).findings()
+    assert [each.name for each in found] == ["micro-batches-many"] and "3 micro-batches" in found[0].message
+    assert not Loop(micro_batches=2, task=task(micro_batches=3)).run(2).findings(), "an epoch may end with fewer"
 
 
 @pytest.mark.parametrize("is_declared", [False, True])
@@ -315,6 +389,31 @@ def test_a_fault_of_clipping_is_named(name: str) -> None:
     loop.clip_gradients = lambda: clip(loop)  # type: ignore[method-assign, assignment, return-value]
     loop.run(2)
     assert {each.name for each in loop.findings()} == {cause}, loop.results[4]
+
+
+def scaled(is_unscaled: bool, limit: float | None) -> Loop:
+    """A loop under a loss scale that doubles after five steps, with the gradients unscaled before they are clipped or not."""
+    loop = Loop(task=task(max_grad_norm=limit))
+    scaler, plain = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5), loop.loss
+    loop.loss = lambda tokens: scaler.scale(plain(tokens))  # type: ignore[method-assign]
+
+    def clip() -> None:
+        if is_unscaled:
+            scaler.unscale_(loop.optimizer)
+        nn.utils.clip_grad_norm_(loop.model.parameters(), 0.25)
+
+    loop.clip_gradients = clip  # type: ignore[method-assign]
+    loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())[1]  # type: ignore[method-assign, func-returns-value]
+    return loop.run(8)
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(0.25, [2, 4, 6, 8]), (None, [6, 8])], ids=["declared", "not declared"])
+def test_clipping_before_unscaling_is_named(limit: float | None, steps: list[int]) -> None:
+    """Without a declared limit it is one like any other until the scale changes, and the limit with it."""
+    assert not scaled(True, limit).findings()
+    found = scaled(False, limit).findings()
+    assert [(each.name, each.step) for each in found] == [("clip-norm", step) for step in steps]
+    assert all("scaled" in each.message for each in found)
 
 
 @pytest.mark.parametrize("divisor", [65536.0, 3.0])

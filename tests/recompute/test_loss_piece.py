@@ -85,6 +85,10 @@ FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, dict[str, Any]]
         lambda z, x: (mean(z, x[:, 1:]) + 1e-2 * z.logsumexp(-1).square().mean()) / 2, "z-loss", {"value": 1e-2},
     ),
     "maximized": (lambda z, x: -mean(z, x[:, 1:]) / 2, "loss-sign", {}),
+    "smoothed otherwise": (
+        lambda z, x: mean(z, x[:, 1:], label_smoothing=0.1) / 2, "label-smoothing-other", {"value": 0.1, "wanted": 0.05},
+    ),
+    "nothing counts": (lambda z, x: mean(z, torch.full_like(x[:, 1:], -100)), "loss-zero", {}),
     "padding": (lambda z, x: mean(z, padded(x)[:, 1:]) / 2, "ignored-counted", {"token": PADDING}),
     "weighted": (
         lambda z, x: (mean(z, x[:, 1:], reduction="none").view(4, -1) * torch.arange(24) / 12).mean() / 2,
@@ -92,12 +96,13 @@ FAULTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], str, dict[str, Any]]
         {},
     ),
 }  # fmt: skip
+DECLARED = {"padding": task(ignore=PADDING), "smoothed otherwise": task(label_smoothing=0.05)}
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_the_loss_is_named_with_its_size(name: str) -> None:
     loss, cause, values = FAULTS[name]
-    loop, results = audited(loss, task=task(ignore=PADDING) if name == "padding" else None)
+    loop, results = audited(loss, task=DECLARED.get(name))
     assert cause in [each.cause for each in results], results
     if name != "padding":
         assert loop.names() == {cause}, "one fault, one name: the gradient of this loss is right"

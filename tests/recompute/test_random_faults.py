@@ -26,6 +26,16 @@ def test_a_trial_of_data_or_evaluations_is_repeatable_and_judged(seed: int, answ
     assert faults.data_trial(seed) == row
 
 
+@pytest.mark.parametrize(
+    ("kind", "seed", "answer"),
+    [("counts", 4, "first"), ("schedules", 3, "first"), ("positions", 9, "first"), ("positions", 13, "silent")],
+)
+def test_a_trial_of_a_further_kind_is_repeatable_and_judged(kind: str, seed: int, answer: str) -> None:
+    row = faults.kind_trial(kind, seed)
+    assert row["answer"] == answer and ("(no fault)" in row["fault"]) is (answer == "silent"), row
+    assert faults.kind_trial(kind, seed) == row
+
+
 def test_a_fault_that_is_planted_changes_the_loop_and_a_wrong_name_is_not_right() -> None:
     fault = faults.of_gradient(random.Random(3), Loop(every=0))
     loop, healthy = Loop(every=0), Loop(every=0)

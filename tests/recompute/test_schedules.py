@@ -67,12 +67,14 @@ def test_a_schedule_of_epochs_is_healthy() -> None:
     assert not loop.causes()
 
 
-@pytest.mark.parametrize(("moves", "micro_batches"), [(2, 1), (3, 3), (5, 2)])
-def test_a_schedule_that_moves_more_often_is_named_with_how_often(moves: int, micro_batches: int) -> None:
+@pytest.mark.parametrize(
+    ("moves", "micro_batches", "cause"),
+    [(2, 1, "schedule-many"), (3, 3, "schedule-per-micro-batch"), (5, 2, "schedule-many")],
+)
+def test_a_schedule_that_moves_more_often_is_named_with_how_often(moves: int, micro_batches: int, cause: str) -> None:
     loop = Scheduled(micro_batches=micro_batches)
     loop.moves = moves
     found = loop.run(8).causes()
-    cause = "schedule-per-micro-batch" if moves == micro_batches else "schedule-many"
     assert [(each.cause, each.values["times"]) for each in found] == [(cause, moves)]
 
 

@@ -80,7 +80,7 @@ def setting(**values: Any) -> Callable[[Any], Any]:
     return change
 
 
-def edited(edit: Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], None], only: int | None = None) -> Any:
+def edited(edit: Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], object], only: int | None = None) -> Any:
     """After the step, parameters are edited: (parameter, weight before, state, state before)."""
 
     def change(optimizer: Any) -> Any:
@@ -157,6 +157,34 @@ def corrected_by(correct: Callable[[Tensor, float, int], Tensor]) -> Any:
     return edited(edit)
 
 
+def beside_decay(factor: float) -> Any:
+    """The gradient's part of the step is multiplied, and weight decay is as given."""
+    kept = 1 - 1e-4
+    return edited(lambda p, weight, *_: p.copy_(kept * weight + factor * (p - kept * weight)))
+
+
+def zeroed(name: str) -> Any:
+    return edited(lambda p, weight, state, before: state[name].zero_())
+
+
+def gradients_of_the_step_before() -> Callable[[Any], Any]:
+    kept: dict[Tensor, Tensor] = {}
+
+    def change(optimizer: Any) -> Any:
+        own = {p: p.grad for group in optimizer.param_groups for p in group["params"]}
+        for p, gradient in own.items():
+            p.grad = kept.get(p, gradient)
+        kept.update(own)
+
+        def undo() -> None:
+            for p, gradient in own.items():
+                p.grad = gradient
+
+        return undo
+
+    return change
+
+
 FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
     "rate of all": (setting(lr=2e-3), "rate", {"factor": 2.0}),
     "rate of one": (edited(scaled(1.1), 3), "rate", {"factor": 1.1}),
@@ -179,6 +207,25 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
         edited(lambda p, w, state, before: state["exp_avg_sq"].copy_(before["exp_avg_sq"]), 2),
         "state-frozen",
         {"state": "exp_avg_sq"},
+    ),
+    "zeroed moments": (zeroed("exp_avg"), "state-zero", {"state": "exp_avg"}),
+    "zeroed squares": (zeroed("exp_avg_sq"), "state-zero", {"state": "exp_avg_sq"}),
+    "moments begun anew": (
+        edited(lambda p, w, state, before: state["exp_avg"].copy_(p.grad).mul_(0.1)), "state-lost", {"state": "exp_avg"},
+    ),
+    "gradients of the step before": (gradients_of_the_step_before(), "gradient-stale", {"share": 1.0}),
+    "up the gradient": (beside_decay(-1.0), "sign", {}),
+    "half of the step": (beside_decay(0.5), "step-scaled", {"factor": 0.5}),
+    "decay alone": (beside_decay(0.0), "step-lost", {}),
+    "half the rate and six times the decay": (
+        setting(lr=5e-4, weight_decay=0.6), "rate-and-decay", {"factor": 0.5, "value": 0.6},
+    ),
+    "bias as it is": (corrected_by(lambda t, beta, n: t), "no-bias-correction", {"of": "both"}),
+    "bias of the mean as it is": (
+        corrected_by(lambda t, beta, n: t if beta == 0.9 else t / (1 - beta**n)), "no-bias-correction", {"of": "exp_avg"},
+    ),
+    "bias of the squares as it is": (
+        corrected_by(lambda t, beta, n: t if beta != 0.9 else t / (1 - beta**n)), "no-bias-correction", {"of": "exp_avg_sq"},
     ),
     "bias multiplied": (
         corrected_by(lambda t, beta, n: t * (1 - beta**n)), "correction-other", {"by": "* (1 - beta**step)"},
@@ -305,6 +352,22 @@ def test_declared_decay_groups_are_compared() -> None:
     assert [each.name for each in found] == ["decay-unwanted"] and "norm" in found[0].where
     found = Loop(task=task(decay_groups="matrices-not-embeddings")).run(2).findings()
     assert "embedding.weight" in found[0].where
+
+
+def test_a_matrix_without_its_declared_decay_is_named() -> None:
+    def without_head(parameters: Any, **settings: Any) -> torch.optim.AdamW:
+        *matrices, head = (p for p in parameters if p.ndim > 1)
+        return torch.optim.AdamW([{"params": matrices}, {"params": [head], "weight_decay": 0.0}], **settings)
+
+    loop = Loop(optimizer=without_head, task=task(decay_groups="matrices"))
+    for p in loop.model.parameters():
+        p.requires_grad_(p.ndim > 1)
+    assert [(each.name, each.where) for each in loop.run(2).findings()] == [("decay-wanted", "head.weight")]
+
+
+def test_a_declared_setting_that_groups_do_not_have_is_named() -> None:
+    (found,) = Loop(task=task(settings={"betas": (0.9, 0.95), "eps": 1e-8})).run(2).findings()
+    assert found.name == "setting-other" and "betas = (0.9, 0.999)" in found.message
 
 
 def test_an_unknown_declaration_is_refused() -> None:

@@ -183,7 +183,7 @@ def _is_of_one_gradient(sample: ParameterSample) -> bool | None:
     first, second = sample.states.get("exp_avg"), sample.states.get("exp_avg_sq")
     if first is None or second is None or sample.roundings:
         return None
-    tells = second > _LEAST
+    tells = (second > _LEAST) & (first != 0)  # a first moment that something zeroes holds no gradient at all
     if int(tells.sum()) < _FEW:
         return None
     ratio = first[tells].double().square() / second[tells].double()

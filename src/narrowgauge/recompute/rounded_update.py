@@ -47,12 +47,11 @@ def compare_rounded_state(
     moved = (taken * term).abs().maximum((now.double() - before).abs())
     slack = rounding.carried * (kept * before).abs() + 4 * rounding.unit * moved
     others = [
-        Assumption("state-frozen", before),
         Assumption("state-zero", torch.zeros_like(before)),
         Assumption("gradient-scaled", kept * before, taken * term, name="factor", is_square=name == "exp_avg_sq"),
     ]
     if before.any():
-        others.append(Assumption("state-lost", taken * term))
+        others += [Assumption("state-frozen", before), Assumption("state-lost", taken * term)]
         if definition is not SGD:
             others.append(Assumption("beta", term, before - term, (("wanted", kept),), "value"))
     if sample.previous is not None:

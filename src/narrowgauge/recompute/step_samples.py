@@ -63,12 +63,17 @@ def sampled_step(
     step.loss_scale = max(step.loss_scale, own.loss_scale)
     if own.why_not:
         step.missing["update"] = own.why_not
+    released = getattr(optimizer, "released", ())
+    if released:
+        step.missing["calls"] = "gradients are released as they arrive: the weights are no more those of the passes"
     listed: Counter[int] = Counter()
     products = WHOLE_PRODUCTS
     for index, group in enumerate(optimizer.param_groups):
         settings = settings_of(group)
         for place, parameter in enumerate(group["params"]):
             listed[id(parameter)] += 1
+            if parameter in released:  # stepped already
+                continue
             name, left = names.get(id(parameter), f"param {place}"), computed.get(id(parameter))
             sample = _sampled(name, optimizer, parameter, settings, own.factor)
             if (cost := _products(sample, parameter)) is not None and cost <= products:

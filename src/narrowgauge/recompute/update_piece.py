@@ -266,10 +266,10 @@ def _cause_of_state(
     actual: Tensor,
     envelope: float,
 ) -> tuple[str, dict[str, object]]:
+    if not actual.any():  # first: one that is zero after each step is also what it was before this one
+        return "state-zero", {}
     if bool((actual == given[name]).all()):
         return "state-frozen", {}
-    if not actual.any():
-        return "state-zero", {}
     if (narrow := narrower_format(actual, expected, sample.states_after[name].dtype)) is not None:
         return "state-narrow", {"format": narrow}
     definition = definition_of(step, sample)
@@ -291,18 +291,26 @@ def _cause_of_state(
             return "gradient-scaled", {"factor": factor}
         return "state-other-factors", {"kept": alpha, "taken": beta}
     own = 0.0 if definition.decouples(sample) else decay_of(sample)
-    if name != "exp_avg_sq" and (another := _another_term(sample, given[name], term, actual, taken, own, tolerance)):
+    if another := _another_term(sample, name, given[name], term, actual, taken, own, tolerance):
         return another
     share = float(((actual - expected).abs() > 1e-4 * expected.abs()).double().mean())
     return ("part", {"share": share}) if 0 < share < 0.9 else ("", {})
 
 
 def _another_term(
-    sample: ParameterSample, before: Tensor, term: Tensor, actual: Tensor, taken: float, own: float, tolerance: float
+    sample: ParameterSample,
+    name: str,
+    before: Tensor,
+    term: Tensor,
+    actual: Tensor,
+    taken: float,
+    own: float,
+    tolerance: float,
 ) -> tuple[str, dict[str, object]] | None:
     """What else the state took, beside the gradient's term: of what agrees, the nearest.
 
     While weights have hardly moved, the gradient of the step before and the state hold their decay between them.
+    Squares tell a gradient that was exchanged for that of the step before, and no sum of several terms.
 
     Args:
         before, actual: the state, before the step and after it.
@@ -310,9 +318,9 @@ def _another_term(
     """
     found: list[tuple[float, str, dict[str, object]]] = []
     if sample.previous is not None:
-        (_, now, then), rest = fitted(actual, [before, term, sample.previous.double()])
+        (_, now, then), rest = fitted(actual, [before, term, new_term(name, sample.previous.double())])
         found.append((rest, "gradient-stale", {"share": then / (now + then) if now + then else 1.0}))
-    if taken:
+    if taken and name != "exp_avg_sq":
         (_, _, decay), rest = fitted(actual, [before, term, sample.weight.double()])
         held = decay / taken + own
         found.append((rest, "decay-in-gradient", {"value": held if abs(held) > 1e-3 * own else 0.0}))
