@@ -95,7 +95,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
         sentences=[f"{capitalized(finding.cause.title)}: {finding.cause.effect}." for finding in found.findings],
         parts=parts,
         made_from="the record of the run; "
-        + ("nothing was computed again" if found.replay is None else f"step {found.replay.step} was computed again"),
+        + ("nothing was computed for it" if found.replay is None else f"step {found.replay.step} was computed again"),
     )
 
 
@@ -207,8 +207,8 @@ _OF_REPLAYS = {sign.name for sign in SIGNS_OF_REPLAYS}
 
 
 def _is_of_replay(finding: CauseFinding) -> bool:
-    """Whether a replay showed a sign of it, so that no earlier record could have."""
-    return any(sign.sign in _OF_REPLAYS for sign in finding.chain)
+    """Whether a replay showed it or a sign of it, so that no earlier record could have."""
+    return finding.is_measured or any(sign.sign in _OF_REPLAYS for sign in finding.chain)
 
 
 def _replay_lines(found: Diagnosis) -> list[str]:
