@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import narrowgauge as ng
 from narrowgauge.integrations.lightning import NarrowgaugeMonitor, StepAudit
-from narrowgauge.recompute.departures import DEPARTURES
+from narrowgauge.runs.departure_table import DEPARTURES
 from recompute.audited_loop import Model, batches, next_token
 
 

@@ -24,7 +24,7 @@ from integrations.own_trainer import reference
 from narrowgauge.errors import RecipeError
 from narrowgauge.integrations.huggingface import NarrowgaugeCallback, optimizer_factory
 from narrowgauge.integrations.huggingface.training_arguments import require_whole_weights
-from narrowgauge.recompute.departures import DEPARTURES
+from narrowgauge.runs.departure_table import DEPARTURES
 from narrowgauge.spec.recipes import Phase
 
 TWO = {"gradient_accumulation_steps": 2}

@@ -10,13 +10,20 @@ import pytest
 import torch
 
 import narrowgauge as ng
-from narrowgauge.recompute.departures import DEPARTURES, PIECES
+from narrowgauge.analysis.diagnosis.coverage import AREAS
+from narrowgauge.analysis.monitor.detectors import DETECTORS
+from narrowgauge.runs.departure_table import DEPARTURES, PIECES
+from narrowgauge.runs.events import RAISED_BY
 from narrowgauge.runs.finding import SEVERITIES
 from recompute.audited_loop import Loop
 
 
-def recorded(folder: Path, edit: Any = None, **options: Any) -> tuple[ng.Run, torch.Tensor]:
+def recorded(
+    folder: Path, edit: Any = None, begin: Any = lambda loop: None, **options: Any
+) -> tuple[ng.Run, torch.Tensor]:
+    """A recorded loop, changed by ``begin`` before its first step and by ``edit`` after the third."""
     loop = Loop(every=0)
+    begin(loop)
     with ng.RunRecorder(folder, loop.model, loop.optimizer, settings={"recipe": "mine"}, **options) as recorder:
         for number in range(6):
             if number == 3 and edit is not None:
@@ -45,6 +52,47 @@ def test_a_recorder_changes_no_bit_and_says_nothing_of_a_healthy_loop(tmp_path: 
     other, own = recorded(tmp_path / "without")
     assert torch.equal(bits, own)
     assert [each["kind"] for each in run.events] == [each["kind"] for each in other.events]
+
+
+def test_a_diagnosis_reads_what_the_audit_found(tmp_path: Path) -> None:
+    wrong, _ = recorded(tmp_path / "wrong", wrong_rate, audit_every=2)
+    found = ng.diagnose(wrong)
+    assert [(each.name, each.step, each.tensor) for each in found.findings] == [
+        ("gradient-scaled", 4, "blocks.0.norm1.bias")
+    ], found.text()
+    assert not found.is_healthy and "1.5 times" in found.verdict
+
+    healthy, _ = recorded(tmp_path / "healthy", audit_every=2)
+    assert [row["step"] for row in healthy.steps if "recomputed" in row] == [2, 4, 6]
+    pieces = {"loss", "forward", "gradient", "clip", "update"}
+    assert all(pieces <= set(row["recomputed"]["equal"]) for row in healthy.steps[1::2])
+    again = ng.diagnose(healthy).recomputed
+    assert again is not None and again.steps == (2, 4, 6) and pieces <= set(again.equal) and not again.unchecked
+
+
+def shifted_twice(loop: Loop) -> None:
+    """Each position predicts the token after the next."""
+
+    def loss(tokens: torch.Tensor) -> torch.Tensor:
+        logits = loop.model(tokens[:, :-1])[:, :-1]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 2:].flatten()) / loop.micro_batches
+
+    loop.loss = loss  # type: ignore[method-assign]
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.integrations.SetUpWarning")
+def test_the_calls_that_a_diagnosis_advises_show_shifted_labels(tmp_path: Path) -> None:
+    area, loop = AREAS[-1], Loop(every=0)
+    shifted_twice(loop)
+    given = {"ng": ng, "model": loop.model, "optimizer": loop.optimizer}
+    assert area.log == "ng.check(model, optimizer, step=2)"
+    found = eval(area.log, given)
+    loop.run(2)
+    assert "labels-shifted" in [each.name for each in found]
+
+    assert area.recorder == "ng.RunRecorder(…, audit_every=1000)"
+    run, _ = recorded(tmp_path / "run", audit_every=1000, begin=shifted_twice)
+    assert "labels-shifted" in [each.name for each in ng.diagnose(run).findings]
 
 
 def test_a_recorder_leaves_no_hook(tmp_path: Path) -> None:
@@ -83,3 +131,4 @@ def test_the_table_of_departures_is_whole() -> None:
     assert all(set(row.pieces) <= set(PIECES) and row.severity in SEVERITIES for row in DEPARTURES.values())
     assert all(row.message.endswith(".") and row.advice for row in DEPARTURES.values())
     assert {piece for row in DEPARTURES.values() for piece in row.pieces} == set(PIECES)
+    assert not DEPARTURES.keys() & {*DETECTORS, *RAISED_BY}, "an event's detector tells what raised it"

@@ -12,7 +12,7 @@ import torch
 from benchmark_modules import benchmark_module
 from narrowgauge.analysis.diagnosis.causes import CAUSES
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS
-from narrowgauge.recompute.departures import DEPARTURES, PIECES
+from narrowgauge.runs.departure_table import DEPARTURES, PIECES
 
 public_bugs = benchmark_module("public_bugs")
 public_loop = benchmark_module("_public_loop")

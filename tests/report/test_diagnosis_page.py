@@ -98,6 +98,16 @@ def test_two_runs_have_a_page_with_the_place_where_they_part(spiked: Run) -> Non
     assert "Timeline" in render_two(ng.diagnose(healthy, healthy_run()), healthy, healthy_run())
 
 
+def test_no_page_states_a_weight_that_was_not_calibrated(spiked: Run) -> None:
+    """Causes and reasons are in the order of their weights, and nothing says by how much."""
+    short = changed(spiked, steps=spiked.steps[:10], events=[])
+    pages = [render_diagnosis(ng.diagnose(run), run) for run in (spiked, short)]
+    pages.append(render_two(ng.diagnose(healthy_run(), spiked), healthy_run(), spiked))
+    for page in pages:
+        section = page[page.index('<section id="else"') :].partition("</section>")[0]
+        assert "the likeliest first" in section and "%" not in Document(section).text
+
+
 def test_the_command_writes_both_pages(tmp_path: Path) -> None:
     for name, last in (("one", 2.0), ("two", 2.5)):
         with ng.runs.RunWriter.create(tmp_path / name, {"config": {"recipe": "bfloat16/word"}}) as writer:

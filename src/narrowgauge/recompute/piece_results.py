@@ -36,7 +36,7 @@ class PieceResult:
     """One piece of a step, computed again.
 
     Args:
-        piece: a key of :data:`narrowgauge.recompute.departures.PIECES`.
+        piece: a key of :data:`narrowgauge.runs.departure_table.PIECES`.
         status: :data:`EQUAL` to rounding, :data:`DEPARTS`, or :data:`NOT_CHECKED`.
         where: the parameters or modules; empty for all.
         difference: between the run's values and those computed again, relative to the latter.

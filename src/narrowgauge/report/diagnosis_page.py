@@ -95,7 +95,7 @@ def render_diagnosis(found: Diagnosis, run: Run) -> str:
         sentences=[f"{capitalized(finding.cause.title)}: {finding.cause.effect}." for finding in found.findings],
         parts=parts,
         made_from="the record of the run; "
-        + ("nothing was computed again" if found.replay is None else f"step {found.replay.step} was computed again"),
+        + ("nothing was computed for it" if found.replay is None else f"step {found.replay.step} was computed again"),
     )
 
 
@@ -158,27 +158,20 @@ def _changes(found: Diagnosis) -> list[str]:
     return said
 
 
-_SHARE = (*text_columns(cause="cause", what_it_does="does"), *number_columns(weight="share"))
-"""The weights of the rules rank causes; they were not calibrated, and so are no probabilities."""
+_RANKED = text_columns(cause="cause", what_it_does="does")
+"""The likeliest first. By how much is not shown: the weights of the rules were not calibrated, and so are no probabilities."""
 
 
 def _alternatives(found: Diagnosis) -> list[Table]:
     """The rivals of each finding; where the record does not tell, the causes in question."""
     tables = []
     for finding in found.findings:
-        rows = [
-            {"cause": row.cause.name, "does": row.cause.effect, "share": f"{row.probability:.1%}"}
-            for row in finding.alternatives
-            if row.cause.effect
-        ]
+        rows = [{"cause": row.cause.name, "does": row.cause.effect} for row in finding.alternatives if row.cause.effect]
         if rows:
-            tables.append(Table(_SHARE, rows, f"Instead of {finding.cause.name}"))
+            tables.append(Table(_RANKED, rows, f"Instead of {finding.cause.name}, the likeliest first"))
     if not found.findings and not found.is_healthy:
-        rows = [
-            {"cause": row.cause.name, "does": row.cause.effect, "share": f"{row.probability:.0%}"}
-            for row in found.causes[:4]
-        ]
-        tables.append(Table(_SHARE, rows, "In question"))
+        rows = [{"cause": row.cause.name, "does": row.cause.effect} for row in found.causes[:4]]
+        tables.append(Table(_RANKED, rows, "In question, the likeliest first"))
     return tables
 
 
@@ -214,8 +207,8 @@ _OF_REPLAYS = {sign.name for sign in SIGNS_OF_REPLAYS}
 
 
 def _is_of_replay(finding: CauseFinding) -> bool:
-    """Whether a replay showed a sign of it, so that no earlier record could have."""
-    return any(sign.sign in _OF_REPLAYS for sign in finding.chain)
+    """Whether a replay showed it or a sign of it, so that no earlier record could have."""
+    return finding.is_measured or any(sign.sign in _OF_REPLAYS for sign in finding.chain)
 
 
 def _replay_lines(found: Diagnosis) -> list[str]:
@@ -258,21 +251,16 @@ def _next_step(found: TwoRuns) -> str:
     return f"Next measurement: {found.next_measurement}."
 
 
-_REASON = (*text_columns(reason="reason", what_it_is="is", remedy="remedy"), *number_columns(weight="share"))
+_REASON = text_columns(reason="reason", what_it_is="is", remedy="remedy")
 
 
 def _reasons(found: TwoRuns) -> list[Table]:
     rows = [
-        {
-            "reason": reason.name,
-            "is": reason.title,
-            "remedy": in_terms_of(found.loop, reason.remedy),
-            "share": f"{share:.1%}",
-        }
+        {"reason": reason.name, "is": reason.title, "remedy": in_terms_of(found.loop, reason.remedy)}
         for reason, share in found.reasons
         if share >= 0.001
     ]
-    return [Table(_REASON, rows, "Reasons")] if len(rows) > 1 else []
+    return [Table(_REASON, rows, "Reasons, the likeliest first")] if len(rows) > 1 else []
 
 
 _GIVEN = text_columns(what="name", table="table", first="first", second="second")

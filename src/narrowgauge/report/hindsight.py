@@ -44,15 +44,21 @@ class Hindsight:
 def hindsight(finding: CauseFinding, run: Run) -> Hindsight | None:
     """When the fault behind a finding could have been known; ``None`` where it has no step, as settings have none.
 
+    What a replay alone has measured has no such time either.
+
     Cost: four or five diagnoses of shorter records.
     """
-    if finding.step is None:
+    alarm = _first_alarm(finding, run)
+    if finding.step is None or (finding.is_measured and alarm is None):
         return None
-    return Hindsight(finding.step, _first_alarm(finding, run), _named_from(finding, run))
+    return Hindsight(finding.step, alarm, _named_from(finding, run))
 
 
 def _first_alarm(finding: CauseFinding, run: Run) -> Row | None:
-    """The first recorded event, from the first sign on, of a kind that the finding's signs read."""
+    """The first recorded event, from the first sign on, of a kind that the finding's signs read; of a departure, its own."""
+    if finding.is_measured:
+        own = (event for event in run.events if event.get("detector") == finding.name)
+        return next((event for event in own if step_of(event) == finding.step), None)
     reads = [read for sign in finding.chain for read in SIGNS[sign.sign].reads]
     kinds = {kind for table, _, kind in (read.partition(".") for read in reads) if table == "events"}
     alarms = [event for event in run.events if event.get("kind") in kinds and step_of(event) >= (finding.step or 0)]
@@ -123,7 +129,8 @@ def hindsight_table(finding: CauseFinding, run: Run, found: Hindsight) -> Table:
     """The three moments, each with what was trained after it."""
     sign = finding.chain[0] if finding.chain else None
     first = next((each for each in finding.chain if each.step is not None), sign)
-    rows = [_row(f"first sign, step {found.sign}", first.sentence if first else "", trained_after(run, found.sign))]
+    said = first.sentence if first else finding.message
+    rows = [_row(f"first sign, step {found.sign}", said, trained_after(run, found.sign))]
     if found.alarm is not None:
         at = step_of(found.alarm)
         said = f"{found.alarm.get('kind')}: {found.alarm.get('message', '')}"
@@ -151,7 +158,7 @@ def _why_silent(finding: CauseFinding, run: Run) -> str:
 
 def earlier(finding: CauseFinding, found: Hindsight, run: Run) -> list[str]:
     """Sentences on what would have shown the fault earlier, or acted on it, and at which cost."""
-    said = [_watching(run, found.sign), *_sampling(finding, run)]
+    said = _auditing(run, found.sign) if finding.is_measured else [_watching(run, found.sign), *_sampling(finding, run)]
     kinds = [str(found.alarm.get("kind"))] if found.alarm is not None else []
     loop = loop_of(run)
     if set(kinds) & set(_SPIKES) and loop == "trainer":
@@ -166,6 +173,14 @@ def earlier(finding: CauseFinding, found: Hindsight, run: Run) -> list[str]:
             + ("; --log-to sends events to the loggers that you use." if loop == "trainer" else ".")
         )
     return [*said, "narrowgauge diagnose reads a run while it is training, and costs it nothing."]
+
+
+def _auditing(run: Run, step: int) -> list[str]:
+    """How much older a departure may be than the step that shows it."""
+    before = max((step_of(row) for row in run.steps if row.get("recomputed") and step_of(row) < step), default=None)
+    if before is None:
+        return []
+    return [f"Of the steps before, {before} was computed again last: a smaller audit_every dates it better."]
 
 
 def _watching(run: Run, sign: int) -> str:

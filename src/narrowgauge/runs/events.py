@@ -80,8 +80,8 @@ class Event:
         tensor, rank: the parameter, and the process of several, that it is about.
         value, threshold: what was measured, and what that was compared with, in the unit that the message names.
         advice: what to do.
-        detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, a departure of an audited step
-            (``narrowgauge.recompute``), or a key of :data:`RAISED_BY`;
+        detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, a departure of a step computed
+            again (:mod:`narrowgauge.runs.departure_table`), or a key of :data:`RAISED_BY`;
             empty where nothing was judged.
         phase, operation: of a first bad value, where the step made it, and by which operation
             (:attr:`narrowgauge.gauges.BadValue.phase`).

@@ -223,6 +223,10 @@ STEP = _table((
     *_audit("on an audited step", "update lost {}", "train"),
     Column("audit_sums", "object", "in a loop of your own: the sums of which the audit's metrics are ratios", checked=False),
     Column(
+        "recomputed", "object", "in a loop of your own, of a step that was computed again: which of its pieces are ``equal`` to "
+        "rounding, which one ``departs``, and why others are ``unchecked``", checked=False,
+    ),
+    Column(
         "communication_bytes", "number", "bytes that a rank sent in the step, the mean of all ranks", "bytes",
         tag="ranks/communication_bytes",
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,43 @@ def test_the_tensor_and_the_step_of_a_change_are_named(tmp_path: Path) -> None:
     difference = found.alignment.first_difference
     assert difference is not None
     assert (difference.step, difference.stage, difference.tensor) == (4, "grad", "grad:1.weight")
+
+
+def written(folder: Path, at: Iterable[int], num_steps: int = 9) -> Run:
+    """A run whose loop scales one weight after some of its steps."""
+    model = model_of()
+    optimizer = adamw(model)
+    with ng.RunRecorder(folder, model, optimizer, fingerprints_every=1) as recorder:
+        for step in range(1, num_steps + 1):
+            loss = loss_of(model, tokens_at(step))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss, tokens=32, batch=tokens_at(step))
+            if step in at:
+                with torch.no_grad():
+                    model.get_parameter("1.weight").mul_(0.999)
+    return ng.read_run(folder)
+
+
+@pytest.mark.parametrize(
+    ("at", "num_steps", "reason", "said"),
+    [
+        (range(4, 9), 9, "written-between-steps", "again before each of the 4 later steps"),
+        ((4, 8), 9, "written-between-steps", "again before 1 of the 4 later steps"),
+        ((4,), 9, "silent-corruption", "again before none of the 4 later steps"),
+        ((4,), 5, None, "next: record the steps after 5"),
+    ],
+    ids=["every step", "later again", "once", "not known"],
+)
+def test_a_weight_that_changes_between_steps_is_damaged_only_where_it_does_not_again(
+    tmp_path: Path, at: Iterable[int], num_steps: int, reason: str | None, said: str
+) -> None:
+    found = compared(written(tmp_path / "plain", (), num_steps), written(tmp_path / "other", at, num_steps))
+    difference = found.alignment.first_difference
+    assert difference is not None and (difference.step, difference.tensor) == (5, "held:1.weight")
+    assert (found.reason and found.reason.name) == reason, found.text()
+    assert "other has 1.weight changed between steps 4 and 5" in found.text() and said in found.text()
 
 
 def test_other_first_weights_are_seen_before_the_first_step(tmp_path: Path) -> None:

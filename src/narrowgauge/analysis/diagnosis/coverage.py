@@ -48,15 +48,11 @@ AREAS: tuple[Area, ...] = (
     ),
     Area("durations of steps", ("steps.seconds",), "", "", _RECORDED),
     Area(
-        "a step computed again", ("replay.step",), "narrowgauge diagnose RUN --replay STEP", "", "",
-        lambda evidence: evidence.has("run.data") or evidence.has("replay.step"),
-    ),
-    Area(
-        "what model and loss compute", ("replay.pieces",), "", "ng.check(model, optimizer)",
-        "ng.check(model, optimizer)",
+        "what model and loss compute", ("run.recomputed",), "narrowgauge diagnose RUN --replay STEP",
+        "ng.RunRecorder(…, audit_every=1000)", "ng.check(model, optimizer, step=2)",
     ),
 )  # fmt: skip
-"""The areas, in the order in which they are told; the last is what no row shows."""
+"""The areas, in the order in which they are told; the last is what only a step shows that is computed again."""
 
 
 def checked(evidence: Evidence) -> tuple[str, ...]:
@@ -65,10 +61,13 @@ def checked(evidence: Evidence) -> tuple[str, ...]:
 
 
 def not_seen(evidence: Evidence) -> dict[str, str]:
-    """The areas that the run has and the record does not show, each with what would; empty text where nothing there is does."""
+    """The areas that the run has and the record does not show, each with what would; empty text where nothing there is does.
+
+    Where steps were computed again and no piece could be, to do so once more shows nothing.
+    """
     loop = loop_of(evidence.run)
     return {
-        area.name: in_terms_of(loop, getattr(area, loop))
+        area.name: "" if area is AREAS[-1] and evidence.recomputed else in_terms_of(loop, getattr(area, loop))
         for area in AREAS
         if area.applies(evidence) and not any(evidence.has(read) for read in area.reads)
     }

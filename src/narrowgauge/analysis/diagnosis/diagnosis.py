@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY, UNKNOWN_CAUSE, Cause
+from narrowgauge.analysis.diagnosis.computed_again import Recomputed, departures, departures_noted
 from narrowgauge.analysis.diagnosis.coverage import checked, not_seen
 from narrowgauge.analysis.diagnosis.evidence import Evidence, gather
 from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of, loop_of
@@ -30,7 +31,7 @@ from narrowgauge.analysis.diagnosis.signs.sign import Observation
 from narrowgauge.analysis.diagnosis.signs.sign_table import observe
 from narrowgauge.analysis.monitor.detectors import advice_values
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.runs.finding import Finding, at_step
+from narrowgauge.runs.finding import SEVERITIES, Finding, at_step
 from narrowgauge.runs.record import Run, read_run
 
 NUM_ALTERNATIVES = 3
@@ -38,7 +39,7 @@ MAX_LINES = 10
 """Lines of :meth:`Diagnosis.text`, for a ticket."""
 LEAST_STEPS = 20
 """The fewest steps with a loss for which a run without a sign is called healthy: as many as it takes to judge a spike."""
-_CHAIN = 4
+_CHAIN, _STATED = 4, 4
 _NO_CAUSE = (HEALTHY, UNKNOWN_CAUSE)
 _ASKED = 0.02
 """A cause less likely than this is not said to be in question."""
@@ -49,18 +50,29 @@ class CauseFinding(Finding):
     """A cause of what a run shows: a finding that knows its evidence. ``where`` is the tensor in which it shows first.
 
     Args:
+        cause: a row of the table of causes; of a departure, one with its name.
         probability: of this cause, among all that the run can have, by the rules' own weights. It ranks causes and decides
-            whether one is named; it was not calibrated, so no text states it.
+            whether one is named; it was not calibrated, so no text states it. 1 where it was measured.
         chain: its signs that are present, by step.
         against: signs that it predicts and the run lacks.
         alternatives: the most likely other causes.
+        is_measured: it is a departure of a step that was computed again, and no cause that signs make likely.
     """
 
     cause: Cause
     probability: float
-    chain: tuple[Observation, ...]
-    against: tuple[str, ...]
-    alternatives: tuple[Ranked, ...]
+    chain: tuple[Observation, ...] = ()
+    against: tuple[str, ...] = ()
+    alternatives: tuple[Ranked, ...] = ()
+    is_measured: bool = False
+
+    @classmethod
+    def measured(cls, departure: Finding) -> CauseFinding:
+        """The finding of a departure: training does not compute what the loop says."""
+        said = departure.message.rstrip(".")
+        cause = Cause(departure.name, said, SEVERITIES[departure.severity], departure.advice, departure.source)
+        known = {**vars(departure), "message": said}
+        return cls(**known, cause=cause, probability=1.0, is_measured=True)
 
     @property
     def tensor(self) -> str | None:
@@ -78,6 +90,7 @@ class CauseFinding(Finding):
             "cause": self.cause.name,
             "title": self.cause.title,
             "probability": self.probability,
+            "measured": self.is_measured,
             "step": self.step,
             "tensor": self.tensor,
             "effect": self.cause.effect,
@@ -95,17 +108,19 @@ class Diagnosis:
 
     Args:
         name: of the run.
-        findings: the most likely one first; empty where nothing is wrong or nothing can be said.
+        findings: what steps that were computed again contradict, then causes, the most likely one first; empty where nothing
+            is wrong or nothing can be said.
         verdict: one sentence.
         causes: every cause that the run can have, with its probability, before anything was explained.
         next_measurement: what would distinguish the likely causes.
         missing: what the record does not hold, one sentence each.
         signs: every sign that is present, by step.
-        notes: settings and changes that lose something and show no effect, one sentence each.
+        notes: settings and changes that lose something and show no effect, and notes of audited steps, one sentence each.
         is_enough: whether enough steps have a loss to call a run without a sign healthy.
         replay: one of its steps, computed again, if any was.
         checked: what of the run the record shows, and was looked at.
         not_seen: what the record does not show, each with the one flag or call that would; empty text where none does.
+        recomputed: which steps were computed again, if any were, and what of them was equal to rounding.
     """
 
     name: str
@@ -120,6 +135,7 @@ class Diagnosis:
     replay: ReplayedStep | None = None
     checked: tuple[str, ...] = ()
     not_seen: Mapping[str, str] = field(default_factory=dict)
+    recomputed: Recomputed | None = None
 
     @property
     def is_healthy(self) -> bool:
@@ -142,12 +158,14 @@ class Diagnosis:
             "missing": list(self.missing),
             "checked": list(self.checked),
             "not_seen": dict(self.not_seen),
+            "recomputed": self.recomputed and self.recomputed.to_dict(),
             "replay": self.replay and self.replay.to_dict(),
         }
 
     def coverage(self) -> list[str]:
         """What was checked, and what is not to be seen from this record, with what would show each."""
         said = [f"checked: {', '.join(self.checked)}"] if self.checked else []
+        said += [str(self.recomputed)] if self.recomputed is not None else []
         unseen = [f"{area} ({how})" if how else area for area, how in self.not_seen.items()]
         return said + ([f"not to be seen from this record: {', '.join(unseen)}"] if unseen else [])
 
@@ -183,7 +201,8 @@ def diagnose(
 ) -> Diagnosis | TwoRuns:
     """Name the cause of what a run's record shows.
 
-    Invariant: a function of the record alone. Nothing is guessed: below a probability of 0.7 no cause is named.
+    Invariant: a function of the record alone. Nothing is guessed: below a probability of 0.7 no cause is named. What departed
+    in a step that was computed again was measured, and stands before all causes.
 
     Args:
         run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
@@ -222,8 +241,11 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
     seen = observe(evidence)
     causes = ranked_causes(evidence, seen)
     found = named_causes(evidence, seen)
-    findings = tuple(_finding(evidence, seen, first, others) for first, others in found)
-    asked = causes if not findings else [found[0][0], *found[0][1]]
+    findings = (
+        *map(CauseFinding.measured, departures(evidence)),
+        *(_finding(evidence, seen, first, others) for first, others in found),
+    )
+    asked = causes if not found else [found[0][0], *found[0][1]]
     num_losses = sum(loss is not None for loss in evidence.column("loss"))
     return Diagnosis(
         evidence.run.path.name,
@@ -233,11 +255,12 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
         next_measurement(evidence, seen, asked),
         evidence.missing,
         _by_step(row for row in seen.values() if row.state == "present"),
-        tuple(_notes(evidence, seen)),
+        (*_notes(evidence, seen), *departures_noted(evidence)),
         num_losses >= LEAST_STEPS,
         evidence.replay,
         checked(evidence),
         not_seen(evidence),
+        Recomputed.of(evidence) if evidence.recomputed else None,
     )
 
 
@@ -274,7 +297,8 @@ def _verdict(
     evidence: Evidence, seen: Observations, findings: Sequence[CauseFinding], causes: Sequence[Ranked], num_losses: int
 ) -> str:
     if findings:
-        return "; and ".join(_sentence(finding) for finding in findings) + "."
+        more = f"; and {len(findings) - _STATED} more (--json)" if len(findings) > _STATED else ""
+        return "; and ".join(_sentence(finding) for finding in findings[:_STATED]) + f"{more}."
     if num_losses < LEAST_STEPS:
         held = f"{num_losses or 'no'} step{'' if num_losses == 1 else 's'} with a loss"
         return f"not known from this record, which holds {held} ({LEAST_STEPS} are needed)."
@@ -293,9 +317,11 @@ def _verdict(
 
 
 def _sentence(finding: CauseFinding) -> str:
-    since = f" since step {finding.step}" if finding.step is not None else ""
-    where = f", first in {finding.tensor}" if finding.tensor else ""
-    return f"{finding.cause.title} ({finding.cause.name}){since}{where}"
+    # Of the steps before one that was computed again nothing is known.
+    since, first = ("at", "in") if finding.is_measured else ("since", "first in")
+    step = f" {since} step {finding.step}" if finding.step is not None else ""
+    where = f", {first} {finding.tensor}" if finding.tensor else ""
+    return f"{finding.cause.title} ({finding.cause.name}){step}{where}"
 
 
 def _by_step(signs: Iterable[Observation]) -> tuple[Observation, ...]:

@@ -160,6 +160,18 @@ class Evidence:
         """The first row of a later step; the number of all rows where there is none."""
         return next((row for row, later in enumerate(self.steps) if later > step), len(self.steps))
 
+    # ── steps computed again ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    @cached_property
+    def recomputed(self) -> dict[int, Row]:
+        """By step that was computed again: what its pieces showed, as the column ``recomputed`` has it."""
+        found = {step_of(row): row["recomputed"] for row in self.run.steps if isinstance(row.get("recomputed"), dict)}
+        if self.replay is not None:
+            departs = [each.name for each in self.replay.departures]
+            shown = {"equal": self.replay.checked, "departs": departs, "unchecked": self.replay.unchecked or {}}
+            found.setdefault(self.replay.step, shown)
+        return found
+
     # ── gauges ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @cached_property
@@ -295,9 +307,9 @@ class Evidence:
 
         Args:
             read: ``steps.COLUMN``, ``TABLE.METRIC`` of the gauges, ``logits.METRIC``, ``config.SETTING``, ``events.KIND``,
-                ``replay.step``, ``replay.pieces`` and ``replay.variants``, or ``run.recipe``, ``run.ranks`` (several),
-                ``run.ours``, ``run.data`` (steps can be computed again), ``run.evals``, ``run.rate`` (a learning rate),
-                ``run.blocks`` (block scales), ``run.histograms`` and ``run.on_cpu``.
+                ``replay.step`` and ``replay.variants``, or ``run.recipe``, ``run.ranks`` (several), ``run.ours``, ``run.data``
+                (steps can be computed again), ``run.recomputed`` (pieces of some were), ``run.evals``, ``run.rate`` (a learning
+                rate), ``run.blocks`` (block scales), ``run.histograms`` and ``run.on_cpu``.
         """
         if read not in self._held:
             self._held[read] = self._holds(*read.split(".", 1))
@@ -313,12 +325,7 @@ class Evidence:
         if table == "replay":
             if self.replay is None:
                 return False
-            parts = {
-                "step": True,
-                "pieces": self.replay.checked or self.replay.departures,
-                "variants": self.replay.variants,
-            }
-            return bool(parts[name])
+            return name == "step" or bool(self.replay.variants)
         if table == "logits":
             return any((row.get("logits") or {}).get(name) is not None for row in self.gauges)
         if table == "events":
@@ -335,6 +342,7 @@ class Evidence:
             "ours": not self.run.is_foreign,
             "rate": self.peak_rate is not None,
             "data": "recorder" not in self.run.run and (self.run.path / "data" / "data.json").is_file(),
+            "recomputed": any(each.get("equal") or each.get("departs") for each in self.recomputed.values()),
             "evals": bool(self.run.evals),
             "blocks": any(row.get("block_scales") for row in self.gauges),
             "histograms": any(row.get("histograms") for row in self.gauges),

@@ -44,7 +44,7 @@ from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.update_metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recompute.departures import findings_of
+from narrowgauge.recompute.departures import findings_of, outcomes
 from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.piece_results import NOT_CHECKED, PieceResult
 from narrowgauge.recompute.step_watcher import StepWatcher
@@ -76,7 +76,7 @@ class RunRecorder:
             pair runs of one ``seed``.
         gauges_every: steps between samples of the gauges; 0 for none.
         audit_every: steps between those that are computed again, piece by piece; the second step is one too. 0 for none. What
-            departs becomes an event.
+            departs becomes an event, and the step's row says which pieces are equal to rounding.
         fingerprints_every: steps between fingerprints of every tensor, by which ``narrowgauge diagnose RUN OTHER`` finds the
             first one that differs; the start and the first step have some, too, and trained weights that end as they began
             become an event. 0 for none.
@@ -160,6 +160,7 @@ class RunRecorder:
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
             self._audited: StepWatcher | None = None
             self._departed: set[tuple[str, str]] = set()
+            self._recomputed: Row = {}
             if audit_every:
                 gather = here.gather if here.size > 1 else None
                 self._audited = StepWatcher(
@@ -222,6 +223,8 @@ class RunRecorder:
         known: Row = {name: value for name, value in given.items() if value is not None}
         if batch is not None:
             known["batch_crc"] = batch_checksum(batch.detach().cpu().numpy())
+        if self._recomputed:
+            known["recomputed"], self._recomputed = self._recomputed, {}
         self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
         self.reporter.fingerprint(self._prints.prints)
         self._prints.begin(self.num_steps + 1)
@@ -306,7 +309,9 @@ class RunRecorder:
     # ── the audit of steps ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _audited_step(self, _: int, results: list[PieceResult]) -> None:
-        """Write an event for each departure that is new; it comes within the step, before its row."""
+        """Write an event for each departure that is new, and keep for the step's row what its pieces showed."""
+        if of_step := [each for each in results if each.piece not in ("between", "evaluation")]:
+            self._recomputed = outcomes(of_step)
         is_over = any(each.piece in ("between", "evaluation") and each.status != NOT_CHECKED for each in results)
         step = self.num_steps if is_over else self.num_steps + 1
         for each in findings_of(results):

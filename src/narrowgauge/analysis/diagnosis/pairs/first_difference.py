@@ -73,10 +73,11 @@ class FirstDifference:
         equal_until: the last step whose fingerprints are all equal; ``None`` where none are.
         ranks: the only ranks that differ from the other run, or from the other ranks; empty where all do, or it is not known.
         said: what the ranks of one run disagree on, in words; empty where they agree.
-        recurs: whether the tensor, the only one that differs, stands out in the next steps too; ``None`` where they were not
-            recorded, or do not tell.
+        recurs: whether the tensor, the only one that differs, stands out in the next steps too, or the same run has a change
+            between two steps again; ``None`` where they were not recorded, or do not tell.
         lasts: it differs as much in the next steps, whatever the others do.
-        only_in: 0 or 1: the run that alone has this tensor; ``None``: both have it.
+        only_in: 0 or 1: the run that alone has this tensor, or change between two steps; ``None``: both have it.
+        again: of a change between two steps: before how many later steps the same run has another, and of how many that is known.
     """
 
     step: int
@@ -92,6 +93,7 @@ class FirstDifference:
     recurs: bool | None = None
     lasts: bool = False
     only_in: int | None = None
+    again: tuple[int, int] = (0, 0)
 
     @property
     def relative(self) -> float:
@@ -204,8 +206,9 @@ def differing_steps(fingerprints: Fingerprints) -> Iterator[FirstDifference]:
             ranks=next((each.ranks for each in alike if each.ranks), ()),
             said=next((each.said for each in alike if each.said), ""),
         )
+        joined = replace(joined, equal_until=equal, again=_held_again(fingerprints, joined))
         recurs, lasts = _next_steps(fingerprints, joined)
-        yield replace(joined, equal_until=equal, recurs=recurs, lasts=lasts)
+        yield replace(joined, recurs=recurs, lasts=lasts)
 
 
 def _stage(difference: FirstDifference) -> int:
@@ -214,15 +217,21 @@ def _stage(difference: FirstDifference) -> int:
 
 def _of_tensors(step: int, one: Row, other: Row) -> FirstDifference | None:
     first, second = one["tensors"], other["tensors"]
-    held = [key for key in {**first, **second} if key.startswith("held:") and (key in first) != (key in second)]
+    held = _held_in_one(first, second)
     if held:
-        entry = (first if held[0] in first else second)[held[0]]
-        return FirstDifference(step, "held", held[0], numel=int(entry[2]), others=(len(held) - 1, len(held)))
+        only_in = 0 if held[0] in first else 1
+        numel = int((first, second)[only_in][held[0]][2])
+        return FirstDifference(step, "held", held[0], numel=numel, others=(len(held) - 1, len(held)), only_in=only_in)
     differing = next((key for key in first if key in second and first[key][0] != second[key][0]), None)
     lacking = _of_one_run(step, first, second)
     if lacking is not None and (differing is None or _comes_before(lacking, differing)):
         return lacking
     return None if differing is None else difference_at(step, differing, one, other)
+
+
+def _held_in_one(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """What one run alone found changed between two steps."""
+    return [key for key in {**first, **second} if key.startswith("held:") and (key in first) != (key in second)]
 
 
 def _of_one_run(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> FirstDifference | None:
@@ -289,12 +298,24 @@ def _of_ranks(step: int, one: Row, other: Row) -> Iterator[FirstDifference]:
         yield FirstDifference(step, "start" if step == 0 else KINDS[key.partition(":")[0]], key, ranks=odd, said=words)
 
 
+def _held_again(fingerprints: Fingerprints, difference: FirstDifference) -> tuple[int, int]:
+    """Before how many later steps a run alone changes something again, of those whose step before was recorded, too."""
+    if difference.stage != "held" or difference.only_in is None:
+        return 0, 0
+    pairs = [(before, step) for before, step in pairwise(common_steps(fingerprints)) if step == before + 1]
+    later = [[each[step]["tensors"] for each in fingerprints] for _, step in pairs if step > difference.step]
+    again = [any(key in both[difference.only_in] for key in _held_in_one(*both)) for both in later]
+    return sum(again), len(again)
+
+
 def _next_steps(fingerprints: Fingerprints, difference: FirstDifference) -> tuple[bool | None, bool]:
     """Whether the only tensor that differs stands out in the next steps too, and whether it differs there as much as it did.
 
     Wrong code acts again, and a flipped bit does not. Code that is wrong in every layer makes none stand out.
     """
     kind, size = difference.tensor.partition(":")[0], difference.relative
+    if difference.again[1] > 0:
+        return (True if difference.again[0] > 0 else None if difference.others[0] > 0 else False), False
     if kind not in ("grad", "output") or math.isnan(size):
         return None, False
     out, as_much, gone = [], [], []

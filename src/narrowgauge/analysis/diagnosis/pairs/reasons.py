@@ -116,8 +116,14 @@ _ROWS = (
     ),
     Reason(
         "bug", "other code: a bug in one of the two, or a change that no setting records",
-        (), ("held", "output", "loss", "grad", "norm", "rate", "skip", "clip", "update"), "above", 0.3,
+        (), ("output", "loss", "grad", "norm", "rate", "skip", "clip", "update"), "above", 0.3,
         "Look at the code that makes this tensor, and whether a seed fixes every random number; run both with one installation.",
+    ),
+    Reason(
+        "written-between-steps", "code outside of the optimizer, which changes weights or states between two steps",
+        (), ("held",), "above", 0.3,
+        "Look at what one of the two does after the optimizer's step and before the next: averages, clipping or scaling of "
+        "weights, loading.",
     ),
     Reason(
         "one-rank", "one rank does not do what the others do", (), ("output", "grad", "skip", "clip", "update"), "above", 1.0,
@@ -196,6 +202,8 @@ def _explains(row: Reason, alignment: Alignment, small: bool | None) -> bool:
     return _fits(row, small) and bool(deciding(row, alignment.differences)) and _of_replays(row, alignment) == 1.0
 
 
+_CODE = ("bug", "written-between-steps")
+"""Reasons that are other code, whatever the settings say."""
 _MISFIT = {"rounding": 0.005, "above": 0.05}
 """How much less likely a reason is where the size does not fit: rounding is never large, but wrong code may err by little."""
 _STEPS_IN_DOUBT = 2
@@ -210,7 +218,8 @@ def _weight(row: Reason, alignment: Alignment, difference: FirstDifference, smal
         return 0.0  # no sum came between equal values and the update
     if row.name == "missing-part" and difference.only_in is None:
         return 0.0
-    if difference.only_in is not None and row.name not in ("missing-part", "other-model"):
+    is_of_one_run = difference.only_in is not None and difference.stage != "held"
+    if is_of_one_run and row.name not in ("missing-part", "other-model"):
         weight *= _EXCLUDED
     if row.size == "rounding":
         weight /= 1 + max(0, difference.step - 1) / _STEPS_IN_DOUBT
@@ -227,7 +236,8 @@ def is_proven(row: Reason, alignment: Alignment) -> bool:
     """Whether what a reason needs was measured, beyond that nothing else explains the difference.
 
     An order of sums that varies needs a repetition that differs, or a difference inside the measured envelope of
-    rounding. Damage needs that it is not there again; and where a run has not the bits of its replay, code needs that it is.
+    rounding. Damage needs that it is not there again: between two steps, that a later step was recorded that tells. And where
+    a run has not the bits of its replay, code needs that it is there again.
     """
     replayed, difference = alignment.replayed, alignment.first_difference
     if row.name == "nondeterminism" and difference is not None:
@@ -237,8 +247,9 @@ def is_proven(row: Reason, alignment: Alignment) -> bool:
         return varies or (replayed.envelope is not None and alignment.is_rounding(difference) is True)
     if row.name == "silent-corruption" and difference is not None:
         once = difference.recurs is False or (replayed is not None and replayed.persists is False)
-        return once or _is_alone(difference, alignment) or bool(difference.ranks or difference.said)
-    if row.name == "bug" and replayed is not None and False in replayed.repeats and replayed.persists is None:
+        is_known = _is_alone(difference, alignment) and difference.stage != "held"
+        return once or is_known or bool(difference.ranks or difference.said)
+    if row.name in _CODE and replayed is not None and False in replayed.repeats and replayed.persists is None:
         return bool(alignment.drift or (difference is not None and (difference.recurs or difference.lasts)))
     return True
 
@@ -248,7 +259,7 @@ def _of_rank(row: Reason, difference: FirstDifference) -> float:
     is_one = bool(difference.ranks or difference.said)
     if row.of_one_rank:
         return float(is_one)
-    return 0.2 if is_one and row.name in ("bug", "nondeterminism") else 1.0
+    return 0.2 if is_one and row.name in (*_CODE, "nondeterminism") else 1.0
 
 
 _ALONE, _SPREAD, _AGAIN = 30.0, 0.1, 10.0
@@ -260,7 +271,7 @@ def _of_tensor(row: Reason, difference: FirstDifference, alignment: Alignment) -
         if difference.recurs or difference.lasts:
             return 0.0  # damage does not happen again in the next step
         return _ALONE if _is_alone(difference, alignment) or difference.recurs is False else 1.0
-    if row.name in ("bug", "one-rank") and difference.recurs is not None:
+    if row.name in (*_CODE, "one-rank") and difference.recurs is not None:
         return _AGAIN if difference.recurs else _SPREAD
     if row.name == "nondeterminism" and difference.recurs:
         return _SPREAD  # it has no tensor of its own
@@ -279,7 +290,7 @@ def _of_replays(row: Reason, alignment: Alignment) -> float:
         return _EXCLUDED if True in replayed.repeats else 1.0
     if row.name == "silent-corruption":
         return _EXCLUDED if replayed.repeats == (True, True) or replayed.persists else 1.0
-    if row.name in ("bug", "one-rank") and replayed.persists is False:
+    if row.name in (*_CODE, "one-rank") and replayed.persists is False:
         return _EXCLUDED
     decided = deciding(row, alignment.differences)
     is_setting = bool(decided) and all(each.table in ("config", "data") for each in decided)

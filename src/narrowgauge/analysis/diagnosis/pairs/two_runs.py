@@ -159,7 +159,9 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], na
     if ranked and (decided := deciding(ranked[0][0], alignment.differences)):
         yield f"of these, {', '.join(each.name for each in decided[:_NAMED])} can act there"
     yield from _of_ranks(difference)
-    if difference.only_in is not None:
+    if difference.stage == "held" and difference.only_in is not None:
+        yield _of_change(difference, names[difference.only_in])
+    elif difference.only_in is not None:
         more = f", and {difference.others[0]} more such tensors" if difference.others[0] else ""
         yield f"only {names[difference.only_in]} has {difference.tensor}{more}"
     if alignment.factor is not None:
@@ -179,6 +181,18 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], na
     if difference.others[1] and difference.only_in is None:
         kind, (differing, of) = difference.tensor.partition(":")[0], difference.others
         yield f"{differing} of the {of - 1} other tensors of its kind ({kind}) differ in that step"
+
+
+def _of_change(difference: FirstDifference, name: str) -> str:
+    """What one run changed between two steps, and how often it did so again."""
+    more = f" and {difference.others[0]} more" if difference.others[0] else ""
+    again, of = difference.again
+    times = "none" if not again else "each" if again == of else f"{again}"
+    said = f", and again before {times} of the {of} later steps that were recorded" if of else ""
+    return (
+        f"{name} has {difference.tensor.removeprefix('held:')}{more} changed between steps {difference.step - 1} and "
+        f"{difference.step}, outside of the optimizer's step{said}"
+    )
 
 
 def _of_size(alignment: Alignment, difference: FirstDifference) -> Iterator[str]:
@@ -227,6 +241,11 @@ def _of_own_loop(alignment: Alignment) -> str:
     difference = alignment.first_difference
     if difference is None or difference.stage in ("start", "tokens"):
         return ""
+    if difference.stage == "held" and difference.recurs is None and not difference.others[0]:
+        return (
+            f"record the steps after {difference.step} with RunRecorder(fingerprints_every=1), too: damage does not happen "
+            "again, and code acts again"
+        )
     if not difference.tensor:
         return (
             f"repeat both with RunRecorder(fingerprints_every=1) up to step {difference.step}: that shows which tensor differs "
