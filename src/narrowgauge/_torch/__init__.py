@@ -33,6 +33,9 @@ Functions of ``torch.distributed`` and ``torch.distributed.distributed_c10d``, r
 ``DistributedDataParallel`` reads ``_ddp_params_and_buffers_to_ignore`` (looked up in PyTorch 2.13; only of what it wraps itself)
     It sends the first rank's buffers to all before each forward pass; a narrow layer's say which sequences of the batch are on
     this rank. The way out: ``broadcast_buffers=False``, which a user must pass.
+``DistributedDataParallel._join_config``, ``_comm_hooks``
+    Whether ranks may have run out of data, which would not answer another's question, and whether gradients are rounded on their
+    way. The way out: gradients over ranks that are not checked.
 Names of modules under ``torch.compile`` and checkpoints, ``_orig_mod`` and ``_checkpoint_wrapped_module``
     Parameters are named without these prefixes. The way out: longer names.
 
@@ -402,6 +405,16 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def is_joining(parallel: Any) -> bool:
+    """Whether a ``DistributedDataParallel`` is within ``join()``."""
+    return bool(parallel._join_config.enable)
+
+
+def communication_hooks(parallel: Any) -> list[str]:
+    """The names of the functions that a ``DistributedDataParallel`` exchanges gradients with, in place of its own mean."""
+    return [str(getattr(hook, "__name__", hook)) for hook, _ in parallel._comm_hooks]
 
 
 def _first_scalar(tensors: Any) -> Tensor | None:

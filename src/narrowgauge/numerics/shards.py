@@ -30,9 +30,29 @@ def _cuts(placement: Any) -> bool:
     return not (placement.is_replicate() or placement.is_partial())
 
 
+def is_unsummed(tensor: Any) -> bool:
+    """Whether ranks hold terms of a tensor, whose sum it is."""
+    return is_sharded(tensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
 def local_of(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds: all of it where it is no DTensor."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def ranks_of_parts(tensor: Any) -> list[int]:
+    """The ranks whose parts make up a tensor, each element once: of several that hold the same part, this one's neighbours.
+
+    A tensor that no axis cuts is this rank's own, so a process group must exist only where one is.
+    """
+    if not is_shared_out(tensor):
+        import torch.distributed as dist
+
+        return [dist.get_rank() if dist.is_initialized() else 0]
+    mesh = tensor.device_mesh
+    places = zip(tensor.placements, mesh.get_coordinate(), strict=True)
+    ranks: list[int] = mesh.mesh[tuple(slice(None) if _cuts(each) else at for each, at in places)].flatten().tolist()
+    return ranks
 
 
 def copied_to_cpu(tensor: Tensor) -> Tensor:

@@ -268,6 +268,8 @@ class StepCapture:
         missing: why something was not kept, by piece.
         outside: samples of parameters that have a gradient and are in no group of the optimizer.
         embeddings: parameters of embeddings.
+        norms_of_ranks: of each rank, where parameters are sharded, the norm of all gradients that it holds, and the factor by
+            which it multiplied its parts since the backward passes.
     """
 
     step: int
@@ -279,6 +281,7 @@ class StepCapture:
     missing: dict[str, str] = field(default_factory=dict)
     outside: dict[str, Tensor] = field(default_factory=dict)
     embeddings: tuple[str, ...] = ()
+    norms_of_ranks: tuple[tuple[float, float], ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -50,6 +50,8 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
         limit: the declared limit.
     """
     tolerance = _tolerance(step)
+    if (by_own := _by_own_parts(step, limit)) is not None:
+        return [by_own]
     common, _ = factor_after_backward(step)
     if any(s.computed is not None and s.computed_squares is None for s in step.parameters.values()):
         return [not_checked(PIECE, "parameters are sharded, and norms need all ranks", step.step)]
@@ -88,6 +90,22 @@ def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = No
     history.limits.append({name: factor * norm for name, norm in norms.items()})
     history.factors.append(factor)
     return [_against_earlier(step, factor, history.limits[-1], earlier, seen)]
+
+
+def _by_own_parts(step: StepCapture, limit: float | None) -> PieceResult | None:
+    """Whether each rank clipped what it holds by the norm of that: ranks differ in the factor, and agree in what is left."""
+    tolerance = _tolerance(step)
+    ranks = [(norm / step.loss_scale, f * step.loss_scale) for norm, f in step.norms_of_ranks if math.isfinite(f)]
+    left = [norm * factor for norm, factor in ranks if factor < 1 - 1e-4]
+    if not left or near(max(f for _, f in ranks), min(f for _, f in ranks), 1e-3):
+        return None
+    found = max(left) if limit is None else limit
+    if not all(
+        near(norm * f, found, tolerance) if f < 1 - 1e-4 else norm <= found * (1 + tolerance) for norm, f in ranks
+    ):
+        return None
+    values: dict[str, object] = {"limit": found, "over": "this rank's shard"}
+    return PieceResult(PIECE, DEPARTS, (), 1.0, tolerance, "clip-norm", values, step.step)
 
 
 def _norms(step: StepCapture) -> dict[str, float]:

@@ -41,9 +41,11 @@ class OwnStep:
         return self.clip / self.loss_scale
 
 
-def own_step(optimizer: torch.optim.Optimizer) -> OwnStep:
+def own_step(optimizer: torch.optim.Optimizer, norm: float | None = None) -> OwnStep:
     """What an optimizer is about to do with its gradients; nothing where it is not ours, or has no such option.
 
+    Args:
+        norm: of the gradients as they are, over all ranks; of sharded ones this rank alone cannot tell it.
     Cost: where it clips, a pass over all gradients.
     """
     if not isinstance(optimizer, Optimizer):
@@ -58,9 +60,9 @@ def own_step(optimizer: torch.optim.Optimizer) -> OwnStep:
     if optimizer.max_grad_norm is None and optimizer.loss_scaler is None and optimizer.skip_above == math.inf:
         return OwnStep(loss_scale)
     gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    if any(map(is_sharded, gradients)):
+    if norm is None and any(map(is_sharded, gradients)):
         return OwnStep(loss_scale, 1.0, "the optimizer clips by a norm over all ranks")
-    norm = _norm(gradients) / loss_scale
+    norm = (_norm(gradients) if norm is None else norm) / loss_scale
     if not norm <= min(optimizer.skip_above, 3e38):
         return OwnStep(loss_scale, 1.0, "the norm of the gradients is too large: the step is skipped")
     limit = math.inf if optimizer.max_grad_norm is None else optimizer.max_grad_norm

@@ -82,7 +82,8 @@ def sampled_step(
             sample.group, sample.previous = index, previous.get(id(parameter))
             sample.listed = listed[id(parameter)]
             if left is not None:
-                sample.computed, sample.computed_squares = left.up_to(parameter.grad)
+                sample.computed, squares = left.up_to(parameter.grad)
+                sample.computed_squares = None if is_sharded(parameter) else squares
             step.parameters[name] = sample
     named = dict(model.named_parameters())
     step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in listed}

@@ -50,14 +50,17 @@ from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.passes_again import random_states, unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
+from narrowgauge.recompute.rank_sums import SENT_EPS, as_sent, check_sums, without
 from narrowgauge.recompute.rule_definitions import DEFINITIONS
 from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
+from narrowgauge.recompute.shard_norms import squares_by_rank, take_norms
 from narrowgauge.recompute.step_samples import add_results, sampled_step
 from narrowgauge.recompute.task import Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
 
 _FEW = 8
 """Parameters whose counts are read in every step."""
+_NOTHING_KEPT = "this rank kept nothing of the step"
 Report = Callable[[int, list[PieceResult]], object]
 
 
@@ -113,7 +116,7 @@ class StepWatcher:
         self._gather, self._is_told_losses = gather, is_told_losses
         self._counts_loss, self._counted = is_told_losses, ""
         self._schedules = ScheduleHistory(self.task.schedule, self._ranks.ranks)
-        self._passes_of_step = 0
+        self._passes_of_step, self._was_averaging = 0, False
         self._usual_passes: deque[int] = deque(maxlen=4)
         self._begun, self._is_resumed = (0, 0), False
         self._skipped: int | None = None
@@ -161,7 +164,7 @@ class StepWatcher:
 
     def _prepare(self) -> None:
         """Hook the gradients if the step that begins is audited."""
-        self._calls, self._computed, self._why_dropped = [], {}, ""
+        self._calls, self._computed, self._why_dropped, self._was_averaging = [], {}, "", False
         if self._is_sampling and self._handles:
             trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._on_gradients = [p.register_post_accumulate_grad_hook(_plain(self._after_gradient)) for p in trained]
@@ -177,6 +180,7 @@ class StepWatcher:
             self._random = random_states(next(module.parameters()).device) if is_asked else {}
         else:
             self._keep(self._forget_skipped)
+            self._keep(self._take_means)
             self._passes_of_step += 1
             self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
             if not self._why_dropped:
@@ -197,6 +201,13 @@ class StepWatcher:
             gone = [p for p in self._held().values() if id(p) in self._computed]
             if gone and all(p.grad is None or not bool(p.grad.any()) for p in gone):
                 self._calls, self._computed, self._why_dropped = [], {}, ""
+
+    def _take_means(self) -> None:
+        """Note what the mean over ranks made of each gradient, since the pass that begins now adds to it."""
+        if self._was_averaging:
+            held = [p for p in self._held().values() if id(p) in self._computed]
+            self._computed |= {id(p): self._computed[id(p)].averaged(p.grad) for p in held}
+        self._was_averaging = self._ranks.is_averaging
 
     def _drop(self, why: str) -> None:
         self._why_dropped, self._calls = why, []
@@ -390,48 +401,64 @@ class StepWatcher:
         step = sampled_step(
             self.num_steps + 1, self.optimizer, self._inner, self._names, self._computed, self._previous, calls
         )
-        step.ranks = self._ranks.ranks
+        step.ranks = self._ranks.num_summed
         if self._why_dropped:
             step.missing["calls"] = self._why_dropped
         self._capture = step
 
-    def _over_ranks(self, step: StepCapture | None) -> StepCapture | str:
-        """The step with means over ranks, in which every rank takes part that has none itself; or why there are none."""
+    @property
+    def _is_sharded(self) -> bool:
+        return any(map(is_sharded, self._inner.parameters()))
+
+    def _over_ranks(self, step: StepCapture | None) -> tuple[StepCapture, list[PieceResult]] | str:
+        """The step as all ranks know it, and what they show; every rank takes part, also one without. Or why there is none."""
         if self._ranks.ranks == 1:
             return ""
-        if any(is_sharded(p) for p in self._inner.parameters()):
-            return "parameters are sharded over ranks"
-        held = self._held()
+        held, is_cut = self._held(), self._is_sharded
         # Wait for a gradient: all ranks have then begun this step, and said before it whether they audit.
-        next((float(p.grad.sum()) for p in held.values() if p.grad is not None), 0.0)
-        if why := self._ranks.why_not():
+        next((float(local_of(p.grad).sum()) for p in held.values() if p.grad is not None), 0.0)
+        if why := self._ranks.why_not(self.num_steps + 1, is_cut=is_cut):
             return why
         with torch.no_grad():
-            left = [(self._computed.get(id(p)), p.grad) for p in held.values()]
-            computed = [None if found is None else found.up_to(gradient)[0] for found, gradient in left]
-            means = dict(zip(held, self._ranks.means(held.values(), computed), strict=True))
-        if step is None:
-            return "this rank kept nothing of the step"
-        squares = {name: sum_of_squares(p.grad) for name, p in held.items() if p.grad is not None}
-        return with_means(step, means, squares)
+            return self._shards(step, held) if is_cut else self._means(step, held)
 
-    def _again(self, step: StepCapture, over_ranks: StepCapture | str) -> list[PieceResult]:
+    def _shards(self, step: StepCapture | None, held: dict[str, Tensor]) -> tuple[StepCapture, list[PieceResult]] | str:
+        squares = squares_by_rank(held, self._computed)
+        return _NOTHING_KEPT if step is None else (step, take_norms(step, held, squares, self.optimizer))
+
+    def _means(self, step: StepCapture | None, held: dict[str, Tensor]) -> tuple[StepCapture, list[PieceResult]] | str:
+        exchanged = self._ranks.exchange(held, self._computed)
+        if step is None:
+            return _NOTHING_KEPT
+        for name in exchanged.own.keys() & step.parameters.keys():
+            step.parameters[name].computed = exchanged.own[name]
+        eps = SENT_EPS if self._ranks.has_hook else 0.0
+        squares = {name: sum_of_squares(p.grad) for name, p in held.items() if p.grad is not None}
+        found = check_sums(step, exchanged.by_rank, eps)
+        return with_means(step, exchanged.means, squares, eps), found
+
+    def _again(self, step: StepCapture, over_ranks: tuple[StepCapture, list[PieceResult]] | str) -> list[PieceResult]:
         """What must be computed before the update: passes through the model, with the weights that they had."""
-        passes = self._passes(step)
-        if self._ranks.ranks > 1 and not is_own_multiple(step):
-            if isinstance(over_ranks, str):
+        passes, named = self._passes(step), list[PieceResult]()
+        if self._ranks.ranks > 1 and (self._is_sharded or self._ranks.is_parallel or not is_own_multiple(step)):
+            if not isinstance(over_ranks, str):
+                step, named = over_ranks
+            elif not self._is_sharded:
                 return [*passes, *(not_checked(piece, over_ranks, step.step) for piece in ("gradient", "clip"))]
-            step = over_ranks
-        changed = check_after_backward(step, self.task.max_grad_norm)
-        if any(each.status != EQUAL for each in changed):
+        changed = check_after_backward(without(step, named), self.task.max_grad_norm)
+        if self._ranks.has_hook:
+            changed = as_sent(changed, step)
+        departs = [each for each in named if each.status == DEPARTS]
+        if departs or any(each.status != EQUAL for each in changed):
             clip = [not_checked("clip", "the gradients were changed otherwise, too", step.step)]
         else:
             clip = check_clip(step, self._clips, self.task.max_grad_norm)
-        return [*passes, *changed, *clip]
+        return [*passes, *named, *changed, *clip]
 
     def _passes(self, step: StepCapture) -> list[PieceResult]:
         if (why := self._why_not_again()) is not None:
-            return [*check_loss(step, self.task), not_checked("gradient", why, step.step)]
+            pieces = ("forward", "gradient")
+            return [*check_loss(step, self.task), *(not_checked(piece, why, step.step) for piece in pieces)]
         loss = check_loss(step, self.task)
         self._counted = next((str(each.values["counted"]) for each in loss if "counted" in each.values), "")
         try:
@@ -446,10 +473,10 @@ class StepWatcher:
         return [*loss, *forward, *backward]
 
     def _why_not_again(self) -> str | None:
-        if any(map(is_sharded, self._inner.parameters())):
+        if self._is_sharded:
             return "parameters are sharded over ranks"
         # A model's own exchange with other ranks must not be called by some of them alone.
-        return (self._ranks.why_not() or None) if self._ranks.ranks > 1 else None
+        return (self._ranks.why_not(self.num_steps + 1) or None) if self._ranks.ranks > 1 else None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step, self._capture = self._capture, None

@@ -350,6 +350,16 @@ DEPARTURES: dict[str, Departure] = {
             "Divide every micro-batch's loss by the same number.",
         ),
         Departure(
+            "ranks-not-summed", ("gradient",), "error",
+            "the gradient is what one rank alone computed, not the mean over ranks: on {ranks} of {of}.",
+            "Look for no_sync() around the last micro-batch, for a communication hook, and for passes that do not go through "
+            "DistributedDataParallel.",
+        ),
+        Departure(
+            "rank-missing", ("gradient",), "error", "what {missing} computed is missing from the mean over {of} ranks.",
+            "Look at what a rank sends: its communication hook, and what it does to its gradients before.",
+        ),
+        Departure(
             "gradient-narrow", ("gradient",), "error", "the gradient was rounded to {format} in a wider tensor.", _LOOP,
         ),
         Departure(

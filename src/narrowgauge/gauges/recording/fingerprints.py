@@ -99,6 +99,15 @@ class Fingerprints:
         """A context in which what this rank sends into the sum of the gradients is recorded."""
         return reduction.shown_to(self._ranks.sent) if self.is_on and reduction is not None else nullcontext()
 
+    def computed(self, gradient: Tensor, place: int) -> None:
+        """Record what a backward pass of this rank computed of a parameter, before ranks sum it.
+
+        Args:
+            place: of the parameter, from 1.
+        """
+        if self.is_on and is_plain(gradient.detach()):
+            self._ranks.computed(gradient.detach(), place)
+
     @contextmanager
     def micro_batch(self, tokens: Tensor | None, first_sequence: int, *, is_absent: bool = False) -> Iterator[None]:
         """A context in which the forward pass of one micro-batch is recorded.
@@ -272,7 +281,11 @@ class RankFingerprints:
     def sent(self, gradient: Tensor) -> None:
         """Take the flat gradients that this rank sends into the sum, in the order in which it sends them."""
         self._num_sent += 1
-        number = fingerprint(gradient, offset=self._num_sent * _LEAF % (1 << 62))
+        self.computed(gradient, self._num_sent)
+
+    def computed(self, gradient: Tensor, place: int) -> None:
+        """Add gradients to what this rank sends, with a place of their own."""
+        number = fingerprint(gradient, offset=place * _LEAF % (1 << 62))
         self._own["sent"] = (self._own.get("sent", 0) + number) % _MODULUS
 
     def seen(self, entries: Mapping[str, Sequence[float]]) -> None:

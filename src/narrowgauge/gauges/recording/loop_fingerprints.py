@@ -2,7 +2,8 @@
 
 The trainer calls :class:`~narrowgauge.gauges.recording.fingerprints.Fingerprints` at each place of a step. Here hooks do: the
 model's first and last moment of a forward pass with gradients is a micro-batch, and the optimizer's step has the gradients
-before it and the states behind it. Hooks read and change nothing, and a compiler that traces the model passes them over.
+before it and the states behind it. On several ranks hooks on the parameters see what this rank's backward passes compute, before
+``DistributedDataParallel`` sums it. Hooks read and change nothing, and a compiler that traces the model passes them over.
 
 In which formats the model computes, no dtype of a parameter says: autocast, a framework's wrapper or a cast in the model's code
 may narrow what lies between. The graph that autograd builds in the first forward pass has the dtype of every result, whoever
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -66,6 +68,7 @@ class LoopFingerprints:
         self._has_begun = True
         self._num_sequences = self._step = 0
         self._pass = ExitStack()
+        self._on_gradients: list[Any] = []
         self._handles = [
             called.register_forward_pre_hook(OwnHook(self._before_forward), with_kwargs=True),
             called.register_forward_hook(OwnHook(self._after_forward)),
@@ -76,12 +79,34 @@ class LoopFingerprints:
     def begin(self, step: int) -> None:
         """Begin the step that ends as number ``step``; what the loop changes before its first pass was changed between steps."""
         self._pass.close()
+        self._pass_over_gradients()
         self._step, self._num_sequences, self._passes_over, self._has_begun = step, 0, False, False
 
     def _begin(self) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._guarded(lambda: self.prints.begin(self._step))
+            if self.prints.is_on and self.here.size > 1:
+                self._see_gradients()
+
+    def _see_gradients(self) -> None:
+        """Hook the gradients of this step; behind what the loop hooked there itself, which may change them.
+
+        FSDP2 sums gradients of other tensors than the parameters, where no hook sees them.
+        """
+        trained = [p for p in self.prints.model.parameters() if p.requires_grad]
+        self._on_gradients = [
+            p.register_hook(OwnHook(partial(self._gradient, place))) for place, p in enumerate(trained, 1)
+        ]
+
+    def _gradient(self, place: int, gradient: Tensor) -> None:
+        if not torch.compiler.is_compiling() and not (self.audited is not None and self.audited.is_own_pass):
+            self._guarded(lambda: self.prints.computed(gradient, place))
+
+    def _pass_over_gradients(self) -> None:
+        for handle in self._on_gradients:
+            handle.remove()
+        self._on_gradients = []
 
     def start(self, step: int) -> None:
         """Record what a process starts from after ``step`` steps: the first weights, or a checkpoint's."""
@@ -90,6 +115,7 @@ class LoopFingerprints:
     def remove(self) -> None:
         """Remove every hook."""
         self._pass.close()
+        self._pass_over_gradients()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -140,6 +166,7 @@ class LoopFingerprints:
     def _end_passes(self) -> None:
         """The gradients of the step are complete. What is computed from here on is none of the loop's passes."""
         self._pass.close()
+        self._pass_over_gradients()
         self._passes_over = True
         self.prints.gradients()
 

@@ -1,0 +1,57 @@
+"""Two ranks with a loop of their own: where a run differs from another, the rank is named that alone is off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowgauge as ng
+from narrowgauge.analysis.diagnosis.pairs.two_runs import compare_two
+from ranks import run_ranks
+
+STEPS, AT, NAME = 3, 2, "1.weight"
+
+
+def train(rank: int, folder: Path, fault: str, every: int) -> list[Tensor]:
+    """Train and record on two ranks, with a fault on the second one in one step; the last weights."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(29, 16), torch.nn.Linear(16, 29))
+    parallel = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = 0
+
+    def before_the_sum(gradient: Tensor) -> Tensor:
+        return gradient * 1.5 if fault == "before" and rank == 1 and step == AT else gradient
+
+    model.get_parameter(NAME).register_hook(before_the_sum)
+    with ng.RunRecorder(folder, parallel, optimizer, fingerprints_every=every) as recorder:
+        for step in range(1, STEPS + 1):
+            tokens = torch.randint(0, 29, (4, 8), generator=torch.Generator().manual_seed(10 * step + rank))
+            loss = F.cross_entropy(parallel(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+            if fault == "after" and rank == 1 and step == AT:
+                gradient = model.get_parameter(NAME).grad
+                assert gradient is not None
+                gradient.mul_(1.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            recorder.step(loss)
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("fault", ["after", "before"])
+def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(fault: str, tmp_path: Path) -> None:
+    healthy = run_ranks(train, 2, tmp_path / "a", tmp_path / "healthy", "", 1)
+    run_ranks(train, 2, tmp_path / "b", tmp_path / fault, fault, 1)
+    plain = run_ranks(train, 2, tmp_path / "c", tmp_path / "plain", "", 0)
+    runs = compare_two(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
+    found = runs.alignment.first_difference
+    assert found is not None and (found.step, found.tensor, found.ranks) == (AT, f"grad:{NAME}", (1,))
+    assert f"grad:{NAME} (the gradients) of rank 1" in runs.verdict
+    for mine, its in zip(healthy[0], plain[0], strict=True):  # hooks change no bit
+        assert mine.equal(its)
