@@ -1,4 +1,4 @@
-"""Steps whose outputs or parameters are too large to be kept whole: what is still computed again, and what is said of the rest."""
+"""Steps whose outputs or parameters are too large to be kept whole: what is computed again, and what is said of the rest."""
 
 from __future__ import annotations
 

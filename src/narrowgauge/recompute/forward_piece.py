@@ -150,9 +150,7 @@ class _Questions:
         self.chosen = chosen_parameters(model, step.step)
         own = {name: p.detach() for name, p in model.named_parameters()}
         is_copied = len(self.chosen) == len(own)  # a larger model keeps its own formats
-        self.parameters = {
-            name: p.float() if is_copied and p.is_floating_point() else p for name, p in own.items()
-        }
+        self.parameters = {name: p.float() if is_copied and p.is_floating_point() else p for name, p in own.items()}
         with in_mode(model, False):
             self.base = self._outputs(call)
             moved = moved_by_half_a_spacing({name: self.parameters[name] for name in self.chosen})
@@ -270,7 +268,9 @@ class _Questions:
         if mask is None:
             return
         is_seen = mask.bool()
-        other = torch.where(is_seen, self.tokens, self.tokens[is_seen].roll(1)[:1]) if bool(is_seen.any()) else self.tokens
+        other = (
+            torch.where(is_seen, self.tokens, self.tokens[is_seen].roll(1)[:1]) if bool(is_seen.any()) else self.tokens
+        )
         if other.equal(self.tokens):
             return
         call = self._with_tokens(other)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from narrowgauge import _torch
 from narrowgauge._torch import plain_name
 from narrowgauge._torch.own_hooks import OwnHook
-from narrowgauge.numerics.shards import is_sharded
+from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.recompute.between_steps import AverageCheck, FewLeft, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
     CALL_BYTES,
