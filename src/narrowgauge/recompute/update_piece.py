@@ -442,8 +442,7 @@ def _cause_of_weight(
     tolerance = 1.5 * envelope
     variants = list(definition.with_variants(sample, known))
     for free in _FREE:
-        # A count with a free factor is no count.
-        fits = [_fit(v, free, moved, weight, rate, decay) for v in variants if v.cause not in COUNTS or free == ""]
+        fits = [_fit(v, free, moved, weight, rate, decay) for v in variants if free == "" or not _is_factor(v)]
         own = fits[0]
         # The rule itself, where it agrees; else the nearest of its variants.
         variant, rest, factor, taken = own if own[1] <= tolerance else min(fits, key=lambda fit: fit[1])
@@ -467,6 +466,11 @@ def _cause_of_weight(
     if rest <= 1e-2 * length:
         return _cause_of_factors(factor, taken, rate, decay)
     return "", {}
+
+
+def _is_factor(variant: Variant) -> bool:
+    """Whether a variant is a factor on the step, or near one: with a free factor it would be any other."""
+    return variant.cause in COUNTS or variant.cause == "scale-of-shape"
 
 
 def _share_apart(after: Tensor, expected: Tensor) -> float:
