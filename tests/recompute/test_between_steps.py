@@ -11,7 +11,9 @@ import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import narrowgauge as ng
+from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import EQUAL
+from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import Loop
 
@@ -162,3 +164,48 @@ def test_an_evaluation_in_training_mode_is_named(is_training: bool) -> None:
     loop.run(2)
     assert loop.names() == ({"evaluated-in-training"} if is_training else set())
     assert is_training is any("dropout" in each.where for each in loop.findings())
+
+
+def test_an_average_that_begins_late_has_not_stood_still() -> None:
+    loop = Loop(every=0)
+    average = AveragedModel(loop.model)
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 1, loop.keep, task(averages=average))
+    update = loop.after_update
+
+    def after_update() -> None:
+        update()
+        if loop.step > 6:
+            average.update_parameters(loop.model)
+
+    loop.after_update = after_update  # type: ignore[method-assign]
+    assert not loop.run(10).findings()
+
+
+def test_weights_that_are_written_on_purpose_are_declared() -> None:
+    for declared, names in ((task(), {"weights-scaled"}), (task(weights="own"), set())):
+        loop = Loop(every=2, task=declared)
+        update = loop.after_update
+
+        def after_update(loop: Loop = loop, update: Any = update) -> None:
+            update()
+            with torch.no_grad():
+                for p in loop.model.parameters():
+                    p.mul_(0.9)
+
+        loop.after_update = after_update  # type: ignore[method-assign]
+        assert loop.run(5).names() == names
+
+
+def test_gradients_that_are_changed_on_purpose_are_declared() -> None:
+    for declared, names in ((task(), {"gradient-departs"}), (task(gradient="own"), set())):
+        loop = Loop(every=2, task=declared)
+
+        def centralize(loop: Loop = loop) -> None:
+            for p in loop.model.parameters():
+                if p.ndim > 1:
+                    p.grad.sub_(p.grad.mean(1, keepdim=True))
+
+        loop.after_backward = centralize  # type: ignore[method-assign]
+        assert loop.run(3).names() == (names and {*names, "part"})
+        if not names:
+            assert "on purpose" in unchecked(loop.results[2])["gradient"]

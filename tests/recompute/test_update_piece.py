@@ -214,6 +214,11 @@ FAULTS: dict[str, tuple[Callable[[Any], Any], str, dict[str, Any]]] = {
         edited(lambda p, w, state, before: state["exp_avg"].copy_(p.grad).mul_(0.1)), "state-lost", {"state": "exp_avg"},
     ),
     "gradients of the step before": (gradients_of_the_step_before(), "gradient-stale", {"share": 1.0}),
+    "squares summed": (
+        edited(lambda p, w, state, before: state["exp_avg_sq"].copy_(0.999 * before["exp_avg_sq"] + p.grad.square())),
+        "state-other-factors",
+        {"state": "exp_avg_sq", "kept": 0.999, "taken": 1.0},
+    ),
     "up the gradient": (beside_decay(-1.0), "sign", {}),
     "half of the step": (beside_decay(0.5), "step-scaled", {"factor": 0.5}),
     "decay alone": (beside_decay(0.0), "step-lost", {}),

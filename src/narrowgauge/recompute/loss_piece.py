@@ -51,8 +51,8 @@ class _Positions:
     gradient has of ``p`` beyond the cross entropy, both relative to the weight; ``unexplained`` is the rest, likewise. Where the
     model is sure of the target, its gradient is next to nothing and tells neither: that is not ``is_known``.
     Where smoothing is all that is left, no target is told either. Of the whole pass ``number_counted`` positions have a gradient,
-    and ``number_sure`` have none because the model is certain of a token, so that they may count or not. ``masked`` is whether the next token is one that the mask of
-    attention leaves out, where the pass is given one.
+    and ``number_sure`` have none because the model is certain of a token, so that they may count or not. ``masked`` is whether the
+    next token is one that the mask of attention leaves out, where the pass is given one.
     """
 
     tokens: Tensor

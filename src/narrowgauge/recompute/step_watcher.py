@@ -55,12 +55,14 @@ from narrowgauge.recompute.rule_definitions import DEFINITIONS
 from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
 from narrowgauge.recompute.shard_norms import squares_by_rank, take_norms
 from narrowgauge.recompute.step_samples import add_results, sampled_step
-from narrowgauge.recompute.task import Task
+from narrowgauge.recompute.task import OWN, Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
 
 _FEW = 8
 """Parameters whose counts are read in every step."""
 _NOTHING_KEPT = "this rank kept nothing of the step"
+_OF_PASSES = ("loss-scaled", "micro-batches-uneven")
+"""Causes of the loss that say how often passes count, which may be several at other weights on purpose."""
 Report = Callable[[int, list[PieceResult]], object]
 
 
@@ -440,6 +442,10 @@ class StepWatcher:
     def _again(self, step: StepCapture, over_ranks: tuple[StepCapture, list[PieceResult]] | str) -> list[PieceResult]:
         """What must be computed before the update: passes through the model, with the weights that they had."""
         passes, named = self._passes(step), list[PieceResult]()
+        if self.task.gradient == OWN:
+            why = "declared as changed on purpose before the step"
+            passes = [each for each in passes if each.cause not in _OF_PASSES]
+            return [*passes, *(not_checked(piece, why, step.step) for piece in ("gradient", "clip"))]
         if self._ranks.ranks > 1 and (self._is_sharded or self._ranks.is_parallel or not is_own_multiple(step)):
             if not isinstance(over_ranks, str):
                 step, named = over_ranks
@@ -465,7 +471,7 @@ class StepWatcher:
             forward = check_forward(step, self._inner)
         except Exception as error:
             forward = [not_checked("forward", _reason(error), step.step)]
-        backward = check_backward(step, self._inner)
+        backward = check_backward(step, self._inner) if self.task.gradient != OWN else []
         if self.task.auxiliary and any(
             each.cause in ("", "decay-in-gradient") for each in backward if each.status == DEPARTS
         ):
@@ -526,7 +532,8 @@ class StepWatcher:
 
     def _averages(self) -> dict[str, Tensor]:
         averages = self.task.averages
-        if averages is None:
+        begun = getattr(averages, "n_averaged", None)  # AveragedModel's, which may begin late
+        if averages is None or (isinstance(begun, Tensor) and not begun.any()):
             return {}
         return {plain_name(n).removeprefix("module."): spread(p) for n, p in averages.named_parameters()}
 
@@ -534,9 +541,13 @@ class StepWatcher:
         is_known = bool(rule_of(self.optimizer)) and self._left is None
         self._few_left = FewLeft(self.num_steps, self.optimizer, self._held()) if is_known else None
 
+    def _not_meant(self, between: list[PieceResult]) -> list[PieceResult]:
+        """What changed between two steps, without what is declared to."""
+        return [each for each in between if self.task.weights != OWN or "state" in each.values]
+
     def _compare_few(self) -> None:
         few, self._few_left = self._few_left, None
-        if few is not None and (found := few.check()):
+        if few is not None and (found := self._not_meant(few.check())):
             self._report(self.num_steps, found)
 
     def _compare_with_left(self) -> None:
@@ -546,15 +557,14 @@ class StepWatcher:
         held = {name: p for name, p in self._held().items() if name in left.parameters}
         left.parameters = {name: sample for name, sample in left.parameters.items() if name in held}
         named = {plain_name(n): p for n, p in self._inner.named_parameters()}
-        self._results.extend(
-            check_between(
-                left,
-                {name: spread(weight_of(optimizer, p)) for name, p in held.items()},
-                {name: states_of(optimizer, p) for name, p in held.items()},
-                {name: spread(named[name]) for name in left.outside if name in named},
-                {name: number_of(optimizer, p) for name, p in held.items()},
-            )
+        found = check_between(
+            left,
+            {name: spread(weight_of(optimizer, p)) for name, p in held.items()},
+            {name: states_of(optimizer, p) for name, p in held.items()},
+            {name: spread(named[name]) for name in left.outside if name in named},
+            {name: number_of(optimizer, p) for name, p in held.items()},
         )
+        self._results.extend(self._not_meant(found))
         self._results.extend(self._average.check(left, self._averages()))
         if self._modes:
             modes = tuple(sorted(filter(None, self._modes)))

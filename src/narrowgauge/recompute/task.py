@@ -28,7 +28,18 @@ DATA = {
     "own": "rows may come again at any time, too, as those of a replay buffer do",
 }
 """What a task can declare of its data."""
-EACH_STEP, OWN_SCHEDULE = "step", "own"
+OWN = "own"
+GRADIENT = {
+    "": "not declared: gradients are unscaled and clipped, and nothing else is done to them",
+    OWN: "changed on purpose, as by centralization, noise, or a second pass at other weights; not judged, nor what passes count",
+}
+"""What a task can declare of its gradients between backward passes and the step."""
+WEIGHTS = {
+    "": "not declared: the optimizer alone writes weights",
+    OWN: "written on purpose between steps, too, as Lookahead does; not judged there",
+}
+"""What a task can declare of its weights between steps."""
+EACH_STEP, OWN_SCHEDULE = "step", OWN
 SCHEDULES = {
     "": "not declared: it may move once a step, once an epoch, or by hand",
     EACH_STEP: "it moves once in each step of the optimizer",
@@ -54,6 +65,8 @@ class Task:
         settings: of the optimizer's groups, by name.
         data: a key of ``DATA``.
         schedule: a key of ``SCHEDULES``.
+        gradient: a key of ``GRADIENT``.
+        weights: a key of ``WEIGHTS``.
     """
 
     loss: str = ""
@@ -68,6 +81,8 @@ class Task:
     settings: Mapping[str, Any] = field(default_factory=dict)
     data: str = ""
     schedule: str = ""
+    gradient: str = ""
+    weights: str = ""
 
 
 def task(
@@ -84,6 +99,8 @@ def task(
     settings: Mapping[str, Any] | None = None,
     data: str = "",
     schedule: str = "",
+    gradient: str = "",
+    weights: str = "",
 ) -> Task:
     """Declare what a training loop means to do, for the audit of its steps.
 
@@ -108,10 +125,13 @@ def task(
             come again on purpose, too. Empty: rows are drawn from one source, in epochs or with replacement.
         schedule: a key of ``SCHEDULES``: ``"step"`` where a :mod:`torch.optim.lr_scheduler` is stepped once after each step of
             the optimizer, ``"own"`` where it moves otherwise on purpose. Empty: one that stands still is taken as meant.
+        gradient: ``"own"`` where gradients are changed on purpose between backward passes and the step, otherwise than by
+            unscaling and clipping.
+        weights: ``"own"`` where weights are written on purpose between steps.
     Returns:
         The declaration, for ``ng.check(…, task=…)`` and ``ng.RunRecorder(…, task=…)``.
     Raises:
-        RecipeError: an unknown loss, division of weight decay, optimizer, kind of data or of schedule.
+        RecipeError: an unknown value of one of these names.
     Example:
         >>> import narrowgauge as ng
         >>> ng.task(decay_groups="matrices", max_grad_norm=1.0).max_grad_norm
@@ -125,6 +145,8 @@ def task(
         ("optimizer", optimizer, ("", *RULES)),
         ("data", data, DATA),
         ("schedule", schedule, SCHEDULES),
+        ("gradient", gradient, GRADIENT),
+        ("weights", weights, WEIGHTS),
     ):
         if value not in known:
             hint = suggestion(value, known) or f"Known are {', '.join(repr(each) for each in known if each)}."
@@ -142,4 +164,6 @@ def task(
         settings=dict(settings or {}),
         data=data,
         schedule=schedule,
+        gradient=gradient,
+        weights=weights,
     )

@@ -181,6 +181,7 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         sample = sample.at(told)
         given, after = inputs_of(step, sample), after[told]
     states: Values = {}
+    of_states: list[PieceResult] = []
     is_departed = False
     for name, rule in definition.state_rules(sample).items():
         now = sample.states_after.get(name)
@@ -194,7 +195,8 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         is_other = any(each.status == DEPARTS and each.cause != LOST for each in results)
         states[name] = now.double() if is_other else rule(given)
         is_departed |= is_other
-        yield from results
+        of_states += results
+    yield from _of_one_gradient(sample, definition, of_states)
     if is_departed:  # its corrections belong to other states
         return
     if definition.unrounded is not None and sample.weight.numel() != math.prod(sample.shape):
@@ -205,6 +207,23 @@ def _of_parameter(step: StepCapture, sample: ParameterSample) -> Iterator[PieceR
         yield from compare_rounded_weight(step, sample, known, after, rounding)
     else:
         yield _compare_weight(step, sample, given, states, after)
+
+
+def _of_one_gradient(
+    sample: ParameterSample, definition: Definition, results: Sequence[PieceResult]
+) -> Iterator[PieceResult]:
+    """Results of the states, in which a factor on the gradient is one that all of them have; of some alone it is their own."""
+    is_own = any(each.status == EQUAL for each in results)
+    for each in results:
+        factor = float(str(each.values.get("factor", -1.0)))  # the sign, which squares do not have
+        if each.cause == "gradient-scaled" and is_own and not near(factor, -1.0, 1e-3):
+            state = str(each.values["state"])
+            kept, taken = definition.factors(sample)[state]
+            times = factor**2 if state == "exp_avg_sq" else factor
+            values = {"state": state, "kept": kept, "taken": taken * times}
+            yield replace(each, cause="state-other-factors", values=values)
+        else:
+            yield each
 
 
 def measured_envelope(
