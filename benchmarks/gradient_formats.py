@@ -1,8 +1,8 @@
 """What it costs in validation loss to sum the gradients of micro-batches in 8 bits.
 
-Claim: none; what each format costs is reported, with the first step at which a run says something of it. A llama-1m is trained by the
-rules of the board (``_board_records.py``: text, batches, seeds, schedule) at beta2 0.95 and a peak rate of 3e-4 over ``word``,
-with a batch in 4 and in 16 micro-batches. The gradient that a step holds is the sum in one of the formats of
+Claim: none; what each format costs is reported, with the first step at which a run says something of it. A llama-1m is trained
+by the rules of the board (``_board_records.py``: text, seeds, schedule) at beta2 0.95 and a peak rate of 3e-4 over ``word``, with
+a batch in 4 and in 16 micro-batches. The gradient that a step holds is the sum in one of the formats of
 ``narrowgauge show accumulations``: ``float8_e5m2`` has a scale for each tensor, as FP8-LM's gradients do, and rounds to the
 nearest; ``float8_e5m2-stochastic`` rounds stochastically. Runs of one seed have the same first weights and batches.
 

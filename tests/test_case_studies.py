@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import narrowgauge as ng
+from benchmark_modules import benchmark_module
 from narrowgauge.runs.archive import files_in, read_bytes
 from script_modules import script_module
 
@@ -51,3 +52,23 @@ def test_the_records_are_small_and_hold_no_path() -> None:
 def test_pages_are_made_of_one_run_and_of_two() -> None:
     assert "Diagnosis of rate-0.1" in studies.page("overflow")
     assert "Diagnosis of before and after" in studies.page("scaled-gradient")
+
+
+def test_the_sixteen_questions_are_rows_of_the_benchmark_and_say_right_what_is_right() -> None:
+    rows = {row.name: row for row in benchmark_module("public_bugs").ROWS}
+    table = (
+        (DOCS / "case-studies.md")
+        .read_text(encoding="utf-8")
+        .partition("<!-- sixteen -->\n")[2]
+        .strip()
+        .splitlines()[2:]
+    )
+    assert len(table) == 16
+    for line in table:
+        _, link, *answers = (cell.strip() for cell in line.strip("|").split("|"))
+        found = re.fullmatch(r"\[(.+)\]\((.+)\)", link)
+        assert found is not None and rows[found[1]].source == found[2], line
+        row = rows[found[1]]
+        for answer, right in zip(answers, (row.audit, row.pair, row.rows), strict=True):
+            said = re.fullmatch(r"–|`(.+?)`( \(wrong\))?", answer)
+            assert said is not None and (not said[1] or (said[1] in right) is not bool(said[2])), line

@@ -85,11 +85,11 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         if name not in passes[0]:
             continue
         results.append(_of_parameter(step, sample, terms, spreads.get(name), of_weights))
-    found = _gathered(step, results, "backward")
+    judged = _gathered(step, results, "backward")
     if (whole := sum(1 for _ in model.parameters())) > len(names):
         why = f"of {whole} parameters those of {len(names)} were computed again, and others are in other steps"
-        found.append(not_checked(PIECE, why, step.step))
-    return found
+        judged.append(not_checked(PIECE, why, step.step))
+    return judged
 
 
 def _unused(step: StepCapture, name: str) -> PieceResult:

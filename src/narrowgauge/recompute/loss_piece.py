@@ -51,7 +51,7 @@ class _Positions:
     gradient has of ``p`` beyond the cross entropy, both relative to the weight; ``unexplained`` is the rest, likewise. Where the
     model is sure of the target, its gradient is next to nothing and tells neither: that is not ``is_known``.
     Where smoothing is all that is left, no target is told either. Of the whole pass ``number_counted`` positions have a gradient,
-    and ``number_sure`` have none because the model is certain of a token, so that they may count or not. ``masked`` is whether the
+    and ``number_sure`` have none because the model is certain of a token, so they may count or not. ``masked`` is whether the
     next token is one that the mask of attention leaves out, where the pass is given one.
     """
 
@@ -170,10 +170,14 @@ def _fit(logits: Tensor, gradients: Tensor) -> tuple[Tensor, ...]:
     log_partition = z.logsumexp(-1)
     p = (z - log_partition[:, None]).exp()
     lowest, largest = d.argmin(-1), d.abs().argmax(-1)
-    fit, other = _solved(d, p, lowest), _solved(d, p, largest)
-    is_other = other[-1] < 0.5 * fit[-1]
-    taken = [torch.where(is_other, there, here) for here, there in zip(fit, other, strict=True)]
-    return (torch.where(is_other, largest, lowest), *taken, d.abs().amax(-1), p.amax(-1), log_partition)
+    taken, target = _solved(d, p, lowest), lowest.clone()
+    doubtful = (lowest != largest).nonzero()[:, 0]
+    other = _solved(d[doubtful], p[doubtful], largest[doubtful])
+    better = other[-1] < 0.5 * taken[-1][doubtful]
+    target[doubtful[better]] = largest[doubtful[better]]
+    for here, there in zip(taken, other, strict=True):
+        here[doubtful[better]] = there[better]
+    return (target, *taken, d.abs().amax(-1), p.amax(-1), log_partition)
 
 
 def _solved(d: Tensor, p: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

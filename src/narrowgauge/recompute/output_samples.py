@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-POSITIONS = 1 << 10
+POSITIONS = 1 << 9
 """Positions of an output that are kept, at most."""
 SAMPLE_BYTES = 1 << 24
 """Bytes of the positions of one output and of its gradient."""

@@ -23,10 +23,11 @@ from narrowgauge.integrations.check.set_up import SetUp, set_up_of, storage_of, 
 from narrowgauge.integrations.check.table import found_in
 from narrowgauge.integrations.check.watch import Seen, Watch
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recompute.departures import PIECES, findings_of, unchecked
+from narrowgauge.recompute.departures import findings_of, unchecked
 from narrowgauge.recompute.piece_results import PieceResult
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import Task
+from narrowgauge.runs.departure_table import PIECES
 from narrowgauge.runs.events import Event, emit
 from narrowgauge.runs.finding import SEVERITIES, Finding
 from narrowgauge.spec.tables import Table, name_columns, text_columns
