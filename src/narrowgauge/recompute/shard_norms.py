@@ -67,7 +67,7 @@ def take_norms(
     for name, sample in step.parameters.items():
         found = whole.get(name)
         sample.computed_squares = None if found is None or bool(found[COMPUTED].isnan()) else found[COMPUTED]
-    is_cut = torch.tensor([is_shared_out(p) for p in held.values()])
+    is_cut = torch.tensor([is_shared_out(p) for p in held.values()], dtype=torch.bool)
     step.norms_of_ranks = tuple(map(_norm_and_factor, squares, [is_cut] * len(squares)))
     _take_own_clip(step, optimizer, math.sqrt(sum(float(each[RECEIVED]) for each in whole.values())))
     return _take_summed(step, whole, {name for name, p in held.items() if not is_shared_out(p)})
