@@ -265,12 +265,10 @@ class _Questions:
 
     def _masked_tokens(self) -> Iterator[PieceResult]:
         mask = self._beside("attention_mask")
-        if mask is None:
+        if mask is None or not bool(mask.any()):
             return
         is_seen = mask.bool()
-        other = (
-            torch.where(is_seen, self.tokens, self.tokens[is_seen].roll(1)[:1]) if bool(is_seen.any()) else self.tokens
-        )
+        other = torch.where(is_seen, self.tokens, self.tokens[is_seen][-1])
         if other.equal(self.tokens):
             return
         call = self._with_tokens(other)

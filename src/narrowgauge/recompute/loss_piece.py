@@ -53,6 +53,7 @@ class _Positions:
     Where smoothing is all that is left, no target is told either. Of the whole pass ``number_counted`` positions have a gradient,
     and ``number_sure`` have none because the model is certain of a token, so they may count or not. ``masked`` is whether the
     next token is one that the mask of attention leaves out, where the pass is given one.
+    ``rounding`` is the spacing of logits or gradients at 1, the coarser one.
     """
 
     tokens: Tensor
@@ -69,6 +70,7 @@ class _Positions:
     number_counted: int
     number_sure: float
     masked: Tensor | None
+    rounding: float
 
     @property
     def has_target(self) -> Tensor:
@@ -148,6 +150,7 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
         int(sample.counts.sum()),
         sample.number * float((~is_counted & (surest > _CERTAIN)).double().mean()),
         _masked(call, sample.chosen),
+        max(torch.finfo(t.dtype).eps for t in (sample.values, sample.gradients)),
     )
 
 
@@ -305,7 +308,7 @@ def _shape(found: list[_Positions], step: StepCapture, task: Task) -> list[Piece
     smoothed = torch.cat([each.smoothed[c] for each, c in zip(found, counted, strict=True)])
     penalty = torch.cat([each.penalty[c] for each, c in zip(found, counted, strict=True)])
     partition = torch.cat([each.log_partition[c] for each, c in zip(found, counted, strict=True)])
-    narrow = _rounding(step)
+    narrow = _rounding(found)
     results = []
     middle = float(smoothed.median())
     if abs(middle - task.label_smoothing) > max(5e-3, 20 * narrow):
@@ -323,11 +326,9 @@ def _shape(found: list[_Positions], step: StepCapture, task: Task) -> list[Piece
     return results
 
 
-def _rounding(step: StepCapture) -> float:
+def _rounding(found: list[_Positions]) -> float:
     """The spacing of the coarsest logits or gradients of the step."""
-    samples = [call.logits_sample() for call in step.calls]
-    kept = [t for each in samples if each is not None for t in (each.values, each.gradients) if t is not None]
-    return max((torch.finfo(t.dtype).eps for t in kept), default=0.0)
+    return max((each.rounding for each in found), default=0.0)
 
 
 def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
@@ -337,7 +338,7 @@ def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     middles = [float(weights.median()) for weights in sampled]
     numbers = [each.number_counted for each in counting]
     total = sum(m * n for m, n in zip(middles, numbers, strict=True)) / step.loss_scale
-    tolerance = max(0.02, 20 * _rounding(step))
+    tolerance = max(0.02, 20 * _rounding(found))
     result = PieceResult(PIECE, DEPARTS, (), 0.0, tolerance, step=step.step)
     if total < 0:
         return [replace(result, difference=2.0, cause="loss-sign")]
@@ -353,7 +354,7 @@ def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
         values = {"least": min(middles) / max(middles)}
         return [replace(result, difference=1 - values["least"], cause="micro-batches-uneven", values=values)]
     most = total + sum(m * each.number_sure for m, each in zip(middles, counting, strict=True)) / step.loss_scale
-    within = max(2e-3, 20 * _rounding(step))
+    within = max(2e-3, 20 * _rounding(found))
     if total - within <= 1.0 <= most + within or not _is_whole(found):
         return []
     equals = what_it_equals(total, step, len(found))
