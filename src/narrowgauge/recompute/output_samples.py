@@ -27,7 +27,6 @@ class OutputSample:
 
     Args:
         shape: of the whole output; of another number of dims nothing else is kept.
-        dtype: of the output.
         chosen: the places of the positions in (batch · sequence), int64 ``[positions]``.
         values, gradients: at these, ``[positions, features]``; gradients are there after the backward pass.
         lowest: at every position the feature with the lowest gradient, int64 ``[batch, sequence]``.
@@ -35,7 +34,6 @@ class OutputSample:
     """
 
     shape: torch.Size
-    dtype: torch.dtype
     chosen: Tensor
     values: Tensor
     gradients: Tensor | None = None
@@ -48,17 +46,17 @@ class OutputSample:
         """Positions of an output that together take at most a part of the ``room`` in bytes, but at least one."""
         if output.ndim != 3:
             nothing = output.new_empty(0)
-            return cls(output.shape, output.dtype, nothing.long(), nothing)
+            return cls(output.shape, nothing.long(), nothing)
         of_one = 2 * output.shape[2] * output.element_size()
         most = min(SAMPLE_BYTES, max(room, 0) // _SHARE_OF_ROOM) // max(1, of_one)
         chosen = _evenly(output, max(1, min(POSITIONS, most)))
-        return cls(output.shape, output.dtype, chosen, _at(output, chosen))
+        return cls(output.shape, chosen, _at(output, chosen))
 
     @classmethod
     def of_whole(cls, output: Tensor, gradient: Tensor) -> OutputSample:
         """Positions of an output of three dims that is kept whole."""
         chosen = _evenly(output, POSITIONS)
-        sample = cls(output.shape, output.dtype, chosen, _at(output, chosen))
+        sample = cls(output.shape, chosen, _at(output, chosen))
         sample.arrived(gradient)
         return sample
 
