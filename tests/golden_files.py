@@ -127,7 +127,7 @@ def difference(recorded: Sequence[float], found: Sequence[float]) -> str:
 
 
 def update_curves(path: Path, found: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
-    """Record curves. A curve that moved is removed from all other keys: record it there again.
+    """Record curves. A curve that moved is removed from all other keys, and a key without curves from the file: record it there again.
 
     Args:
         path: the file.
@@ -150,6 +150,7 @@ def update_curves(path: Path, found: Sequence[tuple[str, str, Sequence[str]]]) -
     table = {
         key: {name: " ".join(loss.hex() for loss in curve) for name, curve in sorted(of.items())}
         for key, of in sorted(recorded.items())
+        if of
     }
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
     return [f"{path.name}: {same} curves with the same bits, {new} new, {len(lines)} moved", *lines]

@@ -94,6 +94,8 @@ def test_an_update_prints_what_moved_and_removes_it_from_other_keys(tmp_path: Pa
         "a: from step 2 on, by up to 2.5e-01 (2.000000 → 2.500000); removed from 1 other keys",
     ]
     assert read_curves(path) == {"here": {"a": [4.0, 2.5], "b": [3.0, 1.0]}, "there": {"b": [3.0, 1.0]}}
+    update("here", b=[3.0, 1.5])
+    assert list(read_curves(path)) == ["here"]
 
 
 def test_the_option_records_what_workers_found(tmp_path: Path) -> None:
