@@ -127,7 +127,7 @@ def difference(recorded: Sequence[float], found: Sequence[float]) -> str:
 
 
 def update_curves(path: Path, found: Sequence[tuple[str, str, Sequence[str]]]) -> list[str]:
-    """Record curves. A curve that moved is removed from all other keys, and a key without curves from the file: record it there again.
+    """Record curves. A curve that moved is removed from all other keys: record it there again. Keys without curves are, too.
 
     Args:
         path: the file.

@@ -47,6 +47,18 @@ def test_a_recorder_writes_departures_as_events_once(tmp_path: Path) -> None:
     assert any("1.5 times" in str(each.message) for each in seen)
 
 
+def without_a_group(loop: Loop) -> None:
+    params = [p for name, p in loop.model.named_parameters() if name != "head.weight"]
+    loop.optimizer = torch.optim.AdamW(params, lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::narrowgauge.gauges.RunNotice")
+def test_what_is_found_after_a_step_is_an_event_of_that_step(tmp_path: Path) -> None:
+    run, _ = recorded(tmp_path / "run", begin=without_a_group, audit_every=100)
+    assert [event["step"] for event in run.events if event.get("detector") == "no-group"] == [2]
+    assert [row["step"] for row in run.steps if "recomputed" in row] == [2]
+
+
 def test_a_recorder_changes_no_bit_and_says_nothing_of_a_healthy_loop(tmp_path: Path) -> None:
     run, bits = recorded(tmp_path / "with", audit_every=2)
     other, own = recorded(tmp_path / "without")

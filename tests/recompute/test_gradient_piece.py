@@ -279,7 +279,7 @@ FAULTS: dict[str, tuple[Callable[[Loop], None], str, dict[str, Any]]] = {
     "underflow": (underflown, "gradient-underflow", {"when": "after backward"}),
     "read once": (never_filled_again, "gradient-stale", {"share": 1.0, "where": ""}),
     "half of the first": (first_halved, "micro-batches-weighted", {"factors": "0.5, 1", "where": ""}),
-    "thrown away": (thrown_away, "gradient-missing", {"where": "head.weight"}),
+    "thrown away": (thrown_away, "gradient-removed", {"where": "head.weight"}),
     "frozen in the passes": (frozen_in_the_passes, "gradient-missing", {"where": "head.weight"}),
     "copied weight": (cached, "unused", {"where": "head.weight"}),
     "copied weight with a penalty": (cached_and_penalized, "not-in-graph", {"where": "head.weight"}),

@@ -149,6 +149,30 @@ def test_of_a_larger_model_some_parameters_are_computed_again_in_each_step(monke
     assert "others are in other steps" in unchecked(loop.results[4])["gradient"]
 
 
+def test_another_order_of_sums_in_a_larger_model_is_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compiled model has: what is not moved rounds, too."""
+    monkeypatch.setattr(passes_again, "MOST_PARAMETERS", 2_000)
+    loop = Loop(every=1, autocast=True)
+
+    def in_parts(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
+        def forward(x: Tensor) -> Tensor:
+            assert loop.watcher is not None
+            if loop.watcher.is_own_pass:
+                return F.linear(x, layer.weight, layer.bias)
+            half = x.shape[-1] // 2
+            return F.linear(x[..., :half], layer.weight[:, :half], layer.bias) + F.linear(
+                x[..., half:], layer.weight[:, half:]
+            )
+
+        return forward
+
+    for module in loop.model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.forward = in_parts(module)  # type: ignore[method-assign]
+    loop.run(6)
+    assert not loop.findings()
+
+
 def test_a_fault_in_a_larger_model_is_named_in_a_step_that_takes_its_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(passes_again, "MOST_PARAMETERS", 9_000)
     loop = Loop(every=1)
@@ -166,5 +190,35 @@ def test_the_gradient_of_a_cross_entropy_is_autograds() -> None:
     counts = torch.tensor([[True] * 6, [True, True, True, False, False, True]])
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 6)
     (wanted,) = torch.autograd.grad((losses * counts).sum() * 0.25, logits)
-    found: Tensor = output_samples.CrossEntropy(targets, counts, 0.25, 0.0).gradient(logits)
+    found: Tensor = output_samples.CrossEntropy(targets, counts, (0.25, 0.0, -0.25, 0.0), 0.0).gradient(logits)
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(("smoothing", "penalty"), [(0.1, 0.0), (0.05, 0.0), (0.0, 1e-4), (0.0, 1e-3), (0.1, 1e-3)])
+def test_smoothing_and_a_penalty_are_made_again(smoothing: float, penalty: float, autocast: bool) -> None:
+    """Both are told of, if they are not declared, as terms of the loss; of the gradient nothing departs."""
+    loop = Loop(micro_batches=1, autocast=autocast)
+
+    def loss(tokens: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            logits = loop.model(tokens[:, :-1]).float()
+        entropy = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), label_smoothing=smoothing)
+        return entropy + penalty * logits.logsumexp(-1).square().mean()
+
+    loop.loss = loss  # type: ignore[method-assign]
+    loop.run(5)
+    assert statuses(loop, 4)["gradient"] == EQUAL and loop.names() <= {"label-smoothing", "z-loss"}, loop.results[4]
+
+
+def test_weights_of_tokens_leave_the_gradient_unchecked() -> None:
+    loop = Loop(micro_batches=1)
+
+    def loss(tokens: Tensor) -> Tensor:
+        losses = F.cross_entropy(loop.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+        weights = 1 + 0.03 * torch.sin(torch.arange(len(losses), dtype=torch.float32))
+        return (losses * weights).mean()
+
+    loop.loss = loss  # type: ignore[method-assign]
+    loop.run(4)
+    assert not loop.findings() and "no cross entropy" in unchecked(loop.results[4])["gradient"]

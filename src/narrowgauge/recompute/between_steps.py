@@ -134,7 +134,9 @@ def check_between(
     absent = [name for name, before in left.outside.items() if name in outside and outside[name].equal(before)]
     if absent:
         found.append(PieceResult("update", DEPARTS, tuple(absent), 1.0, 0.0, "no-group", step=left.step))
-    return joined(found, len(left.parameters)) or [PieceResult(PIECE, EQUAL, step=left.step)]
+    if all(each.piece != PIECE for each in found):
+        found.append(PieceResult(PIECE, EQUAL, step=left.step))
+    return joined(found, len(left.parameters))
 
 
 def _apart(now: Tensor, after: Tensor) -> float:

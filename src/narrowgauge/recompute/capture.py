@@ -6,7 +6,7 @@ that are small enough are kept whole. Norms are kept as sums of squares of the w
 are kept, the state of the random generators, and the gradients that arrived at their outputs, up to a number of bytes; of larger
 outputs some positions are kept (:mod:`narrowgauge.recompute.output_samples`).
 
-Nothing here changes a tensor of the run.
+Nothing here changes a tensor of the run. Samples of parameters lie on the CPU, wherever the run computes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,17 @@ from torch import Tensor
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.output_samples import CrossEntropy, OutputSample
+from narrowgauge.recompute.random_states import RandomStates
 from narrowgauge.recompute.stored_values import Rounding
 
 ELEMENTS = 1 << 12
 """Elements that are kept of each parameter."""
 CALL_BYTES = 1 << 28
 """Bytes that are kept of the forward passes of one step."""
+TOO_LARGE = (
+    f"the outputs of a step and their gradients exceed {CALL_BYTES >> 20} MiB, "
+    "and the loss is no cross entropy in which all tokens count alike"
+)
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 """The states of the rules that are computed again."""
 SETTINGS = (
@@ -63,6 +68,12 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).clone()
 
 
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient of a parameter; ``None`` also where it is sparse, since its elements are at other places in each step."""
+    gradient = parameter.grad
+    return None if gradient is None or gradient.layout is not torch.strided else gradient
+
+
 def random_signs(shape: torch.Size, generator: torch.Generator) -> Tensor:
     """Ones and minus ones, int8, drawn on the CPU so that every device has the same."""
     return torch.randint(0, 2, shape, generator=generator, dtype=torch.int8) * 2 - 1
@@ -77,7 +88,7 @@ def sum_of_squares(tensor: Tensor) -> Tensor:
 
 @dataclass
 class ParameterSample:
-    """Some elements of one parameter around a step.
+    """Some elements of one parameter around a step, on the CPU.
 
     Args:
         name: in the model.
@@ -160,20 +171,22 @@ class ForwardCall:
 
     Args:
         args, kwargs: its inputs; tensors are copies.
-        random: the state of the generators before it, by device.
+        random: the states of the generators before it.
         autocast: the dtype of autocast, or ``None``.
         outputs: its floating-point outputs, detached, by their place, as far as they are kept whole.
-        gradients: what arrived at those outputs; filled in by the backward pass.
+        versions: how often each of those had been written to when the pass ended.
+        gradients: what arrived at those outputs, together; filled in by the backward passes.
         sampled: those outputs that are too large, likewise.
         cross_entropy: the loss of sampled logits, where it is known.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    random: dict[str, Tensor]
+    random: RandomStates
     device: torch.device
     autocast: torch.dtype | None
     outputs: dict[str, Tensor] = field(default_factory=dict)
+    versions: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     sampled: dict[str, OutputSample] = field(default_factory=dict)
     cross_entropy: CrossEntropy | None = None
@@ -188,14 +201,15 @@ class ForwardCall:
         whole = 2 * sum(t.numel() * t.element_size() for t in outputs.values())  # gradients take as much as outputs
         for place, tensor in outputs.items():
             if whole <= room or tensor.ndim == 0:
-                self.outputs[place] = tensor.detach()
+                self.outputs[place], self.versions[place] = tensor.detach(), tensor._version
                 tensor.register_hook(partial(self._arrived, place))
             else:
                 sample = self.sampled[place] = OutputSample.of(tensor, room)
                 tensor.register_hook(sample.arrived)
 
     def _arrived(self, place: str, gradient: Tensor) -> None:
-        self.gradients[place] = gradient.detach()
+        before, now = self.gradients.get(place), gradient.detach()
+        self.gradients[place] = now if before is None else before + now  # as where parts of the loss go back one by one
 
     @property
     def has_gradients(self) -> bool:
@@ -203,21 +217,24 @@ class ForwardCall:
         return bool(self.gradients) or any(sample.has_gradient for sample in self.sampled.values())
 
     @property
-    def roots(self) -> list[str]:
-        """The outputs from which a backward pass began: the loss, where the model returns one, since logits come before it."""
-        scalars = [place for place in self.gradients if self.outputs[place].ndim == 0]
-        if scalars:
-            return scalars[:1]
+    def reached(self) -> list[str]:
+        """The outputs at which a gradient arrived."""
         return [*self.gradients, *(place for place, sample in self.sampled.items() if sample.has_gradient)]
 
     @property
+    def why_values_moved(self) -> str:
+        """Why its outputs are not known any more as they were when the loss was computed; empty where they are."""
+        is_written = any(self.outputs[place]._version != version for place, version in self.versions.items())
+        return "the loop wrote into an output of the model" if is_written else ""
+
+    @property
     def why_not_again(self) -> str:
-        """Why its backward pass cannot be taken again; empty where it can."""
-        gone = [place for place in self.roots if place not in self.gradients]
-        if not gone or (self.cross_entropy is not None and gone == [self.logits]):
+        """Why its backward pass cannot be taken again; empty where it can, as far as is known before it."""
+        gone = [place for place in self.reached if place not in self.gradients]
+        has_loss = any(self.outputs[place].ndim == 0 for place in self.gradients)  # through which all may have come
+        if not gone or has_loss or (self.cross_entropy is not None and gone == [self.logits]):
             return ""
-        size = f"the outputs of a step and their gradients exceed {CALL_BYTES >> 20} MiB"
-        return f"{size}, and the loss is no cross entropy in which all tokens count alike"
+        return TOO_LARGE
 
     def logits_sample(self) -> OutputSample | None:
         """Positions of the logits, of at most :data:`narrowgauge.recompute.output_samples.POSITIONS`."""
@@ -225,6 +242,22 @@ class ForwardCall:
         if place is None or place in self.sampled:
             return self.sampled.get(place or "")
         return OutputSample.of_whole(self.outputs[place], self.gradients[place])
+
+    @property
+    def seen(self) -> Tensor | None:
+        """Which tokens the mask of attention lets be seen, bool; ``None`` without one, or where its convention is another.
+
+        transformers has ones at tokens that are seen. PyTorch's own masks have them at padding, or are added to scores. Padding
+        is one token again and again, so what a mask leaves out is padding only if it is that.
+        """
+        mask, tokens = self.kwargs.get("attention_mask"), self.tokens
+        if not isinstance(mask, Tensor) or tokens is None or mask.shape != tokens.shape:
+            return None
+        if mask.is_floating_point() and not bool(((mask == 0) | (mask == 1)).all()):
+            return None
+        is_seen = mask != 0
+        left_out = tokens[~is_seen]
+        return is_seen if bool((left_out == left_out[:1]).all()) else None
 
     @property
     def tokens(self) -> Tensor | None:

@@ -22,7 +22,7 @@ def fitted(target: Tensor, terms: Sequence[Tensor]) -> tuple[list[float], float]
     scales = [max(float(t.norm()), 1e-300) for t in terms]
     columns = torch.stack([t / s for t, s in zip(terms, scales, strict=True)], dim=1)
     gram = columns.T @ columns
-    gram += 1e-14 * torch.eye(len(terms), dtype=torch.float64)
+    gram += 1e-14 * torch.eye(len(terms), dtype=torch.float64, device=gram.device)
     found = torch.linalg.solve(gram, columns.T @ target)
     rest = float((target - columns @ found).norm())
     return [float(f) / s for f, s in zip(found, scales, strict=True)], rest

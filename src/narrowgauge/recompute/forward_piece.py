@@ -28,11 +28,11 @@ from narrowgauge.recompute.passes_again import (
     chosen_parameters,
     in_mode,
     moved_by_half_a_spacing,
-    other_random_states,
     outputs_again,
     without_own_hooks,
 )
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.random_states import RandomStates
 
 PIECE = "forward"
 ROWS, PLACES = 3, 64
@@ -194,9 +194,12 @@ class _Questions:
 
     def _whole_rows(self) -> Tensor:
         """The rows without padding and borders."""
-        mask = self._beside("attention_mask")
-        is_unpadded = torch.ones_like(self.tokens, dtype=torch.bool) if mask is None else mask.bool()
-        return is_unpadded.all(1) & ~self._borders().any(1)
+        if self._beside("attention_mask") is None:
+            is_unpadded = torch.ones_like(self.tokens[:, 0], dtype=torch.bool)
+        else:
+            seen = self.call.seen
+            is_unpadded = torch.zeros_like(self.tokens[:, 0], dtype=torch.bool) if seen is None else seen.all(1)
+        return is_unpadded & ~self._borders().any(1)
 
     def _before_a_border(self) -> Iterator[PieceResult]:
         borders = self._borders().nonzero().tolist()
@@ -219,7 +222,7 @@ class _Questions:
         return PieceResult(PIECE, DEPARTS, where, apart, self.envelope, cause, step=self.step.step)
 
     def _random_state(self) -> Iterator[PieceResult]:
-        call = replace(self.call, random=other_random_states(self.call.device))
+        call = replace(self.call, random=RandomStates.others())
         everywhere = (slice(None), slice(None))
         apart = self._apart(call, everywhere)
         if apart > self.envelope:
@@ -264,10 +267,9 @@ class _Questions:
             yield self._result("rows-mixed", apart, self._first_module(alone, (slice(0, 1), slice(None))))
 
     def _masked_tokens(self) -> Iterator[PieceResult]:
-        mask = self._beside("attention_mask")
-        if mask is None or not bool(mask.any()):
+        is_seen = self.call.seen
+        if is_seen is None or not bool(is_seen.any()):
             return
-        is_seen = mask.bool()
         other = torch.where(is_seen, self.tokens, self.tokens[is_seen][-1])
         if other.equal(self.tokens):
             return

@@ -11,17 +11,20 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.recompute.capture import ParameterSample, StepCapture, spread
+from narrowgauge.recompute.capture import ForwardCall, ParameterSample, StepCapture, spread
 from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.passes_again import (
+    MOST_PARAMETERS,
+    NotAgain,
+    PassAgain,
+    Tensors,
     chosen_parameters,
-    gradients_again,
     moved_by_half_a_spacing,
     parameters_of,
     reached,
@@ -36,6 +39,8 @@ _OTHER_WEIGHTS = 3
 """Different weights of micro-batches, so many of which no loop gives."""
 _OF_NORMS = 2e-3
 """The relative difference of norms that are one limit."""
+_OF_SOME = 4.0
+"""Spacings of the format of a pass by which gradients may differ whose envelope was measured with some parameters alone."""
 
 
 def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
@@ -59,20 +64,17 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         return [not_checked(PIECE, f"{len(calls)} micro-batches, and {_MOST_CALLS} at most are taken again", step.step)]
     names = chosen_parameters(model, step.step)
     parameters = parameters_of(model, names)
-    passes: list[dict[str, Tensor | None]] = []
-    spreads: dict[str, Tensor] = {}
-    moved = moved_by_half_a_spacing(parameters)
-    for call in calls:
-        found = gradients_again(model, parameters, call)
-        other = gradients_again(model, moved, call)
-        passes.append({name: None if g is None else spread(g).double().cpu() for name, g in found.items()})
-        for name, g in other.items():
-            now = passes[-1][name]
-            if g is not None and now is not None:
-                apart = spread(g).double().cpu() - now
-                spreads[name] = spreads[name] + apart if name in spreads else apart
-        del found, other
-    of_weights = max((each.cross_entropy.error for each in calls if each.cross_entropy is not None), default=0.0)
+    if not any(p.requires_grad for p in parameters.values()):
+        why = f"every parameter that is trained has more than {MOST_PARAMETERS >> 20} × 2^20 elements"
+        return [not_checked(PIECE, why, step.step)]
+    try:
+        passes, spreads = _passes_again(model, parameters, calls)
+    except NotAgain as reason:
+        return [not_checked(PIECE, str(reason), step.step)]
+    known_to = max((each.cross_entropy.error for each in calls if each.cross_entropy is not None), default=0.0)
+    if is_some := sum(1 for _ in model.parameters()) > len(names):
+        # Those that were not moved round too, where the run sums in another order than these passes.
+        known_to += _OF_SOME * max(_spacing_of_passes(calls, parameters))
     results: list[PieceResult] = []
     unused = [name for name in passes[0] if all(found[name] is None for found in passes)]
     unused = [name for name in unused if name in step.parameters]
@@ -84,12 +86,39 @@ def check_backward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         terms = [found.get(name) for found in passes]
         if name not in passes[0]:
             continue
-        results.append(_of_parameter(step, sample, terms, spreads.get(name), of_weights))
+        results.append(_of_parameter(step, sample, terms, spreads.get(name), known_to))
     judged = _gathered(step, results, "backward")
-    if (whole := sum(1 for _ in model.parameters())) > len(names):
-        why = f"of {whole} parameters those of {len(names)} were computed again, and others are in other steps"
+    if is_some:
+        why = f"of so large a model {len(names)} parameters were computed again, and others are in other steps"
         judged.append(not_checked(PIECE, why, step.step))
     return judged
+
+
+def _passes_again(
+    model: nn.Module, parameters: Tensors, calls: Sequence[ForwardCall]
+) -> tuple[list[dict[str, Tensor | None]], Tensors]:
+    """Samples of the gradients of each pass, float64, and of how far they all move by half a spacing of the parameters."""
+    passes: list[dict[str, Tensor | None]] = []
+    spreads: Tensors = {}
+    moved = moved_by_half_a_spacing(parameters)
+    for call in calls:
+        again = PassAgain(model, call)
+        found, other = again.gradients(parameters), again.gradients(moved)
+        passes.append({name: None if g is None else spread(g).double().cpu() for name, g in found.items()})
+        for name, g in other.items():
+            now = passes[-1][name]
+            if g is not None and now is not None:
+                apart = spread(g).double().cpu() - now
+                spreads[name] = spreads[name] + apart if name in spreads else apart
+        del found, other
+    return passes, spreads
+
+
+def _spacing_of_passes(calls: Sequence[ForwardCall], parameters: Tensors) -> Iterator[float]:
+    """The spacings at 1 of the formats in which passes compute."""
+    for call in calls:
+        formats = {p.dtype for p in parameters.values()} if call.autocast is None else {call.autocast}
+        yield from (torch.finfo(each).eps for each in formats)
 
 
 def _unused(step: StepCapture, name: str) -> PieceResult:
@@ -115,8 +144,15 @@ def _gathered(step: StepCapture, results: Sequence[PieceResult], when: str) -> l
 
 
 def _of_parameter(
-    step: StepCapture, sample: ParameterSample, terms: Sequence[Tensor | None], apart: Tensor | None, of_weights: float
+    step: StepCapture, sample: ParameterSample, terms: Sequence[Tensor | None], apart: Tensor | None, known_to: float
 ) -> PieceResult:
+    """Compare one parameter's gradient.
+
+    Args:
+        terms: that of each pass, taken again.
+        apart: how far they move by rounding, together.
+        known_to: the relative error of what began at the outputs, and of what was not moved.
+    """
     result = PieceResult(PIECE, EQUAL, (sample.name,), step=step.step)
     known = [t for t in terms if t is not None]
     if sample.computed is None or not known:
@@ -128,7 +164,7 @@ def _of_parameter(
         return result
     length = max(float(expected.norm()), 1e-300)
     spacing = torch.finfo(sample.computed.dtype).eps * length * max(1, len(known))
-    envelope = _MARGIN * (0.0 if apart is None else float(apart.norm())) + 4 * spacing + of_weights * length
+    envelope = _MARGIN * (0.0 if apart is None else float(apart.norm())) + 4 * spacing + known_to * length
     distance = float((actual - expected).norm())
     result = replace(result, difference=distance / length, envelope=envelope / length)
     if distance <= envelope:
@@ -389,7 +425,7 @@ def _taken_away(step: StepCapture) -> list[PieceResult]:
     gone = [name for name, sample in computed.items() if sample.gradient is None and sample.requires_grad]
     if 2 * len(gone) > len(computed):
         return []
-    return [PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, "gradient-missing", step=step.step) for name in gone]
+    return [PieceResult(PIECE, DEPARTS, (name,), 1.0, 0.0, "gradient-removed", step=step.step) for name in gone]
 
 
 def check_after_backward(step: StepCapture, limit: float | None = None) -> list[PieceResult]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from narrowgauge.recompute.capture import ForwardCall, StepCapture
 from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.gradient_piece import what_it_equals
-from narrowgauge.recompute.output_samples import CrossEntropy
+from narrowgauge.recompute.output_samples import CrossEntropy, terms_of_cross_entropy
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.task import Task
 
@@ -40,7 +40,7 @@ _FEWEST = 8
 _UNEVEN = 0.05
 """Of the weight of a position, by which it counts otherwise than another."""
 _PLAIN = 1e-3
-"""Of a weight: what a cross entropy whose gradient is computed again may have besides."""
+"""Of its gradient: what a cross entropy that is computed again may have besides."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,8 @@ def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
     calls = [call for call in step.calls if call.logits is not None and call.tokens is not None]
     if not calls:
         return [not_checked(PIECE, "no gradient arrived at logits of (batch, sequence, vocabulary)", step.step)]
+    if why := next(filter(None, (call.why_values_moved for call in calls)), ""):
+        return [not_checked(PIECE, why, step.step)]
     found = [positions for call in calls if (positions := _fitted_positions(call)) is not None]
     if not found:
         return [not_checked(PIECE, "logits and tokens have other shapes", step.step)]
@@ -155,11 +157,11 @@ def _fitted_positions(call: ForwardCall) -> _Positions | None:
 
 
 def _masked(call: ForwardCall, chosen: Tensor) -> Tensor | None:
-    mask, tokens = call.kwargs.get("attention_mask"), call.tokens
-    if not isinstance(mask, Tensor) or tokens is None or mask.shape != tokens.shape or bool(mask.all()):
+    is_seen = call.seen
+    if is_seen is None or bool(is_seen.all()):
         return None
-    is_next_masked = torch.zeros_like(mask, dtype=torch.bool)
-    is_next_masked[:, :-1] = ~mask[:, 1:].bool()
+    is_next_masked = torch.zeros_like(is_seen)
+    is_next_masked[:, :-1] = ~is_seen[:, 1:]
     return is_next_masked.flatten()[chosen].cpu()
 
 
@@ -206,19 +208,19 @@ def cross_entropy_of(call: ForwardCall) -> CrossEntropy | None:
     known = found.is_known
     if not bool(known.any()):
         return None
-    narrow = max(_PLAIN, 20 * torch.finfo(sample.gradients.dtype).eps)
-    weights, apart = found.weight[known], (found.smoothed[known], found.penalty[known], found.unexplained[known])
-    if float(weights.median()) <= 0 or any(float(each.abs().median()) > narrow for each in apart):
-        return None
-    if float((weights / weights.median() - 1).abs().max()) > max(_UNEVEN, narrow):
+    eps = torch.finfo(sample.gradients.dtype).eps
+    weights = found.weight[known]
+    if float(weights.median()) <= 0 or float((weights / weights.median() - 1).abs().max()) > max(_UNEVEN, 20 * eps):
         return None
     # Of all sampled elements together: what each was rounded by averages out.
     d, z = (t.double().cpu()[known] for t in (sample.gradients, sample.values))
-    form = z.softmax(-1)
-    form.scatter_add_(1, found.target[known][:, None], torch.full((len(form), 1), -1.0, dtype=torch.float64))
-    (weight,), rest = fitted(d.flatten(), [form.flatten()])
-    error = _SIGMAS * rest / float(d.norm()) / math.sqrt(len(d))
-    return CrossEntropy(sample.lowest, sample.counts, weight, error + 4 * torch.finfo(torch.float32).eps)
+    factors, rest = fitted(d.flatten(), terms_of_cross_entropy(z, found.target[known]))
+    unexplained = rest / float(d.norm())
+    if unexplained > max(_PLAIN, eps):  # a term that is none of these, which averages out nowhere
+        return None
+    of_p, of_partition, of_target, of_all = factors
+    error = _SIGMAS * unexplained / math.sqrt(len(d)) + 4 * torch.finfo(torch.float32).eps
+    return CrossEntropy(sample.lowest, sample.counts, (of_p, of_partition, of_target, of_all), error)
 
 
 # ── which token is predicted ──────────────────────────────────────────────────────────────────────────────────────────

@@ -17,7 +17,7 @@ from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim import codec
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.recompute.capture import STATES, spread
+from narrowgauge.recompute.capture import STATES, gradient_of, spread
 from narrowgauge.recompute.stored_values import Rounding
 from narrowgauge.spec.storages import Code
 
@@ -59,7 +59,8 @@ def own_step(optimizer: torch.optim.Optimizer, norm: float | None = None) -> Own
         return OwnStep(loss_scale, 1.0, "a gradient is not finite: the step is skipped")
     if optimizer.max_grad_norm is None and optimizer.loss_scaler is None and optimizer.skip_above == math.inf:
         return OwnStep(loss_scale)
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [gradient for p in held if (gradient := gradient_of(p)) is not None]
     if norm is None and any(map(is_sharded, gradients)):
         return OwnStep(loss_scale, 1.0, "the optimizer clips by a norm over all ranks")
     norm = (_norm(gradients) if norm is None else norm) / loss_scale
@@ -91,7 +92,7 @@ def _rounding(state: ParameterState, name: str, code: Code, take: Callable[[Tens
     if code.scaled:
         back = codec.multipliers(code, state.bounds[name])[1].double().log2() - (code.lowest + 126)
         rows = back.reshape(*state.parameter.shape[:-1], 1)
-        ends = take(rows.expand(state.parameter.shape))
+        ends = take(rows.expand(state.parameter.shape)).cpu()
     if storage.arithmetic == "expansion":
         unit = 2.0 ** -(storage.weight.mantissa_bits + 1)
         # Every operation ends at the format's own subnormals, too.

@@ -11,13 +11,16 @@ import functools
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from narrowgauge.recompute.capture import ForwardCall, float_outputs, random_signs
+from narrowgauge.recompute.capture import TOO_LARGE, ForwardCall, float_outputs, random_signs
+from narrowgauge.recompute.output_samples import OutputSample
+from narrowgauge.recompute.random_states import kept
 
 Tensors = dict[str, Tensor]
 MOST_PARAMETERS = 1 << 28
@@ -33,36 +36,6 @@ def unwrapped_model(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
-
-
-def random_states(device: torch.device) -> dict[str, Tensor]:
-    """The state of the generators that a forward pass may draw from."""
-    found = {"cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
-
-
-def other_random_states(device: torch.device) -> dict[str, Tensor]:
-    """States of the same generators, which no run is in."""
-    devices = [torch.device("cpu"), *([device] if device.type == "cuda" else [])]
-    return {each.type: torch.Generator(each).manual_seed(0x5EED).get_state() for each in devices}
-
-
-@contextmanager
-def _random_as(call: ForwardCall) -> Iterator[None]:
-    before = random_states(call.device)
-    _set_random(call.random, call.device)
-    try:
-        yield
-    finally:
-        _set_random(before, call.device)
-
-
-def _set_random(states: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states:
-        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def _is_own(hook: Any) -> bool:
@@ -108,16 +81,20 @@ def _autocast(call: ForwardCall) -> AbstractContextManager[Any]:
 
 
 def chosen_parameters(model: nn.Module, step: int) -> list[str]:
-    """The parameters of which copies are made in a step: all, or of a larger model some, others in other steps."""
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    if sum(sizes.values()) <= MOST_PARAMETERS:
-        return list(sizes)
+    """The parameters of which copies are made in a step: all, or of a larger model some that are trained, others in other steps.
+
+    Larger than :data:`MOST_PARAMETERS` none of these is.
+    """
+    named = dict(model.named_parameters())
+    if sum(p.numel() for p in named.values()) <= MOST_PARAMETERS:
+        return list(named)
+    trained = [name for name, p in named.items() if p.requires_grad]
     taken, room = set[str](), MOST_PARAMETERS
-    for name in sorted(sizes, key=lambda each: zlib.crc32(f"{step} {each}".encode())):
-        if sizes[name] <= room:
+    for name in sorted(trained, key=lambda each: zlib.crc32(f"{step} {each}".encode())):
+        if named[name].numel() <= room:
             taken.add(name)
-            room -= sizes[name]
-    return [name for name in sizes if name in taken]
+            room -= named[name].numel()
+    return [name for name in trained if name in taken]
 
 
 def parameters_of(model: nn.Module, names: Iterable[str]) -> Tensors:
@@ -134,31 +111,106 @@ def outputs_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> T
         parameters: by the model's names; for the others the model's own are taken.
     """
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with _random_as(call), without_own_hooks(model), _autocast(call):
+    with kept(call.random), without_own_hooks(model), _autocast(call):
         output = functional_call(model, (parameters, buffers), call.args, call.kwargs)
     return float_outputs(output)
 
 
-def gradients_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> dict[str, Tensor | None]:
-    """The gradients of one forward pass, from what arrived at its outputs in the run.
+@dataclass
+class PassAgain:
+    """One forward pass, whose gradients are computed again from what arrived at its outputs in the run.
 
     Args:
         model: unwrapped.
-        parameters: by the model's names; those with ``requires_grad`` get a gradient.
-    Returns:
-        By name; ``None`` for a parameter that no output depends on.
+        call: with what arrived.
+        roots: the outputs at which the backward pass began, with what it began with there; ``None`` for what the cross entropy
+            of logits sends back. Found by the first pass.
     """
-    with torch.enable_grad():
-        outputs = outputs_again(model, parameters, call)
-        places = call.roots
-        wanted = {name: p for name, p in parameters.items() if p.requires_grad}
-        found = torch.autograd.grad(
-            [outputs[place] for place in places],
-            list(wanted.values()),
-            [_arrived(call, place, outputs[place]) for place in places],
-            allow_unused=True,
-        )
-    return dict(zip(wanted, found, strict=True))
+
+    model: nn.Module
+    call: ForwardCall
+    roots: dict[str, Tensor | None] | None = None
+
+    def gradients(self, parameters: Tensors) -> dict[str, Tensor | None]:
+        """The gradients of parameters.
+
+        Args:
+            parameters: by the model's names; those with ``requires_grad`` get a gradient.
+        Returns:
+            By name; ``None`` for a parameter that no output depends on.
+        Raises:
+            NotAgain: it is not known what began at an output.
+        """
+        with torch.enable_grad():
+            outputs = outputs_again(self.model, parameters, self.call)
+            if self.roots is None:
+                self.roots = roots_of(self.call, outputs)
+            wanted = {name: p for name, p in parameters.items() if p.requires_grad}
+            found = torch.autograd.grad(
+                [outputs[place] for place in self.roots],
+                list(wanted.values()),
+                [self._sent(begun, outputs[place]) for place, begun in self.roots.items()],
+                allow_unused=True,
+            )
+        return dict(zip(wanted, found, strict=True))
+
+    def _sent(self, begun: Tensor | None, output: Tensor) -> Tensor:
+        if begun is not None:
+            return begun
+        assert self.call.cross_entropy is not None
+        return self.call.cross_entropy.gradient(output)
+
+
+class NotAgain(Exception):
+    """Why a pass cannot be taken again."""
+
+
+def roots_of(call: ForwardCall, outputs: Tensors) -> dict[str, Tensor | None]:
+    """The outputs at which a backward pass began, with the gradient that began there.
+
+    What arrived at an output may have come through another one: at logits through the loss that the model returns beside them.
+    Of that, nothing began there.
+
+    Args:
+        outputs: of the pass taken again, with their graph.
+    Raises:
+        NotAgain: an output was kept in part, and what arrived there is not what came through others.
+    """
+    places = [place for place in call.reached if outputs[place].grad_fn is not None]
+    # An output depends on none that was computed after it.
+    places.sort(key=lambda place: outputs[place].grad_fn._sequence_nr(), reverse=True)  # type: ignore[union-attr]
+    roots: dict[str, Tensor | None] = {}
+    for place in places:
+        through = _through(roots, place, outputs)
+        if (arrived := call.gradients.get(place)) is not None:
+            begun = arrived if through is None else arrived - through
+            if through is None or not _is_rounding(begun, arrived):
+                roots[place] = begun
+        elif through is None and call.cross_entropy is not None and place == call.logits:
+            roots[place] = None
+        elif through is None or not _came_through(call.sampled[place], through):
+            raise NotAgain(TOO_LARGE)
+    return roots
+
+
+def _came_through(sample: OutputSample, through: Tensor) -> bool:
+    arrived = sample.gradients
+    return arrived is not None and _is_rounding(arrived - sample.at(through), arrived)
+
+
+def _through(roots: Mapping[str, Tensor | None], place: str, outputs: Tensors) -> Tensor | None:
+    """What arrives at an output through those that a pass is known to begin at; ``None`` where none depends on it."""
+    known = {each: begun for each, begun in roots.items() if begun is not None}
+    if not known:
+        return None
+    (found,) = torch.autograd.grad(
+        [outputs[each] for each in known], [outputs[place]], list(known.values()), retain_graph=True, allow_unused=True
+    )
+    return found
+
+
+def _is_rounding(difference: Tensor, of: Tensor) -> bool:
+    return float(difference.norm()) <= 8 * torch.finfo(of.dtype).eps * float(of.norm())
 
 
 def reached(model: nn.Module, call: ForwardCall, names: Iterable[str]) -> set[str]:
@@ -168,20 +220,12 @@ def reached(model: nn.Module, call: ForwardCall, names: Iterable[str]) -> set[st
     if not own:
         return set()
     buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with torch.enable_grad(), _random_as(call), without_own_hooks(model), _autocast(call):
+    with torch.enable_grad(), kept(call.random), without_own_hooks(model), _autocast(call):
         outputs = float_outputs(functional_call(model, buffers, call.args, call.kwargs))
         found: Any = torch.autograd.grad(
-            [outputs[place].sum() for place in call.roots], list(own.values()), allow_unused=True
+            [outputs[place].sum() for place in call.reached], list(own.values()), allow_unused=True
         )
     return {name for name, gradient in zip(own, found, strict=True) if gradient is not None}
-
-
-def _arrived(call: ForwardCall, place: str, output: Tensor) -> Tensor:
-    """What arrived at an output in the run; of logits that were not kept, what their cross entropy sends back."""
-    if place in call.gradients:
-        return call.gradients[place]
-    assert call.cross_entropy is not None
-    return call.cross_entropy.gradient(output)
 
 
 def moved_by_half_a_spacing(parameters: Tensors, seed: int = 0) -> Tensors:

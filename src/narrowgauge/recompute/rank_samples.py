@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from narrowgauge import _torch
-from narrowgauge.recompute.capture import ParameterSample, StepCapture, spread
+from narrowgauge.recompute.capture import ParameterSample, StepCapture, gradient_of, spread
 from narrowgauge.recompute.computed_gradients import LeftByBackward, is_nearer
 from narrowgauge.recompute.fitting import fitted
 
@@ -39,7 +39,7 @@ def num_ranks() -> int:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """What ranks told each other of the gradients of a step, by the parameters' names.
+    """What ranks told each other of the gradients of a step, by the parameters' names; all on the CPU.
 
     Args:
         own: samples of what this rank's backward passes computed; ``None`` where it has none.
@@ -143,7 +143,7 @@ class RankSamples:
         """
         left = [computed.get(id(p)) for p in held.values()]
         shapes = [spread(p) for p in held.values()]
-        received = [None if p.grad is None else spread(p.grad) for p in held.values()]
+        received = [None if (g := gradient_of(p)) is None else spread(g) for p in held.values()]
         own = [None if each is None else each.total for each in left]
         means = self._means(shapes, own)
         if self._is_on_any(shapes, any(each is not None and each.taken is not None for each in left)):
@@ -154,8 +154,8 @@ class RankSamples:
         gathered = self._gathered(shapes, own, received)
         names = list(held)
         return Exchanged(
-            dict(zip(names, own, strict=True)),
-            dict(zip(names, means, strict=True)),
+            dict(zip(names, map(_on_cpu, own), strict=True)),
+            dict(zip(names, map(_on_cpu, means), strict=True)),
             {names[place]: each for place, each in gathered.items() if bool(each.isfinite().all())},
         )
 
@@ -184,6 +184,10 @@ class RankSamples:
         dist.all_gather(parts, mine, group=self._group)
         columns = torch.stack(parts).double().cpu().split([len(row) for row in rows], dim=1)
         return {k: torch.stack([columns[i], columns[i + len(places)]]) for i, k in enumerate(places)}
+
+
+def _on_cpu(sample: Tensor | None) -> Tensor | None:
+    return None if sample is None else sample.cpu()
 
 
 def _given(own: Tensor, sample: Tensor | None) -> Tensor:

@@ -18,6 +18,7 @@ from narrowgauge.recompute.capture import (
     ForwardCall,
     ParameterSample,
     StepCapture,
+    gradient_of,
     number_of,
     rule_of,
     settings_of,
@@ -53,7 +54,7 @@ def sampled_step(
         model: without wrappers.
         names: of its parameters, by their id.
         computed: what the backward passes left, by the id of a parameter.
-        previous: samples of the gradients of the step before, by the id of a parameter.
+        previous: samples of the gradients of the step before, by the id of a parameter, on any device.
         calls: the forward passes that backward passes followed.
     """
     step = StepCapture(number, rule_of(optimizer), calls=list(calls))
@@ -79,14 +80,18 @@ def sampled_step(
             if (cost := _products(sample, parameter)) is not None and cost <= products:
                 products -= cost
                 sample.whole = _sampled(name, optimizer, parameter, settings, own.factor, whole)
-            sample.group, sample.previous = index, previous.get(id(parameter))
+            last = previous.get(id(parameter))
+            sample.group, sample.previous = index, None if last is None else last.cpu()
             sample.listed = listed[id(parameter)]
             if left is not None:
-                sample.computed, squares = left.up_to(parameter.grad)
-                sample.computed_squares = None if is_sharded(parameter) else squares
+                passed, squares = left.up_to(parameter.grad)
+                sample.computed = passed.cpu()
+                sample.computed_squares = None if is_sharded(parameter) else squares.cpu()
             step.parameters[name] = sample
     named = dict(model.named_parameters())
-    step.outside = {plain_name(n): spread(p) for n, p in named.items() if p.grad is not None and id(p) not in listed}
+    step.outside = {
+        plain_name(n): spread(p).cpu() for n, p in named.items() if p.grad is not None and id(p) not in listed
+    }
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
     return step
@@ -112,8 +117,8 @@ def _sampled(
     factor: float,
     take: Callable[[Tensor], Tensor] = spread,
 ) -> ParameterSample:
-    gradient = parameter.grad
-    gradient = None if gradient is None or gradient.layout is not torch.strided else take(gradient)
+    gradient = gradient_of(parameter)
+    gradient = None if gradient is None else take(gradient).cpu()
     if gradient is not None and isinstance(optimizer, Optimizer):
         # Its rule computes in float32 with gradients of any format.
         gradient = (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
@@ -122,14 +127,18 @@ def _sampled(
         parameter.shape,
         parameter.dtype,
         settings,
-        weight=take(weight_of(optimizer, parameter)),
-        states=states_of(optimizer, parameter, take),
+        weight=take(weight_of(optimizer, parameter)).cpu(),
+        states=_states(optimizer, parameter, take),
         gradient=gradient,
         gradient_eps=0.0 if parameter.grad is None else torch.finfo(parameter.grad.dtype).eps,
         number_before=number_of(optimizer, parameter),
         requires_grad=parameter.requires_grad,
         rule=rule_of(optimizer, parameter),
     )
+
+
+def _states(optimizer: torch.optim.Optimizer, parameter: Tensor, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    return {name: state.cpu() for name, state in states_of(optimizer, parameter, take).items()}
 
 
 def add_results(step: StepCapture, optimizer: torch.optim.Optimizer, held: Mapping[str, Tensor]) -> None:
@@ -141,8 +150,8 @@ def add_results(step: StepCapture, optimizer: torch.optim.Optimizer, held: Mappi
     for name, sample in step.parameters.items():
         for each, take in ((sample, spread), (sample.whole, whole)):
             if each is not None and (parameter := held.get(name)) is not None:
-                each.weight_after = take(weight_of(optimizer, parameter))
-                each.states_after = states_of(optimizer, parameter, take)
+                each.weight_after = take(weight_of(optimizer, parameter)).cpu()
+                each.states_after = _states(optimizer, parameter, take)
                 each.number = number_of(optimizer, parameter)
                 each.roundings = roundings_of(optimizer, parameter, take)
     stepped = [sample for sample in step.parameters.values() if sample.gradient is not None]

@@ -29,6 +29,7 @@ from narrowgauge.recompute.capture import (
     StepCapture,
     copied,
     float_outputs,
+    gradient_of,
     has_closure,
     number_of,
     rule_of,
@@ -47,8 +48,9 @@ from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.loss_piece import check_loss, cross_entropy_of
 from narrowgauge.recompute.own_step import own_step
-from narrowgauge.recompute.passes_again import random_states, unwrapped_model
+from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.random_states import RandomStates
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
 from narrowgauge.recompute.rank_sums import SENT_EPS, as_sent, check_sums, without
 from narrowgauge.recompute.rule_definitions import DEFINITIONS
@@ -113,7 +115,7 @@ class StepWatcher:
         self._few_left: FewLeft | None = None
         self._average = AverageCheck()
         self._modes: set[str] = set()
-        self._random: dict[str, Tensor] = {}
+        self._random: RandomStates | None = None
         self._ranks = RankSamples(model, f"{first} {every} {sum(1 for _ in self._inner.parameters())}")
         self._gather, self._is_told_losses = gather, is_told_losses
         self._counts_loss, self._counted = is_told_losses, ""
@@ -179,7 +181,7 @@ class StepWatcher:
         if not torch.is_grad_enabled():
             self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
             is_asked = module.training and not self._modes
-            self._random = random_states(next(module.parameters()).device) if is_asked else {}
+            self._random = RandomStates.now() if is_asked else None
         else:
             self._keep(self._forget_skipped)
             self._keep(self._take_means)
@@ -218,7 +220,7 @@ class StepWatcher:
         device = next(self._inner.parameters()).device
         is_cast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_cast else None
-        self._calls.append(ForwardCall(copied(args), copied(kwargs), random_states(device), device, autocast))
+        self._calls.append(ForwardCall(copied(args), copied(kwargs), RandomStates.now(), device, autocast))
 
     def _trained_on(self, tokens: Tensor | None) -> None:
         """Take the batch of a forward pass with gradients, unless it is one of evaluation."""
@@ -236,9 +238,8 @@ class StepWatcher:
 
         Where none has, they came from a number that is kept elsewhere, and no module is named.
         """
-        before, self._random = self._random, {}
-        now = random_states(next(self._inner.parameters()).device) if before else {}
-        if any(not state.equal(now[kind]) for kind, state in before.items()):
+        before, self._random = self._random, None
+        if before is not None and not before.equals(RandomStates.now()):
             named = {plain_name(n) for n, m in self._inner.named_modules() if m.training and _has_dropout(m)}
             self._modes |= named or {""}
 
@@ -266,8 +267,7 @@ class StepWatcher:
         self._keep(lambda: self._keep_gradient(parameter))
 
     def _keep_gradient(self, parameter: Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is not None and gradient.layout is torch.strided:
+        if (gradient := gradient_of(parameter)) is not None:
             self._computed[id(parameter)] = LeftByBackward.of(gradient, self._computed.get(id(parameter)))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -435,7 +435,7 @@ class StepWatcher:
         for name in exchanged.own.keys() & step.parameters.keys():
             step.parameters[name].computed = exchanged.own[name]
         eps = SENT_EPS if self._ranks.has_hook else 0.0
-        squares = {name: sum_of_squares(p.grad) for name, p in held.items() if p.grad is not None}
+        squares = {name: sum_of_squares(g).cpu() for name, p in held.items() if (g := gradient_of(p)) is not None}
         found = check_sums(step, exchanged.by_rank, eps)
         return with_means(step, exchanged.means, squares, eps), found
 
@@ -471,7 +471,10 @@ class StepWatcher:
             forward = check_forward(step, self._inner)
         except Exception as error:
             forward = [not_checked("forward", _reason(error), step.step)]
-        backward = check_backward(step, self._inner) if self.task.gradient != OWN else []
+        try:
+            backward = check_backward(step, self._inner) if self.task.gradient != OWN else []
+        except Exception as error:
+            backward = [not_checked("gradient", _reason(error), step.step)]
         if self.task.auxiliary and any(
             each.cause in ("", "decay-in-gradient") for each in backward if each.status == DEPARTS
         ):
@@ -498,8 +501,10 @@ class StepWatcher:
         self.num_steps += 1
         self._follow("between", self._keep_few)
         # The gradients of this step, where the next one is audited: before they are set to None.
-        held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._previous = {id(p): spread(p.grad) for p in held} if self._is_sampling else {}
+        self._previous = {}
+        if self._is_sampling:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            self._previous = {id(p): spread(g) for p in held if (g := gradient_of(p)) is not None}
         self._prepare()
         if step is not None:
             results, self._results = self._results, []
@@ -535,7 +540,7 @@ class StepWatcher:
         begun = getattr(averages, "n_averaged", None)  # AveragedModel's, which may begin late
         if averages is None or (isinstance(begun, Tensor) and not begun.any()):
             return {}
-        return {plain_name(n).removeprefix("module."): spread(p) for n, p in averages.named_parameters()}
+        return {plain_name(n).removeprefix("module."): spread(p).cpu() for n, p in averages.named_parameters()}
 
     def _keep_few(self) -> None:
         is_known = bool(rule_of(self.optimizer)) and self._left is None
@@ -559,9 +564,9 @@ class StepWatcher:
         named = {plain_name(n): p for n, p in self._inner.named_parameters()}
         found = check_between(
             left,
-            {name: spread(weight_of(optimizer, p)) for name, p in held.items()},
-            {name: states_of(optimizer, p) for name, p in held.items()},
-            {name: spread(named[name]) for name in left.outside if name in named},
+            {name: spread(weight_of(optimizer, p)).cpu() for name, p in held.items()},
+            {name: {n: s.cpu() for n, s in states_of(optimizer, p).items()} for name, p in held.items()},
+            {name: spread(named[name]).cpu() for name in left.outside if name in named},
             {name: number_of(optimizer, p) for name, p in held.items()},
         )
         self._results.extend(self._not_meant(found))

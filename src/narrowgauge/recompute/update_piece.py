@@ -44,6 +44,8 @@ _MARGIN = 3.0
 NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 _FREE = ("", "rate", "decay", "step", "both")
 """The numbers that are free in a fit of a weight: the fewest that agree are the answer."""
+_CAUSE = 1.5
+"""Envelopes that a cause may leave unexplained: one was measured, and the run drew another."""
 _OF_GROUPS = ("eps", "eps-inside-root", "eps-before-correction")
 """Causes that a whole group of parameters has, or none of it."""
 _EXACT = ("frozen", "weight-narrow", "weights-scaled", "sign", "step-lost")
@@ -71,7 +73,7 @@ def check_update(step: StepCapture) -> list[PieceResult]:
     equal = [each for each in found if each.status == EQUAL]
     unknown = joined((each for each in found if each.status == NOT_CHECKED), len({each.where for each in found}))
     if departs:
-        kept = _without_rounded(step, departs)
+        kept = _without_hidden(step, _without_rounded(step, departs))
         return [*joined(kept, len({each.where for each in found}) - (len(departs) - len(kept))), *unknown]
     return [*([_worst(equal, step.step)] if equal else []), *unknown]
 
@@ -132,6 +134,18 @@ def _without_rounded(step: StepCapture, departs: Sequence[PieceResult]) -> list[
         )
 
     return [each for each in departs if not formats or not is_rounded(each)]
+
+
+def _without_hidden(step: StepCapture, departs: Sequence[PieceResult]) -> list[PieceResult]:
+    """Without matrices in which rounding hides all but a rest of a departure that other weights of their group name."""
+    named = {step.parameters[each.where[0]].group for each in departs if each.cause and "state" not in each.values}
+
+    def is_hidden(each: PieceResult) -> bool:
+        sample = step.parameters[each.where[0]]
+        is_rounded = definition_of(step, sample).unrounded is not None
+        return not each.cause and is_rounded and sample.group in named and each.difference <= _CAUSE * each.envelope
+
+    return [each for each in departs if not is_hidden(each)]
 
 
 def _worst(found: Sequence[PieceResult], step: int) -> PieceResult:
@@ -413,7 +427,7 @@ def _compare_with(
     others: tuple[Alternative, ...] = ()
     if definition is not SGD and cause not in _EXACT:
         change = moved + rate * decay * given["weight"]
-        counts = counts_that_agree(sample, known, change, rate, 1.5 * envelope) if definition.is_counted else ()
+        counts = counts_that_agree(sample, known, change, rate, _CAUSE * envelope) if definition.is_counted else ()
         others = (*counts, *_near_variants(definition, sample, known, change, 3 * envelope))
     return replace(result, status=DEPARTS, cause=cause, values=values, alternatives=others)
 
@@ -458,7 +472,7 @@ def _cause_of_weight(
     length = float((expected - weight).norm())
     if (narrow := narrower_format(after.double(), expected, after.dtype)) is not None:
         return "weight-narrow", {"format": narrow}
-    tolerance = 1.5 * envelope
+    tolerance = _CAUSE * envelope
     variants = list(definition.with_variants(sample, known))
     for free in _FREE:
         fits = [_fit(v, free, moved, weight, rate, decay) for v in variants if free == "" or not _is_factor(v)]

@@ -324,8 +324,13 @@ DEPARTURES: dict[str, Departure] = {
             "gradient-zero", ("gradient",), "error", "the gradient is zero, and computed again it is not.", _LOOP,
         ),
         Departure(
+            "gradient-removed", ("gradient",), "warning",
+            "the backward passes computed a gradient, and the optimizer received none.",
+            "Look for p.grad = None before the step, or a zero_grad of a part; ng.task(gradient=\"own\") if it is meant.",
+        ),
+        Departure(
             "gradient-missing", ("gradient",), "error", "there is no gradient, and computed again there is one.",
-            "Look for detach(), no_grad() or grad = None around these parameters.",
+            "Look for detach() or no_grad() around these parameters.",
         ),
         Departure(
             "unused", ("gradient",), "note", "the optimizer has these parameters, and no output of the model depends on them.",

@@ -80,6 +80,13 @@ def test_what_a_replay_finds_is_a_finding() -> None:
     assert noted.is_healthy and "sees-future" in noted.text(), "the replay says it"
 
 
+def test_a_piece_of_a_replay_that_departs_is_not_said_to_be_equal() -> None:
+    each = Finding("gradient-scaled", "the gradient is 2 times what it should be.", "Look.", severity="error", step=60)
+    replay = ReplayedStep("made", 60, 50, None, 2.5, None, departures=(each,), departed=("gradient",))
+    found = ng.diagnose(healthy_run(), replay=replay)
+    assert COMPUTES in found.checked and "equal to rounding" not in found.coverage()
+
+
 def test_steps_that_are_equal_to_rounding_are_said_to_be_checked() -> None:
     found = ng.diagnose(audited())
     assert found.is_healthy and COMPUTES in found.checked and COMPUTES not in found.not_seen

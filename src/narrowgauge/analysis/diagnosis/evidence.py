@@ -167,9 +167,9 @@ class Evidence:
         """By step that was computed again: what its pieces showed, as the column ``recomputed`` has it."""
         found = {step_of(row): row["recomputed"] for row in self.run.steps if isinstance(row.get("recomputed"), dict)}
         if self.replay is not None:
-            departs = [each.name for each in self.replay.departures]
-            shown = {"equal": self.replay.checked, "departs": departs, "unchecked": self.replay.unchecked or {}}
-            found.setdefault(self.replay.step, shown)
+            replay = self.replay
+            shown = {"equal": replay.checked, "departs": replay.departed, "unchecked": replay.unchecked or {}}
+            found.setdefault(replay.step, shown)
         return found
 
     # ── gauges ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -167,7 +167,8 @@ class ReplayedStep:
         edq: the part of the intended update that arrived, over all tensors; 1 is all.
         watched: what the gauges read of the step: by table, tensor and metric.
         checked: the pieces of the step (:mod:`narrowgauge.recompute`) that are the same to rounding, computed again.
-        departures: what departs of the others.
+        departed: the pieces that are not.
+        departures: what departs of these.
         unchecked: by piece, why it could not be computed again.
         is_compared: whether the record holds anything of this step to compare with.
         reasons: why it is not the run's own computation, so that it may differ from the record, in sentences.
@@ -187,6 +188,7 @@ class ReplayedStep:
     edq: float | None = None
     watched: Mapping[str, Mapping[str, Mapping[str, float | None]]] | None = None
     checked: tuple[str, ...] = ()
+    departed: tuple[str, ...] = ()
     departures: tuple[Finding, ...] = ()
     unchecked: Mapping[str, str] | None = None
     is_compared: bool = True

@@ -310,9 +310,10 @@ class RunRecorder:
 
     def _audited_step(self, _: int, results: list[PieceResult]) -> None:
         """Write an event for each departure that is new, and keep for the step's row what its pieces showed."""
-        if of_step := [each for each in results if each.piece not in ("between", "evaluation")]:
-            self._recomputed = outcomes(of_step)
         is_over = any(each.piece in ("between", "evaluation") and each.status != NOT_CHECKED for each in results)
+        of_step = [each for each in results if each.piece not in ("between", "evaluation")]
+        if of_step and not is_over:  # what is found after a step was over is an event of it
+            self._recomputed = outcomes(of_step)
         step = self.num_steps if is_over else self.num_steps + 1
         for each in findings_of(results):
             if (each.name, each.where) not in self._departed:

@@ -23,8 +23,8 @@ from narrowgauge._torch import plain_name
 from narrowgauge.analysis.diagnosis.replay_findings import EXACT, WIDENINGS, ReplayedStep, VariantResult
 from narrowgauge.gauges.recording.fingerprints import MOMENTS
 from narrowgauge.matmul.scopes import compute_scope
-from narrowgauge.recompute.departures import findings_of, unchecked
-from narrowgauge.recompute.piece_results import EQUAL, PieceResult
+from narrowgauge.recompute.departures import findings_of, outcomes
+from narrowgauge.recompute.piece_results import PieceResult
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
 from narrowgauge.runs.schema import METRICS, Row
@@ -91,6 +91,7 @@ def replay_step(
         before.restore(session)
         say("Computing its pieces again.")
         pieces = _pieces(session)
+        shown = outcomes(pieces)
         before.restore(session)
         found = ReplayedStep(
             Path(folder).name,
@@ -101,8 +102,9 @@ def replay_step(
             row["grad_norm"],
             bad,
             watched=watched,
-            checked=tuple(dict.fromkeys(each.piece for each in pieces if each.status == EQUAL)),
-            unchecked=unchecked(pieces),
+            checked=tuple(shown["equal"]),
+            departed=tuple(shown["departs"]),
+            unchecked=shown["unchecked"],
             departures=tuple(findings_of(pieces)),
             is_compared=step not in past.not_compared,
             reasons=tuple(past.reasons),
