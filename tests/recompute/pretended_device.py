@@ -62,6 +62,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     is_mixed = any(not isinstance(each, Elsewhere) and each.ndim for each in given)
     if is_there and is_mixed and not str(func).startswith(_MIXES):
         raise RuntimeError(f"Expected all tensors to be on the same device, but found two: {func}")
+    if str(func).startswith("aten._pin_memory"):  # as of a GPU's driver, which is not here
+        return args[0]
+    kwargs.pop("pin_memory", None)
     if (device := kwargs.get("device")) is not None:
         is_there = torch.device(device) == DEVICE
         kwargs = {**kwargs, "device": torch.device("cpu")}
@@ -70,7 +73,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if not is_there:
         return result
     if func._schema.is_mutable and isinstance(result, Tensor):
-        return next(each for each in given if isinstance(each, Elsewhere) and each.inner is result)
+        return next((each for each in given if isinstance(each, Elsewhere) and each.inner is result), result)
     return tree_map(lambda each: Elsewhere(each) if isinstance(each, Tensor) else each, result)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+import narrowgauge as ng
 from narrowgauge.recompute.piece_results import EQUAL
 from narrowgauge.recompute.step_watcher import StepWatcher
 from recompute.audited_loop import Loop
@@ -14,16 +17,27 @@ from recompute.pretended_device import DEVICE, Elsewhere, PretendedDevice, move
 
 
 @pytest.fixture(autouse=True)
-def without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch knows no autocast of the pretended device."""
+def of_a_real_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch knows no autocast and no stream of the pretended device, and tensors on it usually have no values."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: False)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: SimpleNamespace(stream_id=0))
+    monkeypatch.setattr("narrowgauge.optim.optimizer.check_real", lambda parameter: None)
 
 
-def there(plant: Callable[[Loop], None] = lambda loop: None, clip: float = 1.0) -> Loop:
+def torch_adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, foreach=False)
+
+
+def there(
+    plant: Callable[[Loop], None] = lambda loop: None,
+    clip: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch_adamw,
+) -> Loop:
     with PretendedDevice():
-        loop = Loop(every=0, clip=clip)
+        loop = Loop(every=0, clip=clip, dtype=dtype)
         move(loop.model)
-        loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3, weight_decay=0.1, foreach=False)
+        loop.optimizer = optimizer(loop.model.parameters())
         loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep)
         batches = loop.data
         loop.data = (Elsewhere(tokens) for tokens in batches)
@@ -43,6 +57,18 @@ def test_every_piece_of_a_healthy_step_is_computed_again(clip: float) -> None:
     assert not loop.findings()
     pieces = {"loss", "forward", "gradient", "clip", "data", "update", "between"}
     assert {each.piece: each.status for each in loop.results[4]} == dict.fromkeys(pieces, EQUAL), loop.results[4]
+
+
+@pytest.mark.parametrize("storage", ["word", "compact", "master"])
+def test_the_update_of_our_own_optimizers_is_too(storage: str) -> None:
+    loop = there(
+        dtype=torch.bfloat16,
+        optimizer=lambda params: ng.AdamW(params, storage=storage, lr=1e-3, compile=False),
+        clip=0.0,
+    )
+    assert not loop.findings()
+    pieces = ("gradient", "clip", "update", "between")
+    assert [each.status for each in loop.results[4] if each.piece in pieces] == [EQUAL] * 4, loop.results[4]
 
 
 def scaled(loop: Loop) -> None:
