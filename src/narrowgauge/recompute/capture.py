@@ -24,6 +24,7 @@ from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.output_samples import CrossEntropy, OutputSample
 from narrowgauge.recompute.random_states import RandomStates
+from narrowgauge.recompute.side_effects import Before
 from narrowgauge.recompute.stored_values import Rounding
 
 ELEMENTS = 1 << 12
@@ -173,6 +174,7 @@ class ForwardCall:
         args, kwargs: its inputs; tensors are copies.
         random: the states of the generators before it.
         autocast: the dtype of autocast, or ``None``.
+        before: what the pass changed of the model.
         outputs: its floating-point outputs, detached, by their place, as far as they are kept whole.
         versions: how often each of those had been written to when the pass ended.
         gradients: what arrived at those outputs, together; filled in by the backward passes.
@@ -185,6 +187,7 @@ class ForwardCall:
     random: RandomStates
     device: torch.device
     autocast: torch.dtype | None
+    before: Before = field(default_factory=Before)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
@@ -283,7 +286,7 @@ class ForwardCall:
     @property
     def nbytes(self) -> int:
         """Of inputs and outputs, and of the gradients of outputs, which may still come."""
-        held = [*tensors_in((self.args, self.kwargs)), *self.outputs.values(), *self.outputs.values()]
+        held = [*tensors_in((self.args, self.kwargs, self.before.buffers)), *self.outputs.values(), *self.outputs.values()]
         return sum(t.numel() * t.element_size() for t in held) + sum(each.nbytes for each in self.sampled.values())
 
 

@@ -21,6 +21,7 @@ from torch.func import functional_call
 from narrowgauge.recompute.capture import TOO_LARGE, ForwardCall, float_outputs, random_signs
 from narrowgauge.recompute.output_samples import OutputSample
 from narrowgauge.recompute.random_states import kept
+from narrowgauge.recompute.side_effects import attributes_as
 
 Tensors = dict[str, Tensor]
 MOST_PARAMETERS = 1 << 28
@@ -103,6 +104,11 @@ def parameters_of(model: nn.Module, names: Iterable[str]) -> Tensors:
     return {name: own[name].detach().clone().requires_grad_(own[name].requires_grad) for name in names}
 
 
+def _buffers_of(model: nn.Module, call: ForwardCall) -> Tensors:
+    """Copies of all buffers, as they were before the pass."""
+    return {name: call.before.buffers.get(name, buffer).detach().clone() for name, buffer in model.named_buffers()}
+
+
 def outputs_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> Tensors:
     """The floating-point outputs of a forward pass with other parameters; the run's own are not touched.
 
@@ -110,8 +116,8 @@ def outputs_again(model: nn.Module, parameters: Tensors, call: ForwardCall) -> T
         model: unwrapped.
         parameters: by the model's names; for the others the model's own are taken.
     """
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with kept(call.random), without_own_hooks(model), _autocast(call):
+    buffers = _buffers_of(model, call)
+    with kept(call.random), attributes_as(call.before, model), without_own_hooks(model), _autocast(call):
         output = functional_call(model, (parameters, buffers), call.args, call.kwargs)
     return float_outputs(output)
 
@@ -219,8 +225,8 @@ def reached(model: nn.Module, call: ForwardCall, names: Iterable[str]) -> set[st
     own = {name: p for name, p in model.named_parameters() if name in wanted}
     if not own:
         return set()
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    with torch.enable_grad(), kept(call.random), without_own_hooks(model), _autocast(call):
+    buffers = _buffers_of(model, call)
+    with torch.enable_grad(), kept(call.random), attributes_as(call.before, model), without_own_hooks(model), _autocast(call):
         outputs = float_outputs(functional_call(model, buffers, call.args, call.kwargs))
         found: Any = torch.autograd.grad(
             [outputs[place].sum() for place in call.reached], list(own.values()), allow_unused=True

@@ -56,6 +56,7 @@ from narrowgauge.recompute.rank_sums import SENT_EPS, as_sent, check_sums, witho
 from narrowgauge.recompute.rule_definitions import DEFINITIONS
 from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
 from narrowgauge.recompute.shard_norms import squares_by_rank, take_norms
+from narrowgauge.recompute.side_effects import PassWatch
 from narrowgauge.recompute.step_samples import add_results, sampled_step
 from narrowgauge.recompute.task import OWN, Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
@@ -108,7 +109,9 @@ class StepWatcher:
         self._previous: dict[int, Tensor] = {}
         self._computed: dict[int, LeftByBackward] = {}
         self._calls: list[ForwardCall] = []
-        self._why_dropped, self.is_own_pass = "", False
+        self._why_dropped, self._why_once, self.is_own_pass = "", "", False
+        self._pass: PassWatch | None = None
+        self._written: dict[int, int] = {}
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
         self._left: LeftAfterStep | None = None
@@ -168,7 +171,8 @@ class StepWatcher:
 
     def _prepare(self) -> None:
         """Hook the gradients if the step that begins is audited."""
-        self._calls, self._computed, self._why_dropped, self._was_averaging = [], {}, "", False
+        self._calls, self._computed, self._was_averaging = [], {}, False
+        self._why_dropped, self._why_once = "", ""
         if self._is_sampling and self._handles:
             trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._on_gradients = [p.register_post_accumulate_grad_hook(_plain(self._after_gradient)) for p in trained]
@@ -217,6 +221,8 @@ class StepWatcher:
         self._why_dropped, self._calls = why, []
 
     def _keep_inputs(self, args: Any, kwargs: Any) -> None:
+        self._pass = PassWatch(self._inner, is_first=not self._calls)
+        self._written = {id(p): p._version for p in self._inner.parameters()}
         device = next(self._inner.parameters()).device
         is_cast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_cast else None
@@ -257,6 +263,10 @@ class StepWatcher:
             self._keep(lambda: self._keep_outputs(self._calls[-1], output))
 
     def _keep_outputs(self, call: ForwardCall, output: Any) -> None:
+        watch, self._pass = self._pass, None
+        if watch is not None:
+            call.before, why = watch.end(output)
+            self._why_once = self._why_once or why
         room = CALL_BYTES - sum(each.nbytes for each in self._calls)
         if room < 0:
             self._drop(f"the inputs of a step exceed {CALL_BYTES >> 20} MiB")
@@ -484,6 +494,10 @@ class StepWatcher:
     def _why_not_again(self) -> str | None:
         if self._is_sharded:
             return "parameters are sharded over ranks"
+        if self._why_once:
+            return self._why_once
+        if any(self._written.get(id(p), p._version) != p._version for p in self._inner.parameters()):
+            return "weights were written to since the forward pass, as by another optimizer"
         # A model's own exchange with other ranks must not be called by some of them alone.
         return (self._ranks.why_not(self.num_steps + 1) or None) if self._ranks.ranks > 1 else None
 

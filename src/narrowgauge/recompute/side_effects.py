@@ -1,0 +1,191 @@
+"""What a forward pass leaves behind besides its outputs, by which a pass that is taken again would change the run.
+
+Attributes that a pass binds anew, such as counters and auxiliary losses, and buffers that it writes to are kept as they were before
+it: another pass begins with them, and the run gets its own back. What else a pass leaves behind is found while the run takes one of
+its own, and none is taken again: objects that it changes, such as lists and generators of the model's own, and tensors of the
+autograd graph that something keeps, such as a list of auxiliary losses or what a hook collects: the loop would add those of another
+pass to its loss.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge._torch import plain_name
+
+BUFFER_BYTES = 1 << 26
+"""Bytes that are kept of the buffers before a pass; of more none are."""
+ABSENT = object()
+"""The value of an attribute that is not there."""
+_OF_MODULES = frozenset(vars(nn.Module()))
+_DEPTH, _MOST = 3, 1 << 14
+
+
+@dataclass(frozen=True)
+class Before:
+    """What a forward pass changed, as it was before.
+
+    Args:
+        buffers: those that it wrote to, by name.
+        attributes: those of modules that it bound anew, with the module and the name; :data:`ABSENT` where there was none.
+    """
+
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+    attributes: Sequence[tuple[nn.Module, str, Any]] = ()
+
+
+class PassWatch:
+    """Watches one forward pass of the run.
+
+    Args:
+        model: unwrapped, before the pass.
+        is_first: of its step; what one pass leaves behind, the others do too, and it is looked for in that one.
+
+    Cost: a copy of the buffers; of the first, walks over the modules' attributes and over all that Python's collector knows.
+    """
+
+    def __init__(self, model: nn.Module, is_first: bool) -> None:
+        self._model = model
+        self._bound = _attributes_of(model)
+        self._prints = [{k: _print(v, _DEPTH) for k, v in of.items()} for _, of in self._bound] if is_first else []
+        self._shared = _shared_prints(model) if is_first else {}
+        self._graph = {id(t) for t in _graph_tensors()} if is_first else set()
+        held = dict(model.named_buffers())
+        self._held = {name: (buffer, buffer._version) for name, buffer in held.items()}
+        size = sum(buffer.numel() * buffer.element_size() for buffer in held.values())
+        self._buffers = {name: b.detach().clone() for name, b in held.items()} if size <= BUFFER_BYTES else {}
+
+    def end(self, output: Any) -> tuple[Before, str]:
+        """What the pass changed; and why it cannot be taken again, or empty."""
+        now = dict(self._model.named_buffers())
+        written = [name for name, (old, version) in self._held.items() if now.get(name) is not old or old._version != version]
+        buffers = {name: self._buffers[name] for name in written if name in self._buffers}
+        if len(buffers) < len(written):
+            return Before(), f"the forward pass writes to buffers of more than {BUFFER_BYTES >> 20} MiB"
+        before = Before(buffers, [*self._bound_anew()])
+        return before, self._left_behind(output) if self._prints else ""
+
+    def _bound_anew(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        for (module, before), (_, now) in zip(self._bound, _attributes_of(self._model), strict=True):
+            for name in before.keys() | now.keys():
+                if before.get(name, ABSENT) is not now.get(name, ABSENT):
+                    yield module, name, before.get(name, ABSENT)
+
+    def _left_behind(self, output: Any) -> str:
+        names = {module: name for name, module in self._model.named_modules()}
+        for (module, before), prints in zip(self._bound, self._prints, strict=True):
+            for name, value in before.items():
+                if _print(value, _DEPTH) != prints[name]:
+                    place = plain_name(f"{names[module]}.{name}".removeprefix("."))
+                    return f"the forward pass changes the model's {place}, and so would another pass"
+        changed = [place for place, value in _shared_prints(self._model).items() if self._shared.get(place) != value]
+        if changed:
+            return f"the forward pass changes {changed[0]}, and so would another pass"
+        given = {id(t) for t in _held_by(output)}
+        kept = [t for t in _graph_tensors() if id(t) not in self._graph and id(t) not in given]
+        restored = {id(vars(module)) for module in names}
+        holders = gc.get_referrers(*kept) if kept else []
+        if any(each is not kept and id(each) not in restored and type(each) is not FrameType for each in holders):
+            return "the forward pass leaves a tensor of its graph elsewhere than in its outputs, and so would another pass"
+        return ""
+
+
+def _graph_tensors() -> list[Tensor]:
+    """Every tensor with a gradient function that Python knows, also those that the graph alone holds."""
+    return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.grad_fn is not None]
+
+
+def _held_by(output: Any) -> Iterator[Tensor]:
+    """Every tensor in an output, also in objects such as a cache of keys and values."""
+    left, seen = [output], set[int]()
+    while left and len(seen) < _MOST:
+        value = left.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Tensor):
+            yield value
+        else:
+            left += [each for _, each in _inner(value)]
+            left += list(getattr(value, "__dict__", {}).values())
+
+
+def _attributes_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """The attributes of every module that are neither parameters, buffers, modules nor hooks."""
+    return [(each, {k: v for k, v in vars(each).items() if k not in _OF_MODULES}) for each in model.modules()]
+
+
+@contextmanager
+def attributes_as(before: Before, model: nn.Module) -> Iterator[None]:
+    """Bind attributes as they were before a pass, and give every module its own back afterwards, whatever was bound in between."""
+    own = _attributes_of(model)
+    for module, name, value in before.attributes:
+        if value is not ABSENT:
+            vars(module)[name] = value
+        else:
+            vars(module).pop(name, None)
+    try:
+        yield
+    finally:
+        for module, attributes in own:
+            held = vars(module)
+            for name in [name for name in held if name not in _OF_MODULES and name not in attributes]:
+                del held[name]
+            held.update(attributes)
+
+
+def _shared_prints(model: nn.Module) -> dict[str, object]:
+    """What tells whether the values changed that the modules' classes hold, and those of the globals that their methods name."""
+    found: dict[str, object] = {}
+    for kind in {each for module in model.modules() for each in type(module).__mro__}:
+        if kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
+            continue
+        for name, value in vars(kind).items():
+            if isinstance(value, FunctionType):
+                named = (n for n in value.__code__.co_names if n in value.__globals__)
+                found |= {f"{value.__module__}.{n}": _print(value.__globals__[n], _DEPTH) for n in named}
+            elif not name.startswith("__"):
+                found[f"{kind.__name__}.{name}"] = _print(value, _DEPTH)
+    return found
+
+
+def _print(value: Any, depth: int) -> object:
+    if isinstance(value, (int, float, complex, str, bytes, type(None))):
+        return value if value == value else "nan"
+    if isinstance(value, Tensor):
+        return id(value), value._version
+    if isinstance(value, torch.Generator):
+        return value.get_state().numpy().tobytes()
+    if isinstance(value, random.Random):
+        return value.getstate()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
+        state = value.bit_generator.state if isinstance(value, numpy.random.Generator) else value.get_state(legacy=False)
+        return repr(state)
+    if depth and len(inner := _inner(value)) <= _MOST:
+        return id(value), tuple((name, _print(each, depth - 1)) for name, each in inner)
+    return id(value)
+
+
+def _inner(value: Any) -> list[tuple[object, Any]]:
+    """What an object holds, by place; modules and functions hold nothing here."""
+    if isinstance(value, (list, tuple, deque)):
+        return list(enumerate(value))
+    if isinstance(value, (set, frozenset)):
+        return [(id(each), None) for each in value]
+    if isinstance(value, dict):
+        return [(repr(key) if isinstance(key, (str, int)) else id(key), each) for key, each in value.items()]
+    if isinstance(value, (nn.Module, type, ModuleType)) or callable(value):
+        return []
+    return list(getattr(value, "__dict__", {}).items())

@@ -1,0 +1,242 @@
+"""Forward passes that leave more behind than their outputs: none is taken again, and the run keeps its bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.checkpoint import checkpoint
+
+from narrowgauge.recompute.departures import unchecked
+from narrowgauge.recompute.piece_results import EQUAL
+from narrowgauge.recompute.side_effects import ABSENT, Before, attributes_as
+from narrowgauge.recompute.step_watcher import StepWatcher
+from narrowgauge.recompute.task import task
+from recompute.audited_loop import WIDTH, Loop, next_token
+
+
+class Around(nn.Module):
+    """A block with something done around it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x)
+
+
+class Counter(Around):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.block(x) * (1 + 1 / self.calls)
+
+
+class OwnGenerator(Around):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x) + 0.1 * torch.randn(x.shape, generator=self.generator)
+
+
+class OwnRandom(OwnGenerator):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.generator = random.Random(0)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x) * (1 + self.generator.random())  # type: ignore[attr-defined]
+
+
+class OwnNumpy(OwnRandom):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.generator = np.random.default_rng(0)  # type: ignore[assignment]
+
+
+class Balance(Around):
+    """A bias that is a tensor and no buffer, moved by every pass."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.bias = torch.zeros(WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        self.bias += 0.1 * x.detach().mean((0, 1)).sign()
+        return self.block(x) + self.bias
+
+
+class History(Around):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.seen: dict[str, list[float]] = {"means": []}
+
+    def forward(self, x: Tensor) -> Any:
+        self.seen["means"].append(float(x.mean()))
+        return self.block(x) * len(self.seen["means"]) ** 0.1
+
+
+LOSSES: list[Tensor] = []
+
+
+class Auxiliary(Around):
+    """Hands a loss to a list, as many mixtures of experts do."""
+
+    def forward(self, x: Tensor) -> Any:
+        LOSSES.append(0.01 * x.square().mean())
+        return self.block(x)
+
+
+def with_losses(loop: Loop) -> None:
+    def loss(tokens: Tensor) -> Tensor:
+        plain = next_token(loop.model(tokens[:, :-1]), tokens) / 2
+        total = plain + sum(LOSSES)
+        LOSSES.clear()
+        return total
+
+    loop.loss = loss  # type: ignore[method-assign]
+
+
+def with_hooks(loop: Loop) -> None:
+    """A user's hooks collect what a penalty needs."""
+    for block in loop.model.blocks:
+        block.register_forward_hook(lambda module, args, output: LOSSES.append(1e-3 * output.square().mean()))
+    with_losses(loop)
+
+
+def wrapped(kind: type[Around]) -> Callable[[Loop], None]:
+    def plant(loop: Loop) -> None:
+        for place, block in enumerate(loop.model.blocks):
+            loop.model.blocks[place] = kind(block)
+        if kind is Auxiliary:
+            with_losses(loop)
+
+    return plant
+
+
+def run(plant: Callable[[Loop], None], every: int) -> Loop:
+    LOSSES.clear()
+    loop = Loop(every=0)
+    plant(loop)
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3, weight_decay=0.1)
+    if every:
+        loop.watcher = StepWatcher(loop.model, loop.optimizer, every, loop.keep)
+    return loop.run(6)
+
+
+LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
+    "a generator": (wrapped(OwnGenerator), "blocks.0.generator"),
+    "Python's generator": (wrapped(OwnRandom), "blocks.0.generator"),
+    "NumPy's generator": (wrapped(OwnNumpy), "blocks.0.generator"),
+    "a tensor that is no buffer": (wrapped(Balance), "blocks.0.bias"),
+    "a list in a dict": (wrapped(History), "blocks.0.seen"),
+    "losses in a list of the module": (wrapped(Auxiliary), "elsewhere than in its outputs"),
+    "what hooks collect": (with_hooks, "elsewhere than in its outputs"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_another_pass_would_change_is_not_taken_again(name: str) -> None:
+    plant, said = LEFT[name]
+    audited, alone = run(plant, 2), run(plant, 0)
+    assert torch.equal(audited.bits(), alone.bits())
+    assert not audited.findings()
+    found = unchecked(audited.results[4])
+    assert said in found["gradient"] and said in found["forward"], found
+
+
+# ── what is no side effect ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Moving(Around):
+    """A buffer that each pass moves, and uses."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        self.mean.mul_(0.9).add_(0.01)
+        return self.block(x - self.mean)
+
+
+class Checkpointed(Around):
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def normed(loop: Loop) -> None:
+    for block in loop.model.blocks:
+        spectral_norm(block.up)
+
+
+class Kept(Around):
+    """Keeps an auxiliary loss as an attribute, for the loop to add."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.extra = 0.01 * x.square().mean()
+        return self.block(x)
+
+
+def with_kept(loop: Loop) -> None:
+    wrapped(Kept)(loop)
+    loop.loss = lambda tokens: (  # type: ignore[method-assign]
+        next_token(loop.model(tokens[:, :-1]), tokens) / 2 + 0 * sum(block.extra for block in loop.model.blocks)
+    )
+
+
+HEALTHY = {
+    "a counter": wrapped(Counter),
+    "an attribute": with_kept,
+    "a buffer that moves": wrapped(Moving),
+    "checkpoints": wrapped(Checkpointed),
+    "spectral norm": normed,
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_pass_that_leaves_nothing_is_taken_again(name: str) -> None:
+    plant = HEALTHY[name]
+    audited, alone = run(plant, 2), run(plant, 0)
+    assert torch.equal(audited.bits(), alone.bits())
+    assert not audited.findings()
+    assert {each.status for each in audited.results[4] if each.piece == "gradient"} == {EQUAL}, audited.results[4]
+
+
+def test_another_optimizer_may_step_between() -> None:
+    loop = Loop(every=0)
+    head = [loop.model.head.weight]
+    others = [p for p in loop.model.parameters() if p is not head[0]]
+    loop.optimizer, first = torch.optim.AdamW(others, lr=1e-3), torch.optim.SGD(head, lr=0.1)
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep, task())
+    before = loop.update
+
+    def update() -> None:
+        first.step()
+        before()
+
+    loop.update = update  # type: ignore[method-assign]
+    loop.run(4)
+    assert not {each.name for each in loop.findings()} - {"no-group"}
+    assert "weights were written to since the forward pass" in unchecked(loop.results[4])["gradient"]
+
+
+def test_attributes_are_bound_as_before_a_pass_and_then_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model.count, model[0].name = 1, "first"  # type: ignore[assignment]
+    with attributes_as(Before(attributes=[(model, "count", 0), (model[0], "name", ABSENT)]), model):
+        assert model.count == 0 and not hasattr(model[0], "name")
+        model.more = 3  # type: ignore[assignment]
+    assert model.count == 1 and not hasattr(model, "more") and model[0].name == "first"
+    assert F.relu(model(torch.ones(1, 2))).shape == (1, 2)
