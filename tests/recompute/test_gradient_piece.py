@@ -597,3 +597,52 @@ def test_passes_that_one_backward_pass_follows_are_all_of_the_step() -> None:
     assert not loop.findings()
     compared = [each for each in loop.results[4] if each.piece in ("loss", "gradient")]
     assert compared and all(each.status == "equal" for each in compared), compared
+
+
+def test_noise_on_all_elements_is_no_part_that_differs() -> None:
+    loop = Loop()
+    generator = torch.Generator().manual_seed(0)
+
+    def noise() -> None:
+        for parameter in loop.model.parameters():
+            if parameter.grad is not None:
+                size = parameter.grad.abs().mean() * 1e-3
+                parameter.grad.add_(size * torch.randn(parameter.shape, generator=generator))
+
+    loop.after_backward = noise  # type: ignore[method-assign]
+    loop.run(4)
+    assert loop.names() <= {"gradient-departs"}, loop.names()
+
+
+def test_gradients_at_other_weights_are_not_those_of_the_step() -> None:
+    """As sharpness-aware minimization takes them: up to the worst weights nearby, and back."""
+    loop = Loop(micro_batches=1)
+
+    def backward(tokens: torch.Tensor, number: int) -> None:
+        params = list(loop.model.parameters())
+        loop.loss(tokens).backward()
+        norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in params if p.grad is not None]))
+        moves = [0.05 * p.grad / norm for p in params if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_add_(params, moves)
+        loop.optimizer.zero_grad()
+        loop.loss(tokens).backward()
+        with torch.no_grad():
+            torch._foreach_sub_(params, moves)
+
+    loop.backward = backward  # type: ignore[method-assign]
+    loop.run(6)
+    assert not loop.findings()
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
+    loop = Loop()
+    plain = loop.model.head.forward
+    loop.model.head.bias = nn.Parameter(torch.zeros(48))
+    loop.optimizer.add_param_group({"params": [loop.model.head.bias]})
+    loop.model.head.forward = lambda x: plain(x) + 0 * loop.model.head.bias  # type: ignore[method-assign, operator]
+    for module in (loop.model.norm,):
+        module.register_forward_hook(lambda module, args, output: output)
+    loop.clip = 0.1
+    loop.run(4)
+    assert not loop.findings()

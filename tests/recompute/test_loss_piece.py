@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import EQUAL, PieceResult
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
-from recompute.audited_loop import Loop
+from recompute.audited_loop import VOCABULARY, WIDTH, Loop
 
 PADDING = 7
 
@@ -110,6 +110,61 @@ def test_a_fault_of_the_loss_is_named_with_its_size(name: str) -> None:
     for key, value in values.items():
         now = found.values[key]
         assert math.isclose(now, value, rel_tol=5e-2) if isinstance(value, float) else now == value, (key, now)
+
+
+OWN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one is chosen and one rejected": lambda z, x: (mean(z[:2], x[:2, 1:]) - 3 * mean(z[2:], x[2:, 1:])) / 2,
+    "advantages of both signs": (
+        lambda z, x: (mean(z, x[:, 1:], reduction="none").view(4, -1) * torch.randn(4, 24)).mean() - mean(z, x[:, 1:])
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_loss_that_lowers_some_sequences_is_not_one_of_wrong_sign(name: str) -> None:
+    loop, _ = audited(OWN[name])
+    assert loop.names() <= {"tokens-weighted"}, loop.names()
+
+
+def test_tokens_that_are_hidden_and_predicted_need_no_causal_mask() -> None:
+    """As a masked language model has them: no next token is predicted, and later ones may be seen."""
+    loop = Loop(micro_batches=1)
+    for block in loop.model.blocks:
+        block.is_causal = False  # type: ignore[assignment]
+
+    def loss(tokens: Tensor) -> Tensor:
+        targets = tokens[:, :-1].clone()
+        hidden = torch.rand(targets.shape, generator=torch.Generator().manual_seed(loop.step)) < 0.15
+        logits = loop.model(targets.masked_fill(hidden, 0))
+        return F.cross_entropy(logits.flatten(0, 1), targets.masked_fill(~hidden, -100).flatten())
+
+    loop.loss = loss  # type: ignore[method-assign]
+    loop.run(4)
+    assert "sees-future" not in loop.names(), loop.names()
+
+
+def test_of_two_heads_none_is_said_to_be_shifted() -> None:
+    """One predicts the next token and one that after it."""
+    loop = Loop(micro_batches=1)
+    second, plain = nn.Linear(WIDTH, VOCABULARY, bias=False), loop.model.forward
+    loop.model.second = second
+
+    def forward(tokens: Tensor) -> tuple[Tensor, Tensor]:
+        hidden: list[Tensor] = []
+        handle = loop.model.norm.register_forward_hook(lambda module, args, output: hidden.append(output))
+        logits = plain(tokens)
+        handle.remove()
+        return second(hidden.pop()), logits
+
+    def loss(tokens: Tensor) -> Tensor:
+        later, logits = loop.model(tokens[:, :-1])
+        return mean(logits, tokens[:, 1:]) + 0.3 * mean(later[:, :-1], tokens[:, 2:])
+
+    loop.model.forward = forward  # type: ignore[method-assign]
+    loop.optimizer.add_param_group({"params": second.parameters()})
+    loop.loss = loss  # type: ignore[method-assign]
+    loop.run(4)
+    assert not loop.findings()
 
 
 def test_ignored_tokens_that_are_smoothed_count_otherwise() -> None:

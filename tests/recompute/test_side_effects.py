@@ -141,7 +141,7 @@ LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
     "NumPy's generator": (wrapped(OwnNumpy), "blocks.0.generator"),
     "a tensor that is no buffer": (wrapped(Balance), "blocks.0.bias"),
     "a list in a dict": (wrapped(History), "blocks.0.seen"),
-    "losses in a list of the module": (wrapped(Auxiliary), "elsewhere than in its outputs"),
+    "losses in a list of the module": (wrapped(Auxiliary), "LOSSES"),
     "what hooks collect": (with_hooks, "elsewhere than in its outputs"),
 }
 
@@ -191,8 +191,10 @@ class Kept(Around):
 
 def with_kept(loop: Loop) -> None:
     wrapped(Kept)(loop)
-    loop.loss = lambda tokens: (  # type: ignore[method-assign]
-        next_token(loop.model(tokens[:, :-1]), tokens) / 2 + 0 * sum(block.extra for block in loop.model.blocks)
+    loop.loss = (
+        lambda tokens: (  # type: ignore[method-assign]
+            next_token(loop.model(tokens[:, :-1]), tokens) / 2 + 0 * sum(block.extra for block in loop.model.blocks)
+        )
     )
 
 

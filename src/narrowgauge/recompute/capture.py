@@ -269,10 +269,23 @@ class ForwardCall:
 
     @property
     def logits(self) -> str | None:
-        """The place of the first output with dims (batch, sequence, vocabulary) to which a gradient arrived."""
-        whole = [place for place in self.gradients if self.outputs[place].ndim == 3]
-        part = [place for place, each in self.sampled.items() if each.has_gradient and len(each.shape) == 3]
-        return next(iter([*whole, *part]), None)
+        """The place of the first output with dims (batch, sequence, vocabulary) to which a gradient arrived.
+
+        Of several with three dims those with the longest last one, since hidden states are narrower than a vocabulary.
+        """
+        return next(iter(self._like_logits()), None)
+
+    @property
+    def number_of_logits(self) -> int:
+        """How many outputs may be logits: more than one of a model that predicts several tokens ahead."""
+        pointers = {place: self.outputs[place].data_ptr() for place in self.gradients}
+        return len({pointers.get(place, place) for place in self._like_logits()})
+
+    def _like_logits(self) -> list[str]:
+        found = {place: self.outputs[place].shape for place in self.gradients if self.outputs[place].ndim == 3}
+        found |= {p: each.shape for p, each in self.sampled.items() if each.has_gradient and len(each.shape) == 3}
+        widest = max((shape[2] for shape in found.values()), default=0)
+        return [place for place, shape in found.items() if shape[2] == widest]
 
     @property
     def sequence(self) -> str | None:
@@ -286,7 +299,11 @@ class ForwardCall:
     @property
     def nbytes(self) -> int:
         """Of inputs and outputs, and of the gradients of outputs, which may still come."""
-        held = [*tensors_in((self.args, self.kwargs, self.before.buffers)), *self.outputs.values(), *self.outputs.values()]
+        held = [
+            *tensors_in((self.args, self.kwargs, self.before.buffers)),
+            *self.outputs.values(),
+            *self.outputs.values(),
+        ]
         return sum(t.numel() * t.element_size() for t in held) + sum(each.nbytes for each in self.sampled.values())
 
 

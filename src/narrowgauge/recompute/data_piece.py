@@ -24,6 +24,8 @@ from narrowgauge.runs.finding import told
 PIECE = "data"
 ODDS = math.log(1e-9)
 """Logarithm of the odds under a healthy loop below which a count is named."""
+_LEAST_STAYING = 0.05
+"""Of a step's rows, that are in every step: fewer are short rows of a text in which the same words come often."""
 _BY_ITSELF = 0.01
 """Share of rows that may come again for reasons of the text, such as a licence."""
 _WINDOW = 32
@@ -127,9 +129,9 @@ class _Stays:
             return None
         steps = (math.log(now.seen) - ODDS) / math.log(now.seen / now.number)
         stay = [since for since in self._since.values() if now.step - since >= steps]
-        if not stay:
-            return None
         share = len(stay) / len(now.rows)
+        if share < _LEAST_STAYING:
+            return None
         return "rows-again", {"share": share, "lag": 1, "since": min(stay), "seen": now.seen}
 
 

@@ -39,6 +39,7 @@ ROWS, PLACES = 3, 64
 """The slice of a batch: sequences, and tokens of each."""
 _MARGIN = 8.0
 _NUDGE = 2.0**-18
+_LARGE, _FALLS = 2.0**-6, 4.0
 _LEAST_FREQUENCIES = 4
 _AMPLIFIES = 8.0
 
@@ -365,20 +366,23 @@ def narrow_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> li
             handle.remove()
     amplified = {}
     for name, module in named:
-        if (ratio := _amplification(module, inputs.get(module))) is not None:
+        if (ratio := _amplification(module, inputs.get(module), _NUDGE)) is not None:
             amplified[plain_name(name)] = ratio
     odd = {name: ratio for name, ratio in amplified.items() if ratio > _AMPLIFIES}
+    # What nearly cancels amplifies every nudge alike, and a cast hardly one that is as large as its spacing.
+    of_large = {plain_name(n): _amplification(m, inputs.get(m), _LARGE) for n, m in named if plain_name(n) in odd}
+    odd = {name: ratio for name, ratio in odd.items() if ratio > _FALLS * (of_large[name] or 0.0)}
     if not odd or len(odd) * 2 > len(amplified):
         return []
     return [PieceResult(PIECE, DEPARTS, tuple(odd), max(odd.values()), _AMPLIFIES, "module-cast", step=step.step)]
 
 
-def _nudged(values: Tensor, generator: torch.Generator) -> Tensor:
+def _nudged(values: Tensor, generator: torch.Generator, by: float = _NUDGE) -> Tensor:
     signs = random_signs(values.shape, generator).to(values.device)
-    return values.detach() * (1 + _NUDGE * signs.to(values.dtype))
+    return values.detach() * (1 + by * signs.to(values.dtype))
 
 
-def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | None:
+def _amplification(module: nn.Module, args: tuple[Any, ...] | None, by: float) -> float | None:
     """How many times more a module's output moves than its input and parameters; ``None`` where it takes no floats alone."""
     if not args or any(isinstance(a, Tensor) and a.dtype is not torch.float32 for a in args):
         return None  # of other dtypes too: a framework may begin autocast inside the model
@@ -387,7 +391,7 @@ def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | N
     generator = torch.Generator().manual_seed(0)
 
     def nudged(value: Any) -> Any:
-        return _nudged(value, generator) if isinstance(value, Tensor) else value
+        return _nudged(value, generator, by) if isinstance(value, Tensor) else value
 
     own = {name: p.detach() for name, p in module.named_parameters()}
     with torch.no_grad(), in_mode(module, False), without_own_hooks(module):
@@ -396,4 +400,4 @@ def _amplification(module: nn.Module, args: tuple[Any, ...] | None) -> float | N
         after = next(tensors_in(functional_call(module, moved, tuple(map(nudged, args)))), None)
     if before is None or after is None or not before.any() or not before.is_floating_point():
         return None
-    return float((after.double() - before.double()).norm() / before.double().norm()) / _NUDGE
+    return float((after.double() - before.double()).norm() / before.double().norm()) / by

@@ -39,6 +39,8 @@ _OTHER_WEIGHTS = 3
 """Different weights of micro-batches, so many of which no loop gives."""
 _OF_NORMS = 2e-3
 """The relative difference of norms that are one limit."""
+_LEAST_KEPT = 0.02
+"""Of the last step's gradient: less, or a negative share, is what another term has of its direction."""
 _OF_SOME = 4.0
 """Spacings of the format of a pass by which gradients may differ whose envelope was measured with some parameters alone."""
 
@@ -201,10 +203,10 @@ def _cause(
     if sample.previous is not None:
         last = sample.previous.double().cpu()
         (factor, share), rest = fitted(actual, [expected, last])
-        if rest <= tolerance:
+        if rest <= tolerance and share >= _LEAST_KEPT:
             return _of_last(factor, share)
     (factor, taken), rest = fitted(actual, [expected, sample.weight.double().cpu()])
-    if rest <= tolerance:
+    if rest <= tolerance and taken > 0:
         return "decay-in-gradient", {"value": taken}
     sums = terms if len(terms) > 1 else ()
     narrow = narrower_format(actual, expected, sample.dtype, common, sums)
@@ -224,10 +226,12 @@ def _cause(
     if sample.previous is not None:
         # What was kept of the steps before the last one is in neither term: this one need not agree to rounding.
         (factor, share), rest = fitted(actual, [expected, sample.previous.double().cpu()])
-        if rest <= 0.1 * distance:
+        if rest <= 0.1 * distance and share >= _LEAST_KEPT:
             return _of_last(factor, share)
-    apart = float(((actual - expected).abs() > 1e-3 * expected.abs().clamp_min(1e-30)).double().mean())
-    return ("part", {"share": apart}) if 0 < apart < 0.9 else ("", {})
+    is_apart = (actual - expected).abs() > 1e-3 * expected.abs().clamp_min(1e-30)
+    apart, rest = float(is_apart.double().mean()), float((actual - expected)[~is_apart].norm())
+    # A small term on all elements leaves some that are nearly right, and none that is so to rounding.
+    return ("part", {"share": apart}) if 0 < apart < 0.9 and rest <= tolerance else ("", {})
 
 
 def _of_last(factor: float, share: float) -> tuple[str, dict[str, object]]:

@@ -91,6 +91,8 @@ def check_loss(step: StepCapture, task: Task) -> list[PieceResult]:
     calls = [call for call in step.calls if call.logits is not None and call.tokens is not None]
     if not calls:
         return [not_checked(PIECE, "no gradient arrived at logits of (batch, sequence, vocabulary)", step.step)]
+    if any(call.number_of_logits > 1 for call in calls):
+        return [not_checked(PIECE, "several outputs have gradients and the dims of logits", step.step)]
     if why := next(filter(None, (call.why_values_moved for call in calls)), ""):
         return [not_checked(PIECE, why, step.step)]
     found = [positions for call in calls if (positions := _fitted_positions(call)) is not None]
@@ -313,7 +315,7 @@ def _shape(found: list[_Positions], step: StepCapture, task: Task) -> list[Piece
     narrow = _rounding(found)
     results = []
     middle = float(smoothed.median())
-    if abs(middle - task.label_smoothing) > max(5e-3, 20 * narrow):
+    if abs(middle - task.label_smoothing) > max(5e-3, 20 * narrow) and (middle > 0 or task.label_smoothing):
         cause = "label-smoothing-other" if task.label_smoothing else "label-smoothing"
         values = {"value": middle, "wanted": task.label_smoothing}
         results.append(PieceResult(PIECE, DEPARTS, (), middle, 5e-3, cause, values, step.step))
@@ -342,8 +344,6 @@ def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
     total = sum(m * n for m, n in zip(middles, numbers, strict=True)) / step.loss_scale
     tolerance = max(0.02, 20 * _rounding(found))
     result = PieceResult(PIECE, DEPARTS, (), 0.0, tolerance, step=step.step)
-    if total < 0:
-        return [replace(result, difference=2.0, cause="loss-sign")]
     uneven = max(float((w - m).abs().max()) / abs(m) for w, m in zip(sampled, middles, strict=True))
     if uneven > max(tolerance, _UNEVEN):
         share = float(
@@ -352,6 +352,8 @@ def _counts(found: list[_Positions], step: StepCapture) -> list[PieceResult]:
             .mean()
         )
         return [replace(result, difference=uneven, cause="tokens-weighted", values={"share": share})]
+    if total < 0:
+        return [replace(result, difference=2.0, cause="loss-sign")]
     if max(middles) > (1 + tolerance) * min(middles):
         values = {"least": min(middles) / max(middles)}
         return [replace(result, difference=1 - values["least"], cause="micro-batches-uneven", values=values)]

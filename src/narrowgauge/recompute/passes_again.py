@@ -226,7 +226,13 @@ def reached(model: nn.Module, call: ForwardCall, names: Iterable[str]) -> set[st
     if not own:
         return set()
     buffers = _buffers_of(model, call)
-    with torch.enable_grad(), kept(call.random), attributes_as(call.before, model), without_own_hooks(model), _autocast(call):
+    with (
+        torch.enable_grad(),
+        kept(call.random),
+        attributes_as(call.before, model),
+        without_own_hooks(model),
+        _autocast(call),
+    ):
         outputs = float_outputs(functional_call(model, buffers, call.args, call.kwargs))
         found: Any = torch.autograd.grad(
             [outputs[place].sum() for place in call.reached], list(own.values()), allow_unused=True

@@ -1,10 +1,10 @@
 """What a forward pass leaves behind besides its outputs, by which a pass that is taken again would change the run.
 
-Attributes that a pass binds anew, such as counters and auxiliary losses, and buffers that it writes to are kept as they were before
-it: another pass begins with them, and the run gets its own back. What else a pass leaves behind is found while the run takes one of
-its own, and none is taken again: objects that it changes, such as lists and generators of the model's own, and tensors of the
-autograd graph that something keeps, such as a list of auxiliary losses or what a hook collects: the loop would add those of another
-pass to its loss.
+Attributes that a pass binds anew, such as counters and auxiliary losses, and buffers that it writes to are kept as they were
+before it: another pass begins with them, and the run gets its own back. What else a pass leaves behind is found while the run
+takes one of its own, and then none is taken again. That are objects that it changes, such as lists and generators of the model's
+own, and tensors of the autograd graph that something keeps, such as a list of auxiliary losses or what a hook collects: the loop
+would add those of another pass to its loss.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ class Before:
     Args:
         buffers: those that it wrote to, by name.
         attributes: those of modules that it bound anew, with the module and the name; :data:`ABSENT` where there was none.
+        keeps_graph: one of them became a tensor of the graph, from which the loop may take a term of its loss.
     """
 
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
     attributes: Sequence[tuple[nn.Module, str, Any]] = ()
+    keeps_graph: bool = False
 
 
 class PassWatch:
@@ -69,11 +71,14 @@ class PassWatch:
     def end(self, output: Any) -> tuple[Before, str]:
         """What the pass changed; and why it cannot be taken again, or empty."""
         now = dict(self._model.named_buffers())
-        written = [name for name, (old, version) in self._held.items() if now.get(name) is not old or old._version != version]
+        written = [
+            name for name, (old, version) in self._held.items() if now.get(name) is not old or old._version != version
+        ]
         buffers = {name: self._buffers[name] for name in written if name in self._buffers}
         if len(buffers) < len(written):
             return Before(), f"the forward pass writes to buffers of more than {BUFFER_BYTES >> 20} MiB"
-        before = Before(buffers, [*self._bound_anew()])
+        bound = [*self._bound_anew()]
+        before = Before(buffers, bound, any(_is_of_graph(vars(module).get(name)) for module, name, _ in bound))
         return before, self._left_behind(output) if self._prints else ""
 
     def _bound_anew(self) -> Iterator[tuple[nn.Module, str, Any]]:
@@ -88,22 +93,28 @@ class PassWatch:
             for name, value in before.items():
                 if _print(value, _DEPTH) != prints[name]:
                     place = plain_name(f"{names[module]}.{name}".removeprefix("."))
-                    return f"the forward pass changes the model's {place}, and so would another pass"
+                    return f"the forward pass changes the model's {place}, as would another"
         changed = [place for place, value in _shared_prints(self._model).items() if self._shared.get(place) != value]
         if changed:
-            return f"the forward pass changes {changed[0]}, and so would another pass"
+            return f"the forward pass changes {changed[0]}, as would another"
         given = {id(t) for t in _held_by(output)}
         kept = [t for t in _graph_tensors() if id(t) not in self._graph and id(t) not in given]
         restored = {id(vars(module)) for module in names}
         holders = gc.get_referrers(*kept) if kept else []
         if any(each is not kept and id(each) not in restored and type(each) is not FrameType for each in holders):
-            return "the forward pass leaves a tensor of its graph elsewhere than in its outputs, and so would another pass"
+            return "the forward pass leaves a tensor of its graph elsewhere than in its outputs, as would another"
         return ""
 
 
 def _graph_tensors() -> list[Tensor]:
     """Every tensor with a gradient function that Python knows, also those that the graph alone holds."""
-    return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.grad_fn is not None]
+    return [each for each in gc.get_objects() if _is_of_graph(each)]
+
+
+def _is_of_graph(value: Any) -> bool:
+    return (
+        issubclass(type(value), Tensor) and value.grad_fn is not None
+    )  # isinstance would ask proxies, which may compute
 
 
 def _held_by(output: Any) -> Iterator[Tensor]:
@@ -128,7 +139,7 @@ def _attributes_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
 
 @contextmanager
 def attributes_as(before: Before, model: nn.Module) -> Iterator[None]:
-    """Bind attributes as they were before a pass, and give every module its own back afterwards, whatever was bound in between."""
+    """Bind attributes as they were before a pass, and then give every module its own back, whatever was bound in between."""
     own = _attributes_of(model)
     for module, name, value in before.attributes:
         if value is not ABSENT:
@@ -171,7 +182,9 @@ def _print(value: Any, depth: int) -> object:
         return value.getstate()
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        state = value.bit_generator.state if isinstance(value, numpy.random.Generator) else value.get_state(legacy=False)
+        state = (
+            value.bit_generator.state if isinstance(value, numpy.random.Generator) else value.get_state(legacy=False)
+        )
         return repr(state)
     if depth and len(inner := _inner(value)) <= _MOST:
         return id(value), tuple((name, _print(each, depth - 1)) for name, each in inner)

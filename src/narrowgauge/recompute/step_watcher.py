@@ -49,7 +49,7 @@ from narrowgauge.recompute.gradient_piece import check_after_backward, check_bac
 from narrowgauge.recompute.loss_piece import check_loss, cross_entropy_of
 from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.passes_again import unwrapped_model
-from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult, not_checked
 from narrowgauge.recompute.random_states import RandomStates
 from narrowgauge.recompute.rank_samples import RankSamples, with_means
 from narrowgauge.recompute.rank_sums import SENT_EPS, as_sent, check_sums, without
@@ -66,6 +66,9 @@ _FEW = 8
 _NOTHING_KEPT = "this rank kept nothing of the step"
 _OF_PASSES = ("loss-scaled", "micro-batches-uneven")
 """Causes of the loss that say how often passes count, which may be several at other weights on purpose."""
+_OF_TERMS = ("", "part", "decay-in-gradient", "gradient-kept")
+"""Causes of a gradient that a further term of the loss looks like."""
+_OF_CAUSAL_MODELS = ("sees-future", "past-unseen", "order-unseen")
 Report = Callable[[int, list[PieceResult]], object]
 
 
@@ -221,8 +224,11 @@ class StepWatcher:
         self._why_dropped, self._calls = why, []
 
     def _keep_inputs(self, args: Any, kwargs: Any) -> None:
+        written = {id(p): p._version for p in self._inner.parameters()}
+        if self._calls and written != self._written:  # at other weights, as of a search for sharp directions
+            self._calls = []
+        self._written = written
         self._pass = PassWatch(self._inner, is_first=not self._calls)
-        self._written = {id(p): p._version for p in self._inner.parameters()}
         device = next(self._inner.parameters()).device
         is_cast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_cast else None
@@ -485,10 +491,13 @@ class StepWatcher:
             backward = check_backward(step, self._inner) if self.task.gradient != OWN else []
         except Exception as error:
             backward = [not_checked("gradient", _reason(error), step.step)]
-        if self.task.auxiliary and any(
-            each.cause in ("", "decay-in-gradient") for each in backward if each.status == DEPARTS
-        ):
-            backward = [not_checked("gradient", "declared terms beside the logits' loss add to it", step.step)]
+        has_terms = self.task.auxiliary or any(call.before.keeps_graph for call in step.calls)
+        if has_terms and any(each.cause in _OF_TERMS for each in backward if each.status == DEPARTS):
+            backward = [not_checked("gradient", "terms of the loss that come not from the logits add to it", step.step)]
+        if any(each.status == NOT_CHECKED for each in loss):  # the next token is not known to be predicted
+            forward = [each for each in forward if each.cause not in _OF_CAUSAL_MODELS] or [
+                not_checked("forward", "no loss of a next token is known, which may not be seen", step.step)
+            ]
         return [*loss, *forward, *backward]
 
     def _why_not_again(self) -> str | None:

@@ -49,7 +49,7 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "labels-shifted", ("loss",), "error",
             "each position predicts the token {shift} places later, where the next is 1 place later.",
-            "Shift the labels once: logits[:, :-1] with tokens[:, 1:].",
+            "Shift the labels once: logits[:, :-1] with tokens[:, 1:]; ng.task(loss=\"own\") if other tokens are meant.",
         ),
         Departure(
             "labels-other", ("loss",), "error", "{share:.1%} of the counted positions do not predict the next token.",
@@ -83,7 +83,9 @@ DEPARTURES: dict[str, Departure] = {
             "If it ends a text and pads it, it is never learnt: mask padding alone, or declare it: ng.task(ignore=…).",
         ),
         Departure("loss-zero", ("loss",), "error", "no position counts: the logits have no gradient.", "Look at the labels."),
-        Departure("loss-sign", ("loss",), "error", "the loss is maximized: its sign is wrong.", "Look for a minus."),
+        Departure("loss-sign", ("loss",), "error", "the loss is maximized: its sign is wrong.",
+            "Look for a minus; ng.task(loss=\"own\") if it is meant.",
+        ),
         Departure(
             "loss-scaled", ("loss",), "warning",
             "all tokens of the step count {factor:.4g} together, where a mean counts 1{equal_to}.",
@@ -256,7 +258,7 @@ DEPARTURES: dict[str, Departure] = {
         # forward
         Departure(
             "sees-future", ("forward",), "error", "outputs change with later tokens.",
-            "Look at the causal mask, and at sums or shifts along the sequence.",
+            "Look at the causal mask, and at sums or shifts along the rows; ng.task(loss=\"own\") if later tokens may be seen.",
         ),
         Departure(
             "rows-mixed", ("forward",), "error", "the outputs of one sequence change with the others of its batch.",
@@ -374,7 +376,7 @@ DEPARTURES: dict[str, Departure] = {
         Departure(
             "part", ("gradient", "update"), "error",
             "{share:.0%} of the elements are others than computed again; the rest agree.",
-            "Look for a mask, an index or an axis.",
+            "Look for a mask, an index or an axis; ng.task(gradient=\"own\") if it is meant.",
         ),
         # clip
         Departure(
@@ -401,7 +403,7 @@ DEPARTURES: dict[str, Departure] = {
         # between
         Departure(
             "weights-written", ("between",), "warning", "{share:.0%} of the elements were changed between two steps.",
-            "Look at what the loop does after optimizer.step(): averages, clipping of weights, loading.",
+            "Look at what the loop does after optimizer.step(): averages, clipping, loading; ng.task(weights=\"own\") if meant.",
         ),
         Departure(
             "weights-scaled", ("update", "between"), "warning", "the weights were multiplied by {factor:.6g} after the step.",
@@ -461,7 +463,7 @@ DEPARTURES: dict[str, Departure] = {
         ),
         Departure(
             "rows-again", ("data",), "warning",
-            "since step {since} {share:.0%} of a step's rows were those of {lag} steps before, and {seen:,} rows were seen: "
+            "since step {since} {share:.0%} of a step's rows repeat those at a lag of {lag}, and {seen:,} rows were seen: "
             "it is no new pass.",
             "Look for a loader that does not move on, or overlapping rows; ng.task(data=\"own\") if it is meant.",
         ),

@@ -227,9 +227,48 @@ def test_every_name_in_braces_is_a_term_or_filled_later_and_every_term_is_used()
             assert left <= later, template
 
 
+def test_the_rate_of_a_loop_of_ones_own_is_that_of_its_steps() -> None:
+    """A schedule may multiply a setting of 1."""
+    run = healthy_run(lr=1.0)
+    run.run["recorder"] = {"program": "mine.py"}
+    for row in run.steps:
+        row["lr"] = 1e-3
+    assert "times the usual rate" not in ng.diagnose(run).text()
+
+
+def test_an_unusual_rate_that_does_no_harm_is_a_note() -> None:
+    found = ng.diagnose(healthy_run(lr=0.1))
+    assert found.is_healthy and "learning-rate-too-high); no effect shows" in found.text()
+
+
+def test_steps_that_grow_are_no_slower_machine() -> None:
+    def slower(grows: bool) -> ng.Diagnosis:
+        run = healthy_run()
+        run.run["machine"] = {"device": "cpu"}
+        tokens = 0
+        for place, row in enumerate(run.steps):
+            factor = 1 if place < len(run.steps) // 2 else 3
+            tokens += 256 * (factor if grows else 1)
+            row |= {"tokens": tokens, "seconds": 0.1 * factor, "cpu_seconds": 0.1 * factor}
+        return ng.diagnose(run)
+
+    assert "throttling" in [each.name for each in slower(False).findings]
+    assert "throttling" not in [each.name for each in slower(True).findings]
+
+
+def test_float32_sums_are_not_in_question() -> None:
+    run = healthy_run(gradient_accumulation_steps=8)
+    run.run["model"] = {"formats": "float32"}
+    assert not gather(run).accumulates()
+    run.run["model"] = {"formats": "bfloat16, float32"}
+    assert gather(run).accumulates()
+
+
 def test_a_recorded_loop_is_advised_in_calls() -> None:
     run = too_high()
     run.run["recorder"] = {"program": "mine.py"}
+    for row in run.steps:
+        row["lr"] = 0.1
     (finding,) = ng.diagnose(run).findings
     assert finding.remedy == "Lower the learning rate by three to ten times, with a longer warm-up."
     del run.run["recorder"]

@@ -315,3 +315,11 @@ def test_a_parameter_group_that_is_removed_or_replaced_ends_neither_audit_nor_re
     found = ng.read_run(tmp_path / "run")
     assert [row["step"] for row in found.gauges] == [1, 2, 3, 4, 5, 6]
     assert not ours or found.steps[-1]["edq"] is not None
+
+
+def test_a_list_of_optimizers_is_refused_in_one_line(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
+    with pytest.raises(ng.NarrowgaugeError, match="follows one optimizer, and got a list"):
+        ng.RunRecorder(tmp_path / "run", model, optimizers)
+    assert not (tmp_path / "run").exists()

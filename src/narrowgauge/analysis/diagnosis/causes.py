@@ -409,6 +409,14 @@ CAUSES_OF_TRAINING: tuple[Cause, ...] = (
             **dict.fromkeys(_BROKEN, 0.1),
         },
         prior=2.0,
+        # A rate that is unusual and does no harm is one: prompts and heads that are trained alone take such rates.
+        required=(
+            "loss-spikes", "gradient-spikes", "repeated-spikes", "spike-stays", "spike-recovers-slowly", "weights-grow",
+            "loss-climbs", "loss-does-not-fall", "loss-ends-high", "gradient-norm-grows", "learns-nothing", "rate-jumps",
+            "gradient-stays-raised", "gradient-bursts", "queries-and-keys-grow", "attention-sharpens", "attention-logits-grow",
+            "attention-collapses", "logits-drift", "input-jumps", "weight-jumps", "updates-are-large", *_BROKEN,
+        ),
+        notes=("rate-is-high",),
     ),
     Cause(
         "learning-rate-too-low", "the learning rate is too low",

@@ -72,8 +72,10 @@ class Recomputed:
         shown = evidence.recomputed.values()
         departs = {piece for each in shown for piece in each.get("departs") or ()}
         equal = (piece for each in shown for piece in each.get("equal") or () if piece not in departs)
+        found = tuple(dict.fromkeys(equal))
         unchecked = {piece: why for each in shown for piece, why in (each.get("unchecked") or {}).items()}
-        return cls(tuple(evidence.recomputed), tuple(dict.fromkeys(equal)), unchecked)
+        never = {piece: why for piece, why in unchecked.items() if piece not in found}
+        return cls(tuple(evidence.recomputed), found, never)
 
     def __str__(self) -> str:
         said = [f"equal to rounding in {', '.join(self.equal)}"] if self.equal else []

@@ -230,9 +230,13 @@ class Evidence:
 
     @cached_property
     def peak_rate(self) -> float | None:
-        """The learning rate of the settings, else the highest of all steps."""
+        """The learning rate of the settings, else the highest of all steps; of a loop of one's own in the other order.
+
+        A schedule may multiply a setting of 1 by the rate.
+        """
         known = [rate for rate in self.column("lr") if rate is not None and isfinite(rate)]
-        return self.number_of("lr") or max(known, default=None)
+        highest, given = max(known, default=None), self.number_of("lr")
+        return highest or given if "recorder" in self.run.run else given or highest
 
     @cached_property
     def reached_rate(self) -> float | None:
@@ -294,7 +298,11 @@ class Evidence:
         return self.num_ranks > 1
 
     def accumulates(self) -> bool:
-        """Whether a step has several micro-batches, or may have."""
+        """Whether a step has several micro-batches, or may have, in a format that rounds their sum."""
+        model = self.run.run.get("model")
+        formats = str(model.get("formats", "")) if isinstance(model, dict) else ""
+        if formats and set(formats.split(", ")) <= {"float32", "float64"}:
+            return False
         return (self.number_of("gradient_accumulation_steps") or 2) > 1
 
     def was_resumed(self) -> bool:

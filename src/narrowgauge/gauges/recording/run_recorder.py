@@ -91,7 +91,7 @@ class RunRecorder:
 
     Raises:
         RecordError: the folder is in use.
-        RecipeError: the optimizer's storage is not the recipe's.
+        RecipeError: the optimizer's storage is not the recipe's, or there are several optimizers.
         NarrowgaugeError: an unknown logger, or one whose package is missing.
 
     Cost: about 0.1 ms per step, and reading the loss from the device. Fingerprints take 3 ns an element on one CPU thread: of
@@ -134,6 +134,11 @@ class RunRecorder:
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
+        if not isinstance(self.optimizer, torch.optim.Optimizer):
+            raise RecipeError(
+                f"RunRecorder follows one optimizer, and got a {type(self.optimizer).__name__}.",
+                "Pass the one that steps last; ng.check takes several.",
+            )
         names = names_in(loggers)
         require_loggers(names)
         policy = recipe_in_use(model, self.optimizer) if recipe is None else parse_value(recipe)

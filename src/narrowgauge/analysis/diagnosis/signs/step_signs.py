@@ -591,12 +591,20 @@ def _waits_for(column: str, words: str, evidence: Evidence) -> Observation:
     return present(step, f"{share:.0%} of a step's time is {words}", None, share, MAX_SHARE)
 
 
+def _are_alike(evidence: Evidence) -> bool:
+    """Whether the last third of steps has no more tokens each than the first, as far as they are counted."""
+    counts = [found for row in evidence.run.steps if (found := number(row.get("tokens"))) is not None]
+    taken = [now - before for before, now in pairwise(counts) if now > before]
+    third = len(taken) // 3
+    return not third or median(taken[-third:]) < SLOWER * median(taken[:third])
+
+
 def _slows_down(evidence: Evidence) -> Observation:
     """Late steps take longer than early ones, in what neither data nor other ranks account for.
 
     Where processor time is recorded, that distinguishes a slow clock from other programs, which make any step longer.
     """
-    if evidence.has("steps.cpu_seconds") and evidence.has("run.on_cpu"):
+    if (evidence.has("steps.cpu_seconds") and evidence.has("run.on_cpu")) or not _are_alike(evidence):
         return UNKNOWN
     own = []
     for row in evidence.run.steps[3:]:
@@ -609,6 +617,8 @@ def _slows_down(evidence: Evidence) -> Observation:
 
 def _computes_slower(evidence: Evidence) -> Observation:
     """The same step takes more processor time, so its clock is slower. Other programs would make it wait instead."""
+    if not _are_alike(evidence):
+        return UNKNOWN
     spent = [(int(row["step"]), number(row.get("cpu_seconds"))) for row in evidence.run.steps[3:]]
     known = [(step, seconds) for step, seconds in spent if seconds]
     # A core that is shared with another program makes many steps longer, and not the fastest ones.
