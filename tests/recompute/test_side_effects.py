@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from typing import Any
@@ -242,3 +243,12 @@ def test_attributes_are_bound_as_before_a_pass_and_then_as_they_were() -> None:
         model.more = 3  # type: ignore[assignment]
     assert model.count == 1 and not hasattr(model, "more") and model[0].name == "first"
     assert F.relu(model(torch.ones(1, 2))).shape == (1, 2)
+
+
+def test_an_error_in_a_pass_leaves_python_collecting() -> None:
+    loop = Loop(every=1)
+    loop.run(1)
+    with pytest.raises(IndexError):
+        loop.model(torch.full((1, 4), 1000))
+    loop.optimizer.step()
+    assert gc.isenabled()

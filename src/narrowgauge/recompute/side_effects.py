@@ -53,16 +53,24 @@ class PassWatch:
     Args:
         model: unwrapped, before the pass.
         is_first: of its step; what one pass leaves behind, the others do too, and it is looked for in that one.
+        asks_collector: which tensors something keeps is asked, too; until the pass ends Python collects no garbage.
 
-    Cost: a copy of the buffers; of the first, walks over the modules' attributes and over all that Python's collector knows.
+    Attributes:
+        keeps: why no pass can be taken again, if something keeps a tensor of its graph; once it is asked.
+
+    Cost: a copy of the buffers; of the first pass a walk over the modules' attributes, twice; with ``asks_collector`` a walk over
+        all objects that Python knows, of which 300,000 take 30 ms.
     """
 
-    def __init__(self, model: nn.Module, is_first: bool) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, is_first: bool, asks_collector: bool) -> None:
+        self._model, self._is_first = model, is_first
         self._bound = _attributes_of(model)
-        self._prints = [{k: _print(v, _DEPTH) for k, v in of.items()} for _, of in self._bound] if is_first else []
+        self._own = _prints_of(self._bound) if is_first else []
         self._shared = _shared_prints(model) if is_first else {}
-        self._graph = {id(t) for t in _graph_tensors()} if is_first else set()
+        self._graph = {id(t) for t in _young_graph_tensors()} if asks_collector else None
+        self.keeps, self._was_collecting = "", asks_collector and gc.isenabled()
+        if self._was_collecting:
+            gc.disable()  # what the pass makes stays among the youngest objects
         held = dict(model.named_buffers())
         self._held = {name: (buffer, buffer._version) for name, buffer in held.items()}
         size = sum(buffer.numel() * buffer.element_size() for buffer in held.values())
@@ -70,6 +78,8 @@ class PassWatch:
 
     def end(self, output: Any) -> tuple[Before, str]:
         """What the pass changed; and why it cannot be taken again, or empty."""
+        young = [] if self._graph is None else _young_graph_tensors()
+        self.cancel()
         now = dict(self._model.named_buffers())
         written = [
             name for name, (old, version) in self._held.items() if now.get(name) is not old or old._version != version
@@ -79,7 +89,8 @@ class PassWatch:
             return Before(), f"the forward pass writes to buffers of more than {BUFFER_BYTES >> 20} MiB"
         bound = [*self._bound_anew()]
         before = Before(buffers, bound, any(_is_of_graph(vars(module).get(name)) for module, name, _ in bound))
-        return before, self._left_behind(output) if self._prints else ""
+        self.keeps = self._kept(young, output)
+        return before, self.keeps or (self._changed() if self._is_first else "")
 
     def _bound_anew(self) -> Iterator[tuple[nn.Module, str, Any]]:
         for (module, before), (_, now) in zip(self._bound, _attributes_of(self._model), strict=True):
@@ -87,28 +98,37 @@ class PassWatch:
                 if before.get(name, ABSENT) is not now.get(name, ABSENT):
                     yield module, name, before.get(name, ABSENT)
 
-    def _left_behind(self, output: Any) -> str:
+    def cancel(self) -> None:
+        """Let Python collect garbage again, also where the pass ended in an error."""
+        if self._was_collecting:
+            gc.enable()
+
+    def _changed(self) -> str:
         names = {module: name for name, module in self._model.named_modules()}
-        for (module, before), prints in zip(self._bound, self._prints, strict=True):
-            for name, value in before.items():
-                if _print(value, _DEPTH) != prints[name]:
+        for (module, _), before, now in zip(self._bound, self._own, _prints_of(self._bound), strict=True):
+            for name, value in now.items():
+                if before[name] != value:
                     place = plain_name(f"{names[module]}.{name}".removeprefix("."))
                     return f"the forward pass changes the model's {place}, as would another"
-        changed = [place for place, value in _shared_prints(self._model).items() if self._shared.get(place) != value]
-        if changed:
-            return f"the forward pass changes {changed[0]}, as would another"
-        given = {id(t) for t in _held_by(output)}
-        kept = [t for t in _graph_tensors() if id(t) not in self._graph and id(t) not in given]
-        restored = {id(vars(module)) for module in names}
+        for place, value in _shared_prints(self._model).items():
+            if self._shared.get(place) != value:
+                return f"the forward pass changes {place}, as would another"
+        return ""
+
+    def _kept(self, young: list[Tensor], output: Any) -> str:
+        given = {id(t) for t in _held_by(output)} | (self._graph or set())
+        kept = [t for t in young if id(t) not in given]
+        young.clear()
+        restored = {id(vars(module)) for module in self._model.modules()}
         holders = gc.get_referrers(*kept) if kept else []
         if any(each is not kept and id(each) not in restored and type(each) is not FrameType for each in holders):
-            return "the forward pass leaves a tensor of its graph elsewhere than in its outputs, as would another"
+            return "the forward pass leaves tensors of its graph elsewhere than in its outputs, as would another"
         return ""
 
 
-def _graph_tensors() -> list[Tensor]:
-    """Every tensor with a gradient function that Python knows, also those that the graph alone holds."""
-    return [each for each in gc.get_objects() if _is_of_graph(each)]
+def _young_graph_tensors() -> list[Tensor]:
+    """Every tensor with a gradient function that was made lately, also those that the graph alone holds."""
+    return [each for each in gc.get_objects(generation=0) if _is_of_graph(each)]
 
 
 def _is_of_graph(value: Any) -> bool:
@@ -156,39 +176,55 @@ def attributes_as(before: Before, model: nn.Module) -> Iterator[None]:
             held.update(attributes)
 
 
+def _prints_of(bound: Sequence[tuple[nn.Module, dict[str, Any]]]) -> list[dict[str, object]]:
+    """What tells whether the attributes of modules changed, each in itself."""
+    printer = _Printer()
+    return [{name: printer(value) for name, value in of.items()} for _, of in bound]
+
+
 def _shared_prints(model: nn.Module) -> dict[str, object]:
     """What tells whether the values changed that the modules' classes hold, and those of the globals that their methods name."""
-    found: dict[str, object] = {}
+    printer, found = _Printer(), dict[str, object]()
     for kind in {each for module in model.modules() for each in type(module).__mro__}:
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
             continue
         for name, value in vars(kind).items():
             if isinstance(value, FunctionType):
                 named = (n for n in value.__code__.co_names if n in value.__globals__)
-                found |= {f"{value.__module__}.{n}": _print(value.__globals__[n], _DEPTH) for n in named}
+                found |= {f"{value.__module__}.{n}": printer(value.__globals__[n]) for n in named}
             elif not name.startswith("__"):
-                found[f"{kind.__name__}.{name}"] = _print(value, _DEPTH)
+                found[f"{kind.__name__}.{name}"] = printer(value)
     return found
 
 
-def _print(value: Any, depth: int) -> object:
-    if isinstance(value, (int, float, complex, str, bytes, type(None))):
-        return value if value == value else "nan"
-    if isinstance(value, Tensor):
-        return id(value), value._version
-    if isinstance(value, torch.Generator):
-        return value.get_state().numpy().tobytes()
-    if isinstance(value, random.Random):
-        return value.getstate()
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState)):
-        state = (
-            value.bit_generator.state if isinstance(value, numpy.random.Generator) else value.get_state(legacy=False)
-        )
-        return repr(state)
-    if depth and len(inner := _inner(value)) <= _MOST:
-        return id(value), tuple((name, _print(each, depth - 1)) for name, each in inner)
-    return id(value)
+class _Printer:
+    """Makes of a value what is another value once it has changed in itself; what it holds is followed some levels down."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], object] = {}
+
+    def __call__(self, value: Any, depth: int = _DEPTH) -> object:
+        if isinstance(value, (int, float, complex, str, bytes, type(None))):
+            return value if value == value else "nan"
+        key = id(value), depth
+        if key not in self._made:
+            self._made[key] = id(value) if len(self._made) >= _MOST else self._of(value, depth)
+        return self._made[key]
+
+    def _of(self, value: Any, depth: int) -> object:
+        if isinstance(value, Tensor):
+            return id(value), value._version
+        if isinstance(value, torch.Generator):
+            return value.get_state().numpy().tobytes()
+        if isinstance(value, random.Random):
+            return value.getstate()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and isinstance(value, numpy.random.Generator):
+            return repr(value.bit_generator.state)
+        if numpy is not None and isinstance(value, numpy.random.RandomState):
+            return repr(value.get_state(legacy=False))
+        inner = _inner(value) if depth else []
+        return id(value), tuple((name, self(each, depth - 1)) for name, each in inner) if len(inner) <= _MOST else ()
 
 
 def _inner(value: Any) -> list[tuple[object, Any]]:

@@ -114,6 +114,7 @@ class StepWatcher:
         self._calls: list[ForwardCall] = []
         self._why_dropped, self._why_once, self.is_own_pass = "", "", False
         self._pass: PassWatch | None = None
+        self._has_asked, self._keeps = False, ""
         self._written: dict[int, int] = {}
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
@@ -160,6 +161,7 @@ class StepWatcher:
 
     def remove(self) -> None:
         """Remove every hook."""
+        self._end_watch()
         for handle in [*self._handles, *self._on_gradients]:
             handle.remove()
         self._handles, self._on_gradients = [], []
@@ -176,6 +178,7 @@ class StepWatcher:
         """Hook the gradients if the step that begins is audited."""
         self._calls, self._computed, self._was_averaging = [], {}, False
         self._why_dropped, self._why_once = "", ""
+        self._end_watch()
         if self._is_sampling and self._handles:
             trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._on_gradients = [p.register_post_accumulate_grad_hook(_plain(self._after_gradient)) for p in trained]
@@ -228,7 +231,10 @@ class StepWatcher:
         if self._calls and written != self._written:  # at other weights, as of a search for sharp directions
             self._calls = []
         self._written = written
-        self._pass = PassWatch(self._inner, is_first=not self._calls)
+        is_first = not self._calls
+        self._end_watch()
+        self._pass = PassWatch(self._inner, is_first, asks_collector=is_first and not self._has_asked)
+        self._has_asked = True
         device = next(self._inner.parameters()).device
         is_cast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_cast else None
@@ -272,12 +278,19 @@ class StepWatcher:
         watch, self._pass = self._pass, None
         if watch is not None:
             call.before, why = watch.end(output)
-            self._why_once = self._why_once or why
+            self._keeps = self._keeps or watch.keeps
+            self._why_once = self._why_once or why or self._keeps
         room = CALL_BYTES - sum(each.nbytes for each in self._calls)
         if room < 0:
             self._drop(f"the inputs of a step exceed {CALL_BYTES >> 20} MiB")
         else:
             call.keep({place: t for place, t in float_outputs(output).items() if t.requires_grad}, room)
+
+    def _end_watch(self) -> None:
+        """End the watch over a pass, also of one that ended in an error."""
+        if self._pass is not None:
+            self._pass.cancel()
+        self._pass = None
 
     def _after_gradient(self, parameter: Tensor) -> None:
         self._keep(lambda: self._keep_gradient(parameter))
@@ -478,7 +491,7 @@ class StepWatcher:
         return [*passes, *named, *changed, *clip]
 
     def _passes(self, step: StepCapture) -> list[PieceResult]:
-        if (why := self._why_not_again()) is not None:
+        if (why := step.missing.get("calls") or self._why_not_again()) is not None:
             pieces = ("forward", "gradient")
             return [*check_loss(step, self.task), *(not_checked(piece, why, step.step) for piece in pieces)]
         loss = check_loss(step, self.task)
