@@ -14,6 +14,7 @@ import narrowgauge as ng
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.gradient_piece import check_after_backward
+from narrowgauge.recompute.kept_passes import KeptPasses
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
@@ -533,14 +534,14 @@ def test_the_rows_that_a_closure_takes_are_followed(is_stuck: bool) -> None:
     assert loop.run(30).names() == ({"rows-again"} if is_stuck else set())
 
 
-@pytest.mark.parametrize("kept", ["_keep_inputs", "_keep_outputs", "_keep_gradient"])
+@pytest.mark.parametrize(("of", "kept"), [(KeptPasses, "begin"), (KeptPasses, "end"), (StepWatcher, "_keep_gradient")])
 def test_an_error_of_the_audits_own_hooks_is_a_reason_and_ends_no_run(
-    kept: str, monkeypatch: pytest.MonkeyPatch
+    of: type, kept: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(StepWatcher, kept, fail)
+    monkeypatch.setattr(of, kept, fail)
     loop = Loop().run(3)
     (found,) = (each for each in loop.results[2] if each.piece == "gradient" and each.status == NOT_CHECKED)
     assert found.values["why"] == "MemoryError: no room" and not loop.findings()

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import narrowgauge as ng
-from narrowgauge.recompute import capture, output_samples, passes_again, step_watcher
+from narrowgauge.recompute import capture, kept_passes, output_samples, passes_again
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.output_samples import OutputSample
 from narrowgauge.recompute.piece_results import EQUAL
@@ -24,7 +24,7 @@ ROOM = 1 << 15
 
 @pytest.fixture(autouse=True)
 def little_room(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (capture, step_watcher):
+    for module in (capture, kept_passes):
         monkeypatch.setattr(module, "CALL_BYTES", ROOM)
     yield
 
@@ -51,7 +51,7 @@ def test_what_is_kept_of_outputs_stays_within_the_bound() -> None:
 
     def update() -> None:
         assert loop.watcher is not None
-        assert sum(call.nbytes for call in loop.watcher._calls) <= 1.1 * ROOM
+        assert sum(call.nbytes for call in loop.watcher._kept.calls) <= 1.1 * ROOM
         before()
 
     loop.update = update  # type: ignore[method-assign]

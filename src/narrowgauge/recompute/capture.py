@@ -227,7 +227,8 @@ class ForwardCall:
     @property
     def why_values_moved(self) -> str:
         """Why its outputs are not known any more as they were when the loss was computed; empty where they are."""
-        is_written = any(self.outputs[place]._version != version for place, version in self.versions.items())
+        # A framework divides the loss in place, whose value nothing here reads.
+        is_written = any(t.ndim and t._version != self.versions[place] for place, t in self.outputs.items())
         return "the loop wrote into an output of the model" if is_written else ""
 
     @property

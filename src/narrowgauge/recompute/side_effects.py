@@ -68,13 +68,13 @@ class PassWatch:
         self._own = _prints_of(self._bound) if is_first else []
         self._shared = _shared_prints(model) if is_first else {}
         self._graph = {id(t) for t in _young_graph_tensors()} if asks_collector else None
-        self.keeps, self._was_collecting = "", asks_collector and gc.isenabled()
-        if self._was_collecting:
-            gc.disable()  # what the pass makes stays among the youngest objects
         held = dict(model.named_buffers())
         self._held = {name: (buffer, buffer._version) for name, buffer in held.items()}
         size = sum(buffer.numel() * buffer.element_size() for buffer in held.values())
         self._buffers = {name: b.detach().clone() for name, b in held.items()} if size <= BUFFER_BYTES else {}
+        self.keeps, self._was_collecting = "", asks_collector and gc.isenabled()
+        if self._was_collecting:
+            gc.disable()  # what the pass makes stays among the youngest objects
 
     def end(self, output: Any) -> tuple[Before, str]:
         """What the pass changed; and why it cannot be taken again, or empty."""
@@ -132,9 +132,8 @@ def _young_graph_tensors() -> list[Tensor]:
 
 
 def _is_of_graph(value: Any) -> bool:
-    return (
-        issubclass(type(value), Tensor) and value.grad_fn is not None
-    )  # isinstance would ask proxies, which may compute
+    # isinstance would ask proxies, which may compute.
+    return issubclass(type(value), Tensor) and value.grad_fn is not None
 
 
 def _held_by(output: Any) -> Iterator[Tensor]:

@@ -24,10 +24,7 @@ from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.numerics.shards import is_sharded, local_of
 from narrowgauge.recompute.between_steps import AverageCheck, FewLeft, LeftAfterStep, check_between
 from narrowgauge.recompute.capture import (
-    CALL_BYTES,
-    ForwardCall,
     StepCapture,
-    copied,
     float_outputs,
     gradient_of,
     has_closure,
@@ -46,6 +43,7 @@ from narrowgauge.recompute.declared_settings import check_declared
 from narrowgauge.recompute.evaluation_piece import EvaluationHistory, Reported, check_loss_of_evaluation, weights_sample
 from narrowgauge.recompute.forward_piece import check_forward
 from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
+from narrowgauge.recompute.kept_passes import KeptPasses
 from narrowgauge.recompute.loss_piece import check_loss, cross_entropy_of
 from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.passes_again import unwrapped_model
@@ -56,7 +54,6 @@ from narrowgauge.recompute.rank_sums import SENT_EPS, as_sent, check_sums, witho
 from narrowgauge.recompute.rule_definitions import DEFINITIONS
 from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
 from narrowgauge.recompute.shard_norms import squares_by_rank, take_norms
-from narrowgauge.recompute.side_effects import PassWatch
 from narrowgauge.recompute.step_samples import add_results, sampled_step
 from narrowgauge.recompute.task import OWN, Task
 from narrowgauge.recompute.update_piece import check_frozen, check_update
@@ -111,11 +108,7 @@ class StepWatcher:
         self._capture: StepCapture | None = None
         self._previous: dict[int, Tensor] = {}
         self._computed: dict[int, LeftByBackward] = {}
-        self._calls: list[ForwardCall] = []
-        self._why_dropped, self._why_once, self.is_own_pass = "", "", False
-        self._pass: PassWatch | None = None
-        self._has_asked, self._keeps = False, ""
-        self._written: dict[int, int] = {}
+        self._kept, self.is_own_pass = KeptPasses(self._inner), False
         self._results: list[PieceResult] = []
         self._on_gradients: list[Any] = []
         self._left: LeftAfterStep | None = None
@@ -161,7 +154,7 @@ class StepWatcher:
 
     def remove(self) -> None:
         """Remove every hook."""
-        self._end_watch()
+        self._kept.end_watch()
         for handle in [*self._handles, *self._on_gradients]:
             handle.remove()
         self._handles, self._on_gradients = [], []
@@ -176,9 +169,8 @@ class StepWatcher:
 
     def _prepare(self) -> None:
         """Hook the gradients if the step that begins is audited."""
-        self._calls, self._computed, self._was_averaging = [], {}, False
-        self._why_dropped, self._why_once = "", ""
-        self._end_watch()
+        self._computed, self._was_averaging = {}, False
+        self._kept.begin_step()
         if self._is_sampling and self._handles:
             trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
             self._on_gradients = [p.register_post_accumulate_grad_hook(_plain(self._after_gradient)) for p in trained]
@@ -197,8 +189,8 @@ class StepWatcher:
             self._keep(self._take_means)
             self._passes_of_step += 1
             self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
-            if not self._why_dropped:
-                self._keep(lambda: self._keep_inputs(args, kwargs))
+            if not self._kept.why_dropped:
+                self._keep(lambda: self._kept.begin(args, kwargs))
 
     def _keep(self, function: Callable[[], object]) -> None:
         """Keep something of a pass of an audited step; after an error of its own, the inputs and outputs of none."""
@@ -207,14 +199,15 @@ class StepWatcher:
         try:
             function()
         except Exception as error:
-            self._drop(_reason(error))
+            self._kept.drop(_reason(error))
 
     def _forget_skipped(self) -> None:
         """Forget the passes of a step that was left out, as a loss scaler does: all were taken, and the gradients are gone."""
-        if self._calls and len(self._calls) == min(self._usual_passes, default=0):
+        if self._kept.calls and len(self._kept.calls) == min(self._usual_passes, default=0):
             gone = [p for p in self._held().values() if id(p) in self._computed]
             if gone and all(p.grad is None or not bool(p.grad.any()) for p in gone):
-                self._calls, self._computed, self._why_dropped = [], {}, ""
+                self._computed = {}
+                self._kept.begin_step()
 
     def _take_means(self) -> None:
         """Note what the mean over ranks made of each gradient, since the pass that begins now adds to it."""
@@ -222,23 +215,6 @@ class StepWatcher:
             held = [p for p in self._held().values() if id(p) in self._computed]
             self._computed |= {id(p): self._computed[id(p)].averaged(p.grad) for p in held}
         self._was_averaging = self._ranks.is_averaging
-
-    def _drop(self, why: str) -> None:
-        self._why_dropped, self._calls = why, []
-
-    def _keep_inputs(self, args: Any, kwargs: Any) -> None:
-        written = {id(p): p._version for p in self._inner.parameters()}
-        if self._calls and written != self._written:  # at other weights, as of a search for sharp directions
-            self._calls = []
-        self._written = written
-        is_first = not self._calls
-        self._end_watch()
-        self._pass = PassWatch(self._inner, is_first, asks_collector=is_first and not self._has_asked)
-        self._has_asked = True
-        device = next(self._inner.parameters()).device
-        is_cast = torch.is_autocast_enabled(device.type)
-        autocast = torch.get_autocast_dtype(device.type) if is_cast else None
-        self._calls.append(ForwardCall(copied(args), copied(kwargs), RandomStates.now(), device, autocast))
 
     def _trained_on(self, tokens: Tensor | None) -> None:
         """Take the batch of a forward pass with gradients, unless it is one of evaluation."""
@@ -271,26 +247,8 @@ class StepWatcher:
         if not torch.is_grad_enabled():
             self._follow("evaluation", self._drawn)
             self._follow("evaluation", lambda: self._evaluated_on(tokens_of(args, kwargs), output))
-        elif self._calls:
-            self._keep(lambda: self._keep_outputs(self._calls[-1], output))
-
-    def _keep_outputs(self, call: ForwardCall, output: Any) -> None:
-        watch, self._pass = self._pass, None
-        if watch is not None:
-            call.before, why = watch.end(output)
-            self._keeps = self._keeps or watch.keeps
-            self._why_once = self._why_once or why or self._keeps
-        room = CALL_BYTES - sum(each.nbytes for each in self._calls)
-        if room < 0:
-            self._drop(f"the inputs of a step exceed {CALL_BYTES >> 20} MiB")
-        else:
-            call.keep({place: t for place, t in float_outputs(output).items() if t.requires_grad}, room)
-
-    def _end_watch(self) -> None:
-        """End the watch over a pass, also of one that ended in an error."""
-        if self._pass is not None:
-            self._pass.cancel()
-        self._pass = None
+        elif self._kept.calls:
+            self._keep(lambda: self._kept.end(output))
 
     def _after_gradient(self, parameter: Tensor) -> None:
         self._keep(lambda: self._keep_gradient(parameter))
@@ -426,15 +384,15 @@ class StepWatcher:
         self._follow("data", lambda: self._results.extend(check_ranks(self.num_steps + 1, told_by_rank)))
 
     def _take(self) -> None:
-        calls = [call for call in self._calls if call.has_gradients]
+        calls = [call for call in self._kept.calls if call.has_gradients]
         for call in calls:
             call.cross_entropy = cross_entropy_of(call) if call.sampled else None
         step = sampled_step(
             self.num_steps + 1, self.optimizer, self._inner, self._names, self._computed, self._previous, calls
         )
         step.ranks = self._ranks.num_summed
-        if self._why_dropped:
-            step.missing["calls"] = self._why_dropped
+        if self._kept.why_dropped:
+            step.missing["calls"] = self._kept.why_dropped
         self._capture = step
 
     @property
@@ -516,10 +474,8 @@ class StepWatcher:
     def _why_not_again(self) -> str | None:
         if self._is_sharded:
             return "parameters are sharded over ranks"
-        if self._why_once:
-            return self._why_once
-        if any(self._written.get(id(p), p._version) != p._version for p in self._inner.parameters()):
-            return "weights were written to since the forward pass, as by another optimizer"
+        if why := self._kept.why_not_again:
+            return why
         # A model's own exchange with other ranks must not be called by some of them alone.
         return (self._ranks.why_not(self.num_steps + 1) or None) if self._ranks.ranks > 1 else None
 
