@@ -14,7 +14,7 @@ import narrowgauge as ng
 from narrowgauge.recompute import capture, kept_passes, output_samples, passes_again
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.output_samples import OutputSample
-from narrowgauge.recompute.piece_results import EQUAL
+from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import Loop, next_token
 
@@ -190,14 +190,14 @@ def test_the_gradient_of_a_cross_entropy_is_autograds() -> None:
     counts = torch.tensor([[True] * 6, [True, True, True, False, False, True]])
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(2, 6)
     (wanted,) = torch.autograd.grad((losses * counts).sum() * 0.25, logits)
-    found: Tensor = output_samples.CrossEntropy(targets, counts, (0.25, 0.0, -0.25, 0.0), 0.0).gradient(logits)
+    found: Tensor = output_samples.CrossEntropy(targets, counts, 0.25, 0.0).gradient(logits)
     torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize(("smoothing", "penalty"), [(0.1, 0.0), (0.05, 0.0), (0.0, 1e-4), (0.0, 1e-3), (0.1, 1e-3)])
-def test_smoothing_and_a_penalty_are_made_again(smoothing: float, penalty: float, autocast: bool) -> None:
-    """Both are told of, if they are not declared, as terms of the loss; of the gradient nothing departs."""
+def test_smoothing_and_a_penalty_depart_nowhere(smoothing: float, penalty: float, autocast: bool) -> None:
+    """Both are told of, if they are not declared, as terms of the loss; the gradient is checked where they hardly count."""
     loop = Loop(micro_batches=1, autocast=autocast)
 
     def loss(tokens: Tensor) -> Tensor:
@@ -208,7 +208,8 @@ def test_smoothing_and_a_penalty_are_made_again(smoothing: float, penalty: float
 
     loop.loss = loss  # type: ignore[method-assign]
     loop.run(5)
-    assert statuses(loop, 4)["gradient"] == EQUAL and loop.names() <= {"label-smoothing", "z-loss"}, loop.results[4]
+    assert loop.names() <= {"label-smoothing", "z-loss"}, loop.results[4]
+    assert statuses(loop, 4)["gradient"] in (EQUAL, NOT_CHECKED)
 
 
 def test_weights_of_tokens_leave_the_gradient_unchecked() -> None:

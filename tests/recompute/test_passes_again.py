@@ -102,6 +102,38 @@ def test_parts_of_a_loss_may_go_back_one_by_one() -> None:
     assert {statuses(loop, 4)[piece] for piece in ("loss", "gradient")} == {EQUAL}
 
 
+def test_gradients_that_are_computed_for_a_weight_of_the_loss_are_not_of_the_step() -> None:
+    """As an adaptive weight of a loss does, by autograd.grad before the backward pass."""
+    loop = Loop()
+
+    def backward(tokens: Tensor, number: int) -> None:
+        loss = loop.loss(tokens)
+        torch.autograd.grad(loss, loop.model.norm.weight, retain_graph=True)
+        loss.backward()
+
+    loop.backward = backward  # type: ignore[method-assign]
+    loop.run(4)
+    assert not loop.findings()
+    assert {statuses(loop, 4)[piece] for piece in ("loss", "gradient")} == {EQUAL}
+
+
+def test_a_pass_that_writes_to_its_own_weights_is_of_the_step() -> None:
+    loop = Loop(micro_batches=2)
+    loop.model.embedding.max_norm = 0.5
+    loop.run(4)
+    assert "loss-scaled" not in loop.names() and statuses(loop, 4)["loss"] == EQUAL
+
+
+def test_an_output_that_is_a_parameter_leaves_no_hook() -> None:
+    loop = Loop()
+    bias, plain = nn.Parameter(torch.zeros(())), loop.model.forward
+    loop.model.bias = bias
+    loop.model.forward = lambda tokens: (plain(tokens), bias)  # type: ignore[method-assign, assignment]
+    loop.loss = lambda tokens: next_token(sum(loop.model(tokens[:, :-1])), tokens) / 2  # type: ignore[method-assign, arg-type]
+    loop.run(4)
+    assert not {each.name for each in loop.findings()} - {"no-group"} and not bias._backward_hooks
+
+
 def test_an_output_that_the_loop_writes_into_is_not_checked() -> None:
     loop = Loop()
     loop.loss = lambda tokens: next_token(loop.model(tokens[:, :-1]).div_(2.0), tokens) / 2  # type: ignore[method-assign]

@@ -78,6 +78,18 @@ class Balance(Around):
         return self.block(x) + self.bias
 
 
+class OfNumpy(Around):
+    """A bias in an array, which each pass moves."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.bias = np.zeros(WIDTH, np.float32)
+
+    def forward(self, x: Tensor) -> Any:
+        self.bias += 0.1
+        return self.block(x) + torch.from_numpy(self.bias)
+
+
 class History(Around):
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
@@ -141,6 +153,7 @@ LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
     "Python's generator": (wrapped(OwnRandom), "blocks.0.generator"),
     "NumPy's generator": (wrapped(OwnNumpy), "blocks.0.generator"),
     "a tensor that is no buffer": (wrapped(Balance), "blocks.0.bias"),
+    "an array": (wrapped(OfNumpy), "blocks.0.bias"),
     "a list in a dict": (wrapped(History), "blocks.0.seen"),
     "losses in a list of the module": (wrapped(Auxiliary), "LOSSES"),
     "what hooks collect": (with_hooks, "elsewhere than in its outputs"),

@@ -178,6 +178,7 @@ class ForwardCall:
         outputs: its floating-point outputs, detached, by their place, as far as they are kept whole.
         versions: how often each of those had been written to when the pass ended.
         gradients: what arrived at those outputs, together; filled in by the backward passes.
+        settled: the outputs at which what arrived is of a backward pass that left gradients in parameters.
         sampled: those outputs that are too large, likewise.
         cross_entropy: the loss of sampled logits, where it is known.
     """
@@ -191,6 +192,7 @@ class ForwardCall:
     outputs: dict[str, Tensor] = field(default_factory=dict)
     versions: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
+    settled: set[str] = field(default_factory=set)
     sampled: dict[str, OutputSample] = field(default_factory=dict)
     cross_entropy: CrossEntropy | None = None
 
@@ -212,7 +214,14 @@ class ForwardCall:
 
     def _arrived(self, place: str, gradient: Tensor) -> None:
         before, now = self.gradients.get(place), gradient.detach()
-        self.gradients[place] = now if before is None else before + now  # as where parts of the loss go back one by one
+        # Parts of the loss may go back one by one; what autograd.grad computed before goes nowhere.
+        self.gradients[place] = before + now if before is not None and place in self.settled else now
+
+    def settle(self) -> None:
+        """What has arrived until now is of a backward pass that left gradients."""
+        self.settled.update(self.gradients)
+        for sample in self.sampled.values():
+            sample.is_settled = sample.has_gradient
 
     @property
     def has_gradients(self) -> bool:

@@ -119,7 +119,11 @@ def _passes_again(
 def _spacing_of_passes(calls: Sequence[ForwardCall], parameters: Tensors) -> Iterator[float]:
     """The spacings at 1 of the formats in which passes compute."""
     for call in calls:
-        formats = {p.dtype for p in parameters.values()} if call.autocast is None else {call.autocast}
+        formats = (
+            {p.dtype for p in parameters.values() if p.is_floating_point()}
+            if call.autocast is None
+            else {call.autocast}
+        )
         yield from (torch.finfo(each).eps for each in formats)
 
 

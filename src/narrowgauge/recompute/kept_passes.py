@@ -33,7 +33,7 @@ class KeptPasses:
         self.calls: list[ForwardCall] = []
         self.why_dropped, self._why_once = "", ""
         self._written: dict[int, int] = {}
-        self.end_watch()
+        self._watch = None
 
     def drop(self, why: str) -> None:
         """Keep none of this step."""
@@ -41,12 +41,9 @@ class KeptPasses:
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A pass begins: keep its inputs, and watch what it changes."""
-        written = {id(p): p._version for p in self._model.parameters()}
-        if self.calls and written != self._written:  # at other weights, as of a search for sharp directions
+        if self.calls and self._is_written:  # at other weights, as of a search for sharp directions
             self.calls = []
-        self._written = written
         is_first = not self.calls
-        self.end_watch()
         self._watch = PassWatch(self._model, is_first, asks_collector=is_first and not self._has_asked)
         self._has_asked = True
         device = next(self._model.parameters()).device
@@ -58,27 +55,36 @@ class KeptPasses:
         """The pass ends: keep its outputs, and by hooks the gradients that will arrive there."""
         watch, self._watch = self._watch, None
         call = self.calls[-1]
+        self._written = {id(p): p._version for p in self._model.parameters()}
         if watch is not None:
             call.before, why = watch.end(output)
             self._keeps = self._keeps or watch.keeps
             self._why_once = self._why_once or why or self._keeps
+        outputs = {place: t for place, t in float_outputs(output).items() if t.requires_grad}
+        if any(t.is_leaf for t in outputs.values()):
+            self.drop("an output of the model is a parameter")
+            return
         room = CALL_BYTES - sum(each.nbytes for each in self.calls)
         if room < 0:
             self.drop(f"the inputs of a step exceed {CALL_BYTES >> 20} MiB")
         else:
-            call.keep({place: t for place, t in float_outputs(output).items() if t.requires_grad}, room)
+            call.keep(outputs, room)
 
-    def end_watch(self) -> None:
-        """End the watch over a pass, also of one that ended in an error."""
-        if self._watch is not None:
-            self._watch.cancel()
-        self._watch = None
+    def settle(self) -> None:
+        """A backward pass left a gradient in a parameter, so what arrived at outputs before is of it."""
+        for call in self.calls:
+            call.settle()
+
+    @property
+    def _is_written(self) -> bool:
+        """Whether a parameter was written to since the last pass."""
+        return any(self._written.get(id(p), p._version) != p._version for p in self._model.parameters())
 
     @property
     def why_not_again(self) -> str:
         """Why they cannot be taken again, or empty."""
         if self._why_once:
             return self._why_once
-        if any(self._written.get(id(p), p._version) != p._version for p in self._model.parameters()):
+        if self._is_written:
             return "weights were written to since the forward pass, as by another optimizer"
         return ""

@@ -19,7 +19,7 @@ from torch import Tensor
 from narrowgauge.recompute.capture import ForwardCall, StepCapture
 from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.gradient_piece import what_it_equals
-from narrowgauge.recompute.output_samples import CrossEntropy, terms_of_cross_entropy
+from narrowgauge.recompute.output_samples import CrossEntropy
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.task import Task
 
@@ -39,7 +39,7 @@ _FEWEST = 8
 """Padded positions that say whether padding counts."""
 _UNEVEN = 0.05
 """Of the weight of a position, by which it counts otherwise than another."""
-_PLAIN = 1e-3
+_PLAIN = 1e-5
 """Of its gradient: what a cross entropy that is computed again may have besides."""
 
 
@@ -216,13 +216,14 @@ def cross_entropy_of(call: ForwardCall) -> CrossEntropy | None:
         return None
     # Of all sampled elements together: what each was rounded by averages out.
     d, z = (t.double().cpu()[known] for t in (sample.gradients, sample.values))
-    factors, rest = fitted(d.flatten(), terms_of_cross_entropy(z, found.target[known]))
+    form = z.softmax(-1)
+    form.scatter_add_(1, found.target[known][:, None], torch.full((len(form), 1), -1.0, dtype=torch.float64))
+    (weight,), rest = fitted(d.flatten(), [form.flatten()])
     unexplained = rest / float(d.norm())
-    if unexplained > max(_PLAIN, eps):  # a term that is none of these, which averages out nowhere
+    if unexplained > max(_PLAIN, eps):  # smoothing, a penalty, or another term, none of which averages out
         return None
-    of_p, of_partition, of_target, of_all = factors
     error = _SIGMAS * unexplained / math.sqrt(len(d)) + 4 * torch.finfo(torch.float32).eps
-    return CrossEntropy(sample.lowest, sample.counts, (of_p, of_partition, of_target, of_all), error)
+    return CrossEntropy(sample.lowest, sample.counts, weight, error)
 
 
 # ── which token is predicted ──────────────────────────────────────────────────────────────────────────────────────────

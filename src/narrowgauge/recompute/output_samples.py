@@ -1,10 +1,10 @@
 """What is kept of outputs that are too large: some positions, from which the loss is read, and what makes the rest again.
 
 Logits of 8 × 2,048 tokens over 128,000 words take 4 GB in bfloat16, and their gradient as much. The loss is read from a few
-positions of both. The gradient of a cross entropy is ``w · (p − q)`` at every position; smoothed targets and a penalty on the
-partition function Z make it ``w · ((1 + 2 c log Z) p − (1 − s) q − s / V)``. The targets ``q`` of all positions are where the
-gradient is lowest; with them and with the factors that the sample tells, the whole of it is computed again from logits that are
-computed again.
+positions of both. The gradient of a cross entropy is ``w · (p − q)`` at every position: with the targets ``q`` of all positions,
+which are where the gradient is lowest, and the weight ``w`` that the sample tells, the whole of it is computed again from logits
+that are computed again. Smoothed targets and a penalty push a token down of which the model is sure, so its target cannot be read
+off, and the gradient is not computed again.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class OutputSample:
         values, gradients: at these, ``[positions, features]``; gradients are there after the backward pass.
         lowest: at every position the feature with the lowest gradient, int64 ``[batch, sequence]``.
         counts: at every position whether any gradient is not zero, bool ``[batch, sequence]``.
+        is_settled: what arrived is of a backward pass that left gradients in parameters.
     """
 
     shape: torch.Size
@@ -41,6 +42,7 @@ class OutputSample:
     lowest: Tensor | None = None
     counts: Tensor | None = None
     has_gradient: bool = False
+    is_settled: bool = False
 
     @classmethod
     def of(cls, output: Tensor, room: int) -> OutputSample:
@@ -69,7 +71,7 @@ class OutputSample:
         lowest, now = gradient.detach().min(-1), self.at(gradient)
         # Where the model is certain of the target, the others' gradients are all that is left.
         counts = (lowest.values < 0) | (gradient.detach().amax(-1) > 0)
-        if self.gradients is None or self.lowest is None or self.counts is None:
+        if self.gradients is None or self.lowest is None or self.counts is None or not self.is_settled:
             self.gradients, self.lowest, self.counts = now, lowest.indices, counts
             return
         # Parts of the loss went back one by one, each of other positions.
@@ -107,17 +109,17 @@ def _at(tensor: Tensor, chosen: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """A cross entropy of logits in which all positions that count do so alike.
+    """A cross entropy of logits in which all positions that count do so alike, without smoothing or a penalty.
 
     Args:
         targets, counts: at every position its target, and whether it counts, ``[batch, sequence]``.
-        factors: by which the terms of :func:`terms_of_cross_entropy` are multiplied at each position that counts.
+        weight: of each position that counts, with whatever the loss was multiplied by.
         error: of the gradient, relative.
     """
 
     targets: Tensor
     counts: Tensor
-    factors: tuple[float, float, float, float]
+    weight: float
     error: float
 
     def gradient(self, logits: Tensor) -> Tensor:
@@ -125,29 +127,6 @@ class CrossEntropy:
 
         Cost: the logits once in float32, as the loss itself takes.
         """
-        of_p, of_partition, of_target, of_all = self.factors
-        found, log_partition = probabilities(logits.detach().float())
-        found.mul_((of_p + of_partition * log_partition)[..., None]).add_(of_all / logits.shape[-1])
-        found.scatter_add_(-1, self.targets[..., None], torch.full_like(found[..., :1], of_target))
-        return found.mul_(self.counts[..., None]).to(logits.dtype)
-
-
-def probabilities(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The softmax of logits, and the logarithm of its partition function without the last dim."""
-    log_partition = logits.logsumexp(-1)
-    return (logits - log_partition[..., None]).exp_(), log_partition
-
-
-def terms_of_cross_entropy(logits: Tensor, targets: Tensor) -> list[Tensor]:
-    """What the gradient of a cross entropy of some positions is a sum of, each ``[positions · vocabulary]``.
-
-    Args:
-        logits: ``[positions, vocabulary]``, float64.
-        targets: int64 ``[positions]``.
-    Returns:
-        The probabilities; these times the logarithm of the partition function; one at the target; 1 / vocabulary everywhere.
-    """
-    p, log_partition = probabilities(logits)
-    one = torch.zeros_like(p).scatter_(1, targets[:, None], 1.0)
-    terms = (p, p * log_partition[:, None], one, torch.full_like(p, 1.0 / p.shape[1]))
-    return [term.flatten() for term in terms]
+        found = logits.detach().float().softmax(-1)
+        found.scatter_add_(-1, self.targets[..., None], torch.full_like(found[..., :1], -1.0))
+        return found.mul_(self.weight * self.counts[..., None]).to(logits.dtype)

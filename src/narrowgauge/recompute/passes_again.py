@@ -248,6 +248,9 @@ def moved_by_half_a_spacing(parameters: Tensors, seed: int = 0) -> Tensors:
     generator = torch.Generator().manual_seed(seed)
     result = {}
     for name, p in parameters.items():
+        if not p.is_floating_point():
+            result[name] = p
+            continue
         signs = random_signs(p.shape, generator).to(p.device).to(torch.float32)
         unit = torch.finfo(p.dtype).eps
         if p.dtype in (torch.bfloat16, torch.float16):

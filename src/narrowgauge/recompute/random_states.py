@@ -1,4 +1,4 @@
-"""The random generators that a model's forward pass may draw from: PyTorch's on every device, Python's, and NumPy's.
+"""The random generators that a model's forward pass may draw from: PyTorch's on the CPU and on GPUs, Python's, and NumPy's.
 
 Stochastic depth and LayerDrop often draw from :mod:`random`, once for each layer.
 """
@@ -62,8 +62,8 @@ class RandomStates:
 
     def equals(self, other: RandomStates) -> bool:
         """Whether PyTorch's generators draw the same next."""
-        pairs = zip((self.cpu, *self.cuda), (other.cpu, *other.cuda), strict=True)
-        return all(one.equal(another) for one, another in pairs)
+        own, others = (self.cpu, *self.cuda), (other.cpu, *other.cuda)
+        return len(own) == len(others) and all(map(torch.equal, own, others))
 
 
 def _numpy_random() -> Any:

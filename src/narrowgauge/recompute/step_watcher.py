@@ -63,7 +63,7 @@ _FEW = 8
 _NOTHING_KEPT = "this rank kept nothing of the step"
 _OF_PASSES = ("loss-scaled", "micro-batches-uneven")
 """Causes of the loss that say how often passes count, which may be several at other weights on purpose."""
-_OF_TERMS = ("", "part", "decay-in-gradient", "gradient-kept")
+_OF_TERMS = ("", "decay-in-gradient")
 """Causes of a gradient that a further term of the loss looks like."""
 _OF_CAUSAL_MODELS = ("sees-future", "past-unseen", "order-unseen")
 Report = Callable[[int, list[PieceResult]], object]
@@ -154,7 +154,6 @@ class StepWatcher:
 
     def remove(self) -> None:
         """Remove every hook."""
-        self._kept.end_watch()
         for handle in [*self._handles, *self._on_gradients]:
             handle.remove()
         self._handles, self._on_gradients = [], []
@@ -181,9 +180,7 @@ class StepWatcher:
         if torch.compiler.is_compiling() or self.is_own_pass or module is not self._inner:
             return
         if not torch.is_grad_enabled():
-            self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
-            is_asked = module.training and not self._modes
-            self._random = RandomStates.now() if is_asked else None
+            self._follow("evaluation", lambda: self._look_at_modes(module))
         else:
             self._keep(self._forget_skipped)
             self._keep(self._take_means)
@@ -191,6 +188,10 @@ class StepWatcher:
             self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
             if not self._kept.why_dropped:
                 self._keep(lambda: self._kept.begin(args, kwargs))
+
+    def _look_at_modes(self, module: nn.Module) -> None:
+        self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
+        self._random = RandomStates.now() if module.training and not self._modes else None
 
     def _keep(self, function: Callable[[], object]) -> None:
         """Keep something of a pass of an audited step; after an error of its own, the inputs and outputs of none."""
@@ -254,6 +255,7 @@ class StepWatcher:
         self._keep(lambda: self._keep_gradient(parameter))
 
     def _keep_gradient(self, parameter: Tensor) -> None:
+        self._kept.settle()
         if (gradient := gradient_of(parameter)) is not None:
             self._computed[id(parameter)] = LeftByBackward.of(gradient, self._computed.get(id(parameter)))
 
