@@ -18,6 +18,7 @@ from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.passes_again import chosen_parameters
 from narrowgauge.recompute.piece_results import EQUAL
 from narrowgauge.recompute.random_states import RandomStates, kept
+from narrowgauge.recompute.step_watcher import StepWatcher
 from recompute.audited_loop import WIDTH, Loop, Model, next_token
 
 
@@ -75,16 +76,14 @@ MODELS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Any], Callable[[Any, 
 @pytest.mark.parametrize("name", MODELS)
 def test_each_gradient_begins_once(name: str) -> None:
     made, loss = MODELS[name]
-    loop = Loop()
-    model = Outputs(made)
+    loop, model = Loop(every=0), Outputs(made)
     model.load_state_dict(loop.model.state_dict())
-    again = Loop(every=0)
-    again.model, again.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-    again.loss = lambda tokens: loss(model(tokens[:, :-1]), tokens)  # type: ignore[method-assign]
-    again.watcher = type(loop.watcher)(model, again.optimizer, 2, again.keep)  # type: ignore[misc, arg-type]
-    again.run(4)
-    assert not again.findings()
-    assert statuses(again, 4)["gradient"] == EQUAL, again.results[4]
+    loop.model, loop.optimizer = model, torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+    loop.loss = lambda tokens: loss(model(tokens[:, :-1]), tokens)  # type: ignore[method-assign]
+    loop.watcher = StepWatcher(model, loop.optimizer, 2, loop.keep)
+    loop.run(4)
+    assert not loop.findings()
+    assert statuses(loop, 4)["gradient"] == EQUAL, loop.results[4]
 
 
 def test_parts_of_a_loss_may_go_back_one_by_one() -> None:

@@ -64,9 +64,14 @@ def spread(tensor: Tensor, most: int = ELEMENTS) -> Tensor:
     return flat[::stride].clone()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """A copy of all elements, in place of :func:`spread`; 1-D."""
-    return tensor.detach().reshape(-1).clone()
+def spread_on_cpu(tensor: Tensor) -> Tensor:
+    """The copy that :func:`spread` makes, on the CPU; waits for a device."""
+    return spread(tensor).cpu()
+
+
+def whole_on_cpu(tensor: Tensor) -> Tensor:
+    """A copy of all elements on the CPU, in place of :func:`spread_on_cpu`; 1-D."""
+    return tensor.detach().reshape(-1).clone().cpu()
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

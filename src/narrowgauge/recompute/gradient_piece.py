@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from narrowgauge.recompute.capture import ForwardCall, ParameterSample, StepCapture, spread
+from narrowgauge.recompute.capture import ForwardCall, ParameterSample, StepCapture, spread_on_cpu
 from narrowgauge.recompute.fitting import fitted, near
 from narrowgauge.recompute.passes_again import (
     MOST_PARAMETERS,
@@ -106,11 +106,11 @@ def _passes_again(
     for call in calls:
         again = PassAgain(model, call)
         found, other = again.gradients(parameters), again.gradients(moved)
-        passes.append({name: None if g is None else spread(g).double().cpu() for name, g in found.items()})
+        passes.append({name: None if g is None else spread_on_cpu(g).double() for name, g in found.items()})
         for name, g in other.items():
             now = passes[-1][name]
             if g is not None and now is not None:
-                apart = spread(g).double().cpu() - now
+                apart = spread_on_cpu(g).double() - now
                 spreads[name] = spreads[name] + apart if name in spreads else apart
         del found, other
     return passes, spreads
@@ -165,7 +165,7 @@ def _of_parameter(
         if sample.computed is None and any(bool(t.any()) for t in known):
             return replace(result, status=DEPARTS, difference=1.0, cause="gradient-missing")
         return result
-    expected, actual = sum(known[1:], known[0]), sample.computed.double().cpu()
+    expected, actual = sum(known[1:], known[0]), sample.computed.double()
     if not bool(actual.isfinite().all()) or not bool(expected.isfinite().all()):
         return result
     length = max(float(expected.norm()), 1e-300)
@@ -205,11 +205,11 @@ def _cause(
                 return "micro-batch-missing", {"missing": ", ".join(map(str, absent)), "of": len(terms)}
             return "micro-batches-weighted", {"factors": ", ".join(f"{f:.3g}" for f in factors)}
     if sample.previous is not None:
-        last = sample.previous.double().cpu()
+        last = sample.previous.double()
         (factor, share), rest = fitted(actual, [expected, last])
         if rest <= tolerance and share >= _LEAST_KEPT:
             return _of_last(factor, share)
-    (factor, taken), rest = fitted(actual, [expected, sample.weight.double().cpu()])
+    (factor, taken), rest = fitted(actual, [expected, sample.weight.double()])
     if rest <= tolerance and taken > 0:
         return "decay-in-gradient", {"value": taken}
     sums = terms if len(terms) > 1 else ()
@@ -229,7 +229,7 @@ def _cause(
         )
     if sample.previous is not None:
         # What was kept of the steps before the last one is in neither term: this one need not agree to rounding.
-        (factor, share), rest = fitted(actual, [expected, sample.previous.double().cpu()])
+        (factor, share), rest = fitted(actual, [expected, sample.previous.double()])
         if rest <= 0.1 * distance and share >= _LEAST_KEPT:
             return _of_last(factor, share)
     is_apart = (actual - expected).abs() > 1e-3 * expected.abs().clamp_min(1e-30)
@@ -458,7 +458,7 @@ def check_after_backward(step: StepCapture, limit: float | None = None) -> list[
     results = []
     for name, sample in compared.items():
         assert sample.gradient is not None and sample.computed is not None
-        expected, actual = common * sample.computed.double().cpu(), sample.gradient.double().cpu()
+        expected, actual = common * sample.computed.double(), sample.gradient.double()
         length = max(float(expected.norm()), 1e-300)
         result = PieceResult(PIECE, EQUAL, (name,), step=step.step)
         is_factor = name in factors and _is_factor(sample, factors[name], common)

@@ -17,7 +17,7 @@ from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.optim import codec
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.recompute.capture import STATES, gradient_of, spread
+from narrowgauge.recompute.capture import STATES, gradient_of, spread_on_cpu
 from narrowgauge.recompute.stored_values import Rounding
 from narrowgauge.spec.storages import Code
 
@@ -76,7 +76,7 @@ def _norm(gradients: Sequence[Tensor]) -> float:
 
 
 def roundings_of(
-    optimizer: torch.optim.Optimizer, parameter: Tensor, take: Callable[[Tensor], Tensor] = spread
+    optimizer: torch.optim.Optimizer, parameter: Tensor, take: Callable[[Tensor], Tensor] = spread_on_cpu
 ) -> dict[str, Rounding]:
     """How the weight and the states of a parameter were rounded in the last step; those in float32 or more are left out."""
     state = optimizer.packed_state(parameter) if isinstance(optimizer, Optimizer) else None
@@ -92,7 +92,7 @@ def _rounding(state: ParameterState, name: str, code: Code, take: Callable[[Tens
     if code.scaled:
         back = codec.multipliers(code, state.bounds[name])[1].double().log2() - (code.lowest + 126)
         rows = back.reshape(*state.parameter.shape[:-1], 1)
-        ends = take(rows.expand(state.parameter.shape)).cpu()
+        ends = take(rows.expand(state.parameter.shape))
     if storage.arithmetic == "expansion":
         unit = 2.0 ** -(storage.weight.mantissa_bits + 1)
         # Every operation ends at the format's own subnormals, too.

@@ -182,11 +182,10 @@ def roots_of(call: ForwardCall, outputs: Tensors) -> dict[str, Tensor | None]:
     Raises:
         NotAgain: an output was kept in part, and what arrived there is not what came through others.
     """
-    places = [place for place in call.reached if outputs[place].grad_fn is not None]
-    # An output depends on none that was computed after it.
-    places.sort(key=lambda place: outputs[place].grad_fn._sequence_nr(), reverse=True)  # type: ignore[union-attr]
+    nodes = {place: node for place in call.reached if (node := outputs[place].grad_fn) is not None}
     roots: dict[str, Tensor | None] = {}
-    for place in places:
+    # An output depends on none that was computed after it.
+    for place in sorted(nodes, key=lambda place: nodes[place]._sequence_nr(), reverse=True):
         through = _through(roots, place, outputs)
         if (arrived := call.gradients.get(place)) is not None:
             begun = arrived if through is None else arrived - through

@@ -2,7 +2,7 @@
 
 Attributes that a pass binds anew, such as counters and auxiliary losses, and buffers that it writes to are kept as they were
 before it: another pass begins with them, and the run gets its own back. What else a pass leaves behind is found while the run
-takes one of its own, and then none is taken again. That are objects that it changes, such as lists and generators of the model's
+takes one of its own, and then none is taken again. These are objects that it changes, such as lists and generators of the model's
 own, and tensors of the autograd graph that something keeps, such as a list of auxiliary losses or what a hook collects: the loop
 would add those of another pass to its loss.
 """
@@ -110,7 +110,7 @@ class PassWatch:
     def _kept(self, made: list[Tensor], output: Any) -> str:
         given = {id(t) for t in _held_by(output)} | (self._graph or set())
         kept = [t for t in made if id(t) not in given]
-        made.clear()
+        made.clear()  # a list that holds them, too
         restored = {id(vars(module)) for module in self._model.modules()}
         holders = gc.get_referrers(*kept) if kept else []
         if any(each is not kept and id(each) not in restored and type(each) is not FrameType for each in holders):

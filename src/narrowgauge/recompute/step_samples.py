@@ -22,10 +22,10 @@ from narrowgauge.recompute.capture import (
     number_of,
     rule_of,
     settings_of,
-    spread,
+    spread_on_cpu,
     states_of,
     weight_of,
-    whole,
+    whole_on_cpu,
 )
 from narrowgauge.recompute.computed_gradients import LeftByBackward
 from narrowgauge.recompute.other_counts import shared_counts
@@ -79,7 +79,7 @@ def sampled_step(
             sample = _sampled(name, optimizer, parameter, settings, own.factor)
             if (cost := _products(sample, parameter)) is not None and cost <= products:
                 products -= cost
-                sample.whole = _sampled(name, optimizer, parameter, settings, own.factor, whole)
+                sample.whole = _sampled(name, optimizer, parameter, settings, own.factor, whole_on_cpu)
             last = previous.get(id(parameter))
             sample.group, sample.previous = index, None if last is None else last.cpu()
             sample.listed = listed[id(parameter)]
@@ -90,7 +90,7 @@ def sampled_step(
             step.parameters[name] = sample
     named = dict(model.named_parameters())
     step.outside = {
-        plain_name(n): spread(p).cpu() for n, p in named.items() if p.grad is not None and id(p) not in listed
+        plain_name(n): spread_on_cpu(p) for n, p in named.items() if p.grad is not None and id(p) not in listed
     }
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     step.embeddings = tuple(plain_name(n) for n, p in named.items() if any(p is table for table in tables))
@@ -115,10 +115,10 @@ def _sampled(
     parameter: Tensor,
     settings: dict[str, Any],
     factor: float,
-    take: Callable[[Tensor], Tensor] = spread,
+    take: Callable[[Tensor], Tensor] = spread_on_cpu,
 ) -> ParameterSample:
     gradient = gradient_of(parameter)
-    gradient = None if gradient is None else take(gradient).cpu()
+    gradient = None if gradient is None else take(gradient)
     if gradient is not None and isinstance(optimizer, Optimizer):
         # Its rule computes in float32 with gradients of any format.
         gradient = (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
@@ -127,18 +127,14 @@ def _sampled(
         parameter.shape,
         parameter.dtype,
         settings,
-        weight=take(weight_of(optimizer, parameter)).cpu(),
-        states=_states(optimizer, parameter, take),
+        weight=take(weight_of(optimizer, parameter)),
+        states=states_of(optimizer, parameter, take),
         gradient=gradient,
         gradient_eps=0.0 if parameter.grad is None else torch.finfo(parameter.grad.dtype).eps,
         number_before=number_of(optimizer, parameter),
         requires_grad=parameter.requires_grad,
         rule=rule_of(optimizer, parameter),
     )
-
-
-def _states(optimizer: torch.optim.Optimizer, parameter: Tensor, take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    return {name: state.cpu() for name, state in states_of(optimizer, parameter, take).items()}
 
 
 def add_results(step: StepCapture, optimizer: torch.optim.Optimizer, held: Mapping[str, Tensor]) -> None:
@@ -148,10 +144,10 @@ def add_results(step: StepCapture, optimizer: torch.optim.Optimizer, held: Mappi
         held: the optimizer's parameters by the names of the samples.
     """
     for name, sample in step.parameters.items():
-        for each, take in ((sample, spread), (sample.whole, whole)):
+        for each, take in ((sample, spread_on_cpu), (sample.whole, whole_on_cpu)):
             if each is not None and (parameter := held.get(name)) is not None:
-                each.weight_after = take(weight_of(optimizer, parameter)).cpu()
-                each.states_after = _states(optimizer, parameter, take)
+                each.weight_after = take(weight_of(optimizer, parameter))
+                each.states_after = states_of(optimizer, parameter, take)
                 each.number = number_of(optimizer, parameter)
                 each.roundings = roundings_of(optimizer, parameter, take)
     stepped = [sample for sample in step.parameters.values() if sample.gradient is not None]

@@ -31,6 +31,7 @@ from narrowgauge.recompute.capture import (
     number_of,
     rule_of,
     spread,
+    spread_on_cpu,
     states_of,
     sum_of_squares,
     tokens_of,
@@ -451,7 +452,7 @@ class StepWatcher:
         return [*passes, *named, *changed, *clip]
 
     def _passes(self, step: StepCapture) -> list[PieceResult]:
-        if (why := step.missing.get("calls") or self._why_not_again()) is not None:
+        if why := step.missing.get("calls") or self._why_not_again():
             pieces = ("forward", "gradient")
             return [*check_loss(step, self.task), *(not_checked(piece, why, step.step) for piece in pieces)]
         loss = check_loss(step, self.task)
@@ -473,13 +474,13 @@ class StepWatcher:
             ]
         return [*loss, *forward, *backward]
 
-    def _why_not_again(self) -> str | None:
+    def _why_not_again(self) -> str:
         if self._is_sharded:
             return "parameters are sharded over ranks"
         if why := self._kept.why_not_again:
             return why
         # A model's own exchange with other ranks must not be called by some of them alone.
-        return (self._ranks.why_not(self.num_steps + 1) or None) if self._ranks.ranks > 1 else None
+        return self._ranks.why_not(self.num_steps + 1) if self._ranks.ranks > 1 else ""
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         step, self._capture = self._capture, None
@@ -534,7 +535,7 @@ class StepWatcher:
         begun = getattr(averages, "n_averaged", None)  # AveragedModel's, which may begin late
         if averages is None or (isinstance(begun, Tensor) and not begun.any()):
             return {}
-        return {plain_name(n).removeprefix("module."): spread(p).cpu() for n, p in averages.named_parameters()}
+        return {plain_name(n).removeprefix("module."): spread_on_cpu(p) for n, p in averages.named_parameters()}
 
     def _keep_few(self) -> None:
         is_known = bool(rule_of(self.optimizer)) and self._left is None
@@ -558,9 +559,9 @@ class StepWatcher:
         named = {plain_name(n): p for n, p in self._inner.named_parameters()}
         found = check_between(
             left,
-            {name: spread(weight_of(optimizer, p)).cpu() for name, p in held.items()},
-            {name: {n: s.cpu() for n, s in states_of(optimizer, p).items()} for name, p in held.items()},
-            {name: spread(named[name]).cpu() for name in left.outside if name in named},
+            {name: spread_on_cpu(weight_of(optimizer, p)) for name, p in held.items()},
+            {name: states_of(optimizer, p, spread_on_cpu) for name, p in held.items()},
+            {name: spread_on_cpu(named[name]) for name in left.outside if name in named},
             {name: number_of(optimizer, p) for name, p in held.items()},
         )
         self._results.extend(self._not_meant(found))

@@ -134,11 +134,7 @@ class RunRecorder:
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
-        if not isinstance(self.optimizer, torch.optim.Optimizer):
-            raise RecipeError(
-                f"RunRecorder follows one optimizer, and got a {type(self.optimizer).__name__}.",
-                "Pass the one that steps last; ng.check takes several.",
-            )
+        _require_one(self.optimizer)
         names = names_in(loggers)
         require_loggers(names)
         policy = recipe_in_use(model, self.optimizer) if recipe is None else parse_value(recipe)
@@ -390,6 +386,15 @@ def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | 
     goes_on = all_ranks().of_first(lambda: resume and is_run(folder))
     writer = first_writer(folder, lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
     return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
+
+
+def _require_one(optimizer: Any) -> None:
+    """Refuse what is no optimizer, such as a list of several."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise RecipeError(
+            f"RunRecorder follows one optimizer, and got a {type(optimizer).__name__}.",
+            "Pass the one that steps last; ng.check takes several.",
+        )
 
 
 def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
