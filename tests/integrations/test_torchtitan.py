@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import runpy
 import shutil
 from collections.abc import Callable, Iterator
@@ -42,11 +43,12 @@ _ENVIRONMENT = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR"
 
 @pytest.fixture(autouse=True, scope="module")
 def one_rank() -> Iterator[None]:
-    """The environment of torchrun with one process."""
+    """The environment of torchrun with one process; Python collects garbage again afterwards, which a Trainer turns off."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in _ENVIRONMENT.items():
             patch.setenv(name, value)
         yield
+    gc.enable()
 
 
 def recorded(folder: Path, steps: int | None = None, change: Callable[[Any], Any] | None = None) -> Trained:
