@@ -20,9 +20,9 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import LENGTH, WIDTH, Loop
-from recompute.test_moved_sequences import MASK, POSITIONS, watched
-from recompute.test_other_counts import WrittenAdamW, halved
-from recompute.test_schedules import MADE, SGD, Scheduled
+from recompute.pieces.test_moved_sequences import MASK, POSITIONS, watched
+from recompute.pieces.test_schedules import MADE, SGD, Scheduled
+from recompute.rules.test_other_counts import WrittenAdamW, halved
 
 
 @dataclass

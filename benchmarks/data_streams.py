@@ -26,8 +26,8 @@ import numpy as np
 import torch
 from timing import Report, Row, parser
 
-from narrowgauge.recompute.data_piece import DataHistory
 from narrowgauge.recompute.piece_results import DEPARTS
+from narrowgauge.recompute.pieces.data import DataHistory
 
 LENGTH, ASKED = 64, 10
 Batches = Iterator[np.ndarray]

@@ -28,7 +28,7 @@ from timing import Report, Row, parser
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import narrowgauge as ng
 from narrowgauge.recompute.piece_results import DEPARTS
-from narrowgauge.recompute.rounded_update import LOST
+from narrowgauge.recompute.rules.rounded_update import LOST
 from narrowgauge.spec.storages import STORAGES
 from recompute.audited_loop import Loop
 

@@ -88,7 +88,7 @@ def expected(source: str) -> set[str]:
 
 
 def test_each_departure_is_expected_by_a_test() -> None:
-    files = [path for path in Path(__file__).parent.glob("test_*.py") if path != Path(__file__)]
+    files = [path for path in Path(__file__).parent.rglob("test_*.py") if path != Path(__file__)]
     named = set().union(*(expected(path.read_text("utf-8")) for path in files))
     assert not DEPARTURES.keys() - named, "rows of the table without a test that expects them"
 

@@ -14,14 +14,15 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-import narrowgauge.trainer.exporting as exporting
 from narrowgauge.errors import DataError, RecordError
+from narrowgauge.trainer import exporting
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.corpus import Document, Texts
 from narrowgauge.trainer.data.tokens import END_OF_TEXT, train_tokenizer
-from narrowgauge.trainer.exporting import continue_text, write_folder
+from narrowgauge.trainer.exporting import write_folder
 from narrowgauge.trainer.language_model import build
 from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.text_sampling import continue_text
 
 TEXT = "def add(one, two):\n    return one + two\n\n" * 20
 

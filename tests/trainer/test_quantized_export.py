@@ -14,7 +14,7 @@ from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.matmul.inference import QuantizedLinear, inference_bytes, quantize_for_inference, with_codes
 from narrowgauge.matmul.outlier_search import find_outlier_columns, missed_outliers
 from narrowgauge.spec.computes import COMPUTES, stored_bytes
-from narrowgauge.trainer import exporting, loop, quantized_export
+from narrowgauge.trainer import exporting, loop, quantized_export, text_sampling
 from narrowgauge.trainer.data.dataset import open_data
 from narrowgauge.trainer.quantized_export import export_quantized, load_quantized
 from trainer.tiny_runs import call, settings
@@ -141,7 +141,7 @@ def test_the_command_line_exports_and_samples(run: Path, tmp_path: Path) -> None
     sampled = call("sample", str(out), *words)
     assert sampled.exit_code == 0 and sampled.output.startswith("a")
     assert call("sample", str(out), *words).output == sampled.output
-    assert sampled.output.rstrip("\n") == exporting.sample(out, "a", 5, 0.0)
+    assert sampled.output.rstrip("\n") == text_sampling.sample(out, "a", 5, 0.0)
 
 
 @pytest.mark.parametrize(

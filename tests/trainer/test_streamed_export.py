@@ -16,11 +16,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 import narrowgauge as ng
-import narrowgauge.trainer.exporting as streamed_export
 from narrowgauge.checkpoints.saving import Saver, latest_checkpoint
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import RecordError
-from narrowgauge.trainer import exporting, loop, session
+from narrowgauge.trainer import exporting, loop, session, text_sampling
 from ranks import run_ranks
 from tensors import assert_same_bits
 from trainer.tiny_runs import settings
@@ -133,13 +132,13 @@ def test_a_model_that_must_be_whole_is_refused_on_ranks(run: Path, tmp_path: Pat
 
 def test_one_tensor_is_in_memory_at_a_time(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[list[str]] = []
-    true_load: Callable[..., Any] = streamed_export.load_whole
+    true_load: Callable[..., Any] = exporting.load_whole
 
     def load(path: Path, names: list[str]) -> Any:
         read.append(names)
         return true_load(path, names)
 
-    monkeypatch.setattr(streamed_export, "load_whole", load)
+    monkeypatch.setattr(exporting, "load_whole", load)
     exporting.export(sharded, tmp_path / "out")
     assert all(len(names) == 1 for names in read) and len(read) == len(weights(tmp_path / "out"))
 
@@ -153,14 +152,14 @@ def test_a_sharded_run_is_converted_and_sampled_by_one_process(run: Path, sharde
         for out in ("from one", "from three")
     )
     assert_same_bits(one, three)
-    assert exporting.sample(sharded, "the", 5) == exporting.sample(run, "the", 5)
+    assert text_sampling.sample(sharded, "the", 5) == text_sampling.sample(run, "the", 5)
 
 
 def test_other_exact_weights_than_those_saved_are_refused(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true_weight = streamed_export.WeightSource.weight
-    monkeypatch.setattr(streamed_export.WeightSource, "weight", lambda self, name: true_weight(self, name) + 1)
+    true_weight = exporting.WeightSource.weight
+    monkeypatch.setattr(exporting.WeightSource, "weight", lambda self, name: true_weight(self, name) + 1)
     with pytest.raises(RecordError, match="the code of the storage has changed"):
         exporting.export(run, tmp_path / "out", "float32")
     assert not (tmp_path / "out").exists() and list(tmp_path.iterdir()) == []

@@ -498,6 +498,6 @@ def sample(folder: Path, text: str, tokens: int, temperature: float, seed: int) 
     from narrowgauge.trainer import resume_checks
 
     resume_checks.require_sampled(folder)
-    from narrowgauge.trainer import exporting
+    from narrowgauge.trainer import text_sampling
 
-    click.echo(exporting.sample(folder, text, tokens, temperature, seed))
+    click.echo(text_sampling.sample(folder, text, tokens, temperature, seed))

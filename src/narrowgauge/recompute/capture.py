@@ -24,8 +24,8 @@ from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.output_samples import CrossEntropy, OutputSample
 from narrowgauge.recompute.random_states import RandomStates
+from narrowgauge.recompute.rules.stored_values import Rounding
 from narrowgauge.recompute.side_effects import Before
-from narrowgauge.recompute.stored_values import Rounding
 
 ELEMENTS = 1 << 12
 """Elements that are kept of each parameter."""
@@ -110,7 +110,7 @@ class ParameterSample:
         number, number_before: how many steps the optimizer has counted for it after this one, and before.
         group: the index of its group.
         shared_counts: what a counter would say that several parts of a step raise
-            (:func:`narrowgauge.recompute.other_counts.shared_counts`).
+            (:func:`narrowgauge.recompute.rules.other_counts.shared_counts`).
         listed: how often the groups list it.
         roundings: of the weight and the states that are stored in a narrower format than float32, by name.
         rule: of this parameter, where it is not the optimizer's: that of vectors under a rule for matrices.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 EQUAL, DEPARTS, NOT_CHECKED = "equal", "departs", "not checked"
@@ -65,3 +66,22 @@ class PieceResult:
 def not_checked(piece: str, why: str, step: int) -> PieceResult:
     """The result of a piece for which something is missing."""
     return PieceResult(piece, NOT_CHECKED, values={"why": why}, step=step)
+
+
+def joined(departs: Iterable[PieceResult], number: int) -> list[PieceResult]:
+    """Results of one cause and like values as one, those of most parameters first; ``where`` is empty if it is all of them.
+
+    Args:
+        departs: results about one parameter each.
+        number: parameters that were compared.
+    """
+    groups: dict[tuple[object, ...], list[PieceResult]] = {}
+    for each in departs:
+        alike = tuple((k, f"{v:.1e}" if isinstance(v, float) else v) for k, v in sorted(each.values.items()))
+        groups.setdefault((each.cause, *alike), []).append(each)
+    results = []
+    for members in sorted(groups.values(), key=len, reverse=True):
+        most = max(members, key=lambda each: each.difference)
+        names = tuple(dict.fromkeys(name for each in members for name in each.where))
+        results.append(replace(most, where=() if len(names) == number and number > 1 else names))
+    return results

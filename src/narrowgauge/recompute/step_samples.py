@@ -28,9 +28,9 @@ from narrowgauge.recompute.capture import (
     whole_on_cpu,
 )
 from narrowgauge.recompute.computed_gradients import LeftByBackward
-from narrowgauge.recompute.other_counts import shared_counts
-from narrowgauge.recompute.own_step import own_step, roundings_of
-from narrowgauge.recompute.rule_definitions import DEFINITIONS
+from narrowgauge.recompute.rules.definitions import DEFINITIONS
+from narrowgauge.recompute.rules.other_counts import shared_counts
+from narrowgauge.recompute.rules.own_step import own_step, roundings_of
 
 WHOLE_ELEMENTS, WHOLE_PRODUCTS = 1 << 22, 1 << 35
 """Of the matrices of a step that are kept whole: elements of one, and multiply-adds that computing all again takes."""

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from narrowgauge import _torch
 from narrowgauge._torch import plain_name
 from narrowgauge._torch.own_hooks import OwnHook
-from narrowgauge.numerics.shards import is_sharded, local_of
-from narrowgauge.recompute.between_steps import AverageCheck, FewLeft, LeftAfterStep, check_between
+from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.recompute.capture import (
     StepCapture,
     float_outputs,
@@ -33,35 +32,39 @@ from narrowgauge.recompute.capture import (
     spread,
     spread_on_cpu,
     states_of,
-    sum_of_squares,
     tokens_of,
     weight_of,
 )
-from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
 from narrowgauge.recompute.computed_gradients import LeftByBackward
-from narrowgauge.recompute.data_piece import DataHistory, check_ranks
-from narrowgauge.recompute.declared_settings import check_declared
-from narrowgauge.recompute.evaluation_piece import EvaluationHistory, Reported, check_loss_of_evaluation, weights_sample
-from narrowgauge.recompute.forward_piece import check_forward
-from narrowgauge.recompute.gradient_piece import check_after_backward, check_backward, is_own_multiple
 from narrowgauge.recompute.kept_passes import KeptPasses
-from narrowgauge.recompute.loss_piece import check_loss, cross_entropy_of
-from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult, not_checked
-from narrowgauge.recompute.random_states import RandomStates
-from narrowgauge.recompute.rank_samples import RankSamples, with_means
-from narrowgauge.recompute.rank_sums import SENT_EPS, as_sent, check_sums, without
-from narrowgauge.recompute.rule_definitions import DEFINITIONS
-from narrowgauge.recompute.schedules import ScheduleHistory, check_resumed, rates_of
-from narrowgauge.recompute.shard_norms import squares_by_rank, take_norms
+from narrowgauge.recompute.pieces.between_steps import AverageCheck, FewLeft, LeftAfterStep, check_between
+from narrowgauge.recompute.pieces.clipping import ClipHistory, check_clip
+from narrowgauge.recompute.pieces.data import DataHistory, check_ranks
+from narrowgauge.recompute.pieces.declared_settings import check_declared
+from narrowgauge.recompute.pieces.evaluation import (
+    EvaluationHistory,
+    Reported,
+    check_loss_of_evaluation,
+    weights_sample,
+)
+from narrowgauge.recompute.pieces.evaluation_modes import EvaluationModes
+from narrowgauge.recompute.pieces.forward import check_forward
+from narrowgauge.recompute.pieces.gradient import check_after_backward, check_backward, is_own_multiple
+from narrowgauge.recompute.pieces.loss import check_loss, cross_entropy_of
+from narrowgauge.recompute.pieces.schedules import ScheduleHistory, check_resumed, rates_of
+from narrowgauge.recompute.pieces.update import check_frozen, check_update
+from narrowgauge.recompute.ranks.gradient_sums import as_sent, without
+from narrowgauge.recompute.ranks.samples import RankSamples
+from narrowgauge.recompute.ranks.whole_step import WholeStep, step_of_all
+from narrowgauge.recompute.rules.definitions import DEFINITIONS
+from narrowgauge.recompute.rules.own_step import own_step
 from narrowgauge.recompute.step_samples import add_results, sampled_step
 from narrowgauge.recompute.task import OWN, Task
-from narrowgauge.recompute.update_piece import check_frozen, check_update
 
 _FEW = 8
 """Parameters whose counts are read in every step."""
-_NOTHING_KEPT = "this rank kept nothing of the step"
 _OF_PASSES = ("loss-scaled", "micro-batches-uneven")
 """Causes of the loss that say how often passes count, which may be several at other weights on purpose."""
 _OF_TERMS = ("", "decay-in-gradient")
@@ -115,8 +118,7 @@ class StepWatcher:
         self._left: LeftAfterStep | None = None
         self._few_left: FewLeft | None = None
         self._average = AverageCheck()
-        self._modes: set[str] = set()
-        self._random: RandomStates | None = None
+        self._modes = EvaluationModes(self._inner)
         self._ranks = RankSamples(model, f"{first} {every} {sum(1 for _ in self._inner.parameters())}")
         self._gather, self._is_told_losses = gather, is_told_losses
         self._counts_loss, self._counted = is_told_losses, ""
@@ -181,7 +183,7 @@ class StepWatcher:
         if torch.compiler.is_compiling() or self.is_own_pass or module is not self._inner:
             return
         if not torch.is_grad_enabled():
-            self._follow("evaluation", lambda: self._look_at_modes(module))
+            self._follow("evaluation", self._modes.before_pass)
         else:
             self._keep(self._forget_skipped)
             self._keep(self._take_means)
@@ -189,10 +191,6 @@ class StepWatcher:
             self._follow("data", lambda: self._trained_on(tokens_of(args, kwargs)))
             if not self._kept.why_dropped:
                 self._keep(lambda: self._kept.begin(args, kwargs))
-
-    def _look_at_modes(self, module: nn.Module) -> None:
-        self._modes |= {plain_name(n) for n, m in module.named_modules() if m.training and _draws(m)}
-        self._random = RandomStates.now() if module.training and not self._modes else None
 
     def _keep(self, function: Callable[[], object]) -> None:
         """Keep something of a pass of an audited step; after an error of its own, the inputs and outputs of none."""
@@ -229,16 +227,6 @@ class StepWatcher:
         self._version = version
         self._data.add(tokens)
 
-    def _drawn(self) -> None:
-        """Modules in training mode that have dropout as a number, if the pass that ends took random numbers.
-
-        Where none has, they came from a number that is kept elsewhere, and no module is named.
-        """
-        before, self._random = self._random, None
-        if before is not None and not before.equals(RandomStates.now()):
-            named = {plain_name(n) for n, m in self._inner.named_modules() if m.training and _has_dropout(m)}
-            self._modes |= named or {""}
-
     def _evaluated_on(self, tokens: Tensor | None, output: Any) -> None:
         logits = next((t for t in float_outputs(output).values() if t.ndim == 3), None) if self._counts_loss else None
         self._evaluations.add(self._held(), tokens, logits)
@@ -247,7 +235,7 @@ class StepWatcher:
         if torch.compiler.is_compiling() or self.is_own_pass or module is not self._inner:
             return
         if not torch.is_grad_enabled():
-            self._follow("evaluation", self._drawn)
+            self._follow("evaluation", self._modes.after_pass)
             self._follow("evaluation", lambda: self._evaluated_on(tokens_of(args, kwargs), output))
         elif self._kept.calls:
             self._keep(lambda: self._kept.end(output))
@@ -335,7 +323,15 @@ class StepWatcher:
         self._guarded("update", self._take)
         step = self._capture
         try:
-            over_ranks = self._over_ranks(step)
+            over_ranks = step_of_all(
+                self._ranks,
+                self.num_steps + 1,
+                step,
+                self._held(),
+                self._computed,
+                self.optimizer,
+                is_sharded=self._is_sharded,
+            )
         except Exception as error:
             over_ranks = _reason(error)
         if step is not None:
@@ -402,34 +398,7 @@ class StepWatcher:
     def _is_sharded(self) -> bool:
         return any(map(is_sharded, self._inner.parameters()))
 
-    def _over_ranks(self, step: StepCapture | None) -> tuple[StepCapture, list[PieceResult]] | str:
-        """The step as all ranks know it, and what they show; every rank takes part, also one without. Or why there is none."""
-        if self._ranks.ranks == 1:
-            return ""
-        held, is_cut = self._held(), self._is_sharded
-        # Wait for a gradient: all ranks have then begun this step, and said before it whether they audit.
-        next((float(local_of(p.grad).sum()) for p in held.values() if p.grad is not None), 0.0)
-        if why := self._ranks.why_not(self.num_steps + 1, is_cut=is_cut):
-            return why
-        with torch.no_grad():
-            return self._shards(step, held) if is_cut else self._means(step, held)
-
-    def _shards(self, step: StepCapture | None, held: dict[str, Tensor]) -> tuple[StepCapture, list[PieceResult]] | str:
-        squares = squares_by_rank(held, self._computed)
-        return _NOTHING_KEPT if step is None else (step, take_norms(step, held, squares, self.optimizer))
-
-    def _means(self, step: StepCapture | None, held: dict[str, Tensor]) -> tuple[StepCapture, list[PieceResult]] | str:
-        exchanged = self._ranks.exchange(held, self._computed)
-        if step is None:
-            return _NOTHING_KEPT
-        for name in exchanged.own.keys() & step.parameters.keys():
-            step.parameters[name].computed = exchanged.own[name]
-        eps = SENT_EPS if self._ranks.has_hook else 0.0
-        squares = {name: sum_of_squares(g).cpu() for name, p in held.items() if (g := gradient_of(p)) is not None}
-        found = check_sums(step, exchanged.by_rank, eps)
-        return with_means(step, exchanged.means, squares, eps), found
-
-    def _again(self, step: StepCapture, over_ranks: tuple[StepCapture, list[PieceResult]] | str) -> list[PieceResult]:
+    def _again(self, step: StepCapture, over_ranks: WholeStep | str) -> list[PieceResult]:
         """What must be computed before the update: passes through the model, with the weights that they had."""
         passes, named = self._passes(step), list[PieceResult]()
         if self.task.gradient == OWN:
@@ -566,11 +535,7 @@ class StepWatcher:
         )
         self._results.extend(self._not_meant(found))
         self._results.extend(self._average.check(left, self._averages()))
-        if self._modes:
-            modes = tuple(sorted(filter(None, self._modes)))
-            self._results.append(
-                PieceResult("evaluation", DEPARTS, modes, 1.0, 0.0, "evaluated-in-training", step=left.step)
-            )
+        self._results.extend(self._modes.results(left.step))
 
     def _follow(self, piece: str, function: Callable[[], object]) -> None:
         """Call what follows the loop in every step; after an error of its own it is called no more."""
@@ -597,17 +562,6 @@ class StepWatcher:
 def _reason(error: Exception) -> str:
     said = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {said}"[:200]
-
-
-def _draws(module: nn.Module) -> bool:
-    """Whether training mode changes what a module computes: dropout, and norms over the batch."""
-    kind = type(module).__name__
-    return ("Dropout" in kind and getattr(module, "p", 0) > 0) or "BatchNorm" in kind
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    """Whether a module has dropout as a number, as attention that hands it on to a kernel."""
-    return any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items())
 
 
 def _host_number(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:

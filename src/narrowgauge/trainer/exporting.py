@@ -1,4 +1,4 @@
-"""Export of a run as a Hugging Face folder, and sampling of text from its model.
+"""Export of a run as a Hugging Face folder.
 
 A run stores each weight as the bits that the model sees and a tail that the optimizer adds. An export in the *visible* format
 is the model exactly as it was trained and evaluated. An export in *float32* includes the tails, so that training can continue
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from narrowgauge.assembly.preparation import class_of
@@ -29,13 +28,13 @@ from narrowgauge.checkpoints.checkpoint_files import SavedTensor, load_whole, sa
 from narrowgauge.checkpoints.conversion.folders import new_folder
 from narrowgauge.checkpoints.saving import Checkpoint
 from narrowgauge.distributed.ranks import ALONE, Ranks
-from narrowgauge.errors import DataError, RecordError
+from narrowgauge.errors import RecordError
 from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.tokens import load_tokenizer
+from narrowgauge.trainer.data.tokens import tokenizer_of_run
 from narrowgauge.trainer.language_model import without_progress_bars
-from narrowgauge.trainer.resume_checks import quantization_of, refuse_occupied
+from narrowgauge.trainer.resume_checks import refuse_occupied
 from narrowgauge.trainer.session import SavedRun, Session, load, open_run, stepped_by_adamw
 
 if TYPE_CHECKING:
@@ -256,37 +255,6 @@ def _holding(dtypes: Set[torch.dtype]) -> torch.dtype:
     return torch.bfloat16 if dtypes <= {torch.bfloat16} else torch.float32
 
 
-def sample(folder: Path, text: str, tokens: int = 100, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue a text with the newest good checkpoint of a run, or with a quantized export; returns text and continuation.
-
-    Invariant: a function of the run, the text and the arguments; the global random state is not used.
-
-    Args:
-        text: the prompt; if empty, the model starts a document.
-        tokens: maximum number of new tokens; the model may end the document before.
-        temperature: 0 is greedy decoding, 1 samples from the model's distribution.
-
-    Raises:
-        RecordError: the run has no good checkpoint, or no tokenizer.
-        DataError: text and tokens together are longer than the model's positions, or a number is out of range.
-
-    Cost: a forward pass for the text and one for each token.
-    """
-    if quantization_of(folder) is not None:
-        from narrowgauge.trainer.quantized_export import load_quantized
-
-        return continue_text(QuantizedRun(load_quantized(folder), folder), text, tokens, temperature, seed)
-    return continue_text(load(folder), text, tokens, temperature, seed)
-
-
-@dataclass(frozen=True)
-class QuantizedRun:
-    """What of a run is needed to continue a text: a model and where its tokenizer is."""
-
-    model: PreTrainedModel
-    tokenizer_path: Path | None
-
-
 def write_folder(run: Session, out: Path, dtype: Dtype = "visible", max_file_bytes: int = MAX_FILE_BYTES) -> Path:
     """:func:`export` for a run in memory."""
     _require_dtype(dtype)
@@ -299,27 +267,6 @@ def write_folder(run: Session, out: Path, dtype: Dtype = "visible", max_file_byt
 def _require_dtype(dtype: str) -> None:
     if dtype not in ("visible", "float32"):
         raise RecordError(f"Cannot export as {dtype!r}.", "Use 'visible' or 'float32'.")
-
-
-def continue_text(run: Session | QuantizedRun, text: str, tokens: int, temperature: float, seed: int) -> str:
-    """:func:`sample` for a run in memory."""
-    if tokens < 0 or not 0 <= temperature < float("inf"):
-        raise DataError(
-            f"{tokens} tokens at temperature {temperature} were requested; neither may be negative or infinite."
-        )
-    tokenizer, end = _tokenizer(run)
-    # As in training, text that spells a special token is encoded as plain text.
-    tokenizer.encode_special_tokens = True
-    prompt = tokenizer.encode(text, add_special_tokens=False).ids or [end]
-    positions = getattr(run.model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and len(prompt) + tokens > positions:
-        raise DataError(
-            f"The text has {len(prompt):,} tokens and {tokens:,} more were requested; the model has {positions:,} "
-            "positions.",
-            "Request fewer tokens or use a shorter prompt.",
-        )
-    added = _continue(run.model, prompt, tokens, temperature, seed, end, tokenizer.get_vocab_size())
-    return text + tokenizer.decode(added, skip_special_tokens=True)
 
 
 def _write(run: Session, folder: Path, dtype: Dtype, max_file_bytes: int) -> None:
@@ -373,7 +320,7 @@ def _plain_weights(run: Session, dtype: Dtype) -> dict[str, Tensor]:
 def _write_tokenizer(run: Session | SavedRun, folder: Path, positions: int | None) -> int:
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer, end = _tokenizer(run)
+    tokenizer, end = tokenizer_of_run(run.tokenizer_path)
     name = tokenizer.id_to_token(end)
     length = {} if positions is None else {"model_max_length": positions}
     fast = PreTrainedTokenizerFast(
@@ -389,42 +336,3 @@ def _write_generation(model: PreTrainedModel, folder: Path, end: int | None) -> 
         generation.bos_token_id = generation.eos_token_id = end
         generation.use_cache = True
         generation.save_pretrained(folder)
-
-
-def _tokenizer(run: Session | SavedRun | QuantizedRun) -> tuple[Tokenizer, int]:
-    if run.tokenizer_path is None:
-        raise RecordError("This run has no tokenizer: its data was a token map without one.", "Export the model alone.")
-    return load_tokenizer(run.tokenizer_path)
-
-
-@torch.no_grad()
-def _continue(
-    model: PreTrainedModel, prompt: list[int], tokens: int, temperature: float, seed: int, end: int, vocab_size: int
-) -> list[int]:
-    """Generate tokens, without the end-of-text token."""
-    generator = torch.Generator().manual_seed(seed)
-    was_training = model.training
-    model.eval()
-    added: list[int] = []
-    new, cache = torch.tensor([prompt], dtype=torch.int64, device=model.device), None
-    try:
-        while len(added) < tokens:
-            output = model(input_ids=new, past_key_values=cache, use_cache=True)
-            cache = output.past_key_values
-            # A model may have more embeddings than the tokenizer has tokens.
-            token = _choose(output.logits[0, -1, :vocab_size].float().cpu(), temperature, generator)
-            if token == end:
-                break
-            added.append(token)
-            new = torch.tensor([[token]], dtype=torch.int64, device=model.device)
-    finally:
-        model.train(was_training)
-    return added
-
-
-def _choose(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0:
-        return int(logits.argmax())
-    # Shift first: a tiny temperature must not overflow.
-    shares = torch.softmax((logits - logits.max()) / temperature, dim=-1)
-    return int(torch.multinomial(shares, 1, generator=generator))

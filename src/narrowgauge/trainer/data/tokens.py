@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from narrowgauge.errors import DataError
+from narrowgauge.errors import DataError, RecordError
 from narrowgauge.machine.cache_folder import cache_folder
 from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, digest, disk_errors, load_json, lock
 from narrowgauge.trainer.data.corpus import Document, Texts
@@ -112,6 +112,17 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
             "Name it as eos_token in tokenizer_config.json in the same folder.",
         )
     return tokenizer, found[0]
+
+
+def tokenizer_of_run(path: Path | None) -> tuple[Tokenizer, int]:
+    """:func:`load_tokenizer` of what a run says of its own.
+
+    Raises:
+        RecordError: it has none.
+    """
+    if path is None:
+        raise RecordError("This run has no tokenizer: its data was a token map without one.", "Export the model alone.")
+    return load_tokenizer(path)
 
 
 def tokenize_texts(texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> Tokens:

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.labels import recipe_name, run_name
@@ -19,9 +19,6 @@ from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.atomic_io import disk_errors, held_folder
 from narrowgauge.runs.record import Run, is_run, read_run
-
-if TYPE_CHECKING:
-    from narrowgauge.trainer.experiment.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,18 @@ def require_distinct(recipes: Sequence[Any]) -> None:
 # ── making and comparing them ───────────────────────────────────────────────────────────────────────────────────────
 
 
+class ShowsRuns(Protocol):
+    """What is told of each run, such as :class:`~narrowgauge.trainer.experiment.progress.Progress`."""
+
+    def begin(self, index: int) -> None:
+        """A run begins or is resumed."""
+
+    def end(self, index: int, run: Run) -> None:
+        """A run has ended, now or in an earlier command."""
+
+
 def make_runs(
-    runs: Sequence[PlannedRun], make_run: Callable[[int], None], progress: Progress | None = None
+    runs: Sequence[PlannedRun], make_run: Callable[[int], None], progress: ShowsRuns | None = None
 ) -> list[Run]:
     """Make or resume every run that has not ended, by its index; returns all of them, in the given order."""
     found = []

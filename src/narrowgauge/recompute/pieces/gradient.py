@@ -4,7 +4,7 @@ Two differences are explained alike: what the backward passes left against the s
 received against what the backward passes left. Each is fitted, for every parameter, as a sum of known terms: the gradient of
 each micro-batch, that of the step before, the weight.
 
-A factor that all parameters share and that is below 1 is clipping, which :mod:`narrowgauge.recompute.clip_piece` judges.
+A factor that all parameters share and that is below 1 is clipping, which :mod:`narrowgauge.recompute.pieces.clipping` judges.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from narrowgauge.recompute.passes_again import (
     parameters_of,
     reached,
 )
-from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
-from narrowgauge.recompute.update_piece import joined, narrower_format
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, joined, not_checked
+from narrowgauge.recompute.pieces.update import narrower_format
 
 PIECE = "gradient"
 _MOST_CALLS = 16
@@ -439,7 +439,7 @@ def _taken_away(step: StepCapture) -> list[PieceResult]:
 def check_after_backward(step: StepCapture, limit: float | None = None) -> list[PieceResult]:
     """Compare what the optimizer received with what the backward passes left, apart from a factor that all share.
 
-    Clipping of single values and of parts of the parameters is left to :mod:`narrowgauge.recompute.clip_piece`.
+    Clipping of single values and of parts of the parameters is left to :mod:`narrowgauge.recompute.pieces.clipping`.
 
     Args:
         limit: the declared limit of the norm.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from narrowgauge.recompute.capture import StepCapture
 from narrowgauge.recompute.fitting import near
-from narrowgauge.recompute.gradient_piece import clipped_parts, factor_after_backward, limit_of_values, what_it_equals
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.pieces.gradient import clipped_parts, factor_after_backward, limit_of_values, what_it_equals
 
 PIECE = "clip"
 _TOLERANCE = 2e-3

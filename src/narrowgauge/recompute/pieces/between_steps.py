@@ -14,8 +14,8 @@ from torch import Tensor
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.capture import ParameterSample, number_of, spread, states_of
 from narrowgauge.recompute.fitting import fitted, near
-from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult
-from narrowgauge.recompute.update_piece import joined, narrower_format
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, joined
+from narrowgauge.recompute.pieces.update import narrower_format
 
 PIECE = "between"
 _STILL = 3

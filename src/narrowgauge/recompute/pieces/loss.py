@@ -18,9 +18,9 @@ from torch import Tensor
 
 from narrowgauge.recompute.capture import ForwardCall, StepCapture
 from narrowgauge.recompute.fitting import fitted, near
-from narrowgauge.recompute.gradient_piece import what_it_equals
 from narrowgauge.recompute.output_samples import CrossEntropy
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.pieces.gradient import what_it_equals
 from narrowgauge.recompute.task import Task
 
 PIECE = "loss"

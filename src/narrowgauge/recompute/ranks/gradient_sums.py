@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from narrowgauge.recompute.capture import StepCapture
-from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, not_checked
-from narrowgauge.recompute.update_piece import joined
+from narrowgauge.recompute.piece_results import DEPARTS, PieceResult, joined, not_checked
 from narrowgauge.runs.finding import told
 
 PIECE = "gradient"

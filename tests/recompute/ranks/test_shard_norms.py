@@ -15,9 +15,9 @@ import narrowgauge as ng
 from narrowgauge.distributed.sharding import make_mesh
 from narrowgauge.numerics.shards import is_unsummed, ranks_of_parts
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
-from narrowgauge.recompute.clip_piece import ClipHistory, check_clip
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import DEPARTS
+from narrowgauge.recompute.pieces.clipping import ClipHistory, check_clip
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import Task
 from ranks import run_ranks

@@ -17,7 +17,7 @@ from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED, PieceResult
 from narrowgauge.recompute.task import task
 from recompute import audited_loop
 from recompute.audited_loop import Loop
-from recompute.test_update_piece import edited, patched, setting
+from recompute.pieces.test_update import edited, patched, setting
 
 
 def torch_muon(parameters: Any, **settings: Any) -> torch.optim.Muon:

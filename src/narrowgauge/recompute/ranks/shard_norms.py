@@ -18,8 +18,8 @@ from narrowgauge.numerics.shards import is_shared_out, is_unsummed, ranks_of_par
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, sum_of_squares
 from narrowgauge.recompute.computed_gradients import LeftByBackward
 from narrowgauge.recompute.fitting import fitted
-from narrowgauge.recompute.own_step import own_step
 from narrowgauge.recompute.piece_results import PieceResult, not_checked
+from narrowgauge.recompute.rules.own_step import own_step
 
 COMPUTED, RECEIVED = 0, 1
 _ROUNDING = 1e-5

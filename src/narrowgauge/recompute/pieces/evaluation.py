@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from narrowgauge.recompute.capture import spread
-from narrowgauge.recompute.data_piece import ODDS, DataHistory, log_odds
 from narrowgauge.recompute.fitting import fitted
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.pieces.data import ODDS, DataHistory, log_odds
+from narrowgauge.recompute.pieces.update import narrower_format
 from narrowgauge.recompute.seen_rows import Digest, StepRows, digest_of, read_rows
-from narrowgauge.recompute.update_piece import narrower_format
 
 PIECE = "evaluation"
 _ELEMENTS = 64
@@ -134,7 +134,7 @@ def check_loss_of_evaluation(
     Args:
         passes: of the evaluation.
         loss: that the loop reports, in nats per token.
-        counted: which positions count in training, a value of :func:`narrowgauge.recompute.loss_piece.counted_positions`;
+        counted: which positions count in training, a value of :func:`narrowgauge.recompute.pieces.loss.counted_positions`;
             where some are left out, an evaluation leaves out others too, and is not compared.
         earlier: what the loop reported before.
     """

@@ -23,7 +23,6 @@ from torch.func import functional_call
 
 from narrowgauge._torch import plain_name
 from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs, tensors_in
-from narrowgauge.recompute.moved_sequences import has_relative_positions, moved_sequences
 from narrowgauge.recompute.passes_again import (
     chosen_parameters,
     in_mode,
@@ -32,6 +31,7 @@ from narrowgauge.recompute.passes_again import (
     without_own_hooks,
 )
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
+from narrowgauge.recompute.pieces.moved_sequences import has_relative_positions, moved_sequences
 from narrowgauge.recompute.random_states import RandomStates
 
 PIECE = "forward"

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.piece_results import DEPARTS, Alternative, PieceResult
-from narrowgauge.recompute.rule_definitions import Values, adam_step, definition_of
+from narrowgauge.recompute.rules.definitions import Values, adam_step, definition_of
 
 PIECE = "update"
 COUNT = "step-count"

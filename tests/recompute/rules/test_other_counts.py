@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.recompute.other_counts import shared_counts
 from narrowgauge.recompute.piece_results import PieceResult
+from narrowgauge.recompute.rules.other_counts import shared_counts
 from narrowgauge.recompute.step_watcher import StepWatcher
 from recompute.audited_loop import Loop
 

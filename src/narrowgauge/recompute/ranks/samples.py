@@ -2,8 +2,8 @@
 
 A rank alone cannot tell the mean from its own gradient. So the samples of all ranks are averaged once more, by one call of
 ``all_reduce``, and of a few elements each rank's own are gathered, by which it shows whose part is missing in a sum
-(:mod:`narrowgauge.recompute.rank_sums`). That needs all ranks to audit the same steps: each says so in the process group's store
-when its watcher is made, and as long as one of them has not, nothing is exchanged and nothing is judged.
+(:mod:`narrowgauge.recompute.ranks.gradient_sums`). That needs all ranks to audit the same steps: each says so in the process
+group's store when its watcher is made, and as long as one of them has not, nothing is exchanged and nothing is judged.
 """
 
 from __future__ import annotations

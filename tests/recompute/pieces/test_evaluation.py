@@ -15,8 +15,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import narrowgauge as ng
 from narrowgauge.recompute.departures import unchecked
-from narrowgauge.recompute.evaluation_piece import PassLoss, Reported, check_loss_of_evaluation, pass_loss
 from narrowgauge.recompute.piece_results import EQUAL, NOT_CHECKED, PieceResult
+from narrowgauge.recompute.pieces.evaluation import PassLoss, Reported, check_loss_of_evaluation, pass_loss
 from recompute.audited_loop import LENGTH, VOCABULARY, Loop
 
 

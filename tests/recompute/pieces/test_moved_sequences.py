@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from narrowgauge.recompute.moved_sequences import has_relative_positions
+from narrowgauge.recompute.pieces.moved_sequences import has_relative_positions
 from narrowgauge.recompute.step_watcher import StepWatcher
 from recompute.audited_loop import LENGTH, VOCABULARY, WIDTH, Loop, next_token
 

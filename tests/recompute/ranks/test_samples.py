@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import narrowgauge as ng
 from narrowgauge.recompute.capture import StepCapture
 from narrowgauge.recompute.departures import unchecked
-from narrowgauge.recompute.gradient_piece import what_it_equals
 from narrowgauge.recompute.piece_results import EQUAL
-from narrowgauge.recompute.rank_sums import ranks_in
+from narrowgauge.recompute.pieces.gradient import what_it_equals
+from narrowgauge.recompute.ranks.gradient_sums import ranks_in
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import Task
 from ranks import run_ranks

@@ -13,9 +13,9 @@ from torch import nn
 import narrowgauge as ng
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.departures import unchecked
-from narrowgauge.recompute.gradient_piece import check_after_backward
 from narrowgauge.recompute.kept_passes import KeptPasses
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED
+from narrowgauge.recompute.pieces.gradient import check_after_backward
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
 from recompute.audited_loop import Loop, next_token

@@ -15,14 +15,14 @@ from narrowgauge.optim import codec
 from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult
-from narrowgauge.recompute.rounded_update import LOST, by_shared_cause
-from narrowgauge.recompute.rule_definitions import LION, inputs_of
-from narrowgauge.recompute.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
+from narrowgauge.recompute.rules.definitions import LION, inputs_of
+from narrowgauge.recompute.rules.rounded_update import LOST, by_shared_cause
+from narrowgauge.recompute.rules.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
 from narrowgauge.recompute.task import task
 from narrowgauge.spec.storages import STORAGES, Code
 from recompute import audited_loop
 from recompute.audited_loop import Loop
-from recompute.test_update_piece import patched, setting
+from recompute.pieces.test_update import patched, setting
 
 LOSING = {"naive", "no-master", "float16/naive", "float16-throughout/naive"}
 """Those that lose most of a step of this size."""

@@ -13,7 +13,7 @@ its format, against the rule in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,10 +21,16 @@ from torch import Tensor
 
 from narrowgauge.recompute.capture import ParameterSample, StepCapture, random_signs
 from narrowgauge.recompute.fitting import fitted, near
-from narrowgauge.recompute.other_counts import COUNTS, by_shared_variant, check_counts, counts_that_agree
-from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult, not_checked
-from narrowgauge.recompute.rounded_update import LOST, by_shared_cause, compare_rounded_state, compare_rounded_weight
-from narrowgauge.recompute.rule_definitions import (
+from narrowgauge.recompute.piece_results import (
+    DEPARTS,
+    EQUAL,
+    NOT_CHECKED,
+    Alternative,
+    PieceResult,
+    joined,
+    not_checked,
+)
+from narrowgauge.recompute.rules.definitions import (
     SGD,
     UNSEEN,
     Definition,
@@ -36,7 +42,14 @@ from narrowgauge.recompute.rule_definitions import (
     inputs_of,
     new_term,
 )
-from narrowgauge.recompute.stored_values import lost_share
+from narrowgauge.recompute.rules.other_counts import COUNTS, by_shared_variant, check_counts, counts_that_agree
+from narrowgauge.recompute.rules.rounded_update import (
+    LOST,
+    by_shared_cause,
+    compare_rounded_state,
+    compare_rounded_weight,
+)
+from narrowgauge.recompute.rules.stored_values import lost_share
 
 PIECE = "update"
 _MARGIN = 3.0
@@ -151,25 +164,6 @@ def _without_hidden(step: StepCapture, departs: Sequence[PieceResult]) -> list[P
 def _worst(found: Sequence[PieceResult], step: int) -> PieceResult:
     most = max(found, key=lambda each: each.difference / max(each.envelope, 1e-300))
     return PieceResult(PIECE, EQUAL, (), most.difference, most.envelope, step=step)
-
-
-def joined(departs: Iterable[PieceResult], number: int) -> list[PieceResult]:
-    """Results of one cause and like values as one, those of most parameters first; ``where`` is empty if it is all of them.
-
-    Args:
-        departs: results about one parameter each.
-        number: parameters that were compared.
-    """
-    groups: dict[tuple[object, ...], list[PieceResult]] = {}
-    for each in departs:
-        alike = tuple((k, f"{v:.1e}" if isinstance(v, float) else v) for k, v in sorted(each.values.items()))
-        groups.setdefault((each.cause, *alike), []).append(each)
-    results = []
-    for members in sorted(groups.values(), key=len, reverse=True):
-        most = max(members, key=lambda each: each.difference)
-        names = tuple(dict.fromkeys(name for each in members for name in each.where))
-        results.append(replace(most, where=() if len(names) == number and number > 1 else names))
-    return results
 
 
 # ── one parameter ─────────────────────────────────────────────────────────────────────────────────────────────────────

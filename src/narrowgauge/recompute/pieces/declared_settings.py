@@ -10,7 +10,7 @@ from typing import Any
 
 from narrowgauge.recompute.capture import StepCapture
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult
-from narrowgauge.recompute.rule_definitions import decay_of
+from narrowgauge.recompute.rules.definitions import decay_of
 from narrowgauge.recompute.task import Task
 
 PIECE = "update"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import narrowgauge as ng
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.recompute.data_piece import DataHistory, check_ranks
 from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult
+from narrowgauge.recompute.pieces.data import DataHistory, check_ranks
 from narrowgauge.recompute.seen_rows import SeenRows, digest_of, read_rows
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from narrowgauge.recompute.piece_results import PieceResult
-from narrowgauge.recompute.schedules import check_resumed, schedules_of
+from narrowgauge.recompute.pieces.schedules import check_resumed, schedules_of
 from narrowgauge.recompute.task import Task, task
 from recompute.audited_loop import Loop
 
