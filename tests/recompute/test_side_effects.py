@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import queue
 import random
 from collections.abc import Callable
 from typing import Any
@@ -19,6 +22,7 @@ from narrowgauge.recompute.piece_results import EQUAL
 from narrowgauge.recompute.side_effects import ABSENT, Before, attributes_as
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.recompute.task import task
+from recompute import audited_loop
 from recompute.audited_loop import WIDTH, Loop, next_token
 
 
@@ -99,6 +103,160 @@ class History(Around):
         return self.block(x) * len(self.seen["means"]) ** 0.1
 
 
+class Slotted:
+    """A count in a slot."""
+
+    __slots__ = ("calls",)
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+
+class Given(Around):
+    """Counts in an object that it holds, or that it is given."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.counts = Slotted()
+
+    def forward(self, x: Tensor) -> Any:
+        self.counts.calls += 1
+        return self.block(x) * (1 + 1 / self.counts.calls)
+
+
+class Cycling(Around):
+    """Takes the next of a few factors in each pass."""
+
+    factors: Callable[[], Any] = staticmethod(lambda: itertools.cycle([1.0, 1.1, 1.2, 1.3, 1.4]))
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.factor = type(self).factors()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x) * next(self.factor)
+
+
+class Counting(Cycling):
+    factors = staticmethod(lambda: map(float, itertools.count(1)))
+
+
+class Generating(Cycling):
+    factors = staticmethod(lambda: (1 + 1 / count for count in range(1, 1000)))
+
+
+class OfList(Cycling):
+    factors = staticmethod(lambda: iter([1 + 1 / count for count in range(1, 1000)]))
+
+
+SEEN = {"passes": 0}
+
+
+def count_passes() -> int:
+    SEEN["passes"] += 1
+    return SEEN["passes"]
+
+
+def through_another() -> float:
+    return sum(1 + 1 / count_passes() for _ in range(1))
+
+
+class Helped(Around):
+    """A function that a function calls keeps a count."""
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x) * through_another()
+
+
+class Meter:
+    """An object that is called, and counts how often."""
+
+    calls_of_all = 0
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, *_: Any) -> None:
+        self.calls += 1
+
+    def hook(self, module: nn.Module, args: Any) -> Any:
+        self.calls += 1
+        return (args[0] * (1 + 1 / self.calls),)
+
+    @classmethod
+    def count(cls) -> int:
+        cls.calls_of_all += 1
+        return cls.calls_of_all
+
+
+class OfClass(Around):
+    def forward(self, x: Tensor) -> Any:
+        return self.block(x) * (1 + 1 / Meter.count())
+
+
+class OfModule(Around):
+    """A name of another module."""
+
+    def forward(self, x: Tensor) -> Any:
+        audited_loop.PASSES = getattr(audited_loop, "PASSES", 0) + 1  # type: ignore[attr-defined]
+        return self.block(x) * (1 + 1 / audited_loop.PASSES)  # type: ignore[attr-defined]
+
+
+def noted(x: Tensor) -> Tensor:
+    noted.calls = getattr(noted, "calls", 0) + 1  # type: ignore[attr-defined]
+    return x * (1 + 1 / noted.calls)  # type: ignore[attr-defined]
+
+
+class OfFunction(Around):
+    def forward(self, x: Tensor) -> Any:
+        return noted(self.block(x))
+
+
+class OfPartial(Around):
+    """What a partial function was given."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.scale = functools.partial(scaled_by, [1.0])
+
+    def forward(self, x: Tensor) -> Any:
+        return self.scale(self.block(x))
+
+
+def scaled_by(factors: list[float], x: Tensor) -> Tensor:
+    factors.append(1.1 * factors[-1])
+    return x * factors[-1]
+
+
+def hooked(hook: Callable[[], Callable[..., Any]]) -> Callable[[Loop], None]:
+    def plant(loop: Loop) -> None:
+        loop.model.blocks[0].register_forward_pre_hook(hook())
+
+    return plant
+
+
+def in_a_closure() -> Callable[..., Any]:
+    counts = [0]
+
+    def hook(module: nn.Module, args: Any) -> Any:
+        counts[0] += 1
+        return (args[0] * (1 + 1 / counts[0]),)
+
+    return hook
+
+
+def given_an_object(loop: Loop) -> None:
+    """The model of a loop counts in an object that the loop hands to it."""
+    counts, forward = Slotted(), loop.model.forward
+
+    def counted(tokens: Tensor, given: Slotted) -> Tensor:
+        given.calls += 1
+        return forward(tokens) * (1 + 1 / given.calls)
+
+    loop.model.forward = counted  # type: ignore[method-assign]
+    loop.loss = lambda tokens: next_token(loop.model(tokens[:, :-1], counts), tokens) / 2  # type: ignore[method-assign]
+
+
 LOSSES: list[Tensor] = []
 
 
@@ -127,6 +285,13 @@ def with_hooks(loop: Loop) -> None:
     with_losses(loop)
 
 
+def with_queue(loop: Loop) -> None:
+    """Losses go where no attribute leads."""
+    losses: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
+    loop.model.blocks[0].register_forward_hook(lambda module, args, output: losses.put(1e-3 * output.square().mean()))
+    loop.loss = lambda tokens: next_token(loop.model(tokens[:, :-1]), tokens) / 2 + losses.get()  # type: ignore[method-assign]
+
+
 def wrapped(kind: type[Around]) -> Callable[[Loop], None]:
     def plant(loop: Loop) -> None:
         for place, block in enumerate(loop.model.blocks):
@@ -139,12 +304,13 @@ def wrapped(kind: type[Around]) -> Callable[[Loop], None]:
 
 def run(plant: Callable[[Loop], None], every: int) -> Loop:
     LOSSES.clear()
+    SEEN["passes"] = Meter.calls_of_all = audited_loop.PASSES = noted.calls = 0  # type: ignore[attr-defined]
     loop = Loop(every=0)
     plant(loop)
     loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3, weight_decay=0.1)
     if every:
         loop.watcher = StepWatcher(loop.model, loop.optimizer, every, loop.keep)
-    return loop.run(6)
+    return loop.run(4)
 
 
 LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
@@ -155,7 +321,22 @@ LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
     "an array": (wrapped(OfNumpy), "blocks.0.bias"),
     "a list in a dict": (wrapped(History), "blocks.0.seen"),
     "losses in a list of the module": (wrapped(Auxiliary), "LOSSES"),
-    "what hooks collect": (with_hooks, "elsewhere than in its outputs"),
+    "a slot": (wrapped(Given), "blocks.0.counts"),
+    "an iterator": (wrapped(Cycling), "blocks.0.factor"),
+    "an iterator of an iterator": (wrapped(Counting), "blocks.0.factor"),
+    "a list's iterator": (wrapped(OfList), "blocks.0.factor"),
+    "a generator of values": (wrapped(Generating), "blocks.0.factor"),
+    "a function's function": (wrapped(Helped), "SEEN"),
+    "a class": (wrapped(OfClass), "Meter.calls_of_all"),
+    "a name of another module": (wrapped(OfModule), "audited_loop.PASSES"),
+    "a function's attribute": (wrapped(OfFunction), "noted keeps"),
+    "a partial function": (wrapped(OfPartial), "a partial function"),
+    "a hook's closure": (hooked(in_a_closure), "counts of"),
+    "a hook's object": (hooked(lambda: Meter().hook), "Meter.calls"),
+    "an object that is called": (hooked(Meter), "Meter.calls"),
+    "an object that is given": (given_an_object, "a Slotted that it is given"),
+    "what hooks collect": (with_hooks, "LOSSES"),
+    "a queue": (with_queue, "elsewhere than in its outputs"),
 }
 
 
@@ -258,11 +439,11 @@ def test_attributes_are_bound_as_before_a_pass_and_then_as_they_were() -> None:
 
 
 def failing_once(loop: Loop) -> None:
-    """A batch of unknown tokens fails in the fifth step, and the loop goes on."""
+    """A batch of unknown tokens fails in the third step, and the loop goes on."""
     before = loop.after_backward
 
     def after_backward() -> None:
-        if loop.step == 5:
+        if loop.step == 3:
             with pytest.raises(IndexError):
                 loop.model(torch.full((1, 4), 1000))
         before()
@@ -274,4 +455,4 @@ def test_a_pass_that_fails_ends_no_audit() -> None:
     audited, alone = run(failing_once, 1), run(failing_once, 0)
     assert torch.equal(audited.bits(), alone.bits())
     assert not audited.findings()
-    assert {each.status for each in audited.results[6] if each.piece == "gradient"} == {EQUAL}, audited.results[6]
+    assert {each.status for each in audited.results[4] if each.piece == "gradient"} == {EQUAL}, audited.results[4]

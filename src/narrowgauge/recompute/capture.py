@@ -12,7 +12,7 @@ Nothing here changes a tensor of the run. Samples of parameters lie on the CPU, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.inputs_and_outputs import tensors_in
 from narrowgauge.recompute.output_samples import CrossEntropy, OutputSample
 from narrowgauge.recompute.random_states import RandomStates
 from narrowgauge.recompute.rules.stored_values import Rounding
@@ -416,39 +417,3 @@ def number_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
         state = optimizer.packed_state(parameter)
         return 0 if state is None else state.step - state.begun
     return int(optimizer.state.get(parameter, {}).get("step", 0))
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from tensors_in(each)
-
-
-def copied(value: Any) -> Any:
-    """Nested inputs with every tensor copied, so that a loader may use its buffers again."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if type(value) is dict:
-        return {name: copied(each) for name, each in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(copied(each) for each in value)
-    return value
-
-
-def float_outputs(output: Any) -> dict[str, Tensor]:
-    """The floating-point tensors of a model's output by their place: of a tensor, a tuple, or a mapping (``ModelOutput``)."""
-    if isinstance(output, Tensor):
-        named: dict[str, Any] = {"": output}
-    elif isinstance(output, Mapping):
-        named = dict(output)
-    elif isinstance(output, (tuple, list)):
-        named = {str(place): each for place, each in enumerate(output)}
-    else:
-        named = {}
-    return {place: t for place, t in named.items() if isinstance(t, Tensor) and t.is_floating_point()}

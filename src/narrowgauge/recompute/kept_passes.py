@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from narrowgauge.recompute.capture import CALL_BYTES, ForwardCall, copied, float_outputs
+from narrowgauge.recompute.capture import CALL_BYTES, ForwardCall
+from narrowgauge.recompute.inputs_and_outputs import copied, float_outputs
 from narrowgauge.recompute.random_states import RandomStates
 from narrowgauge.recompute.side_effects import PassWatch
 
@@ -25,7 +26,7 @@ class KeptPasses:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._watch: PassWatch | None = None
-        self._has_asked, self._keeps = False, ""
+        self._num_watched, self._keeps = 0, ""
         self.begin_step()
 
     def begin_step(self) -> None:
@@ -44,8 +45,10 @@ class KeptPasses:
         if self.calls and self._is_written:  # at other weights, as of a search for sharp directions
             self.calls = []
         is_first = not self.calls
-        self._watch = PassWatch(self._model, is_first, asks_collector=is_first and not self._has_asked)
-        self._has_asked = True
+        self._num_watched += is_first
+        # In the steps 1, 2, 4, 8, … of those that are kept: it takes longest, and what a model does once it mostly does always.
+        asks = is_first and not self._keeps and self._num_watched.bit_count() == 1
+        self._watch = PassWatch(self._model, (args, kwargs), is_first, asks_collector=asks)
         device = next(self._model.parameters()).device
         is_cast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_cast else None

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from narrowgauge.recompute.capture import TOO_LARGE, ForwardCall, float_outputs, random_signs
+from narrowgauge.recompute.capture import TOO_LARGE, ForwardCall, random_signs
+from narrowgauge.recompute.inputs_and_outputs import float_outputs
 from narrowgauge.recompute.output_samples import OutputSample
 from narrowgauge.recompute.random_states import kept
 from narrowgauge.recompute.side_effects import attributes_as

@@ -10,26 +10,30 @@ would add those of another pass to its loss.
 from __future__ import annotations
 
 import gc
-import random
-import sys
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType, ModuleType
+from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from narrowgauge._torch import plain_name
+from narrowgauge.recompute.inputs_and_outputs import not_copied
+from narrowgauge.recompute.object_states import (
+    MODULE_ATTRIBUTES,
+    StatePrinter,
+    inner_values,
+    living,
+    values_of_functions,
+)
 
 BUFFER_BYTES = 1 << 26
 """Bytes that are kept of the buffers before a pass; of more none are."""
 ABSENT = object()
 """The value of an attribute that is not there."""
-_OF_MODULES = frozenset(vars(nn.Module()))
-_DEPTH, _MOST = 3, 1 << 16
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_MOST = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class PassWatch:
 
     Args:
         model: unwrapped, before the pass.
+        given: what it is given, of which another pass takes copies of the tensors, and the rest as it is.
         is_first: of its step; what one pass leaves behind, the others do too, and it is looked for in that one.
         asks_collector: which tensors something keeps is asked, too.
 
@@ -62,11 +67,12 @@ class PassWatch:
         all objects that Python knows, twice, of which 300,000 take 0.1 s.
     """
 
-    def __init__(self, model: nn.Module, is_first: bool, asks_collector: bool) -> None:
+    def __init__(self, model: nn.Module, given: Any, is_first: bool, asks_collector: bool) -> None:
         self._model, self._is_first = model, is_first
         self._bound = _attributes_of(model)
-        self._own = _prints_of(self._bound) if is_first else []
-        self._shared = _shared_prints(model) if is_first else {}
+        self._own = _states_of(self._bound) if is_first else []
+        self._given = [*not_copied(given)] if is_first else []
+        self._elsewhere = _states_elsewhere(model, self._given) if is_first else {}
         self._graph = {id(t) for t in _graph_tensors()} if asks_collector else None
         held = dict(model.named_buffers())
         self._held = {name: (buffer, buffer._version) for name, buffer in held.items()}
@@ -97,13 +103,13 @@ class PassWatch:
 
     def _changed(self) -> str:
         names = {module: name for name, module in self._model.named_modules()}
-        for (module, _), before, now in zip(self._bound, self._own, _prints_of(self._bound), strict=True):
+        for (module, _), before, now in zip(self._bound, self._own, _states_of(self._bound), strict=True):
             for name, value in now.items():
                 if before[name] != value:
                     place = plain_name(f"{names[module]}.{name}".removeprefix("."))
                     return f"the forward pass changes the model's {place}, as would another"
-        for place, value in _shared_prints(self._model).items():
-            if self._shared.get(place) != value:
+        for place, value in _states_elsewhere(self._model, self._given).items():
+            if self._elsewhere.get(place) != value:
                 return f"the forward pass changes {place}, as would another"
         return ""
 
@@ -120,7 +126,7 @@ class PassWatch:
 
 def _graph_tensors() -> list[Tensor]:
     """Every tensor with a gradient function that Python knows, also those that the graph alone holds."""
-    return [each for each in gc.get_objects() if _is_of_graph(each)]
+    return [each for each in living(Tensor) if _is_of_graph(each)]
 
 
 def _is_of_graph(value: Any) -> bool:
@@ -142,13 +148,13 @@ def _held_by(output: Any) -> Iterator[Tensor]:
         if isinstance(value, Tensor):
             yield value
         else:
-            left += [each for _, each in _inner(value)]
+            left += [each for _, each in inner_values(value)]
             left += list(getattr(value, "__dict__", {}).values())
 
 
 def _attributes_of(model: nn.Module) -> list[tuple[nn.Module, dict[str, Any]]]:
     """The attributes of every module that are neither parameters, buffers, modules nor hooks."""
-    return [(each, {k: v for k, v in vars(each).items() if k not in _OF_MODULES}) for each in model.modules()]
+    return [(each, {k: v for k, v in vars(each).items() if k not in MODULE_ATTRIBUTES}) for each in model.modules()]
 
 
 @contextmanager
@@ -165,76 +171,35 @@ def attributes_as(before: Before, model: nn.Module) -> Iterator[None]:
     finally:
         for module, attributes in own:
             held = vars(module)
-            for name in [name for name in held if name not in _OF_MODULES and name not in attributes]:
+            for name in [name for name in held if name not in MODULE_ATTRIBUTES and name not in attributes]:
                 del held[name]
             held.update(attributes)
 
 
-def _prints_of(bound: Sequence[tuple[nn.Module, dict[str, Any]]]) -> list[dict[str, object]]:
-    """What tells whether the attributes of modules changed, each in itself."""
-    printer = _Printer()
-    return [{name: printer(value) for name, value in of.items()} for _, of in bound]
+def _states_of(bound: Sequence[tuple[nn.Module, dict[str, Any]]]) -> list[dict[str, object]]:
+    """The states of the attributes of modules."""
+    state_of = StatePrinter()
+    return [{name: state_of(value) for name, value in of.items()} for _, of in bound]
 
 
-def _shared_prints(model: nn.Module) -> dict[str, object]:
-    """What tells whether the values changed that the modules' classes hold, and those of the globals that their methods name."""
-    printer, found = _Printer(), dict[str, object]()
-    for kind in {each for module in model.modules() for each in type(module).__mro__}:
+def _states_elsewhere(model: nn.Module, given: Sequence[Any]) -> dict[str, object]:
+    """The states of what a pass may change beside the model: objects that it is given, and what its code names or keeps."""
+    state_of, functions = StatePrinter(), list[Any]()
+    found: dict[str, object] = {f"a {type(each).__name__} that it is given": state_of(each) for each in given}
+    for kind in dict.fromkeys(each for module in model.modules() for each in type(module).__mro__):
         if kind.__module__.partition(".")[0] in ("torch", "builtins", "abc", "typing"):
             continue
         for name, value in vars(kind).items():
-            if isinstance(value, FunctionType):
-                named = (n for n in value.__code__.co_names if n in value.__globals__)
-                found |= {f"{value.__module__}.{n}": printer(value.__globals__[n]) for n in named}
+            if callable(value) or isinstance(value, (property, staticmethod, classmethod)):
+                functions.append(value)
             elif not name.startswith("__"):
-                found[f"{kind.__name__}.{name}"] = printer(value)
-    return found
-
-
-class _Printer:
-    """Makes of a value what is another value once it has changed in itself; what it holds is followed some levels down."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[int, int], object] = {}
-        self._left = _MOST
-
-    def __call__(self, value: Any, depth: int = _DEPTH) -> object:
-        self._left -= 1
-        if isinstance(value, (int, float, complex, str, bytes, type(None))):
-            return value if value == value else "nan"
-        key = id(value), depth
-        if key not in self._made:
-            self._made[key] = id(value) if self._left <= 0 else self._of(value, depth)
-        return self._made[key]
-
-    def _of(self, value: Any, depth: int) -> object:
-        if isinstance(value, Tensor):
-            return id(value), value._version
-        if isinstance(value, torch.Generator):
-            return value.get_state().numpy().tobytes()
-        if isinstance(value, random.Random):
-            return value.getstate()
-        numpy = sys.modules.get("numpy")
-        if numpy is not None and isinstance(value, numpy.random.Generator):
-            return repr(value.bit_generator.state)
-        if numpy is not None and isinstance(value, numpy.random.RandomState):
-            return repr(value.get_state(legacy=False))
-        if numpy is not None and isinstance(value, numpy.ndarray):
-            return id(value), value.tobytes() if value.nbytes <= _MOST else value.shape
-        if isinstance(value, (list, tuple, deque, set, frozenset, dict)) and len(value) > self._left:
-            return id(value), len(value)
-        inner = _inner(value) if depth else []
-        return id(value), tuple((name, self(each, depth - 1)) for name, each in inner)
-
-
-def _inner(value: Any) -> list[tuple[object, Any]]:
-    """What an object holds, by place; modules and functions hold nothing here."""
-    if isinstance(value, (list, tuple, deque)):
-        return list(enumerate(value))
-    if isinstance(value, (set, frozenset)):
-        return [(id(each), None) for each in value]
-    if isinstance(value, dict):
-        return [(repr(key) if isinstance(key, (str, int)) else id(key), each) for key, each in value.items()]
-    if isinstance(value, (nn.Module, type, ModuleType)) or callable(value):
-        return []
-    return list(getattr(value, "__dict__", {}).items())
+                found[f"{kind.__name__}.{name}"] = state_of(value)
+    for module in model.modules():
+        functions += [hook for name in _HOOKS for hook in vars(module).get(name, {}).values()]
+        functions += [
+            value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES and callable(value)
+        ]
+    kept: dict[str, list[object]] = {}
+    for place, value in values_of_functions(functions, {id(module) for module in model.modules()}):
+        kept.setdefault(place, []).append(state_of(value))
+    return found | kept

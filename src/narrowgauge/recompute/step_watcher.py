@@ -24,7 +24,6 @@ from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.numerics.shards import is_sharded
 from narrowgauge.recompute.capture import (
     StepCapture,
-    float_outputs,
     gradient_of,
     has_closure,
     number_of,
@@ -36,6 +35,7 @@ from narrowgauge.recompute.capture import (
     weight_of,
 )
 from narrowgauge.recompute.computed_gradients import LeftByBackward
+from narrowgauge.recompute.inputs_and_outputs import float_outputs
 from narrowgauge.recompute.kept_passes import KeptPasses
 from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult, not_checked

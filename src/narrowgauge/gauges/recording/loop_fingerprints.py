@@ -24,7 +24,8 @@ from narrowgauge import _torch
 from narrowgauge._torch.own_hooks import OwnHook
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.recompute.capture import float_outputs, has_closure, tokens_of
+from narrowgauge.recompute.capture import has_closure, tokens_of
+from narrowgauge.recompute.inputs_and_outputs import float_outputs
 from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.runs.schema import Row

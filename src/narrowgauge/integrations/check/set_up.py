@@ -7,7 +7,6 @@ only that row, so one law judges all optimizers.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,6 +23,7 @@ from narrowgauge.integrations.check.watch import Seen
 from narrowgauge.numerics.devices import require_float64
 from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.recompute.object_states import living
 from narrowgauge.spec.storages import STORAGES, WIDE, Storage
 
 NARROW = (torch.bfloat16, torch.float16)
@@ -177,7 +177,7 @@ def set_up_of(model: Any, optimizer: Any, scheduler: Any, scaler: Any, average: 
         raise RecipeError(f"check was given a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
     require_float64(model.parameters())
     optimizers = optimizers_of(optimizer)
-    alive = [s for s in _alive(LRScheduler) if any(getattr(s, "optimizer", None) is o for o in optimizers)]
+    alive = [s for s in living(LRScheduler) if any(getattr(s, "optimizer", None) is o for o in optimizers)]
     return SetUp(model, optimizers, scaler, [*_listed(scheduler), *alive], list(_listed(average)), loss)
 
 
@@ -187,7 +187,7 @@ def updates_of_averages(model: nn.Module) -> dict[AveragedModel, int]:
     One may be left over from an earlier run of this process: only one whose number grows belongs to this loop.
     """
     shapes = _shapes(model)
-    alive = [each for each in _alive(AveragedModel) if each is not model and _shapes(each.module) == shapes]
+    alive = [each for each in living(AveragedModel) if each is not model and _shapes(each.module) == shapes]
     return {each: int(each.n_averaged) for each in alive}
 
 
@@ -197,16 +197,6 @@ def tensors_of(average: Any) -> list[Tensor]:
         return list(average.parameters())
     values = average.values() if hasattr(average, "values") else average
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _alive(kind: type) -> list[Any]:
-    kinds = _with_subclasses(kind)  # looked up in a set, which a million objects are in 0.1 s
-    # By type(): isinstance would ask proxies for their __class__, which may run code.
-    return [thing for thing in gc.get_objects() if type(thing) in kinds]
-
-
-def _with_subclasses(kind: type) -> set[type]:
-    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from narrowgauge._torch import plain_name
-from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs, tensors_in
+from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs
+from narrowgauge.recompute.inputs_and_outputs import tensors_in
 from narrowgauge.recompute.passes_again import (
     chosen_parameters,
     in_mode,

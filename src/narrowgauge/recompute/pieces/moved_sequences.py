@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from narrowgauge.recompute.capture import ForwardCall, tensors_in
+from narrowgauge.recompute.capture import ForwardCall
+from narrowgauge.recompute.inputs_and_outputs import tensors_in
 
 _RELATIVE = ("rotary", "rope", "alibi", "relative")
 """Parts of names that only relative positions have."""

@@ -10,7 +10,6 @@ was declared that it does.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from torch.optim import lr_scheduler
 
 from narrowgauge.optim.audit import unwrapped
 from narrowgauge.recompute.fitting import near
+from narrowgauge.recompute.object_states import living
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult
 from narrowgauge.recompute.task import EACH_STEP, OWN_SCHEDULE
 
@@ -34,10 +34,9 @@ _EXPLAINED = 0.05
 def schedules_of(optimizer: torch.optim.Optimizer) -> list[Any]:
     """The schedules that hold an optimizer and move by themselves: none that is part of another, and none that waits for a loss.
 
-    Cost: a pass over all objects of the process, tens of milliseconds.
+    Cost: that of :func:`~narrowgauge.recompute.object_states.living`.
     """
-    # The class is asked and not the object: some objects do something when they are asked for theirs.
-    every = [each for each in gc.get_objects() if issubclass(type(each), lr_scheduler.LRScheduler)]
+    every = living(lr_scheduler.LRScheduler)
     own = [each for each in every if unwrapped(getattr(each, "optimizer", None)) is optimizer]
     own = [
         each for each in own if not isinstance(each, (lr_scheduler.ChainedScheduler, lr_scheduler.ReduceLROnPlateau))
