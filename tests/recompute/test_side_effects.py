@@ -392,8 +392,28 @@ def with_kept(loop: Loop) -> None:
     )
 
 
+class Doubled(torch.autograd.Function):
+    """Keeps its inputs as attributes for the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, also: Tensor) -> Tensor:
+        ctx.x, ctx.others = x, [also]
+        return 2 * x + also
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        return 2 * gradient + 0 * ctx.x, gradient + 0 * ctx.others[0]
+
+
+class OwnFunction(Around):
+    def forward(self, x: Tensor) -> Any:
+        return Doubled.apply(self.block(x), x)  # type: ignore[no-untyped-call]
+
+
 HEALTHY = {
     "a counter": wrapped(Counter),
+    "a function of autograd": wrapped(OwnFunction),
     "an attribute": with_kept,
     "a buffer that moves": wrapped(Moving),
     "checkpoints": wrapped(Checkpointed),

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from narrowgauge._torch import plain_name
 from narrowgauge.recompute.inputs_and_outputs import not_copied
@@ -117,9 +118,12 @@ class PassWatch:
         given = {id(t) for t in _held_by(output)} | (self._graph or set())
         kept = [t for t in made if id(t) not in given]
         made.clear()  # a list that holds them, too
-        restored = {id(vars(module)) for module in self._model.modules()}
         holders = gc.get_referrers(*kept) if kept else []
-        if any(each is not kept and id(each) not in restored and type(each) is not FrameType for each in holders):
+        # Attributes of modules are put back, and what functions of autograd keep for the backward pass ends with the graph.
+        contexts = living(BackwardCFunction) if kept else []
+        own = {id(kept), *(id(vars(module)) for module in self._model.modules())}
+        own |= {id(each) for context in contexts for each in (context, vars(context), *vars(context).values())}
+        if any(id(each) not in own and type(each) is not FrameType for each in holders):
             return "the forward pass leaves tensors of its graph elsewhere than in its outputs, as would another"
         return ""
 
