@@ -154,7 +154,7 @@ class Cost:
     def verdict(self) -> str:
         """In a word, by the interval over all cells and the difference ``d`` that is to be resolved.
 
-        ``as BASELINE``: the interval lies within ± d. ``worse``: above 0. ``better``: below 0, with ``small updates wrong``
+        ``as BASELINE``: the interval lies within ± d. ``worse``: above 0. ``lower``: below 0, with ``small updates wrong``
         where the stall error exceeds :data:`MOST_WRONG`. ``no worse``: below d. ``not distinguishable``: none of these, with
         the seeds that would tell. ``diverged``: a run did.
         """
@@ -176,7 +176,7 @@ class Cost:
 
     def _judged(self, difference: PairedDifference) -> str:
         claim = claim_of(difference, self.baseline, self.rules.resolve)
-        if claim == "better" and self.stall is not None and float(self.stall.error) > MOST_WRONG:
+        if claim == "lower" and self.stall is not None and float(self.stall.error) > MOST_WRONG:
             return f"{claim}; small updates wrong"
         if claim:
             return claim
@@ -194,13 +194,16 @@ class Cost:
 def claim_of(difference: PairedDifference, baseline: str, resolve: float) -> str:
     """What an interval shows at the difference that is to be resolved; empty where it shows nothing.
 
+    A loss below the baseline's is *lower*, and not better: at rates below the best one, whatever makes steps larger ends lower.
+
     Example:
         >>> [claim_of(PairedDifference("a", mean, 0.001, 3), "master", 0.005) for mean in (0.001, 0.006, -0.006)]
-        ['as master', 'worse', 'better']
+        ['as master', 'worse', 'lower']
     """
     if max(difference.high, -difference.low) <= resolve:
         return f"as {baseline}"
-    return read_difference(difference, resolve).claim
+    claim = read_difference(difference, resolve).claim
+    return "lower" if claim == "better" else claim
 
 
 def _recipe(row: str) -> str:

@@ -79,12 +79,12 @@ _RULES_LOG, _CODES_LOG = (
     "2026-11-23 · low-rank rules in the storage's codes",
 )
 _SENT_LOG = "Quality: `benchmarks/compressed_gradients.py`"
-_TUNED = "tuned adamw/word"
+_ADAMW = "adamw/word, best of three rates"
 _SMALLER_RATE = "by a smaller rate"
 
 
 def _low_rank(row: str, line: str, size: str, loss: str, cause: str = "") -> Logged:
-    return Logged(row, "storages", _RULES_LOG, line, size, "of states", _TUNED, loss, cause=cause)
+    return Logged(row, "storages", _RULES_LOG, line, size, "of states", _ADAMW, loss, cause=cause)
 
 
 def _float32_states(row: str) -> Logged:

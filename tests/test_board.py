@@ -156,7 +156,7 @@ def test_a_damaged_file_is_not_appended_to(tmp_path: Path) -> None:
         ({0: 0.001, 1: 0.0012, 2: 0.0011}, "as master"),
         ({0: 0.0, 1: 0.0, 2: 0.0}, "as master"),
         ({0: 0.02, 1: 0.021, 2: 0.022}, "worse"),
-        ({0: -0.02, 1: -0.021, 2: -0.022}, "better"),
+        ({0: -0.02, 1: -0.021, 2: -0.022}, "lower"),
         ({0: -0.02, 1: 0.004, 2: -0.001}, "no worse"),
         ({0: -0.04, 1: 0.05, 2: 0.01}, "not distinguishable"),
     ],
@@ -186,20 +186,20 @@ def test_a_cell_that_is_worse_is_named() -> None:
 @pytest.mark.parametrize(
     ("apart", "error", "verdict"),
     [
-        (-0.02, "0.794", "better; small updates wrong"),
-        (-0.02, "1.55", "better; small updates wrong"),
-        (-0.02, "0.5", "better"),
+        (-0.02, "0.794", "lower; small updates wrong"),
+        (-0.02, "1.55", "lower; small updates wrong"),
+        (-0.02, "0.5", "lower"),
         (0.0, "0.999", "as master"),
         (0.02, "0.999", "worse"),
     ],
 )
-def test_better_does_not_stand_alone_where_small_updates_are_wrong(apart: float, error: str, verdict: str) -> None:
+def test_lower_does_not_stand_alone_where_small_updates_are_wrong(apart: float, error: str, verdict: str) -> None:
     found = cost("word", *whole("word", {0: apart, 1: apart + 1e-4, 2: apart - 1e-4}), stalled("word", error))
     assert found.verdict == verdict
 
 
-def test_no_better_row_of_the_board_has_wrong_small_updates_unsaid() -> None:
-    found = [each for each in costs_of.costs(records.read()) if each.verdict.startswith("better") and each.stall]
+def test_no_lower_row_of_the_board_has_wrong_small_updates_unsaid() -> None:
+    found = [each for each in costs_of.costs(records.read()) if each.verdict.startswith("lower") and each.stall]
     wrong = [each for each in found if float(each.stall.error) > costs_of.MOST_WRONG]
     assert {"float8/collage-light", "float8/collage-plus"} <= {each.row for each in wrong}
     for each in found:
@@ -413,7 +413,7 @@ def test_the_page_has_a_row_for_everything_and_the_figures_of_the_records() -> N
         "as master",
         "no worse",
         "worse",
-        "better",
+        "lower",
         "small updates wrong",
         "not distinguishable",
         "diverged",
@@ -498,9 +498,9 @@ def test_a_loss_of_the_log_gets_the_boards_verdict() -> None:
     assert {logged.row: logged.verdict for logged in LOGGED} == {
         "galore/float32": "not run",
         "galore/states8": "not distinguishable",
-        "galore/states8, two-sided": "better; by a smaller rate",
+        "galore/states8, two-sided": "lower; by a smaller rate",
         "gradnorm_lorp/float32": "not run",
-        "gradnorm_lorp/states8": "better; by a smaller rate",
+        "gradnorm_lorp/states8": "lower; by a smaller rate",
         "compressed8": "as float32 sums",
         "compressed4": "not distinguishable",
     }

@@ -13,6 +13,7 @@ from typing import Any
 from narrowgauge.analysis.diagnosis.evidence import Evidence
 from narrowgauge.runs.departure_table import severity_of
 from narrowgauge.runs.finding import SEVERITIES, Finding, at_step, told
+from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, number, step_of
 
 
@@ -20,7 +21,7 @@ def departures(evidence: Evidence) -> list[Finding]:
     """What departs and is no note: errors first, each once."""
     replayed = evidence.replay.departures if evidence.replay is not None else ()
     found: dict[tuple[str, str], Finding] = {}
-    for each in (*_recorded(evidence), *replayed):
+    for each in (*recorded_departures(evidence.run), *replayed):
         if each.severity != "note":
             found.setdefault((each.name, each.where), each)
     return sorted(found.values(), key=lambda each: list(SEVERITIES).index(each.severity))
@@ -28,12 +29,13 @@ def departures(evidence: Evidence) -> list[Finding]:
 
 def departures_noted(evidence: Evidence) -> list[str]:
     """The notes among them, of audited steps; a replay prints its own."""
-    found = [each for each in _recorded(evidence) if each.severity == "note"]
+    found = [each for each in recorded_departures(evidence.run) if each.severity == "note"]
     return [at_step(each.step, f"{each.label}: {each.message.rstrip('.')}") for each in found]
 
 
-def _recorded(evidence: Evidence) -> list[Finding]:
-    return [_finding(event) for event in evidence.run.events if severity_of(_name(event))]
+def recorded_departures(run: Run) -> list[Finding]:
+    """The departures of a run's audited steps, in the order of its events."""
+    return [_finding(event) for event in run.events if severity_of(_name(event))]
 
 
 def _name(event: Row) -> str:

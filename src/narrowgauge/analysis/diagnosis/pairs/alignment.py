@@ -35,6 +35,7 @@ from narrowgauge.analysis.diagnosis.pairs.first_difference import (
     common_steps,
     differing_steps,
     is_rounding,
+    rounding_of,
     roundoff,
 )
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedPair
@@ -235,6 +236,10 @@ def _means(rows: Sequence[Row], ends: Sequence[int]) -> Iterator[float]:
 # ── the alignment ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+_OF_TOKENS = ("loss", "norm", "evaluation")
+"""Stages whose values are means over tokens, of which a record need not say the number."""
+
+
 @dataclass(frozen=True, slots=True)
 class Alignment:
     """Two runs, aligned.
@@ -252,6 +257,8 @@ class Alignment:
         drift: how the losses drift apart from the first difference on, where they do by more than rounding.
         factor: one factor between all gradients, where there is one.
         is_exact: the first difference is an elementwise update of values that are equal in both: no sum came between.
+        equal_outputs: of a loss that differs, how many outputs of its step were hashed, if all of them are equal; 0 otherwise.
+        is_hashed: both recorded the fingerprints of the step in which they first differ.
         tables: the tables that both records have, in words.
         are_trainers: the trainer made both runs, so that one rate and one decay hold for all matrices.
     """
@@ -269,6 +276,8 @@ class Alignment:
     drift: Drift | None = None
     factor: GradientFactor | None = None
     is_exact: bool = False
+    equal_outputs: int = 0
+    is_hashed: bool = False
     tables: tuple[str, ...] = ()
     are_trainers: bool = True
     notes: tuple[str, ...] = ()
@@ -285,6 +294,8 @@ class Alignment:
         envelope = self.replayed.envelope if self.replayed is not None else None
         if envelope is not None and (envelope.step, envelope.tensor) == (difference.step, difference.tensor):
             return None if math.isnan(difference.relative) else envelope.holds(difference.relative)
+        if difference.numel <= 0 and difference.stage in _OF_TOKENS:  # it is one token at least
+            return False if difference.relative > rounding_of(1, self.roundoff) else None
         return is_rounding(difference.relative, difference.numel, self.roundoff)
 
 
@@ -296,10 +307,10 @@ def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignme
     u = roundoff(one, other)
     first = min(
         [
-            *_columns(rows, common),
+            *_columns(rows, common, fingerprints),
             *islice(differing_steps(fingerprints), 1),
             *_stopped(one, other),
-            *_evaluations(one, other, rows),
+            *_evaluations(one, other, rows, fingerprints),
         ],
         key=_order,
         default=None,
@@ -325,26 +336,48 @@ def align(one: Run, other: Run, replayed: ReplayedPair | None = None) -> Alignme
         drift=drift,
         factor=_factor_at(first, fingerprints, rows, (one, other)),
         is_exact=first is not None and _is_exact(first, fingerprints, (one, other)),
+        equal_outputs=0 if first is None else _equal_outputs(first, fingerprints),
+        is_hashed=first is not None and all(first.step in each for each in fingerprints),
         tables=tables_of_both(one.run, other.run),
         are_trainers=all(loop_of(run) == "trainer" for run in (one, other)),
         notes=tuple(_notes(one, other, common, has_other, at_tokens)),
     )
 
 
-def _columns(rows: list[dict[int, Row]], common: list[int]) -> Iterator[FirstDifference]:
+def _tokens_of(step: int, rows: list[dict[int, Row]], fingerprints: Fingerprints) -> int:
+    """The tokens of a step, by the count of its row, or else by the fingerprint of its batch; 0 where neither tells."""
+    if counted := int((rows[0].get(step, {}).get("tokens") or 0) // max(1, step)):
+        return counted
+    tensors = fingerprints[0].get(step, {}).get("tensors", {})
+    return sum(int(entry[2]) for key, entry in tensors.items() if key.startswith("tokens:"))
+
+
+def _equal_outputs(first: FirstDifference, fingerprints: Fingerprints) -> int:
+    if first.stage != "loss" or any(first.step not in each for each in fingerprints):
+        return 0
+    outputs = [
+        {key: entry[0] for key, entry in each[first.step]["tensors"].items() if key.startswith("output:")}
+        for each in fingerprints
+    ]
+    return len(outputs[0]) if outputs[0] == outputs[1] else 0
+
+
+def _columns(rows: list[dict[int, Row]], common: list[int], fingerprints: Fingerprints) -> Iterator[FirstDifference]:
     """The first step whose rows differ, by its first column that does."""
     for step in common:
         first, second = rows[0][step], rows[1][step]
         for column, stage in COLUMNS.items():
             values = first.get(column), second.get(column)
             if values[0] is not None and values[1] is not None and not same_value(*values):
-                tokens = int((first.get("tokens") or 0) // max(1, step))
+                tokens = _tokens_of(step, rows, fingerprints)
                 known = (math.nan, math.nan) if stage == "tokens" else (float(values[0]), float(values[1]))
                 yield FirstDifference(step, stage, values=known, numel=tokens)
                 return
 
 
-def _evaluations(one: Run, other: Run, rows: list[dict[int, Row]]) -> Iterator[FirstDifference]:
+def _evaluations(
+    one: Run, other: Run, rows: list[dict[int, Row]], fingerprints: Fingerprints
+) -> Iterator[FirstDifference]:
     """The first evaluation that differs: of other weights, where the next step differs too; else of another evaluation."""
     losses = [{int(row["step"]): number(row.get("val_loss")) for row in run.evals} for run in (one, other)]
     for step in sorted(losses[0].keys() & losses[1].keys()):
@@ -352,9 +385,8 @@ def _evaluations(one: Run, other: Run, rows: list[dict[int, Row]]) -> Iterator[F
         if values[0] is None or values[1] is None or same_value(*values):
             continue
         later = next((each for each in sorted(rows[0].keys() & rows[1].keys()) if each > step), None)
-        goes_on = later is not None and next(_columns(rows, [later]), None) is not None
-        row = rows[0].get(step, {})
-        tokens = int((row.get("tokens") or 0) // max(1, step))
+        goes_on = later is not None and next(_columns(rows, [later], fingerprints), None) is not None
+        tokens = _tokens_of(step, rows, fingerprints)
         yield FirstDifference(step, "update" if goes_on else "evaluation", values=(values[0], values[1]), numel=tokens)
         return
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.analysis.diagnosis.computed_again import recorded_departures
 from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
 from narrowgauge.analysis.diagnosis.pairs.reasons import REASONS, Reason, deciding, is_proven, weigh, without_rounding
 from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
 from narrowgauge.analysis.diagnosis.replay_findings import ReplayedPair
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import Finding, at_step, counted
 from narrowgauge.runs.fingerprint_rows import APPLIED_NO_CLIP, in_words
 from narrowgauge.runs.record import Run
 
@@ -32,6 +33,7 @@ class TwoRuns:
         evidence: what speaks for the first, a sentence each.
         next_measurement: what to measure next, or empty.
         loop: how both were recorded, a key of :data:`~narrowgauge.analysis.diagnosis.loop_terms.LOOPS`.
+        departures: of each run, what its audited steps depart in and the other's do not, each once.
     """
 
     names: tuple[str, str]
@@ -40,6 +42,7 @@ class TwoRuns:
     evidence: tuple[str, ...]
     next_measurement: str
     loop: str = "trainer"
+    departures: tuple[tuple[Finding, ...], tuple[Finding, ...]] = ((), ())
 
     @property
     def remedy(self) -> str:
@@ -95,6 +98,7 @@ class TwoRuns:
             "differences": [
                 {"name": each.name, "table": each.table, "values": list(each.values)} for each in alignment.differences
             ],
+            "departures": [[each.name for each in of_run] for of_run in self.departures],
             "evidence": list(self.evidence),
             "next_measurement": self.next_measurement or None,
             "notes": list(alignment.notes),
@@ -111,10 +115,31 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
     alignment = without_rounding(align(one, other, replayed))
     ranked = tuple((REASONS[name], share) for name, share in weigh(alignment).items())
     names = _names(one, other)
-    evidence = tuple(_evidence(alignment, ranked, names))
+    departures = _departures_of_one(one, other)
+    evidence = (*_departing(departures, names), *_evidence(alignment, ranked, names))
+    loop, then = "recorder", _of_own_loop(alignment)
     if alignment.are_trainers:
-        return TwoRuns(names, alignment, ranked, evidence, _next(alignment, _can_be_replayed(one, other)))
-    return TwoRuns(names, alignment, ranked, evidence, _of_own_loop(alignment), "recorder")
+        loop, then = "trainer", _next(alignment, _can_be_replayed(one, other))
+    return TwoRuns(names, alignment, ranked, evidence, then, loop, departures)
+
+
+def _departures_of_one(one: Run, other: Run) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
+    """What one run's audited steps depart in and the other's do not: no notes."""
+    found = [
+        {each.name: each for each in reversed(recorded_departures(run)) if each.severity != "note"}
+        for run in (one, other)
+    ]
+    first, second = (
+        tuple(sorted((mine[name] for name in mine.keys() - its.keys()), key=lambda each: (each.step, each.name)))
+        for mine, its in (found, found[::-1])
+    )
+    return first, second
+
+
+def _departing(departures: tuple[tuple[Finding, ...], ...], names: tuple[str, str]) -> Iterator[str]:
+    for name, found in zip(names, departures, strict=True):
+        for each in found[:_NAMED]:
+            yield f"computed again, a step of {name} alone departs: {at_step(each.step, each.message.rstrip('.'))} ({each.name})"
 
 
 def _names(one: Run, other: Run) -> tuple[str, str]:
@@ -168,6 +193,9 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], na
         yield alignment.factor.sentence(names)
     if alignment.drift is not None:
         yield str(alignment.drift)
+    if (outputs := alignment.equal_outputs) and alignment.is_rounding(difference) is not True:
+        all_of = f"all {outputs} outputs" if outputs > 1 else "the output"
+        yield f"{all_of} of the step and its tokens are equal: what differs is what the loss makes of them"
     if alignment.is_exact:
         yield "all gradients of the step are equal, and the update is elementwise: no order of sums explains it"
     yield from alignment.replayed.sentences() if alignment.replayed is not None else ()
@@ -239,14 +267,16 @@ def _can_be_replayed(one: Run, other: Run) -> bool:
 def _of_own_loop(alignment: Alignment) -> str:
     """What a loop of one's own can measure: which tensor differs first, and whether one of the runs differs from itself."""
     difference = alignment.first_difference
-    if difference is None or difference.stage in ("start", "tokens"):
+    if difference is None or difference.stage in ("start", "tokens", "evaluation"):
+        return ""
+    if alignment.equal_outputs and alignment.is_rounding(difference) is False:
         return ""
     if difference.stage == "held" and difference.recurs is None and not difference.others[0]:
         return (
             f"record the steps after {difference.step} with RunRecorder(fingerprints_every=1), too: damage does not happen "
             "again, and code acts again"
         )
-    if not difference.tensor:
+    if not difference.tensor and not alignment.is_hashed:
         return (
             f"repeat both with RunRecorder(fingerprints_every=1) up to step {difference.step}: that shows which tensor differs "
             "first"
