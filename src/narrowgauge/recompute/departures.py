@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult
-from narrowgauge.runs.departure_table import DEPARTURES, PIECES, unexplained
+from narrowgauge.runs.departure_table import DEPARTURES, NORMS, PIECES, unexplained
 from narrowgauge.runs.finding import Finding, told
 from narrowgauge.runs.schema import Row
 
@@ -32,6 +32,7 @@ def _finding(result: PieceResult) -> Finding:
     where = told(result.where)
     values: dict[str, Any] = {**result.values, "difference": result.difference, "envelope": result.envelope}
     values["equal_to"] = f", and equals {result.values['equals']}" if "equals" in result.values else ""
+    values["over"] = NORMS.get(over := str(values.get("over", "")), over)
     name, message, advice, severity = result.cause or unexplained(result.piece), _UNKNOWN, "", "note"
     if row is not None:
         message, advice, severity = row.message, row.advice, row.severity

@@ -44,12 +44,15 @@ _STATELESS = sys.stdlib_module_names | {"torch", "numpy", "narrowgauge"}
 def living(kind: type[Kind]) -> list[Kind]:
     """Every object of a class that Python's garbage collector knows.
 
-    Cost: a look at the types of all objects of the process: of 300,000, some 20 ms.
+    Cost: a look at the types of all objects of the process: of 400,000, some 60 ms.
     """
     # Types are asked and not objects, of which some do something when they are asked for their class.
-    every = gc.get_objects()
-    kinds = {each for each in set(map(type, every)) if issubclass(each, kind)}
-    return [each for each in every if type(each) in kinds]
+    kinds = _with_subclasses(kind)
+    return [each for each in gc.get_objects() if type(each) in kinds]
+
+
+def _with_subclasses(kind: type) -> set[type]:
+    return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
 
 
 class StatePrinter:

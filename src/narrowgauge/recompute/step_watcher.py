@@ -13,6 +13,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ from narrowgauge.recompute.kept_passes import KeptPasses
 from narrowgauge.recompute.passes_again import unwrapped_model
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, PieceResult, not_checked
 from narrowgauge.recompute.pieces.between_steps import AverageCheck, FewLeft, LeftAfterStep, check_between
-from narrowgauge.recompute.pieces.clipping import ClipHistory, check_clip
+from narrowgauge.recompute.pieces.clipping import ClipHistory, check_clip, scaled_by_hand
 from narrowgauge.recompute.pieces.data import DataHistory, check_ranks
 from narrowgauge.recompute.pieces.declared_settings import check_declared
 from narrowgauge.recompute.pieces.evaluation import (
@@ -410,6 +411,9 @@ class StepWatcher:
                 step, named = over_ranks
             elif not self._is_sharded:
                 return [*passes, *(not_checked(piece, over_ranks, step.step) for piece in ("gradient", "clip"))]
+        if (scale := scaled_by_hand(step, passes)) != 1.0:
+            step = replace(step, loss_scale=scale * step.loss_scale)
+            passes = [_without_cause(each) if each.cause == "loss-scaled" else each for each in passes]
         changed = check_after_backward(without(step, named), self.task.max_grad_norm)
         if self._ranks.has_hook:
             changed = as_sent(changed, step)
@@ -562,6 +566,11 @@ class StepWatcher:
 def _reason(error: Exception) -> str:
     said = str(error).splitlines()[0] if str(error) else ""
     return f"{type(error).__name__}: {said}"[:200]
+
+
+def _without_cause(result: PieceResult) -> PieceResult:
+    """A departure that the loop itself takes back."""
+    return replace(result, status=EQUAL, cause="", values={})
 
 
 def _host_number(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:

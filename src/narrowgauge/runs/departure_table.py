@@ -39,6 +39,21 @@ class Departure:
     advice: str
 
 
+NORMS: dict[str, str] = {
+    "sum-of-norms": "the sum of the parameters' norms",
+    "largest": "that of the largest parameter",
+    "matrices": "that of the matrices",
+    "vectors": "that of the vectors",
+    "without-largest": "that of all but the largest parameter",
+    "squares": "the squared norm",
+    "mean": "the root mean square",
+    "first": "that of the first parameter",
+    "last": "that of the last parameter",
+    "scaled": "that of gradients before their scale is taken off",
+    "parts": "that of each of several parts",
+    "shard": "that of this rank's shard",
+}
+"""Norms that are taken by mistake, each in words."""
 _LOOP = "Look at what the loop does between backward() and optimizer.step()."
 _STEP = "Look at the optimizer's step and at what wraps it."
 _SCHEDULE = 'Call scheduler.step() once after optimizer.step(); ng.task(schedule="own") if its length is counted so.'
@@ -74,7 +89,7 @@ DEPARTURES: dict[str, Departure] = {
             "Look at what computes the loss: the model itself may do so without the trainer's smoothing.",
         ),
         Departure(
-            "z-loss", ("loss",), "note", "the loss has a penalty of {value:.3g} × log² Z.",
+            "z-loss", ("loss",), "note", "the loss looks like one with a penalty of {value:.3g} × log² Z.",
             "Remove it, or declare the loss as its own.",
         ),
         Departure(
@@ -308,6 +323,11 @@ DEPARTURES: dict[str, Departure] = {
             "module-cast", ("forward",), "note", "these modules compute in a narrower format inside than their float32 weights.",
             "Look for a cast in their forward; declare it if it is meant.",
         ),
+        Departure(
+            "weights-cached", ("forward",), "error",
+            "the output of these modules does not change with their weights, which receive gradients: it is made of a copy.",
+            "Look for a cast, merged or quantized copy of the weights that is not made again after each step.",
+        ),
         # gradient
         Departure(
             "gradient-scaled", ("gradient", "update"), "error",
@@ -385,7 +405,7 @@ DEPARTURES: dict[str, Departure] = {
         ),
         Departure(
             "clip-norm", ("clip",), "error",
-            "gradients were clipped to {limit:.4g} by a norm over other values than all: {over}.",
+            "gradients were clipped to {limit:.4g} by another norm than that of all together: {over}.",
             "Unscale first, and give clip_grad_norm_ all parameters at once.",
         ),
         Departure(

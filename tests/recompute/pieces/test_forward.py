@@ -124,6 +124,13 @@ def test_rotary_frequencies_of_zero_are_named() -> None:
     assert [(each.name, each.where) for each in loop.run(2).findings()] == [("frequencies-zero", "blocks.1.inv_freq")]
 
 
+def cached(loop: Loop) -> None:
+    """A layer multiplies by its first weights, and hands gradients straight through to the present ones."""
+    layer = loop.model.blocks[0].up
+    first = layer.weight.detach().clone()
+    layer.forward = lambda x: nn.functional.linear(x, first + (layer.weight - layer.weight.detach()))  # type: ignore[method-assign]
+
+
 FAULTS: dict[str, tuple[Callable[[Loop], None], str, str]] = {
     "a mask is missing": (leaky, "sees-future", "blocks.1.out"),
     "a shift along the sequence": (shifted, "sees-future", "blocks.0.norm2"),
@@ -131,6 +138,7 @@ FAULTS: dict[str, tuple[Callable[[Loop], None], str, str]] = {
     "attention returns nothing": (blind, "past-unseen", ""),
     "no positions": (unordered, "order-unseen", ""),
     "one module casts": (cast, "module-cast", "blocks.1.down"),
+    "a copy of weights": (cached, "weights-cached", "blocks.0.up"),
 }
 
 
@@ -243,3 +251,32 @@ def test_weights_that_a_configuration_ties_and_that_are_two_are_named() -> None:
         return loop.run(2).names()
 
     assert "tie-cut" in named(True) and "tie-cut" not in named(False)
+
+
+class Signs(nn.Linear):
+    """Weights of one bit, with gradients straight through."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = self.weight.sign() * self.weight.abs().mean().detach()
+        return nn.functional.linear(x, self.weight + (signs - self.weight).detach())
+
+
+class FromZero(nn.Module):
+    """Begins as nothing, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.scale)
+
+
+def test_weights_that_are_rounded_or_begin_at_zero_are_no_copies() -> None:
+    loop = Loop(every=0)
+    block = loop.model.blocks[0]
+    signs = Signs(WIDTH, 2 * WIDTH, bias=False)
+    block.up, block.norm2 = signs, nn.Sequential(block.norm2, FromZero())  # type: ignore[assignment]
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3)
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep)
+    assert not loop.run(2).findings()

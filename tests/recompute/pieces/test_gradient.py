@@ -414,7 +414,7 @@ def test_clipping_before_unscaling_is_named(limit: float | None, steps: list[int
     assert not scaled(True, limit).findings()
     found = scaled(False, limit).findings()
     assert [(each.name, each.step) for each in found] == [("clip-norm", step) for step in steps]
-    assert all("scaled" in each.message for each in found)
+    assert all("before their scale is taken off" in each.message for each in found)
 
 
 @pytest.mark.parametrize("divisor", [65536.0, 3.0])
@@ -645,3 +645,50 @@ def test_an_expert_without_tokens_has_a_gradient_of_zero() -> None:
     loop.clip = 0.1
     loop.run(4)
     assert not loop.findings()
+
+
+# ── a loss that is scaled by hand ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def scaled_and_back(scale: float, limit: float, *, unscaled_first: bool = True, declared: bool = False) -> Loop:
+    """A loop that multiplies its loss, and divides its gradients before or after they are clipped."""
+    loop = Loop(every=1, task=task(max_grad_norm=limit) if declared else None)
+    plain = loop.loss
+    loop.loss = lambda tokens: scale * plain(tokens)  # type: ignore[method-assign]
+
+    def divide() -> None:
+        for p in loop.model.parameters():
+            assert p.grad is not None
+            p.grad /= scale
+
+    def clip() -> None:
+        if unscaled_first:
+            divide()
+        nn.utils.clip_grad_norm_(loop.model.parameters(), limit)
+        if not unscaled_first:
+            divide()
+
+    loop.clip_gradients = clip  # type: ignore[method-assign]
+    return loop.run(4)
+
+
+@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize(("scale", "limit"), [(1024.0, 0.1), (1024.0, 1e3), (3.0, 1e3)])
+def test_a_loss_that_is_scaled_by_hand_and_back_is_healthy(scale: float, limit: float, declared: bool) -> None:
+    loop = scaled_and_back(scale, limit, declared=declared)
+    assert not loop.findings()
+    assert {each.status for each in loop.results[4] if each.piece == "loss"} == {EQUAL}
+
+
+def test_clipping_before_a_division_by_hand_is_named() -> None:
+    loop = scaled_and_back(1024.0, 0.1, unscaled_first=False, declared=True)
+    assert loop.names() == {"clip-norm"}
+    (found, *_) = [each for results in loop.results.values() for each in results if each.cause == "clip-norm"]
+    assert found.values["over"] == "scaled"
+
+
+def test_a_factor_of_the_loss_that_stays_is_named() -> None:
+    loop = Loop(every=1)
+    plain = loop.loss
+    loop.loss = lambda tokens: 1024 * plain(tokens)  # type: ignore[method-assign]
+    assert loop.run(3).names() == {"loss-scaled"}

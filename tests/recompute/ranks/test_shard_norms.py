@@ -107,7 +107,7 @@ def test_clipping_by_the_norm_over_all_shards_is_checked(tmp_path: Path) -> None
 def test_clipping_by_the_norm_of_a_shard_is_named(tmp_path: Path) -> None:
     for told in run_ranks(several, 2, tmp_path, ["local, declared", "local"]):
         for case in told.values():
-            assert case["found"] == {("clip-norm", "this rank's shard.")}, case
+            assert case["found"] == {("clip-norm", "that of this rank's shard.")}, case
             assert case["pieces"] >= {("loss", "equal"), ("clip", DEPARTS), ("update", "equal")}
 
 
@@ -125,8 +125,8 @@ def test_the_norm_of_a_rank_is_named_only_where_it_explains_the_factors() -> Non
         step = StepCapture(1, "adamw", {"w": sample}, ranks=len(norms_of_ranks), norms_of_ranks=norms_of_ranks)
         return [str(each.values.get("over")) for each in check_clip(step, ClipHistory(), 2.0)]
 
-    assert told((4.0, 0.5), (8.0, 0.25)) == ["this rank's shard"]
-    assert told((4.0, 0.5), (1.0, 1.0)) == ["this rank's shard"]
+    assert told((4.0, 0.5), (8.0, 0.25)) == ["shard"]
+    assert told((4.0, 0.5), (1.0, 1.0)) == ["shard"]
     assert told((4.0, 0.5), (4.0, 0.5)) == ["None"]
     assert told((4.0, 0.5), (8.0, 0.5)) == ["None"]
     assert told((4.0, 0.5), (8.0, 0.3)) == ["None"]

@@ -89,7 +89,7 @@ class CauseFinding(Finding):
         return {
             "cause": self.cause.name,
             "title": self.cause.title,
-            "probability": self.probability,
+            "weight": self.probability,
             "measured": self.is_measured,
             "step": self.step,
             "tensor": self.tensor,
@@ -248,7 +248,7 @@ def _diagnosis(evidence: Evidence) -> Diagnosis:
     asked = causes if not found else [found[0][0], *found[0][1]]
     num_losses = sum(loss is not None for loss in evidence.column("loss"))
     return Diagnosis(
-        evidence.run.path.name,
+        evidence.run.path.name or evidence.run.path.resolve().name,
         findings,
         _verdict(evidence, seen, findings, causes, num_losses),
         tuple(causes),

@@ -8,6 +8,7 @@ something else gives a limit that holds, that is the cause.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from narrowgauge.recompute.capture import StepCapture
@@ -20,6 +21,8 @@ _TOLERANCE = 2e-3
 """Of a limit, where gradients are float32."""
 _ABOVE = 3
 """Steps above the limit after which nothing clips: another norm is above it sooner or later."""
+_OF_SCALE, _LEAST_SCALE = 0.02, 16.0
+"""Within which a factor of the loss is that of the gradients, or a power of two; the least that is taken for a loss scale."""
 _MOST_DIVIDED = 1 << 10
 """The largest count by which a loop divides."""
 
@@ -39,6 +42,27 @@ class ClipHistory:
     above: int = 0
     limits: list[dict[str, float]] = field(default_factory=list)
     factors: list[float] = field(default_factory=list)
+
+
+def scaled_by_hand(step: StepCapture, loss: Sequence[PieceResult]) -> float:
+    """The factor that a loop itself gave its loss, and took from the gradients again before the update; 1 where it did not.
+
+    While the gradients are clipped, any factor of the loss may have been taken from them: then it is one where it is a large
+    power of two, as loss scales are.
+
+    Args:
+        step: with gradients before and after.
+        loss: what the loss showed.
+    """
+    found = next((float(each.values["factor"]) for each in loss if each.cause == "loss-scaled"), 1.0)
+    common, _ = factor_after_backward(step)
+    if common is None or common <= 0 or found <= 1:
+        return 1.0
+    if near(common * step.loss_scale * found, 1.0, _OF_SCALE):
+        return 1 / (common * step.loss_scale)
+    power = 2.0 ** round(math.log2(found))
+    is_scale = power >= _LEAST_SCALE and near(found, power, _OF_SCALE)
+    return power if is_scale and common * step.loss_scale * power < 1 else 1.0
 
 
 def check_clip(step: StepCapture, history: ClipHistory, limit: float | None = None) -> list[PieceResult]:
@@ -104,7 +128,7 @@ def _by_own_parts(step: StepCapture, limit: float | None) -> PieceResult | None:
         near(norm * f, found, tolerance) if f < 1 - 1e-4 else norm <= found * (1 + tolerance) for norm, f in ranks
     ):
         return None
-    values: dict[str, object] = {"limit": found, "over": "this rank's shard"}
+    values: dict[str, object] = {"limit": found, "over": "shard"}
     return PieceResult(PIECE, DEPARTS, (), 1.0, tolerance, "clip-norm", values, step.step)
 
 

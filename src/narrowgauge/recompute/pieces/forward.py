@@ -6,8 +6,7 @@ sequences of the batch, nor with the random state; it does change with the token
 before. With relative positions it does not change where the whole sequence is moved. Where an output changes that must not, the
 first module whose output changes is named.
 
-Each module with parameters is also called alone on what it received, moved by far less than a spacing of bfloat16: a module
-that casts to a narrower format inside answers with steps.
+Each module with parameters is also called alone on what it received (:mod:`narrowgauge.recompute.pieces.single_modules`).
 """
 
 from __future__ import annotations
@@ -19,30 +18,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from narrowgauge._torch import plain_name
-from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs
+from narrowgauge.recompute.capture import ForwardCall, StepCapture
 from narrowgauge.recompute.inputs_and_outputs import tensors_in
 from narrowgauge.recompute.passes_again import (
     chosen_parameters,
     in_mode,
     moved_by_half_a_spacing,
     outputs_again,
-    without_own_hooks,
 )
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, PieceResult, not_checked
 from narrowgauge.recompute.pieces.moved_sequences import has_relative_positions, moved_sequences
+from narrowgauge.recompute.pieces.single_modules import AMPLIFIES, NUDGE, check_modules, nudged
 from narrowgauge.recompute.random_states import RandomStates
 
 PIECE = "forward"
 ROWS, PLACES = 3, 64
 """The slice of a batch: sequences, and tokens of each."""
 _MARGIN = 8.0
-_NUDGE = 2.0**-18
-_LARGE, _FALLS = 2.0**-6, 4.0
 _LEAST_FREQUENCIES = 4
-_AMPLIFIES = 8.0
 
 
 def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
@@ -53,7 +48,7 @@ def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         model: unwrapped.
 
     Cost: seven forward passes over at most 3 × 64 tokens, five more over fewer where positions are relative, and each module
-        once more.
+        four times more.
     """
     call = next((each for each in step.calls if each.sequence is not None), None)
     if call is None:
@@ -65,7 +60,7 @@ def check_forward(step: StepCapture, model: nn.Module) -> list[PieceResult]:
         return [not_checked(PIECE, "outputs have another shape than tokens", step.step)]
     found = [
         *questions.ask(),
-        *narrow_modules(step, model, sliced),
+        *check_modules(step, model, sliced),
         *_frequencies(step, model),
         *_cut_ties(step, model),
     ]
@@ -234,11 +229,11 @@ class _Questions:
         """Whether the model computes in a narrower format than float32 in any case, as where a framework casts inside it."""
         generator = torch.Generator().manual_seed(0)
         chosen = {name: p for name in self.chosen if (p := self.parameters[name]).is_floating_point()}
-        nudged = {name: _nudged(p, generator) for name, p in chosen.items()}
+        others = {name: nudged(p, generator, NUDGE) for name, p in chosen.items()}
         with torch.no_grad():
-            moved = outputs_again(self.model, self.parameters | nudged, self.call)[self.place]
-        ratio = float((moved - self.base).norm() / self.base.norm().clamp_min(1e-30)) / _NUDGE
-        return not 0 < ratio <= _AMPLIFIES
+            moved = outputs_again(self.model, self.parameters | others, self.call)[self.place]
+        ratio = float((moved - self.base).norm() / self.base.norm().clamp_min(1e-30)) / NUDGE
+        return not 0 < ratio <= AMPLIFIES
 
     def _moved(self) -> Iterator[PieceResult]:
         if not has_relative_positions(self.model) or self._is_narrow():
@@ -337,68 +332,3 @@ def _module_outputs(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-# ── casts inside modules ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def narrow_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> list[PieceResult]:
-    """Modules that cast to a narrower format inside, of a model whose parameters are all float32.
-
-    Input and parameters are moved by 2^-18 of each value. The output of a module that multiplies in float32 moves by as much; one
-    that casts to 16 bits stays or jumps by a spacing, which is many times more on the whole.
-    """
-    if any(p.dtype is not torch.float32 for p in model.parameters()) or any(c.autocast is not None for c in step.calls):
-        return []
-    inputs: dict[nn.Module, tuple[Any, ...]] = {}
-
-    def keep(module: nn.Module, args: Any) -> None:
-        inputs.setdefault(module, args)
-
-    keep.__module__ = "of the audit's own pass"
-    named = [(name, m) for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)) and name]
-    handles = [module.register_forward_pre_hook(keep) for _, module in named]
-    parameters = {name: p.detach() for name, p in model.named_parameters()}
-    try:
-        with torch.no_grad(), in_mode(model, False):
-            outputs_again(model, parameters, call)
-    finally:
-        for handle in handles:
-            handle.remove()
-    amplified = {}
-    for name, module in named:
-        if (ratio := _amplification(module, inputs.get(module), _NUDGE)) is not None:
-            amplified[plain_name(name)] = ratio
-    odd = {name: ratio for name, ratio in amplified.items() if ratio > _AMPLIFIES}
-    # What nearly cancels amplifies every nudge alike, and a cast hardly one that is as large as its spacing.
-    of_large = {plain_name(n): _amplification(m, inputs.get(m), _LARGE) for n, m in named if plain_name(n) in odd}
-    odd = {name: ratio for name, ratio in odd.items() if ratio > _FALLS * (of_large[name] or 0.0)}
-    if not odd or len(odd) * 2 > len(amplified):
-        return []
-    return [PieceResult(PIECE, DEPARTS, tuple(odd), max(odd.values()), _AMPLIFIES, "module-cast", step=step.step)]
-
-
-def _nudged(values: Tensor, generator: torch.Generator, by: float = _NUDGE) -> Tensor:
-    signs = random_signs(values.shape, generator).to(values.device)
-    return values.detach() * (1 + by * signs.to(values.dtype))
-
-
-def _amplification(module: nn.Module, args: tuple[Any, ...] | None, by: float) -> float | None:
-    """How many times more a module's output moves than its input and parameters; ``None`` where it takes no floats alone."""
-    if not args or any(isinstance(a, Tensor) and a.dtype is not torch.float32 for a in args):
-        return None  # of other dtypes too: a framework may begin autocast inside the model
-    if next(module.children(), None) is not None or isinstance(module, nn.Embedding):
-        return None  # an embedding may count positions from a mask of floats
-    generator = torch.Generator().manual_seed(0)
-
-    def nudged(value: Any) -> Any:
-        return _nudged(value, generator, by) if isinstance(value, Tensor) else value
-
-    own = {name: p.detach() for name, p in module.named_parameters()}
-    with torch.no_grad(), in_mode(module, False), without_own_hooks(module):
-        before = next(tensors_in(functional_call(module, own, args)), None)
-        moved = {name: nudged(p) for name, p in own.items()}
-        after = next(tensors_in(functional_call(module, moved, tuple(map(nudged, args)))), None)
-    if before is None or after is None or not before.any() or not before.is_floating_point():
-        return None
-    return float((after.double() - before.double()).norm() / before.double().norm()) / by
