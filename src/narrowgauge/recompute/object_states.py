@@ -117,11 +117,18 @@ class StatePrinter:
                 made_of = iterator.__reduce__()
         except TypeError:
             return repr(iterator)  # as of itertools.count
-        if not depth or not isinstance(made_of, tuple):
-            return ()
-        return tuple(
-            self(each, depth - 1) for part in made_of[1:] for each in (part if type(part) is tuple else (part,))
-        )
+        if not isinstance(made_of, tuple):
+            return made_of
+        parts = (each for part in made_of[1:] for each in (part if type(part) is tuple else (part,)))
+        return tuple(self._part(each, depth) for each in parts) if depth else ()
+
+    def _part(self, value: Any, depth: int) -> object:
+        """A part of what an iterator is made from; containers by what they hold, since some are made when they are asked for."""
+        if isinstance(value, range):
+            return repr(value)
+        if type(value) in (list, tuple) and len(value) <= self._left:
+            return self._each(enumerate(value), depth)
+        return self(value, depth - 1)
 
 
 def inner_values(value: Any) -> list[tuple[object, Any]]:
