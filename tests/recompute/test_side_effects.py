@@ -411,8 +411,24 @@ class OwnFunction(Around):
         return Doubled.apply(self.block(x), x)  # type: ignore[no-untyped-call]
 
 
+class OwnMethod(Counter):
+    """Calls a method of its own by an attribute."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.scale = self.scaled
+
+    def scaled(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x * (1 + 1 / self.calls)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.scale(self.block(x))
+
+
 HEALTHY = {
     "a counter": wrapped(Counter),
+    "a method": wrapped(OwnMethod),
     "a function of autograd": wrapped(OwnFunction),
     "an attribute": with_kept,
     "a buffer that moves": wrapped(Moving),

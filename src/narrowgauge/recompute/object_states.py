@@ -173,21 +173,20 @@ def values_of_functions(functions: Iterable[Any], own: Collection[int] = ()) -> 
             continue
         seen.add(id(function))
         for place, value in _values_of(function):
-            if _is_function(value) or callable(value):
+            if not place or _is_function(value) or callable(value):
                 left.append(value)
             else:
                 yield place, value
 
 
 def _values_of(function: Any) -> Iterator[tuple[str, Any]]:
-    """What one function keeps or names."""
+    """What one function keeps or names; what is to be followed, and is no value, has no place."""
     if isinstance(function, (staticmethod, classmethod)):
         yield "", function.__func__
     elif isinstance(function, property):
         yield from (("", each) for each in (function.fget, function.fset) if each is not None)
     elif isinstance(function, MethodType):
-        yield "", function.__func__
-        yield from _values_of_object(function.__self__)
+        yield from (("", each) for each in (function.__func__, function.__self__))
     elif isinstance(function, functools.partial):
         yield "", function.func
         yield from (("the arguments of a partial function", each) for each in (function.args, function.keywords))
