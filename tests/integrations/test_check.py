@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import narrowgauge as ng
+from few_objects import few_objects as few_objects
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.integrations.check import process as process
 from narrowgauge.integrations.check.table import CHECKS

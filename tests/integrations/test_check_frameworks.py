@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
+from few_objects import few_objects as few_objects
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import narrowgauge as ng
+from few_objects import few_objects as few_objects
 from narrowgauge.integrations.lightning import NarrowgaugeMonitor, StepAudit
 from narrowgauge.runs.departure_table import DEPARTURES
 from recompute.audited_loop import Model, batches, next_token
