@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
+from few_objects import few_objects as few_objects
 from integrations.huggingface_runs import plain_arguments
 from narrowgauge.integrations.huggingface import audit_steps
 from narrowgauge.integrations.huggingface.trainer_audit import declared_by
