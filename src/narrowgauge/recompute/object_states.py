@@ -2,21 +2,21 @@
 
 Of an object these are its attributes, those of ``__slots__`` among them, what a container holds, and the places of iterators and
 generators of random numbers, some levels down. Of a function they are what it names and what it keeps: globals, variables of the
-functions around it, defaults, and the same of the functions among these.
+functions around it, defaults, and the same of the functions among these; not of those of installed packages.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
-import functools
 import gc
 import logging
 import random
 import sys
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from types import (
     BuiltinFunctionType,
     CodeType,
@@ -36,6 +36,7 @@ from narrowgauge._torch.own_hooks import OwnHook
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """The attributes of every module: its parameters, buffers, modules and hooks."""
 Kind = TypeVar("Kind")
+LeftOut = Callable[["str | None"], bool]
 _DEPTH, _MOST, _MOST_FUNCTIONS = 3, 1 << 16, 1 << 12
 _STATELESS = sys.stdlib_module_names | {"torch", "numpy", "narrowgauge"}
 """Packages of whose functions none keeps what a model computes with; ours tell the passes of the audit from the loop's."""
@@ -159,27 +160,42 @@ def _is_function(value: Any) -> bool:
     return isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property))
 
 
-def values_of_functions(functions: Iterable[Any], own: Collection[int] = ()) -> Iterator[tuple[str, Any]]:
+def values_of_functions(
+    functions: Iterable[Any], own: Collection[int] = (), packages: Collection[str] = ()
+) -> Iterator[tuple[str, Any]]:
     """What functions keep or name, with where; of functions, classes and modules among these, the same.
 
     Args:
         functions: also methods, properties, partial functions and objects that can be called.
         own: the ids of modules of which nothing is told.
+        packages: installed ones that are followed, too; of others nothing is told, such as of bars of progress that a thread
+            moves.
     """
+    left_out = partial(_is_left_out, packages=packages)
     left, seen = deque(functions), set[int](own)
     while left and len(seen) < _MOST_FUNCTIONS:
         function = left.popleft()
         if id(function) in seen:
             continue
         seen.add(id(function))
-        for place, value in _values_of(function):
+        for place, value in _values_of(function, left_out):
             if not place or _is_function(value) or callable(value):
                 left.append(value)
             else:
                 yield place, value
 
 
-def _values_of(function: Any) -> Iterator[tuple[str, Any]]:
+def _is_left_out(name: str | None, packages: Collection[str]) -> bool:
+    """Whether what a module of this name defines is not followed."""
+    root = (name or "").partition(".")[0]
+    if root in _STATELESS:
+        return True
+    package = sys.modules.get(root)
+    places = [getattr(package, "__file__", None) or "", *getattr(package, "__path__", ())]
+    return root not in packages and any("site-packages" in place or "dist-packages" in place for place in places)
+
+
+def _values_of(function: Any, left_out: LeftOut) -> Iterator[tuple[str, Any]]:
     """What one function keeps or names; what is to be followed, and is no value, has no place."""
     if isinstance(function, (staticmethod, classmethod)):
         yield "", function.__func__
@@ -187,21 +203,21 @@ def _values_of(function: Any) -> Iterator[tuple[str, Any]]:
         yield from (("", each) for each in (function.fget, function.fset) if each is not None)
     elif isinstance(function, MethodType):
         yield from (("", each) for each in (function.__func__, function.__self__))
-    elif isinstance(function, functools.partial):
+    elif isinstance(function, partial):
         yield "", function.func
         yield from (("the arguments of a partial function", each) for each in (function.args, function.keywords))
     elif isinstance(function, FunctionType):
-        yield from _values_of_plain(function)
+        yield from _values_of_plain(function, left_out)
     elif not isinstance(function, BuiltinFunctionType):
-        yield from _values_of_object(function)
+        yield from _values_of_object(function, left_out)
         if callable(function) and not isinstance(function, (type, nn.Module, OwnHook)):
             yield "", type(function).__call__
 
 
-def _values_of_object(value: Any) -> Iterator[tuple[str, Any]]:
+def _values_of_object(value: Any, left_out: LeftOut) -> Iterator[tuple[str, Any]]:
     """What an object holds that is a class, a module or can be called."""
     kind = value if isinstance(value, type) else type(value)
-    if _is_stateless(kind):
+    if left_out(kind.__module__):
         return
     held: list[tuple[object, Any]]
     if isinstance(value, type):
@@ -218,12 +234,8 @@ def _values_of_object(value: Any) -> Iterator[tuple[str, Any]]:
     yield from ((f"{kind.__qualname__}.{name}", each) for name, each in held)
 
 
-def _is_stateless(value: Any) -> bool:
-    return (getattr(value, "__module__", None) or "").partition(".")[0] in _STATELESS
-
-
-def _values_of_plain(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    if _is_stateless(function):
+def _values_of_plain(function: FunctionType, left_out: LeftOut) -> Iterator[tuple[str, Any]]:
+    if left_out(function.__module__):
         return
     own = f"{function.__module__}.{function.__qualname__}"
     yield from (
@@ -237,7 +249,7 @@ def _values_of_plain(function: FunctionType) -> Iterator[tuple[str, Any]]:
         value = function.__globals__[name]
         if not isinstance(value, ModuleType):
             yield f"{function.__module__}.{name}", value
-        elif value.__name__.partition(".")[0] not in _STATELESS:
+        elif not left_out(value.__name__):
             yield from ((f"{value.__name__}.{each}", vars(value)[each]) for each in sorted(named & vars(value).keys()))
 
 

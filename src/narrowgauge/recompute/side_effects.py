@@ -203,7 +203,8 @@ def _states_elsewhere(model: nn.Module, given: Sequence[Any]) -> dict[str, objec
         functions += [
             value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES and callable(value)
         ]
+    packages = {type(module).__module__.partition(".")[0] for module in model.modules()}
     kept: dict[str, list[object]] = {}
-    for place, value in values_of_functions(functions, {id(module) for module in model.modules()}):
+    for place, value in values_of_functions(functions, {id(module) for module in model.modules()}, packages):
         kept.setdefault(place, []).append(state_of(value))
     return found | kept

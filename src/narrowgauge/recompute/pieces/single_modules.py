@@ -2,7 +2,7 @@
 
 Input and parameters are moved by 2^-18 of each value. The output of a module that multiplies in float32 moves by as much; one
 that casts to 16 bits inside stays or jumps by a spacing, which is many times more on the whole. And where all parameters get
-other signs and sizes, an output that stays to the bit, of a module whose weights receive gradients, is made of a copy of them.
+other signs and sizes, an output that stays to the bit, though gradients arrive at these parameters, is made of a copy of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> lis
     """What departs in single modules of a model whose parameters are all float32; nothing of another.
 
     Args:
-        step: with samples of the gradients.
+        step: with its forward passes.
         model: unwrapped.
         call: the inputs of one pass of it.
 
@@ -41,7 +41,7 @@ def check_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> lis
     if any(p.dtype is not torch.float32 for p in model.parameters()) or any(c.autocast is not None for c in step.calls):
         return []
     received = _received(model, call)
-    return [*_narrow_modules(received, step.step), *_cached_weights(received, step)]
+    return [*_narrow_modules(received, step.step), *_cached_weights(received, step.step)]
 
 
 def _received(model: nn.Module, call: ForwardCall) -> Inputs:
@@ -121,22 +121,30 @@ def nudged(values: Tensor, generator: torch.Generator, by: float) -> Tensor:
 # ── copies of weights ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _cached_weights(received: Inputs, step: StepCapture) -> list[PieceResult]:
-    odd = tuple(
-        name for name, (module, args) in received.items() if _has_gradients(name, module, step) and _stays(module, args)
-    )
-    return [PieceResult(PIECE, DEPARTS, odd, 1.0, 0.0, "weights-cached", step=step.step)] if odd else []
+def _cached_weights(received: Inputs, step: int) -> list[PieceResult]:
+    odd = tuple(name for name, (module, args) in received.items() if not _is_narrow(args) and _stays(module, args))
+    return [PieceResult(PIECE, DEPARTS, odd, 1.0, 0.0, "weights-cached", step=step)] if odd else []
 
 
-def _has_gradients(name: str, module: nn.Module, step: StepCapture) -> bool:
-    samples = (step.parameters.get(f"{name}.{own}") for own, _ in module.named_parameters())
-    return any(each is not None and each.computed is not None and bool(each.computed.any()) for each in samples)
+def _is_narrow(args: tuple[Any, ...]) -> bool:
+    """Whether a framework began autocast inside the model, which these parameters are not cast for here."""
+    return any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype is not torch.float32 for a in args)
 
 
 def _stays(module: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Whether a module's output is the same to the bit although all of its parameters have other signs and sizes."""
+    """Whether a module's output is the same to the bit with parameters of other signs and sizes, though they get gradients."""
     own = _own(module)
     generator = torch.Generator().manual_seed(0)
     others = {name: -nudged(p, generator, 0.5) - (1.0 if not p.any() else 0.0) for name, p in own.items()}
     before, after = _output(module, own, args), _output(module, others, args)
-    return before is not None and after is not None and bool(before.any()) and before.equal(after)
+    if before is None or after is None or not before.any() or not before.equal(after):
+        return False
+    # Parameters that are held by reference are not those that are given here: no gradient arrives at these.
+    with torch.enable_grad(), in_mode(module, False), without_own_hooks(module):
+        given = {name: p.requires_grad_() for name, p in own.items()}
+        output = next(tensors_in(functional_call(module, given, args)), None)
+        if output is None or not output.requires_grad:
+            return False
+        signs = random_signs(output.shape, generator).to(output.device)
+        found = torch.autograd.grad((output * signs).sum(), list(given.values()), materialize_grads=True)
+    return any(bool(each.any()) for each in found)
