@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.recompute.departures import unchecked
-from narrowgauge.recompute.piece_results import EQUAL
+from narrowgauge.recompute.piece_results import DEPARTS, EQUAL
 from narrowgauge.recompute.step_watcher import StepWatcher
 from recompute.audited_loop import LENGTH, VOCABULARY, WIDTH, Loop, next_token
 
@@ -270,6 +270,40 @@ class FromZero(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * (1 + self.scale)
+
+
+class Named(nn.Linear):
+    """Takes its input by name."""
+
+    def forward(self, *, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class ByName(nn.Module):
+    def __init__(self, layer: Named) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x=x)
+        return output
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_modules_that_take_inputs_by_name_are_asked_too(is_copy: bool) -> None:
+    loop = Loop(every=0)
+    layer = Named(2 * WIDTH, WIDTH)
+    if is_copy:
+        first = layer.weight.detach().clone()
+        layer.forward = lambda x: nn.functional.linear(x, first + (layer.weight - layer.weight.detach()))  # type: ignore
+    loop.model.blocks[1].down = ByName(layer)  # type: ignore[assignment]
+    loop.optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-3)
+    loop.watcher = StepWatcher(loop.model, loop.optimizer, 2, loop.keep)
+    loop.run(2)
+    assert [each.where for each in loop.results[2] if each.cause == "weights-cached"] == [
+        ("blocks.1.down.layer",)
+    ] * is_copy
+    assert {each.status for each in loop.results[2] if each.piece == "forward"} == {DEPARTS if is_copy else EQUAL}
 
 
 def test_weights_that_are_rounded_or_begin_at_zero_are_no_copies() -> None:

@@ -7,7 +7,8 @@ other signs and sizes, an output that stays to the bit, though gradients arrive 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +21,14 @@ from narrowgauge.recompute.passes_again import in_mode, outputs_again, without_o
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult
 
 PIECE = "forward"
+Answer = TypeVar("Answer")
 NUDGE = 2.0**-18
 _LARGE, _FALLS = 2.0**-6, 4.0
 AMPLIFIES = 8.0
 """Times more than its inputs that an output moves, from which on that is no float32."""
 
-Inputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+Inputs = dict[str, tuple[nn.Module, Given]]
 
 
 def check_modules(step: StepCapture, model: nn.Module, call: ForwardCall) -> list[PieceResult]:
@@ -53,11 +56,11 @@ def _received(model: nn.Module, call: ForwardCall) -> Inputs:
         if name and next(module.children(), None) is None and next(module.parameters(), None) is not None
     }
 
-    def keep(module: nn.Module, args: Any) -> None:
-        found.setdefault(named[module], (module, args))
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        found.setdefault(named[module], (module, (args, kwargs)))
 
     keep.__module__ = "of the audit's own pass"  # it is not left out
-    handles = [module.register_forward_pre_hook(keep) for module in named]
+    handles = [module.register_forward_pre_hook(keep, with_kwargs=True) for module in named]
     try:
         with torch.no_grad(), in_mode(model, False):
             outputs_again(model, {name: p.detach() for name, p in model.named_parameters()}, call)
@@ -67,9 +70,17 @@ def _received(model: nn.Module, call: ForwardCall) -> Inputs:
     return found
 
 
-def _output(module: nn.Module, parameters: dict[str, Tensor], args: tuple[Any, ...]) -> Tensor | None:
+def _asked(question: Callable[..., Answer], *given: Any) -> Answer | None:
+    """What a module answers; nothing where it cannot be called alone."""
+    try:
+        return question(*given)
+    except Exception:
+        return None
+
+
+def _output(module: nn.Module, parameters: dict[str, Tensor], given: Given) -> Tensor | None:
     with torch.no_grad(), in_mode(module, False), without_own_hooks(module):
-        return next(tensors_in(functional_call(module, parameters, args)), None)
+        return next(tensors_in(functional_call(module, parameters, *given)), None)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
@@ -82,20 +93,21 @@ def _own(module: nn.Module) -> dict[str, Tensor]:
 def _narrow_modules(received: Inputs, step: int) -> list[PieceResult]:
     amplified = {
         name: ratio
-        for name, (module, args) in received.items()
-        if (ratio := _amplification(module, args, NUDGE)) is not None
+        for name, (module, given) in received.items()
+        if (ratio := _asked(_amplification, module, given, NUDGE)) is not None
     }
     odd = {name: ratio for name, ratio in amplified.items() if ratio > AMPLIFIES}
     # What nearly cancels amplifies every nudge alike, and a cast hardly one that is as large as its spacing.
-    of_large = {name: _amplification(*received[name], _LARGE) for name in odd}
+    of_large = {name: _asked(_amplification, *received[name], _LARGE) for name in odd}
     odd = {name: ratio for name, ratio in odd.items() if ratio > _FALLS * (of_large[name] or 0.0)}
     if not odd or len(odd) * 2 > len(amplified):
         return []
     return [PieceResult(PIECE, DEPARTS, tuple(odd), max(odd.values()), AMPLIFIES, "module-cast", step=step)]
 
 
-def _amplification(module: nn.Module, args: tuple[Any, ...], by: float) -> float | None:
+def _amplification(module: nn.Module, given: Given, by: float) -> float | None:
     """How many times more a module's output moves than its input and parameters; ``None`` where it takes no floats alone."""
+    args, kwargs = given
     if not args or any(isinstance(a, Tensor) and a.dtype is not torch.float32 for a in args):
         return None  # of other dtypes too: a framework may begin autocast inside the model
     if isinstance(module, nn.Embedding):
@@ -103,10 +115,10 @@ def _amplification(module: nn.Module, args: tuple[Any, ...], by: float) -> float
     generator = torch.Generator().manual_seed(0)
 
     own = _own(module)
-    before = _output(module, own, args)
+    before = _output(module, own, given)
     moved = {name: nudged(p, generator, by) for name, p in own.items()}
     others = tuple(nudged(a, generator, by) if isinstance(a, Tensor) else a for a in args)
-    after = _output(module, moved, others)
+    after = _output(module, moved, (others, kwargs))
     if before is None or after is None or not before.any() or not before.is_floating_point():
         return None
     return float((after.double() - before.double()).norm() / before.double().norm()) / by
@@ -122,29 +134,26 @@ def nudged(values: Tensor, generator: torch.Generator, by: float) -> Tensor:
 
 
 def _cached_weights(received: Inputs, step: int) -> list[PieceResult]:
-    odd = tuple(name for name, (module, args) in received.items() if not _is_narrow(args) and _stays(module, args))
+    odd = tuple(name for name, of in received.items() if _asked(_stays, *of))
     return [PieceResult(PIECE, DEPARTS, odd, 1.0, 0.0, "weights-cached", step=step)] if odd else []
 
 
-def _is_narrow(args: tuple[Any, ...]) -> bool:
-    """Whether a framework began autocast inside the model, which these parameters are not cast for here."""
-    return any(isinstance(a, Tensor) and a.is_floating_point() and a.dtype is not torch.float32 for a in args)
-
-
-def _stays(module: nn.Module, args: tuple[Any, ...]) -> bool:
+def _stays(module: nn.Module, given: Given) -> bool:
     """Whether a module's output is the same to the bit with parameters of other signs and sizes, though they get gradients."""
+    if any(t.is_floating_point() and t.dtype is not torch.float32 for t in tensors_in(given)):
+        return False  # a framework may begin autocast inside the model
     own = _own(module)
     generator = torch.Generator().manual_seed(0)
     others = {name: -nudged(p, generator, 0.5) - (1.0 if not p.any() else 0.0) for name, p in own.items()}
-    before, after = _output(module, own, args), _output(module, others, args)
+    before, after = _output(module, own, given), _output(module, others, given)
     if before is None or after is None or not before.any() or not before.equal(after):
         return False
     # Parameters that are held by reference are not those that are given here: no gradient arrives at these.
     with torch.enable_grad(), in_mode(module, False), without_own_hooks(module):
-        given = {name: p.requires_grad_() for name, p in own.items()}
-        output = next(tensors_in(functional_call(module, given, args)), None)
+        trained = {name: p.requires_grad_() for name, p in own.items()}
+        output = next(tensors_in(functional_call(module, trained, *given)), None)
         if output is None or not output.requires_grad:
             return False
         signs = random_signs(output.shape, generator).to(output.device)
-        found = torch.autograd.grad((output * signs).sum(), list(given.values()), materialize_grads=True)
+        found = torch.autograd.grad((output * signs).sum(), list(trained.values()), materialize_grads=True)
     return any(bool(each.any()) for each in found)
