@@ -25,8 +25,8 @@ from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.recompute.inputs_and_outputs import tensors_in
 from narrowgauge.recompute.output_samples import CrossEntropy, OutputSample
 from narrowgauge.recompute.random_states import RandomStates
-from narrowgauge.recompute.rules.stored_values import Rounding
 from narrowgauge.recompute.side_effects import Before
+from narrowgauge.recompute.stored_values import Rounding
 
 ELEMENTS = 1 << 12
 """Elements that are kept of each parameter."""

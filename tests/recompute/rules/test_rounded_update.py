@@ -17,7 +17,7 @@ from narrowgauge.recompute.departures import unchecked
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult
 from narrowgauge.recompute.rules.definitions import LION, inputs_of
 from narrowgauge.recompute.rules.rounded_update import LOST, by_shared_cause
-from narrowgauge.recompute.rules.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
+from narrowgauge.recompute.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
 from narrowgauge.recompute.task import task
 from narrowgauge.spec.storages import STORAGES, Code
 from recompute import audited_loop

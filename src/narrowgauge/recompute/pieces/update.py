@@ -49,7 +49,7 @@ from narrowgauge.recompute.rules.rounded_update import (
     compare_rounded_state,
     compare_rounded_weight,
 )
-from narrowgauge.recompute.rules.stored_values import lost_share
+from narrowgauge.recompute.stored_values import lost_share
 
 PIECE = "update"
 _MARGIN = 3.0

@@ -18,7 +18,7 @@ from narrowgauge.optim import codec
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.recompute.capture import STATES, gradient_of, spread_on_cpu
-from narrowgauge.recompute.rules.stored_values import Rounding
+from narrowgauge.recompute.stored_values import Rounding
 from narrowgauge.spec.storages import Code
 
 

@@ -17,7 +17,7 @@ from narrowgauge.recompute.capture import ParameterSample, StepCapture
 from narrowgauge.recompute.fitting import CLOSE, near
 from narrowgauge.recompute.piece_results import DEPARTS, EQUAL, NOT_CHECKED, Alternative, PieceResult, not_checked
 from narrowgauge.recompute.rules.definitions import SGD, Values, decay_of, definition_of, new_term
-from narrowgauge.recompute.rules.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
+from narrowgauge.recompute.stored_values import Assumption, Rounding, StoredValues, judged, shared, told_apart
 
 LOST = "lost-in-format"
 """The cause of what a storage loses by its nature: no departure from the rule."""
