@@ -79,7 +79,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
     """Stand-ins for the trainer's verbs, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     found: dict[str, Calls] = {}
-    for module, verbs in {"loop": ("train", "resume"), "exporting": ("export", "sample")}.items():
+    for module, verbs in {"loop": ("train", "resume"), "exporting": ("export",), "text_sampling": ("sample",)}.items():
         stand_in = ModuleType(f"narrowgauge.trainer.{module}")
         for verb in verbs:
             found[verb] = Calls()

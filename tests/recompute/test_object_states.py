@@ -5,9 +5,10 @@ from __future__ import annotations
 import array
 import itertools
 import random
+import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,16 @@ def test_what_functions_hold_is_followed_through_functions_and_not_into_packages
     assert any(value is kept for _, value in held) and any(value == ([3],) for _, value in held)
     assert not any(place.startswith(("torch", "numpy")) for place, _ in held)
     assert not list(values_of_functions([outer], {id(outer)}))
+
+
+def test_installed_packages_are_not_followed_unless_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not list(values_of_functions([pytest.importorskip]))
+    assert list(values_of_functions([pytest.importorskip], packages={"_pytest"}))
+    # A module of one's own, beside an installed package of the same name.
+    installed = ModuleType(__name__.partition(".")[0])
+    installed.__file__ = "/lib/site-packages/tests/__init__.py"
+    monkeypatch.setitem(sys.modules, installed.__name__, installed)
+    assert list(values_of_functions([changing]))
 
 
 def test_living_objects_are_found_by_their_class_and_its_subclasses() -> None:

@@ -187,12 +187,13 @@ def values_of_functions(
 
 def _is_left_out(name: str | None, packages: Collection[str]) -> bool:
     """Whether what a module of this name defines is not followed."""
-    root = (name or "").partition(".")[0]
-    if root in _STATELESS:
-        return True
-    package = sys.modules.get(root)
-    places = [getattr(package, "__file__", None) or "", *getattr(package, "__path__", ())]
-    return root not in packages and any("site-packages" in place or "dist-packages" in place for place in places)
+    name = name or ""
+    root = name.partition(".")[0]
+    if root in _STATELESS or root in packages:
+        return root in _STATELESS
+    # Its own file and not its package's: another package of that name may be installed.
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file
 
 
 def _values_of(function: Any, left_out: LeftOut) -> Iterator[tuple[str, Any]]:
