@@ -93,6 +93,16 @@ class OfNumpy(Around):
         return self.block(x) + torch.from_numpy(self.bias)
 
 
+class Deep(Around):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.state = {"stats": {"layer": {"seen": [1.0]}}}
+
+    def forward(self, x: Tensor) -> Any:
+        self.state["stats"]["layer"]["seen"][0] += 1
+        return self.block(x) * (1 + 1 / self.state["stats"]["layer"]["seen"][0])
+
+
 class History(Around):
     def __init__(self, block: nn.Module) -> None:
         super().__init__(block)
@@ -319,6 +329,7 @@ LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
     "NumPy's generator": (wrapped(OwnNumpy), "blocks.0.generator"),
     "a tensor that is no buffer": (wrapped(Balance), "blocks.0.bias"),
     "an array": (wrapped(OfNumpy), "blocks.0.bias"),
+    "a list deep inside": (wrapped(Deep), "blocks.0.state"),
     "a list in a dict": (wrapped(History), "blocks.0.seen"),
     "losses in a list of the module": (wrapped(Auxiliary), "LOSSES"),
     "a slot": (wrapped(Given), "blocks.0.counts"),
@@ -426,9 +437,29 @@ class OwnMethod(Counter):
         return self.scale(self.block(x))
 
 
+class Leaf(nn.Linear):
+    """A layer without modules inside that counts its passes, in a buffer and in an attribute, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("passes", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.passes += 1
+        drawn = 1e-3 * torch.rand(x.shape) if self.training else torch.zeros(x.shape)
+        return super().forward(x) * (1 + 1 / self.calls + 1 / self.passes) + drawn
+
+
+def with_leaf(loop: Loop) -> None:
+    loop.model.blocks[0].out = Leaf()
+
+
 HEALTHY = {
     "a counter": wrapped(Counter),
     "a method": wrapped(OwnMethod),
+    "a layer that counts": with_leaf,
     "a function of autograd": wrapped(OwnFunction),
     "an attribute": with_kept,
     "a buffer that moves": wrapped(Moving),

@@ -37,7 +37,7 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """The attributes of every module: its parameters, buffers, modules and hooks."""
 Kind = TypeVar("Kind")
 LeftOut = Callable[["str | None"], bool]
-_DEPTH, _MOST, _MOST_FUNCTIONS = 3, 1 << 16, 1 << 12
+_DEPTH, _MOST, _MOST_FUNCTIONS = 6, 1 << 16, 1 << 12
 _STATELESS = sys.stdlib_module_names | {"torch", "numpy", "narrowgauge"}
 """Packages of whose functions none keeps what a model computes with; ours tell the passes of the audit from the loop's."""
 
@@ -54,6 +54,10 @@ def living(kind: type[Kind]) -> list[Kind]:
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
+
+
+_WATCHING = ("narrowgauge.recompute.", "narrowgauge.gauges.", "narrowgauge.integrations.")
+"""Where what watches a loop is defined: it changes in each pass, and tells the audit's."""
 
 
 class StatePrinter:
@@ -141,6 +145,8 @@ def inner_values(value: Any) -> list[tuple[object, Any]]:
     if isinstance(value, dict):
         return [(repr(key) if isinstance(key, (str, int)) else id(key), each) for key, each in value.items()]
     if isinstance(value, (nn.Module, type, ModuleType, logging.Logger, OwnHook)) or _is_function(value):
+        return []
+    if type(value).__module__.startswith(_WATCHING):
         return []
     return [*getattr(value, "__dict__", {}).items(), *_slots_of(value)]
 

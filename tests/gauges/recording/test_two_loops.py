@@ -56,7 +56,7 @@ def test_equal_outputs_make_a_loss_that_differs_other_code(tmp_path: Path) -> No
     found = pair(tmp_path, shifted_again)
     assert found.alignment.first_difference is not None and found.alignment.first_difference.stage == "loss"
     assert found.reason is not None and found.reason.name == "bug"
-    assert any("all 3 outputs of the step and its tokens are equal" in said for said in found.evidence)
+    assert any("of 3 modules the outputs were hashed and are equal" in said for said in found.evidence)
     assert not found.next_measurement and found.departures == ((), ())
 
 
@@ -75,6 +75,8 @@ def test_what_departs_in_one_run_alone_is_said_first(tmp_path: Path) -> None:
     assert found.to_dict()["departures"] == [[], ["labels-shifted"]]
     both = compare_two(recorded(tmp_path / "third", shifted_again, audit_every=1), ng.read_run(tmp_path / "other"))
     assert both.departures == ((), ())
+    unaudited = recorded(tmp_path / "fourth", shifted_again)
+    assert compare_two(unaudited, ng.read_run(tmp_path / "other")).departures == ((), ())
 
 
 def test_an_evaluation_that_differs_asks_for_no_fingerprints(tmp_path: Path) -> None:

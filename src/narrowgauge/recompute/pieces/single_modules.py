@@ -19,6 +19,8 @@ from narrowgauge.recompute.capture import ForwardCall, StepCapture, random_signs
 from narrowgauge.recompute.inputs_and_outputs import tensors_in
 from narrowgauge.recompute.passes_again import in_mode, outputs_again, without_own_hooks
 from narrowgauge.recompute.piece_results import DEPARTS, PieceResult
+from narrowgauge.recompute.random_states import kept
+from narrowgauge.recompute.side_effects import Before, attributes_as
 
 PIECE = "forward"
 Answer = TypeVar("Answer")
@@ -78,13 +80,20 @@ def _asked(question: Callable[..., Answer], *given: Any) -> Answer | None:
         return None
 
 
+def _called(module: nn.Module, parameters: dict[str, Tensor], given: Given) -> Tensor | None:
+    """The first output of a module with other parameters; its buffers and attributes, and all generators, stay as they are."""
+    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    with in_mode(module, False), without_own_hooks(module), kept(), attributes_as(Before(), module):
+        return next(tensors_in(functional_call(module, (parameters, buffers), *given)), None)
+
+
 def _output(module: nn.Module, parameters: dict[str, Tensor], given: Given) -> Tensor | None:
-    with torch.no_grad(), in_mode(module, False), without_own_hooks(module):
-        return next(tensors_in(functional_call(module, parameters, *given)), None)
+    with torch.no_grad():
+        return _called(module, parameters, given)
 
 
 def _own(module: nn.Module) -> dict[str, Tensor]:
-    return {name: p.detach() for name, p in module.named_parameters()}
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 # ── casts inside modules ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,9 +158,9 @@ def _stays(module: nn.Module, given: Given) -> bool:
     if before is None or after is None or not before.any() or not before.equal(after):
         return False
     # Parameters that are held by reference are not those that are given here: no gradient arrives at these.
-    with torch.enable_grad(), in_mode(module, False), without_own_hooks(module):
+    with torch.enable_grad():
         trained = {name: p.requires_grad_() for name, p in own.items()}
-        output = next(tensors_in(functional_call(module, trained, *given)), None)
+        output = _called(module, trained, given)
         if output is None or not output.requires_grad:
             return False
         signs = random_signs(output.shape, generator).to(output.device)

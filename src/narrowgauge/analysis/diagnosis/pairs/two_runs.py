@@ -124,7 +124,9 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
 
 
 def _departures_of_one(one: Run, other: Run) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
-    """What one run's audited steps depart in and the other's do not: no notes."""
+    """What one run's audited steps depart in and the other's do not: no notes, and nothing unless both were audited."""
+    if not all(any(row.get("recomputed") for row in run.steps) for run in (one, other)):
+        return (), ()
     found = [
         {each.name: each for each in reversed(recorded_departures(run)) if each.severity != "note"}
         for run in (one, other)
@@ -194,8 +196,7 @@ def _evidence(alignment: Alignment, ranked: tuple[tuple[Reason, float], ...], na
     if alignment.drift is not None:
         yield str(alignment.drift)
     if (outputs := alignment.equal_outputs) and alignment.is_rounding(difference) is not True:
-        all_of = f"all {outputs} outputs" if outputs > 1 else "the output"
-        yield f"{all_of} of the step and its tokens are equal: what differs is what the loss makes of them"
+        yield f"of {counted(outputs, 'module')} the outputs were hashed and are equal: what differs comes after them"
     if alignment.is_exact:
         yield "all gradients of the step are equal, and the update is elementwise: no order of sums explains it"
     yield from alignment.replayed.sentences() if alignment.replayed is not None else ()
