@@ -81,6 +81,26 @@ class Balance(Around):
         return self.block(x) + self.bias
 
 
+class BalanceData(Balance):
+    """The same through ``.data``."""
+
+    def forward(self, x: Tensor) -> Any:
+        self.bias.data += 0.1 * x.detach().mean((0, 1)).sign()
+        return self.block(x) + self.bias
+
+
+class Large(Around):
+    """A large array."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.counts = np.zeros(50_257)
+
+    def forward(self, x: Tensor) -> Any:
+        self.counts[0] += 1
+        return self.block(x) * float(1 + 1 / self.counts[0])
+
+
 class OfNumpy(Around):
     """A bias in an array, which each pass moves."""
 
@@ -255,6 +275,16 @@ def in_a_closure() -> Callable[..., Any]:
     return hook
 
 
+def in_the_backward_pass(loop: Loop) -> None:
+    counts = [0]
+
+    def hook(module: nn.Module, arrived: Any, sent: Any) -> Any:
+        counts[0] += 1
+        return tuple(each * (1 + 1 / counts[0]) for each in arrived)
+
+    loop.model.blocks[0].norm1.register_full_backward_hook(hook)
+
+
 def given_an_object(loop: Loop) -> None:
     """The model of a loop counts in an object that the loop hands to it."""
     counts, forward = Slotted(), loop.model.forward
@@ -328,6 +358,8 @@ LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
     "Python's generator": (wrapped(OwnRandom), "blocks.0.generator"),
     "NumPy's generator": (wrapped(OwnNumpy), "blocks.0.generator"),
     "a tensor that is no buffer": (wrapped(Balance), "blocks.0.bias"),
+    "a tensor that is no buffer, by its data": (wrapped(BalanceData), "blocks.0.bias"),
+    "a large array": (wrapped(Large), "blocks.0.counts"),
     "an array": (wrapped(OfNumpy), "blocks.0.bias"),
     "a list deep inside": (wrapped(Deep), "blocks.0.state"),
     "a list in a dict": (wrapped(History), "blocks.0.seen"),
@@ -345,6 +377,7 @@ LEFT: dict[str, tuple[Callable[[Loop], None], str]] = {
     "a hook's closure": (hooked(in_a_closure), "counts of"),
     "a hook's object": (hooked(lambda: Meter().hook), "Meter.calls"),
     "an object that is called": (hooked(Meter), "Meter.calls"),
+    "a hook on the backward pass": (in_the_backward_pass, "hooks on their backward passes"),
     "an object that is given": (given_an_object, "a Slotted that it is given"),
     "what hooks collect": (with_hooks, "LOSSES"),
     "a queue": (with_queue, "elsewhere than in its outputs"),
@@ -362,6 +395,18 @@ def test_what_another_pass_would_change_is_not_taken_again(name: str) -> None:
 
 
 # ── what is no side effect ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class MovingData(Around):
+    """A buffer that each pass moves through ``.data``, as codebooks often are."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__(block)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        self.mean.data.mul_(0.9).add_(0.01)
+        return self.block(x - self.mean)
 
 
 class Moving(Around):
@@ -463,6 +508,7 @@ HEALTHY = {
     "a function of autograd": wrapped(OwnFunction),
     "an attribute": with_kept,
     "a buffer that moves": wrapped(Moving),
+    "a buffer that moves by its data": wrapped(MovingData),
     "checkpoints": wrapped(Checkpointed),
     "spectral norm": normed,
 }

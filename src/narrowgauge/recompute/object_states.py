@@ -14,6 +14,7 @@ import logging
 import random
 import sys
 import warnings
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
@@ -38,6 +39,8 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 Kind = TypeVar("Kind")
 LeftOut = Callable[["str | None"], bool]
 _DEPTH, _MOST, _MOST_FUNCTIONS = 6, 1 << 16, 1 << 12
+_BYTES = 1 << 26
+"""Of a larger array the shape alone is told."""
 _STATELESS = sys.stdlib_module_names | {"torch", "numpy", "narrowgauge"}
 """Packages of whose functions none keeps what a model computes with; ours tell the passes of the audit from the loop's."""
 
@@ -88,7 +91,7 @@ class StatePrinter:
 
     def _of(self, value: Any, depth: int) -> object:
         if isinstance(value, Tensor):
-            return id(value), value._version
+            return id(value), value._version, _content(value)
         if isinstance(value, torch.Generator):
             return value.get_state().numpy().tobytes()
         if isinstance(value, random.Random):
@@ -99,9 +102,9 @@ class StatePrinter:
         if numpy is not None and isinstance(value, numpy.random.RandomState):
             return repr(value.get_state(legacy=False))
         if numpy is not None and isinstance(value, numpy.ndarray):
-            return id(value), value.tobytes() if value.nbytes <= _MOST else value.shape
+            return id(value), zlib.crc32(value.tobytes()) if value.nbytes <= _BYTES else value.shape
         if isinstance(value, (bytearray, array.array)):
-            return id(value), bytes(value)
+            return id(value), zlib.crc32(value)
         if isinstance(value, GeneratorType):
             frame = value.gi_frame
             return id(value), () if frame is None else (frame.f_lasti, self._each(frame.f_locals.items(), depth))
@@ -134,6 +137,16 @@ class StatePrinter:
         if type(value) in (list, tuple) and len(value) <= self._left:
             return self._each(enumerate(value), depth)
         return self(value, depth - 1)
+
+
+def _content(tensor: Tensor) -> int:
+    """A checksum of a small tensor, which a write through ``.data`` changes and its version does not tell; 0 of others."""
+    if type(tensor) is not Tensor or tensor.device.type != "cpu" or tensor.numel() > _MOST:
+        return 0
+    try:
+        return zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    except RuntimeError:  # of another layout
+        return 0
 
 
 def inner_values(value: Any) -> list[tuple[object, Any]]:

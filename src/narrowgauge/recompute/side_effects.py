@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
@@ -33,7 +34,8 @@ BUFFER_BYTES = 1 << 26
 """Bytes that are kept of the buffers before a pass; of more none are."""
 ABSENT = object()
 """The value of an attribute that is not there."""
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_BACKWARD = ("_backward_pre_hooks", "_backward_hooks")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _MOST = 1 << 16
 
 
@@ -86,7 +88,9 @@ class PassWatch:
         made = [] if self._graph is None else _graph_tensors()
         now = dict(self._model.named_buffers())
         written = [
-            name for name, (old, version) in self._held.items() if now.get(name) is not old or old._version != version
+            name
+            for name, (old, version) in self._held.items()
+            if now.get(name) is not old or old._version != version or not self._is_as_before(name, old)
         ]
         buffers = {name: self._buffers[name] for name in written if name in self._buffers}
         if len(buffers) < len(written):
@@ -96,6 +100,11 @@ class PassWatch:
         self.keeps = self._kept(made, output)
         return before, self.keeps or (self._changed() if self._is_first else "")
 
+    def _is_as_before(self, name: str, buffer: Tensor) -> bool:
+        """By its values, since a write through ``.data`` does not count as a version."""
+        before = self._buffers.get(name)
+        return before is None or before.layout is not torch.strided or torch.equal(before, buffer)
+
     def _bound_anew(self) -> Iterator[tuple[nn.Module, str, Any]]:
         for (module, before), (_, now) in zip(self._bound, _attributes_of(self._model), strict=True):
             for name in before.keys() | now.keys():
@@ -103,6 +112,8 @@ class PassWatch:
                     yield module, name, before.get(name, ABSENT)
 
     def _changed(self) -> str:
+        if _has_backward_hooks(self._model):
+            return "modules have hooks on their backward passes, which another pass would call"
         names = {module: name for name, module in self._model.named_modules()}
         for (module, _), before, now in zip(self._bound, self._own, _states_of(self._bound), strict=True):
             for name, value in now.items():
@@ -126,6 +137,12 @@ class PassWatch:
         if any(id(each) not in own and type(each) is not FrameType for each in holders):
             return "the forward pass leaves tensors of its graph elsewhere than in its outputs, as would another"
         return ""
+
+
+def _has_backward_hooks(model: nn.Module) -> bool:
+    """Whether a user's hook is called in the backward pass: what it changes is not to be seen when the forward pass ends."""
+    hooks = (hook for module in model.modules() for name in _BACKWARD for hook in vars(module).get(name, {}).values())
+    return any(str(hook.__module__).partition(".")[0] not in ("torch", "narrowgauge") for hook in hooks)
 
 
 def _graph_tensors() -> list[Tensor]:
