@@ -43,6 +43,8 @@ _BYTES = 1 << 26
 """Of a larger array the shape alone is told."""
 _STATELESS = sys.stdlib_module_names | {"torch", "numpy", "narrowgauge"}
 """Packages of whose functions none keeps what a model computes with; ours tell the passes of the audit from the loop's."""
+_WATCHING = ("narrowgauge.recompute.", "narrowgauge.gauges.", "narrowgauge.integrations.")
+"""Where what watches a loop is defined: it changes in each pass, and tells the audit's."""
 
 
 def living(kind: type[Kind]) -> list[Kind]:
@@ -57,10 +59,6 @@ def living(kind: type[Kind]) -> list[Kind]:
 
 def _with_subclasses(kind: type) -> set[type]:
     return {kind}.union(*map(_with_subclasses, kind.__subclasses__()))
-
-
-_WATCHING = ("narrowgauge.recompute.", "narrowgauge.gauges.", "narrowgauge.integrations.")
-"""Where what watches a loop is defined: it changes in each pass, and tells the audit's."""
 
 
 class StatePrinter:
@@ -179,6 +177,11 @@ def _is_function(value: Any) -> bool:
     return isinstance(value, (FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property))
 
 
+def is_code(value: Any) -> bool:
+    """Whether :func:`values_of_functions` follows a value."""
+    return callable(value) or _is_function(value)
+
+
 def values_of_functions(
     functions: Iterable[Any], own: Collection[int] = (), packages: Collection[str] = ()
 ) -> Iterator[tuple[str, Any]]:
@@ -198,7 +201,7 @@ def values_of_functions(
             continue
         seen.add(id(function))
         for place, value in _values_of(function, left_out):
-            if not place or _is_function(value) or callable(value):
+            if not place or is_code(value):
                 left.append(value)
             else:
                 yield place, value
@@ -230,7 +233,7 @@ def _values_of(function: Any, left_out: LeftOut) -> Iterator[tuple[str, Any]]:
         yield from _values_of_plain(function, left_out)
     elif not isinstance(function, BuiltinFunctionType):
         yield from _values_of_object(function, left_out)
-        if callable(function) and not isinstance(function, (type, nn.Module, OwnHook)):
+        if callable(function) and not isinstance(function, (type, nn.Module)):
             yield "", type(function).__call__
 
 

@@ -38,6 +38,11 @@ def recorded_rule(run: Run) -> UpdateRule | None:
     return UPDATE_RULES.get(str(rule or named or "adamw").lower())
 
 
+def recomputed_steps(run: Run) -> dict[int, Row]:
+    """By audited step: what its pieces showed, as the column ``recomputed`` of its row has it."""
+    return {step_of(row): row["recomputed"] for row in run.steps if isinstance(row.get("recomputed"), dict)}
+
+
 @dataclass(frozen=True)
 class Evidence:
     """One run, read once.
@@ -165,7 +170,7 @@ class Evidence:
     @cached_property
     def recomputed(self) -> dict[int, Row]:
         """By step that was computed again: what its pieces showed, as the column ``recomputed`` has it."""
-        found = {step_of(row): row["recomputed"] for row in self.run.steps if isinstance(row.get("recomputed"), dict)}
+        found = recomputed_steps(self.run)
         if self.replay is not None:
             replay = self.replay
             shown = {"equal": replay.checked, "departs": replay.departed, "unchecked": replay.unchecked or {}}

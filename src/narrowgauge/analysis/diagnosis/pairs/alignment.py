@@ -355,11 +355,14 @@ def _tokens_of(step: int, rows: list[dict[int, Row]], fingerprints: Fingerprints
 def _equal_outputs(first: FirstDifference, fingerprints: Fingerprints) -> int:
     if first.stage != "loss" or any(first.step not in each for each in fingerprints):
         return 0
-    outputs = [
-        {key: entry[0] for key, entry in each[first.step]["tensors"].items() if key.startswith("output:")}
-        for each in fingerprints
-    ]
+    outputs = _hashes(fingerprints, first.step, "output")
     return len(outputs[0]) if outputs[0] == outputs[1] else 0
+
+
+def _hashes(fingerprints: Fingerprints, step: int, kind: str) -> list[dict[str, Any]]:
+    """Of both runs, the hashes of one kind of tensors in a step that both recorded."""
+    tensors = [each[step]["tensors"] for each in fingerprints]
+    return [{key: entry[0] for key, entry in each.items() if key.startswith(f"{kind}:")} for each in tensors]
 
 
 def _columns(rows: list[dict[int, Row]], common: list[int], fingerprints: Fingerprints) -> Iterator[FirstDifference]:
@@ -406,8 +409,7 @@ def _is_exact(first: FirstDifference, fingerprints: Fingerprints, runs: tuple[Ru
     """Whether an elementwise update took equal values: all gradients of the step were hashed and are equal."""
     if first.stage != "update" or not first.tensor or first.equal_until != first.step - 1:
         return False
-    tensors = [each[first.step]["tensors"] for each in fingerprints]
-    gradients = [{key: entry[0] for key, entry in each.items() if key.startswith("grad:")} for each in tensors]
+    gradients = _hashes(fingerprints, first.step, "grad")
     return all(map(_is_elementwise, runs)) and bool(gradients[0]) and gradients[0] == gradients[1]
 
 

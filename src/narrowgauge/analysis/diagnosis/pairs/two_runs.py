@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from narrowgauge.analysis.diagnosis.computed_again import recorded_departures
+from narrowgauge.analysis.diagnosis.evidence import recomputed_steps
 from narrowgauge.analysis.diagnosis.loop_terms import in_terms_of
 from narrowgauge.analysis.diagnosis.pairs.alignment import Alignment, align
 from narrowgauge.analysis.diagnosis.pairs.first_difference import STAGES, FirstDifference, rounding_of
@@ -125,7 +126,7 @@ def compare_two(one: Run, other: Run, replayed: ReplayedPair | None = None) -> T
 
 def _departures_of_one(one: Run, other: Run) -> tuple[tuple[Finding, ...], tuple[Finding, ...]]:
     """What one run's audited steps depart in and the other's do not: no notes, and nothing unless both were audited."""
-    if not all(any(row.get("recomputed") for row in run.steps) for run in (one, other)):
+    if not all(map(recomputed_steps, (one, other))):
         return (), ()
     found = [
         {each.name: each for each in reversed(recorded_departures(run)) if each.severity != "note"}
