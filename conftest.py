@@ -1,8 +1,7 @@
-"""Doctests that need a package run only where it is installed: those of ``narrowgauge[integrations]`` are not everywhere."""
+"""Which tests and doctests are collected: those inside frameworks only with ``--frameworks``, which installs them."""
 
 from __future__ import annotations
 
-import ast
 import sys
 from pathlib import Path
 
@@ -11,31 +10,41 @@ import pytest
 ROOT = Path(__file__).parent
 # `from oracles.x import y` in any test, whatever its folder.
 sys.path.insert(0, str(ROOT / "tests"))
-pytest_plugins = ["tiers"]
 
-from optional_packages import absent_packages, reason  # noqa: E402
+from optional_packages import absent_packages  # noqa: E402
 
-SERVING = {
-    path: path.read_text(encoding="utf-8")
-    for room in ("integrations", "runs/loggers")
-    for path in (ROOT / "src" / "narrowgauge" / room).rglob("*.py")
-}
-"""The modules that serve packages, which they import at once or in a function."""
+# Modules that import a framework, at once or in a function.
+ADAPTERS = [
+    ROOT / "src" / "narrowgauge" / "integrations" / name
+    for name in ("huggingface.py", "lightning.py", "torchtitan.py", "peft.py", "accelerate.py")
+]
 
 
-def run_at_import(code: str) -> list[ast.stmt]:
-    """The statements of a module, and those that it tries."""
-    body = ast.parse(code).body
-    return [*body, *(each for tried in body if isinstance(tried, ast.Try) for each in tried.body)]
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--frameworks", action="store_true", help="also run the tests that are marked `frameworks`")
 
 
-collect_ignore = [str(path) for path, code in SERVING.items() if absent_packages(run_at_import(code))]
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import files of tests inside frameworks: they import the framework."""
+    if config.getoption("--frameworks"):
+        return None
+    if collection_path in ADAPTERS:
+        return True
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    text = collection_path.read_text("utf-8") if is_test else ""
+    return True if "\npytestmark = " in text and "pytest.mark.frameworks" in text else None
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip the examples of a docstring that import a missing package."""
-    if isinstance(item, pytest.DoctestItem) and item.dtest is not None:
-        code = "".join(example.source for example in item.dtest.examples)
-        missing = absent_packages(code + SERVING.get(item.path, ""))
-        if missing:
-            pytest.skip(reason(missing))
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--frameworks"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("frameworks") or needs_framework(item)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def needs_framework(item: pytest.Item) -> bool:
+    """Return whether the examples of a docstring import a package that is not installed."""
+    if not isinstance(item, pytest.DoctestItem) or item.dtest is None:
+        return False
+    return bool(absent_packages("".join(example.source for example in item.dtest.examples)))

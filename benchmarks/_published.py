@@ -77,7 +77,7 @@ class Run:
         model: the model's name; config: its Hugging Face config.
         machine, layout, step, measured: the tables of the file.
         held_out: belongs to what is used once.
-        software: the row of ``narrowgauge.planner.inputs.efficiency.SOFTWARE`` that the source's words suggest; empty if none.
+        software: the row of ``narrowgauge.planner.efficiency.SOFTWARE`` that the source's words suggest; empty if none.
     """
 
     name: str

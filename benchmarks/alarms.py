@@ -1,8 +1,8 @@
 """What a run notices by itself: faults that must raise an event, and healthy runs that must raise none.
 
-Claim: every fault of ``faults.py`` is reported within the stated steps or samples of the gauges, by an event of the expected
+Claim: every fault of ``_faults.py`` is reported within the stated steps or samples of the gauges, by an event of the expected
 kind that names the right tensor; and of at least 20 healthy runs across recipes none raises a serious alarm
-(``narrowgauge.analysis.monitor.detectors.SERIOUS``). Other alarms of healthy runs are counted beside.
+(``narrowgauge.analysis.detectors.SERIOUS``). Other alarms of healthy runs are counted beside.
 
 Baseline: the table of faults, made before the runs. Each fault strikes a run of its own, at a step at which gauges have been
 read a few times; it is in time when the event comes no later than the column *by*. The last column has every other
@@ -27,10 +27,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from faults import FAULTS, Fault, struck
+from _faults import FAULTS, Fault, struck
 from timing import Report, Row, parser
 
-from narrowgauge.analysis.monitor.detectors import DETECTORS, SERIOUS
+from narrowgauge.analysis.detectors import DETECTORS, SERIOUS
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer.config import TrainConfig

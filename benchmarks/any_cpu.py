@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from timing import Contender, Report, Row, measure, parser
 from training_speed import stripped
 
-from narrowgauge.machine.processor import multiplies
+from narrowgauge.machine import multiplies
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
@@ -71,7 +71,7 @@ def main() -> int:
         report.note("this processor multiplies bfloat16: the claim is about one that does not.")
     with tempfile.TemporaryDirectory() as place:
         first = settings(BASELINE, options.quick)
-        data = prepare_data(first.data, Path(place), vocab_size=get_model(first.model).vocab_size, seed=first.seed)
+        data = prepare_data(first.data, vocab_size=get_model(first.model).vocab_size, seed=first.seed)
         plain = plain_seconds(first, data, 2)
         steps = {
             name: stripped(build(settings(name, options.quick), Path(place), data)) for name in (BASELINE, *TARGETS)

@@ -1,337 +1,453 @@
-"""What each format costs: an open board of trainings by fixed rules, and the records behind the page ``docs/board.md``.
+"""Measure what each storage, compute and optimizer costs in validation loss, on models that learned.
 
-Claim: every row that trains has its cost in validation loss written down, with an interval, by runs that anybody can repeat:
-the rules (text, model, batches, schedule, cells, seeds) stand in ``_board_records.py``, and each finished run is a line of
-``docs/board.jsonl`` with the hashes of settings and tokens and its own. A seed fixes initial weights, batches and held-out text,
-so runs are compared in pairs.
+Claim: every row has its cost written down, with an interval and the number of seeds, by runs that anybody can repeat. A run
+is a line of ``benchmarks/board.jsonl``; ``docs/board.md`` holds the tables. Seeds fix initial weights, batches and held-out
+text, so runs of one seed are compared in pairs. The learning rate falls to 1e-6: the last updates are small and decide what is
+lost.
 
-Baseline: ``master`` with the same cell and seed; of another compute over ``word``, that over bfloat16.
+Baseline: ``master`` with the same learning rate, beta2 and seed; ``word`` for a compute over ``word``. A cell (a learning rate
+and a beta2) is not shown if its baseline ends above the unigram level less 1 nat. Three rows are controls, which must lose.
 
 Run: ``./dev bench board`` with one of
 
-- ``--add ROW …``: train what is missing of these rows and of their baselines, and append the records. A row is a storage, a
-  recipe (``float8-row/word``), an optimizer of ``peers.py`` (``"torch AdamW bfloat16"``) or states by published formulas
-  (``published/coat``, see ``_published_training.py``). Runs lie under ``--out``; a finished one is kept, an interrupted one
-  resumed, and several processes may share the folder. How many runs, and about how long they take, is said first: one takes
-  about 40 seconds of a core, the 12 of a row 8 minutes and those of the slowest half an hour.
-- ``--import FOLDER``: append the finished runs in a folder of ``quality.py`` or of this benchmark. Runs of other settings are
-  refused.
-- ``--stall``: run the stall case for every storage and installed peer that has no record of it.
-- ``--check``: verify the hashes, and that all records are by the rules.
-- ``--draw``: only draw ``docs/images/costs.svg`` and ``costs-dark.svg``; whatever appends records does that, too.
+- ``--add all`` or ``--add ROW …``: train what has no record. Rows are storages, recipes (``float8-row/word``), peers of
+  ``peers.py`` (``"optimi AdamW Kahan"``) and published states (``published/coat``). Several processes may share the file. A
+  stopped run resumes from its last checkpoint, or starts again with a peer. A run takes about 65 seconds of a quiet core.
+- ``--page``: write the tables of ``docs/board.md``.
 
-``--quick`` trains two rows for six steps in a temporary folder and checks the records that they give; nothing is kept.
-``--rounds`` has no effect.
+``--quick`` trains two rows for six steps in a temporary folder. ``--model llama-8m`` trains the larger model.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import hashlib
+import itertools
 import json
 import math
 import platform
+import shutil
+import statistics
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-import _board_records as records
-import quality
-import stall
+import numpy as np
 import torch
-from _board_costs import PEERS, PUBLISHED, baseline_of, costs, is_others
-from _board_figure import FIGURES, draw
-from _board_peers import TABLE, PeerJob, performing
-from _board_records import FILE, RULES, Record, Rules, RunRecord, StallRecord
-from _published_training import of_folder, published
-from timing import Report, exit_by, parser, peer_version
+from _others_training import FORMULAS, PEERS, cut, formula_bytes, peer_optimizer, peer_step
+from peers import bytes_held, peer_version
+from timing import exit_by
 
-from narrowgauge.analysis.comparison.run_stats import LossCurve, divergence
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.analysis.comparison.intervals import MINUS, interval
+from narrowgauge.distributed.sharding import fingerprint_whole
+from narrowgauge.errors import RecordError
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.runs.finding import counted, duration
-from narrowgauge.runs.record import Run, is_run, read_run
-from narrowgauge.spec.storages import STORAGES
+from narrowgauge.numerics.metrics import update_metrics
+from narrowgauge.runs.atomic_io import lock
+from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.data.dataset import Dataset
+from narrowgauge.trainer.session import build, prepare_tokens
+from narrowgauge.trainer.step import evaluate, train_step
 
-QUICK = dataclasses.replace(RULES, betas=(0.95,), lrs=(1e-3,), seeds=(0,), steps=6, warmup_steps=1, eval_batches=2)
+FILE = Path(__file__).with_name("board.jsonl")
+PAGE = Path(__file__).parents[1] / "docs" / "board.md"
+MARKS = "<!-- tables: begin -->", "<!-- tables: end -->"
+
+MASTER, WORD = "master", "word"
+ONCE = "exact"
+"""Has the bits of ``master``: one run proves it."""
+NEAREST8 = "bfloat16/float8-row+e4m3-row+e5m3-row"
+"""``weight8`` with weights rounded to the nearest."""
+CONTROLS = ("naive", NEAREST8, "float8/collage-plus")
+"""Rows that must lose: a board on which one of them does not has no power."""
+STORAGES = (
+    MASTER, WORD, "naive", "compact", "states8", "split", "kahan", "collage-light", "collage-plus", "stochastic", "no-master",
+    "float32", ONCE, "weight8", NEAREST8, "float8/collage-plus",
+)  # fmt: skip
+COMPUTES = tuple(
+    f"{name}/{WORD}" for name in ("int8-row", "float8-row", "float8-tensor", "mxfp8", "nvfp4", "mxfp4", "scalify")
+)
+OTHERS = (
+    "torch AdamW bfloat16", "torchao AdamW8bit", "torchao AdamW8bit stochastic", "bitsandbytes AdamW8bit", "optimi AdamW Kahan",
+    "heavyball AdamW ecc", "published/coat", "published/fp8-lm", "published/flashoptim",
+)  # fmt: skip
+
+CHECKPOINT_EVERY = 200
+FEW_SEEDS = 3
+MARGIN = 1.0
+"""In nats: how far below the unigram level the baseline of a cell must end."""
+
+Cell = tuple[float, float]
+"""A peak learning rate and a beta2."""
 
 
 @dataclass(frozen=True)
-class Job(quality.Job):
-    """One training by the rules."""
+class Setting:
+    """What all runs of one model share: the usual learning rate, to where it falls, and sizes."""
 
-    rules: Rules = RULES
+    model: str
+    steps: int
+    lr: float
+    batch_size: int = 8
+    sequence_length: int = 128
+    final_lr: float = 1e-6
+    eval_batches: int = 64
 
-    def settings(self, options: argparse.Namespace) -> TrainConfig:
-        return dataclasses.replace(super().settings(options), **self.rules.settings)
+    @property
+    def cells(self) -> list[Cell]:
+        return list(itertools.product((self.lr, round(self.lr / 3, 6)), (0.95, 0.999)))
+
+
+SETTINGS = {setting.model: setting for setting in (Setting("llama-1m", 800, 3e-3), Setting("llama-8m", 1500, 1e-3))}
 
 
 @dataclass(frozen=True)
-class OthersJob(PeerJob, Job):
-    """One training by the rules whose optimizer is a peer."""
+class Job:
+    """One training."""
+
+    setting: Setting
+    row: str
+    cell: Cell
+    seed: int
+
+    @property
+    def name(self) -> str:
+        row, (lr, beta2) = self.row.replace("/", "-").replace(" ", "-"), self.cell
+        return f"{self.setting.model}-{self.setting.steps}-{row}-lr{lr:g}-beta{beta2:g}-seed{self.seed}"
+
+    @property
+    def config(self) -> TrainConfig:
+        """The trainer's settings. A peer steps the model of ``naive``; published states replace those of ``master``."""
+        sizes, (lr, beta2) = dict(vars(self.setting)), self.cell
+        stand_in = "naive" if self.row in PEERS else MASTER if self.row in FORMULAS else self.row
+        recipe = parse(stand_in if "/" in stand_in else f"bfloat16/{stand_in}")
+        sizes |= {"lr": lr, "min_lr_ratio": sizes.pop("final_lr") / lr, "beta2": beta2, "seed": self.seed}
+        config = TrainConfig(**sizes, recipe=recipe, keep_checkpoints=1, gauges_every=0, threads=1, compile=False)
+        return config.filled()
 
 
-def row_named(name: str) -> str:
-    """The row that a name means: a storage, others' row, or a recipe; ``RecipeError`` where it is none."""
-    return name if is_others(name) else quality.row_named(name)
+@dataclass(frozen=True)
+class Record:
+    """A finished run: a line of the file.
 
-
-def job(row: str, cell: records.Cell, seed: int, rules: Rules = RULES) -> Job:
-    """The training of a row."""
-    return (OthersJob if row in PEERS else Job)(row, *cell, seed, rules)
-
-
-def jobs(rows: Sequence[str], rules: Rules = RULES) -> list[Job]:
-    """All trainings of these rows and of their baselines, so ordered that pairs are complete at any moment."""
-    names = sorted(dict.fromkeys([*map(baseline_of, rows), *rows]), key=lambda row: row != baseline_of(row))
-    return [job(row, cell, seed, rules) for seed in rules.seeds for cell in rules.cells for row in names]
-
-
-def options_of(out: Path, rules: Rules = RULES) -> argparse.Namespace:
-    """What :mod:`quality` needs besides the rules."""
-    asked = {"out": out, "eval_every": 0, "checkpoint_every": 100}
-    return argparse.Namespace(**{**vars(rules), **asked})
-
-
-# ── records of runs and of the stall case ───────────────────────────────────────────────────────────────────────────
-
-
-def record_of(run: Run, rules: Rules = RULES) -> RunRecord:
-    """The record of a finished run; ``RecordError`` where its settings or its tokens are not those of the rules."""
-    config, summary, machine = run.config, run.summary or {}, run.run["machine"]
-    peer = run.run.get(TABLE, {})
-    recipe = str(config["recipe"])
-    # States by published formulas are trained over ``master``, and known by their folder's name alone.
-    formulas, figures = of_folder(run.path) or (None, {})
-    row = formulas or str(peer.get("name", recipe.removeprefix("bfloat16/")))
-    summary = {**summary, **figures}
-    try:
-        cell = float(config["beta2"]), quality.nominal_lr(run.path)
-    except ValueError:
-        raise _refused(run, "its folder's name does not end in -betaBETA2-lrRATE-seedSEED") from None
-    wanted = job(row, cell, int(config["seed"]), rules)
-    if reason := records.difference(config, wanted.settings(options_of(run.path.parent, rules))):
-        raise _refused(run, reason)
-    step_seconds = LossCurve.of(run).step_seconds
-    record = RunRecord(
-        row=row,
-        recipe=recipe,
-        package=f"{peer['package']} {peer['version']}" if peer else "",
-        rule=rules.rule,
-        beta2=cell[0],
-        lr=cell[1],
-        seed=wanted.seed,
-        val_loss=repr(float(summary["val_loss"])),
-        bytes_per_param=float(summary["bytes_per_param"]),
-        step_seconds=step_seconds or 0.0,
-        wall_seconds=float(summary["wall_seconds"]),
-        edq=_finite(summary.get("edq")),
-        noise=_finite(summary.get("noise")),
-        diverged=divergence(run),
-        weights=str(summary["weights_fingerprint"]),
-        **{name: str(run.run["versions"][name]) for name in ("narrowgauge", "torch", "python")},
-        vectors=str(machine["capability"]) if machine["device"] == "cpu" else str(machine["device"]),
-        threads=int(machine["num_threads"]),
-        date=_day((run.path / "summary.json").stat().st_mtime),
-        settings=rules.settings_hash,
-        data=run.data_fingerprint,
-    )
-    if reason := records.refusal(record, rules):
-        raise _refused(run, reason)
-    return record
-
-
-def _refused(run: Run, reason: str) -> RecordError:
-    return RecordError(f"{run.path.name} is not by the board's rules: {reason}.")
-
-
-def _finite(metric: float | None) -> float | None:
-    """A metric for a record: ``None`` where a run that diverged has none, since JSON has no such numbers."""
-    return metric if metric is not None and math.isfinite(metric) else None
-
-
-def _day(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).date().isoformat()
-
-
-def imported(folder: Path, rules: Rules = RULES) -> tuple[list[RunRecord], list[str], int]:
-    """The records of a folder's finished runs, a line for each that is refused, and the number of unfinished ones."""
-    found, refusals, unfinished = [], [], 0
-    for place in sorted(place for place in folder.glob("*") if place.is_dir() and is_run(place)):
-        run = read_run(place)
-        if run.summary is None:
-            unfinished += 1
-            continue
-        try:
-            found.append(record_of(run, rules))
-        except NarrowgaugeError as error:
-            refusals.append(str(error))
-        except KeyError as absent:
-            refusals.append(f"{place.name} is not by the board's rules: it records no {absent.args[0]}.")
-    return found, refusals, unfinished
-
-
-def stall_settings(case: stall.Stall) -> str:
-    """The hash of a stall case: its size, its steps, its constants."""
-    constants = [case.start.shape[0], case.steps, stall.LR, stall.CYCLE, stall.OPTIONS]
-    return hashlib.sha256(json.dumps(constants).encode()).hexdigest()[:16]
-
-
-def stall_records(case: stall.Stall, there: Sequence[Record]) -> list[StallRecord]:
-    """Records of the storages and installed peers that have none with these vectors and this release of PyTorch."""
-    about = {
-        "narrowgauge": peer_version("narrowgauge"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "vectors": torch.backends.cpu.get_cpu_capability(),
-    }
-    done = {record.place for record in there}
-    rows = [
-        row
-        for row in (*STORAGES, *PUBLISHED, *PEERS)
-        if (StallRecord.kind, row, about["vectors"], about["torch"]) not in done
-    ]
-    found = []
-    for row in rows:
-        peer, formulas = PEERS.get(row), published(row)
-        if formulas is not None:
-            made = stall.published_row(case, formulas)
-        else:
-            made = stall.our_row(case, row) if peer is None else stall.peer_row(case, peer)
-        if "error" not in made:  # a peer that is not installed, or does not run here
-            continue
-        found.append(
-            StallRecord(
-                row=row,
-                package="" if peer is None else f"{peer.package} {peer_version(peer.package)}",
-                error=repr(float(made["error"])),
-                bytes_per_param=float(made["bytes per parameter"]),
-                edq=made.get("EDQ"),
-                noise=made.get("noise"),
-                **about,
-                date=datetime.now(timezone.utc).date().isoformat(),
-                settings=stall_settings(case),
-            )
-        )
-    return found
-
-
-# ── the command ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def missing(wanted: Sequence[Job], there: Sequence[Record]) -> list[Job]:
-    """The trainings that have no record with this machine's vectors and this release of PyTorch."""
-    mine = (torch.backends.cpu.get_cpu_capability(), torch.__version__)
-    done = {(run.row, run.cell, run.seed) for run in records.runs_of(there) if run.arithmetic == mine}
-    return [each for each in wanted if (each.storage, (each.beta2, each.lr), each.seed) not in done]
-
-
-def announcement(wanted: Sequence[Job], there: Sequence[Record]) -> str:
-    """How many runs there are to do, and about how long they take by the recorded times.
-
-    Example of what it says: ``24 runs to train, about 22 minutes by the recorded times of other machines or days``.
+    Args:
+        package: and version of a peer; empty for ours.
+        val_loss: in nats per token; ``None`` if it is not finite.
+        unigram, bigram: losses of token frequencies and of bigrams of the training text on the same held-out text.
+        bytes_per_param: weight, gradient and states, counted from live tensors.
+        edq: of the audit over the run; ``None`` for a peer and for published states.
+        weights: fingerprint of the stored weights at the end.
+        vectors: vector instructions of the processor; bits differ between them.
     """
-    if not wanted:
-        return "nothing to train: every run is recorded"
-    runs = records.runs_of(there)
-    told = f"{counted(len(wanted), 'run')} to train"
-    if not runs:
-        return f"{told}; no run is recorded yet, so the time is not known"
-    seconds = sum(records.usual_seconds(runs, each.storage) for each in wanted)
-    return f"{told}, about {duration(seconds)} on one core like those of the recorded runs"
+
+    row: str
+    recipe: str
+    package: str
+    model: str
+    steps: int
+    batch_size: int
+    sequence_length: int
+    final_lr: float
+    lr: float
+    beta2: float
+    seed: int
+    val_loss: float | None
+    unigram: float
+    bigram: float
+    bytes_per_param: float
+    edq: float | None
+    weights: str
+    narrowgauge: str
+    torch: str
+    python: str
+    vectors: str
+    date: str
+
+    @property
+    def cell(self) -> Cell:
+        return self.lr, self.beta2
+
+    @property
+    def key(self) -> tuple[str, Cell, int, str, str]:
+        """Identify the run. Runs are paired only if vectors and torch are equal, since others round differently."""
+        return self.row, self.cell, self.seed, self.vectors, self.torch
 
 
-def train(wanted: Sequence[Job], out: Path, rules: Rules = RULES) -> int:
-    """Train what is not finished under ``out``; the number of runs that failed."""
-    options, failures = options_of(out, rules), 0
-    failures += quality.train_all([each for each in wanted if each.storage not in PEERS], options)
-    for row in dict.fromkeys(each.storage for each in wanted if each.storage in PEERS):
-        of_row = [each for each in wanted if each.storage == row]
-        failures += quality.train_all(of_row, options, performing(PEERS[row]))
+def records_of(setting: Setting, file: Path = FILE) -> list[Record]:
+    """Return the records of a setting."""
+    try:
+        lines = file.read_text().splitlines() if file.is_file() else []
+        records = [Record(**json.loads(line)) for line in lines]
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"Cannot read {file.name} because a line is no record: {error}.", "Restore it.") from None
+    same = ("model", "steps", "batch_size", "sequence_length", "final_lr")
+    return [record for record in records if all(getattr(record, name) == getattr(setting, name) for name in same)]
+
+
+def append(record: Record, setting: Setting, file: Path = FILE) -> None:
+    """Append a record unless another process has appended the same run."""
+    with file.open("a") as stream:
+        lock(stream.fileno(), wait=True)
+        if record.key not in {run.key for run in records_of(setting, file)}:
+            stream.write(json.dumps(dataclasses.asdict(record)) + "\n")
+
+
+# ── training ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def levels(data: Dataset, setting: Setting) -> tuple[float, float]:
+    """Return the unigram and bigram losses of the validation batches, in nats per token.
+
+    Counts are those of the training text. A bigram after n occurrences of its first token is interpolated with the unigram by
+    n / (n + 50).
+    """
+    size, tokens = data.vocab_size, np.asarray(data.train[np.arange(data.num_tokens)], dtype=np.int64)
+    batches = list(data.valid_batches(setting.batch_size, setting.sequence_length, setting.eval_batches))
+    first = np.concatenate([batch[:, :-1].ravel() for batch in batches])
+    second = np.concatenate([batch[:, 1:].ravel() for batch in batches])
+    count = np.bincount(tokens, minlength=size)
+    unigram = (count + 1) / (len(tokens) + size)
+    pairs, pair_count = np.unique(tokens[:-1] * size + tokens[1:], return_counts=True)
+    places = np.searchsorted(pairs, first * size + second).clip(max=len(pairs) - 1)
+    together = np.where(pairs[places] == first * size + second, pair_count[places], 0)
+    bigram = (together + 50 * unigram[second]) / (count[first] + 50)
+    return float(-np.log(unigram[second]).mean()), float(-np.log(bigram).mean())
+
+
+def trained(job: Job, out: Path) -> Record:
+    """Train to the end, from the last checkpoint if there is one, and return the record."""
+    config, folder = job.config, out / job.name
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(1)
+    data = prepare_tokens(config)
+    session, edq = build(config, folder, data), None
+    peer, formula = PEERS.get(job.row), FORMULAS.get(job.row)
+    if peer is not None:
+        optimizer = peer_optimizer(peer, session)
+        while session.step < config.steps:
+            peer_step(session, optimizer)
+        weights = fingerprint_whole({name: weight.detach() for name, weight in session.named_parameters()})
+        size = bytes_held(optimizer)
+    else:
+        session.restore(lambda *_: None)
+        while session.step < config.steps:
+            train_step(session)
+            if formula is not None:
+                cut(formula, session.optimizer)
+            if session.step % CHECKPOINT_EVERY == 0 and session.step < config.steps:
+                session.save()
+        session.saver.close()
+        weights, size = session.weights_fingerprint(), session.optimizer.bytes_per_param()
+        if formula is None:
+            edq = float(update_metrics(session.audit_total)["edq"])
+        else:  # the audit is of the step before the states were replaced
+            size = formula_bytes(formula, session.optimizer)
+    loss, (unigram, bigram) = evaluate(session), levels(data, job.setting)
+    setting = {name: value for name, value in vars(job.setting).items() if name not in ("lr", "eval_batches")}
+    return Record(
+        **setting,
+        row=job.row,
+        recipe=config.recipe.name,
+        package=f"{peer.package} {peer_version(peer.package)}" if peer else "",
+        lr=job.cell[0],
+        beta2=job.cell[1],
+        seed=job.seed,
+        val_loss=loss if math.isfinite(loss) else None,
+        unigram=unigram,
+        bigram=bigram,
+        bytes_per_param=size,
+        edq=edq if edq is not None and math.isfinite(edq) else None,
+        weights=weights,
+        narrowgauge=peer_version("narrowgauge"),
+        torch=torch.__version__,
+        python=platform.python_version(),
+        vectors=torch.backends.cpu.get_cpu_capability(),
+        date=datetime.now(timezone.utc).date().isoformat(),
+    )
+
+
+def jobs(setting: Setting, rows: Sequence[str], seeds: int) -> list[Job]:
+    """Return the runs of these rows: one cell after another, in each one seed after another."""
+    crossed = itertools.product(setting.cells, range(seeds), dict.fromkeys(rows))
+    return [
+        Job(setting, row, cell, seed)
+        for cell, seed, row in crossed
+        if row != ONCE or (cell, seed) == (setting.cells[0], 0)
+    ]
+
+
+@contextmanager
+def claimed(place: Path) -> Iterator[bool]:
+    """Lock a run for this process; the lock ends with the process."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("a") as stream:
+        yield lock(stream.fileno(), wait=False)
+
+
+def add(wanted: Sequence[Job], out: Path, file: Path = FILE) -> int:
+    """Train what has no record of this processor's vectors and this torch; return the number of runs that failed."""
+    here, failures = (torch.backends.cpu.get_cpu_capability(), torch.__version__), 0
+    for row in {job.row: None for job in wanted if job.row in PEERS and not PEERS[job.row].is_installed}:
+        print(f"{row} is not installed: pip install {PEERS[row].package}", flush=True)
+    wanted = [job for job in wanted if job.row not in PEERS or PEERS[job.row].is_installed]
+    for number, job in enumerate(wanted, 1):
+        with claimed(out / f"{job.name}.claim") as is_mine:
+            recorded = {record.key for record in records_of(job.setting, file)}
+            if not is_mine or (job.row, job.cell, job.seed, *here) in recorded:
+                continue
+            try:
+                record = trained(job, out)
+            except Exception as error:  # the other rows are still measured
+                failures += 1
+                print(f"{number}/{len(wanted)} {job.name} failed: {type(error).__name__}: {error}", flush=True)
+                continue
+            append(record, job.setting, file)
+            shutil.rmtree(out / job.name, ignore_errors=True)
+            print(f"{number}/{len(wanted)} {job.name} validation loss {record.val_loss}", flush=True)
     return failures
 
 
-def keep(found: Sequence[Record], report: Report) -> int:
-    """Append records and draw the figures; the number of contradictions."""
-    added, contradictions = records.append(found)
-    draw(costs(records.read()))
-    for line in contradictions:
-        report.note(line)
-    drawn = " and ".join(file.name for file in FIGURES)
-    report.note(f"{counted(len(added), 'record')} appended to docs/{FILE.name}; {drawn} drawn.")
-    return len(contradictions)
+# ── the page ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def flags() -> argparse.ArgumentParser:
-    """All flags."""
-    made = parser(__doc__, rounds=1)
-    what = made.add_mutually_exclusive_group()
-    what.add_argument("--add", nargs="+", metavar="ROW", help="train what is missing of these rows, and record it")
-    what.add_argument("--import", dest="folder", type=Path, metavar="FOLDER", help="record finished runs")
-    what.add_argument("--stall", action="store_true", help="run and record the stall case")
-    what.add_argument("--check", action="store_true", help="verify the records")
-    what.add_argument("--draw", action="store_true", help="only draw the figures")
-    made.add_argument("--out", type=Path, default=Path("runs/board"), help="folder of the runs (default runs/board)")
-    return made
+def baseline_of(row: str) -> str:
+    return WORD if row in COMPUTES else MASTER
+
+
+def runs_of(records: Sequence[Record], row: str, cell: Cell) -> list[Record]:
+    return [record for record in records if (record.row, record.cell) == (row, cell)]
+
+
+def is_refused(records: Sequence[Record], cell: Cell) -> bool:
+    """Return whether a baseline of this cell did not learn."""
+    baselines = [run for row in (MASTER, WORD) for run in runs_of(records, row, cell)]
+    return any(run.val_loss is None or run.val_loss > run.unigram - MARGIN for run in baselines)
+
+
+def differences(records: Sequence[Record], row: str, cell: Cell) -> list[float]:
+    """Return a row's losses less its baseline's, one for each seed that both have; infinite where the row diverged."""
+    baselines = {run.key[1:]: run.val_loss for run in runs_of(records, baseline_of(row), cell)}
+    pairs: dict[int, float] = {}
+    for run in runs_of(records, row, cell):
+        if (base := baselines.get(run.key[1:])) is not None:
+            pairs.setdefault(run.seed, (math.inf if run.val_loss is None else run.val_loss) - base)
+    return list(pairs.values())
+
+
+def shown(cells: Sequence[Sequence[float]]) -> str:
+    """Return the mean difference, half its 95 % interval, and the number of seeds where these are few."""
+    if not all(cells):
+        return "–"
+    mean, half = interval(cells)
+    if not math.isfinite(mean):
+        return "diverged"
+    seeds = min(len(cell) for cell in cells)
+    text = f"{mean:+.4f}".replace("-", MINUS) + (f" ± {half:.4f}" if math.isfinite(half) else "")
+    return text if seeds >= FEW_SEEDS else f"{text} ({seeds} seed{'s' * (seeds > 1)})"
+
+
+def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    text = [header, ["---", *["---:"] * (len(header) - 1)], *lines]
+    return "\n".join(f"| {' | '.join(line)} |" for line in text)
+
+
+def cell_name(cell: Cell) -> str:
+    return f"lr {cell[0]:g}, beta2 {cell[1]:g}"
+
+
+def cost_table(records: Sequence[Record], rows: Sequence[str], cells: Sequence[Cell]) -> str:
+    """Return a line for each row that has a record: bytes, EDQ, the difference in each cell and over all of them."""
+    lines = []
+    for row in rows:
+        runs = [run for cell in cells for run in runs_of(records, row, cell)]
+        if not runs or row in (ONCE, baseline_of(row)):
+            continue
+        cost = [differences(records, row, cell) for cell in cells]
+        edqs = [run.edq for run in runs if run.edq is not None]
+        name = f"{row} ({runs[-1].package})" if row in PEERS else f"`{row}`"
+        edq = f"{statistics.fmean(edqs):.3f}" if edqs else "–"
+        figures = [shown([cell]) for cell in cost] + ([shown(cost)] if len(cells) > 1 else [])
+        lines.append([name, f"{runs[-1].bytes_per_param:.2f}", edq, *figures])
+    over_all = ["all cells"] if len(cells) > 1 else []
+    return table(["row", "B/param", "EDQ", *map(cell_name, cells), *over_all], lines) if lines else "No run yet."
+
+
+def controls(records: Sequence[Record], cells: Sequence[Cell]) -> str:
+    """Return a line for each control: whether it lost."""
+    lines = []
+    for row in CONTROLS:
+        cost = [pairs for cell in cells if (pairs := differences(records, row, cell))]
+        mean, half = interval(cost) if cost else (0.0, math.inf)
+        lost = "lost" if mean > half or mean == math.inf else "undecided" if math.isinf(half) else "**did not lose**"
+        lines.append(f"- `{row}`: {f'{shown(cost)}, {lost}' if cost else 'no run yet'}.")
+    return "\n".join(lines)
+
+
+def section(records: Sequence[Record], setting: Setting) -> str:
+    """Return the tables of one model."""
+    recorded = [cell for cell in setting.cells if runs_of(records, MASTER, cell)]
+    cells = [cell for cell in recorded if not is_refused(records, cell)]
+    versions = [", ".join(sorted({getattr(run, name) for run in records})) for name in ("torch", "vectors")]
+    levels_of = []
+    for cell in cells:
+        runs = runs_of(records, MASTER, cell)
+        means = [statistics.fmean(getattr(run, name) for run in runs) for name in ("val_loss", "bigram", "unigram")]
+        levels_of.append([cell_name(cell), *(f"{mean:.3f}" for mean in means), str(len(runs))])
+    masters = {run.key[1:]: run.weights for run in records if run.row == MASTER}
+    proofs = [(run, masters.get(run.key[1:])) for run in records if run.row == ONCE]
+    parts = [
+        f"## {setting.model}, {setting.steps} steps of {setting.batch_size} × {setting.sequence_length} tokens",
+        f"{len(records)} runs, until {max(run.date for run in records)}. torch {versions[0]}; vectors {versions[1]}.",
+        *(f"Refused: {cell_name(cell)}; the baseline did not learn." for cell in recorded if cell not in cells),
+        table(["loss of", f"`{MASTER}`", "bigrams", "unigrams", "seeds"], levels_of),
+        f"Controls, which must lose, over the cells that have them:\n\n{controls(records, cells)}",
+        *(
+            f"`{ONCE}` {'ends' if run.weights == weights else '**does not end**'} with the stored weights of `{MASTER}`, "
+            f"bit for bit ({cell_name(run.cell)}, seed {run.seed})."
+            for run, weights in proofs
+        ),
+    ]
+    for title, rows in (("Storages", STORAGES), ("Computes", COMPUTES), ("Others", OTHERS)):
+        parts += [f"### {title}, less `{baseline_of(rows[-1])}`", cost_table(records, rows, cells)]
+    return "\n\n".join(parts)
+
+
+def filled_page(page: str, file: Path = FILE) -> str:
+    """Return the page with the tables of all records between its marks."""
+    sections = [section(records, setting) for setting in SETTINGS.values() if (records := records_of(setting, file))]
+    before, after = page.split(MARKS[0])[0], page.split(MARKS[1])[1]
+    return "\n\n".join([before + MARKS[0], *sections, MARKS[1] + after])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
-    options = flags().parse_args(arguments)
-    if options.check:
-        return check()
-    report = Report("board", options)
-    warnings.simplefilter("ignore", EmulationNotice)
-    if options.draw:
-        draw(costs(records.read()))
-        return 0
-    if options.quick or not (options.add or options.folder or options.stall):
-        return quick(report)
-    if options.stall:
-        return keep(stall_records(stall.Stall.make(256, 400), records.read()), report) or report.end()
-    failures, folder = 0, options.folder
-    if options.add:
-        folder, wanted = options.out, missing(jobs([row_named(name) for name in options.add]), records.read())
-        report.note(announcement([each for each in wanted if not quality.finished(folder / each.name)], records.read()))
-        failures = train(wanted, folder)
-    if not folder.is_dir():
-        raise RecordError(f"{folder} is no folder.", "Name the folder that holds the run folders.")
-    found, refusals, unfinished = imported(folder)
-    for line in refusals:
-        report.note(line)
-    if unfinished:
-        report.note(f"{counted(unfinished, 'run')} under {folder} {'has' if unfinished == 1 else 'have'} not ended.")
-    failures += len(refusals) + keep(found, report)
-    return report.end() or int(failures > 0)
-
-
-def check() -> int:
-    """Say what is wrong with the records; 1 where anything is."""
-    lines = records.lines_in()
-    wrong = records.faults(lines)
-    for line in wrong:
-        print(f"docs/{FILE.name}, {line}")
-    if not wrong:
-        print(f"{counted(len(lines), 'record')}: hashes and settings are as they were written, by the rules.")
-    return int(bool(wrong))
-
-
-def quick(report: Report) -> int:
-    """Two rows, six steps: that a run becomes a record."""
-    with tempfile.TemporaryDirectory() as folder:
-        failures = train(jobs(["word", "torch AdamW bfloat16"], QUICK), Path(folder), QUICK)
-        found, refusals, _ = imported(Path(folder), QUICK)
-    report.add(
-        "records", [{"": run.row, "validation loss": run.val_loss, "B/param": run.bytes_per_param} for run in found]
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    flags.add_argument("--add", nargs="+", metavar="ROW", help="train what has no record; all: every row")
+    flags.add_argument("--page", action="store_true", help="write the tables of docs/board.md")
+    flags.add_argument("--quick", action="store_true", help="two rows, six steps; nothing is kept")
+    flags.add_argument("--model", choices=SETTINGS, default="llama-1m")
+    flags.add_argument("--seeds", type=int, default=3, help="seeds per cell (default 3)")
+    flags.add_argument(
+        "--out", type=Path, default=Path("runs/board"), help="folder of checkpoints (default runs/board)"
     )
-    for line in refusals:
-        report.note(line)
-    return report.end() or int(failures + len(refusals) > 0)
+    options = flags.parse_args(arguments)
+    warnings.simplefilter("ignore", EmulationNotice)
+    setting = SETTINGS[options.model]
+    if options.page:
+        PAGE.write_text(filled_page(PAGE.read_text()))
+        return 0
+    if options.add and not options.quick:
+        rows = (*STORAGES, *COMPUTES, *OTHERS) if options.add == ["all"] else (MASTER, *options.add)
+        return int(add(jobs(setting, rows, options.seeds), options.out) > 0)
+    with tempfile.TemporaryDirectory() as folder:
+        short = dataclasses.replace(setting, steps=6, eval_batches=2)
+        wanted = [Job(short, row, short.cells[0], 0) for row in (WORD, "torch AdamW bfloat16")]
+        return int(add(wanted, Path(folder), Path(folder, "board.jsonl")) > 0)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ each rank's gradient is rounded, and the sum once more. Runs of one seed have th
 *paired* difference of final losses hides little behind the luck of a seed; beside the differences stands the mean with its
 95 % interval by Student's t. Final: the mean of the last validations, whose own noise is larger than that of one.
 
-Bytes are those that the ranks' collectives sent in a step, relative to float32's. A second table times the packing of one
-vector beside what an addition of float32 takes.
+Bytes are those of an element on the wire, relative to float32's; tests/distributed/test_compression.py counts them. A second
+table times the packing of one vector beside what an addition of float32 takes.
 
 Baseline: the reduction ``float32`` with the same seed.
 
@@ -25,7 +25,6 @@ import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,11 +34,11 @@ from timing import Contender, Report, Row, exit_by, measure, parser
 
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.intervals import interval
-from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.numerics.block_codes import BLOCK_CODES
+from narrowgauge.distributed.block_codes import BLOCK_CODES
 from narrowgauge.spec.models import get_model
+from narrowgauge.spec.sums import REDUCTIONS
 from narrowgauge.trainer import language_model
-from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 
 BASELINE, ROWS = "float32", ("float32", "compressed8", "compressed4")
 MODEL, LR, BATCH = "llama-1m", 1e-3, 8
@@ -48,27 +47,25 @@ STEP_SECONDS, ROUND_SECONDS = 0.09, 0.6
 """That a step of a training and a round of the second table take."""
 
 
-def train(name: str, seed: int, data: Dataset, steps: int, length: int) -> tuple[float, float]:
-    """The final validation loss in nats per token, and the bytes that a rank sent per step."""
+def train(name: str, seed: int, data: Dataset, steps: int, length: int) -> float:
+    """Return the final validation loss in nats per token."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = language_model.build(MODEL, vocab_size=data.vocab_size, seed=seed)
     _, optimizer = ng.prepare(model, "float32", lr=LR, audit_every=0)
     reduction = ng.reduce_gradients_with(model, name, average=False, seed=seed)
-    sent, losses = 0.0, []
+    losses = []
     for step in range(steps):
         rate = LR * min(1.0, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
             group["lr"] = rate
         own = torch.from_numpy(data.batch(step, BATCH, length, seed))[rank::ranks]
-        with Traffic(window=steps + 1) as traffic:
-            with reduction.micro_batch():
-                (language_model.loss_sum(model, own, chunked=False) / (BATCH * length)).backward()
-            sent += traffic.end_step()["communication_bytes"]
+        with reduction.micro_batch():
+            (language_model.loss_sum(model, own, chunked=False) / (BATCH * length)).backward()
         optimizer.step()
         optimizer.zero_grad()
         if step + 1 in [steps - 10 * back for back in range(LAST_VALIDATIONS)]:
             losses.append(validate(model, data, length))
-    return statistics.fmean(losses), sent / steps
+    return statistics.fmean(losses)
 
 
 @torch.no_grad()
@@ -89,40 +86,40 @@ def work(rank: int, ranks: int, place: str, seed: int, steps: int, length: int) 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{place}/meeting", rank=rank, world_size=ranks)
-    data = open_data(Path(place))
-    found: dict[str, tuple[float, float]] = {}
+    data = prepare_data("stdlib", vocab_size=get_model(MODEL).vocab_size)
+    found: dict[str, float] = {}
     for name in ROWS:
         found[name] = train(name, seed, data, steps, length)
         if rank == 0:
-            show(f"{name}, seed {seed}: {found[name][0]:.4f} nats")
+            show(f"{name}, seed {seed}: {found[name]:.4f} nats")
     if rank == 0:
         torch.save(found, f"{place}/found")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def trainings(ranks: int, seed: int, steps: int, length: int) -> dict[str, tuple[float, float]]:
+def trainings(ranks: int, seed: int, steps: int, length: int) -> dict[str, float]:
     """What :func:`train` gives for each reduction."""
     with tempfile.TemporaryDirectory() as place:
-        prepare_data("stdlib", Path(place), vocab_size=get_model(MODEL).vocab_size)
+        prepare_data("stdlib", vocab_size=get_model(MODEL).vocab_size)  # into the cache
         arguments = (ranks, place, seed, steps, length)
         torch.multiprocessing.spawn(work, arguments, nprocs=ranks)  # type: ignore[no-untyped-call]
-        found: dict[str, tuple[float, float]] = torch.load(f"{place}/found")
+        found: dict[str, float] = torch.load(f"{place}/found")
     return found
 
 
-def quality(found: Mapping[int, Mapping[str, Sequence[float]]]) -> list[Row]:
+def quality(found: Mapping[int, Mapping[str, float]]) -> list[Row]:
     """A row per reduction, from the trainings of each seed."""
     rows, seeds = [], list(found)
     for name in ROWS:
-        differences = [found[seed][name][0] - found[seed][BASELINE][0] for seed in seeds]
-        row: Row = {"reduction": name, "loss": statistics.fmean(found[seed][name][0] for seed in seeds)}
+        differences = [found[seed][name] - found[seed][BASELINE] for seed in seeds]
+        row: Row = {"reduction": name, "loss": statistics.fmean(found[seed][name] for seed in seeds)}
         row |= {f"seed {seed}": f"{difference:+.4f}" for seed, difference in zip(seeds, differences, strict=True)}
         row["difference"] = statistics.fmean(differences)
         if len(seeds) > 1 and name != BASELINE:
             mean, half = interval([differences])
             row |= {"95 %": f"± {half:.4f}", "within 0.01": "yes" if abs(mean) + half <= 0.01 else "no"}
-        row["bytes"] = found[seeds[0]][name][1] / found[seeds[0]][BASELINE][1]
+        row["bytes"] = REDUCTIONS[name].bytes_per_element("float32") / 4
         rows.append(row)
     return rows
 

@@ -10,8 +10,8 @@ same batches:
 * the whole model computes its loss and gradients. "loss" is its loss less that of bfloat16; of the gradient of all narrow layers
   the same three figures, which hold what the forward pass has changed, too.
 
-Baseline: the exact products; bfloat16's loss and gradients. Training itself: ``./dev bench quality --computes nvfp4
-nvfp4+eden``.
+Baseline: the exact products; bfloat16's loss and gradients. Training itself:
+``./dev bench board --add nvfp4/word nvfp4+eden/word``.
 
 Run: ``./dev bench four_bits [--out FOLDER] [--quick]``. Each row is kept under ``--out``, and an interrupted run goes on where it
 was (``_parts.py``), after the training, which gives the same bits again. All rows take about 60 seconds on 2 cores.
@@ -36,9 +36,9 @@ from torch import Tensor, nn
 
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, multiply_slots
-from narrowgauge.matmul.operand import STEP_SEED, new_state
+from narrowgauge.matmul.operand import Keys, layer_keys
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, PLACES, SLOTS, Compute
 from narrowgauge.spec.notation import parse
@@ -74,7 +74,7 @@ class Trained:
     def _made(self) -> tuple[Any, list[Tensor]]:
         with tempfile.TemporaryDirectory() as folder:
             config = TrainConfig(recipe=parse("bfloat16/word"), steps=self.steps, out=folder, **SETTING)
-            data = prepare_data(config.data, Path(folder), vocab_size=vocabulary_size(config.model), seed=config.seed)
+            data = prepare_data(config.data, vocab_size=vocabulary_size(config.model), seed=config.seed)
             session = build(config, Path(folder), data)
             for _ in range(self.steps):
                 train_step(session)
@@ -126,10 +126,9 @@ def figures(sums: Tensor) -> Row:
 
 def product(compute: Compute, matmul: str, tensors: Tensors, draw: int) -> Tensor:
     """One matmul of a layer in a compute's casts, float32."""
-    state = new_state(["layer"])[:, 0].clone()
-    state[STEP_SEED] = step_seed(0, draw)
+    keys = Keys(torch.tensor([step_seed(0, draw), 0, 0], dtype=torch.int32), layer_keys(["layer"])[0])
     slots = [f"{matmul}.{side}" for side in ("left", "right")]
-    left, right = (cast_to_slot(tensors[SLOTS[slot].tensor], compute, slot, state=state) for slot in slots)
+    left, right = (cast_to_slot(tensors[SLOTS[slot].tensor], compute, slot, keys=keys) for slot in slots)
     shape = tuple(tensors[SLOTS[slot].tensor].shape[1 - SLOTS[slot].dim] for slot in slots)
     return multiply_slots(left, right, compute, matmul, shape, torch.float32)  # type: ignore[arg-type]
 

@@ -29,7 +29,7 @@ from timing import Contender, Report, Row, Timing, measure, nothing, parser
 from narrowgauge.gauges.attach import GaugeNotice, Gauges, attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.spec.models import get_model
-from narrowgauge.trainer.data.dataset import open_data, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
@@ -40,8 +40,10 @@ EVERY = 20
 class Trainee:
     """A session, perhaps with gauges, whose steps are timed."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path, watch: bool = False, outputs: str = "") -> None:
-        self.session: Session = build(settings(options, options.recipe), folder, open_data(folder))
+    def __init__(
+        self, options: argparse.Namespace, folder: Path, data: Dataset, watch: bool = False, outputs: str = ""
+    ) -> None:
+        self.session: Session = build(settings(options, options.recipe), folder, data)
         self.gauges: Gauges | None = None
         self.losses: list[float] = []
         self.hooks: list[float] = []
@@ -87,8 +89,8 @@ def emit(report: Report, options: argparse.Namespace) -> None:
     """Measure and print."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        prepare_data("stdlib", folder, vocab_size=get_model(options.model).vocab_size)
-        plain, watched = Trainee(options, folder), Trainee(options, folder, watch=True)
+        data = prepare_data("stdlib", vocab_size=get_model(options.model).vocab_size)
+        plain, watched = Trainee(options, folder, data), Trainee(options, folder, data, watch=True)
         contenders = [
             Contender("no gauges", plain.run),
             Contender("attached, unsampled", watched.run),

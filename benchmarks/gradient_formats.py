@@ -1,15 +1,15 @@
 """What it costs in validation loss to sum the gradients of micro-batches in 8 bits.
 
 Claim: none; what each format costs is reported, with the first step at which a run says something of it. A llama-1m is trained
-by the rules of the board (``_board_records.py``: text, seeds, schedule) at beta2 0.95 and a peak rate of 3e-4 over ``word``, with
-a batch in 4 and in 16 micro-batches. The gradient that a step holds is the sum in one of the formats of
+in the setting of the board (``board.py``) at its usual learning rate and beta2 0.95 over ``word``, with batches of 16 sequences
+in 4 and in 16 micro-batches. The gradient that a step holds is the sum in one of the formats of
 ``narrowgauge show accumulations``: ``float8_e5m2`` has a scale for each tensor, as FP8-LM's gradients do, and rounds to the
 nearest; ``float8_e5m2-stochastic`` rounds stochastically. Runs of one seed have the same first weights and batches.
 
 Baseline: sums in float32, with the same seed and as many micro-batches.
 
 Run: ``./dev bench gradient_formats [--out FOLDER] [--seeds …] [--quick]``. Each run is kept under ``--out``, and one that was
-interrupted is made again (``_parts.py``). All of it takes about 20 minutes on one core. ``--rounds`` has no effect.
+interrupted is made again (``_parts.py``). All of it takes about 80 minutes on one core. ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _board_records import RULES
 from _parts import Part, add_out, complete, out_folder
+from board import SETTINGS
 from timing import Report, Row, exit_by, parser
 
 from narrowgauge.analysis.comparison.intervals import interval
@@ -38,7 +38,7 @@ from narrowgauge.trainer.loop import train
 
 BASELINE, FORMATS = "float32", ("float32", "float8_e5m2", "float8_e5m2-stochastic")
 MICRO_BATCHES = (4, 16)
-BATCH, LR, BETA2 = 16, 3e-4, 0.95
+SETTING, BATCH, BETA2 = SETTINGS["llama-1m"], 16, 0.95
 STEP_SECONDS = 0.35
 """That a step takes on one core."""
 
@@ -46,12 +46,17 @@ STEP_SECONDS = 0.35
 def trained(sums: str, micro_batches: int, seed: int, steps: int) -> dict[str, Any]:
     """One run: its last validation loss in nats, and the events that speak of its sums, by step."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = {**RULES.settings, "batch_size": BATCH, "steps": steps, "threads": 1}
-        settings["warmup_steps"] = min(RULES.warmup_steps, steps // 2)
         config = TrainConfig(
-            **settings,
+            model=SETTING.model,
+            steps=steps,
+            batch_size=BATCH,
+            sequence_length=SETTING.sequence_length,
+            eval_batches=SETTING.eval_batches,
+            threads=1,
+            compile=False,
             recipe=parse("bfloat16/word"),
-            lr=LR,
+            lr=SETTING.lr,
+            min_lr_ratio=SETTING.final_lr / SETTING.lr,
             beta2=BETA2,
             seed=seed,
             out=str(Path(folder, "run")),
@@ -96,12 +101,12 @@ def _name(sums: str, micro_batches: int, seed: int) -> str:
 
 def parts(options: argparse.Namespace) -> list[Part]:
     """A part for each run."""
-    steps = 6 if options.quick else RULES.steps
+    steps = 6 if options.quick else SETTING.steps
     made = []
     for seed in options.seeds:
         for micro_batches in MICRO_BATCHES:
             for sums in FORMATS:
-                settings = {"rules": RULES.settings_hash, "batch": BATCH, "steps": steps, "lr": LR, "beta2": BETA2}
+                settings = {**vars(SETTING), "batch_size": BATCH, "steps": steps, "beta2": BETA2}
                 make = partial(trained, sums, micro_batches, seed, steps)
                 made.append(Part(_name(sums, micro_batches, seed), settings, make, STEP_SECONDS * steps))
     return made
@@ -111,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print a table for each number of micro-batches."""
     flags = parser(__doc__, rounds=1)
     add_out(flags, "gradient-formats", of="finished runs")
-    flags.add_argument("--seeds", type=int, nargs="+", default=list(RULES.seeds))
+    flags.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     options = flags.parse_args(arguments)
     torch.set_num_threads(1)
     if options.quick:
@@ -120,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with out_folder(options, "gradient-formats") as out:
         made = complete(parts(options), out, report)
     for micro_batches in MICRO_BATCHES:
-        title = f"llama-1m over word, {BATCH} × {RULES.sequence_length} tokens in {micro_batches} micro-batches; nats"
+        title = f"llama-1m over word, {BATCH} × {SETTING.sequence_length} tokens in {micro_batches} micro-batches; nats"
         report.add(title, table(made, micro_batches, options.seeds))
     return report.end()
 

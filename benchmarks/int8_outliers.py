@@ -42,16 +42,15 @@ from torch import Tensor, nn
 import narrowgauge as ng
 from narrowgauge.analysis.comparison.intervals import interval
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.matmul.inference import inference_bytes
-from narrowgauge.matmul.outlier_search import find_outlier_columns, missed_outliers
+from narrowgauge.matmul.inference import find_outlier_columns, inference_bytes, missed_outliers
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import open_data
-from narrowgauge.trainer.exporting import export
+from narrowgauge.trainer.export import export
 from narrowgauge.trainer.language_model import loss_sum
 from narrowgauge.trainer.loop import resume, train
+from narrowgauge.trainer.session import load
 
 STRENGTHS = (1, 8, 32, 128)
 SECONDS = {"bfloat16": 1.0, "int8-row": 1.3, "int8-outlier-codes": 1.5, "int8-outlier": 2.5}
@@ -86,7 +85,7 @@ def prepare(folder: Path, plain: Path, report: Report) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             resume(folder) if (folder / "run.toml").is_file() else train(config)
     export(folder, plain)
-    tokens = torch.from_numpy(next(iter(open_data(folder).valid_batches(1, 64, 1))))
+    tokens = torch.from_numpy(next(iter(load(folder).data.valid_batches(1, 64, 1))))
     off = same_function(plain, strength, tokens)
     report.note(f"outliers × {strength} change the logits in float32 by {off:.1e} of the largest")
 
@@ -116,7 +115,7 @@ def measured(folder: Path, plain: Path, strength: float, form: str, options: arg
     """One cell: losses by sequence, bytes, and what was kept and missed."""
     from transformers import AutoModelForCausalLM
 
-    data, length = open_data(folder), int(read_run(folder).config["sequence_length"])
+    data, length = load(folder).data, int(read_run(folder).config["sequence_length"])
     number, calibration = QUICK_SEQUENCES if options.quick else SEQUENCES
     held_out = [torch.from_numpy(each) for each in data.valid_batches(1, length, number + calibration)]
     # Every other one, so that both halves are spread over the text.
@@ -135,7 +134,7 @@ def measured(folder: Path, plain: Path, strength: float, form: str, options: arg
     if form == "int8-outlier":
         missed = sum(missed_outliers(model).values())
     return {
-        "losses": found, "bytes": inference_bytes(model).after, "kept": kept, "columns": num_columns, "missed": missed,
+        "losses": found, "bytes": inference_bytes(model), "kept": kept, "columns": num_columns, "missed": missed,
     }  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.swapping import swap_linears
-from narrowgauge.planner.time.roofline import Setting, Shape
+from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.profiling.measurement import operands, operations_of
 from narrowgauge.spec.computes import COMPUTES
 

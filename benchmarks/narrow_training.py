@@ -44,7 +44,7 @@ from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
+from narrowgauge.trainer.data.dataset import Dataset, prepare_data
 from narrowgauge.trainer.session import Session, build
 from narrowgauge.trainer.step import train_step
 
@@ -86,13 +86,13 @@ def settings(options: argparse.Namespace, recipe: str) -> TrainConfig:
 def random_data(vocab_size: int) -> Dataset:
     """Tokens that mean nothing."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, 1 << 22).astype(np.uint32)
-    return Dataset(Path(), tokens, tokens[:0], {"vocab_size": vocab_size, "request": {"held_out": 0}, "notes": []})
+    return Dataset(tokens, tokens[:0], vocab_size, must_validate=False)
 
 
 def session_of(name: str, options: argparse.Namespace) -> Session:
     """A recipe in our trainer, or the baseline's with a peer's linear layers."""
     size = get_model(options.model).vocab_size
-    data = open_data(options.folder) if size <= LARGEST_VOCABULARY else random_data(size)
+    data = prepare_data("stdlib", vocab_size=size) if size <= LARGEST_VOCABULARY else random_data(size)
     if name not in PEERS:
         session = build(settings(options, name), options.folder, data)
         row = parse(name).compute
@@ -216,7 +216,7 @@ def emit(report: Report, names: Iterable[str], options: argparse.Namespace) -> N
     with tempfile.TemporaryDirectory() as folder:
         size = get_model(options.model).vocab_size
         if size <= LARGEST_VOCABULARY:
-            prepare_data("stdlib", Path(folder), vocab_size=size)
+            prepare_data("stdlib", vocab_size=size)  # into the cache
         for name in names:
             try:
                 rows.append(row_of(name, process(name, options, Path(folder)), options))

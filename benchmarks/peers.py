@@ -2,8 +2,7 @@
 
 Claim: none of its own. A row says how a peer is made over bfloat16 parameters, what it keeps, and where the rest of a
 weight lies, if it keeps any. Each uses its own defaults; what rounds the weight stochastically is a row of its
-own. Baseline: named by each benchmark. FlashOptim refuses machines without CUDA, so its arithmetic stands beside ours
-in ``flashoptim_formulas.py``, from its published formulas.
+own. Baseline: named by each benchmark. FlashOptim is no row: it refuses machines without CUDA.
 
 Run: ``python benchmarks/peers.py`` prints the table, with what each really holds.
 """
@@ -32,6 +31,15 @@ def with_compensation(optimizer: torch.optim.Optimizer, weight: nn.Parameter) ->
     """The weight and optimi's Kahan compensation, which is there after the first step."""
     compensation: Tensor | float = optimizer.state[weight].get("kahan_comp", 0.0)
     return weight.detach().double() + compensation
+
+
+def with_ecc(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> Tensor:
+    """Return the weight and HeavyBall's correction of it, which is there after the first step."""
+    from heavyball.utils import _ULPState
+
+    correction = optimizer.state[weight].get(0, {}).get("param::ecc")
+    value = weight.detach() if correction is None else _ULPState(correction, 127).decode(weight.detach())
+    return value.double()
 
 
 @dataclass(frozen=True)
@@ -84,24 +92,17 @@ def _torchao(name: str, stochastic: bool, parameters: Iterable[nn.Parameter], **
     return made
 
 
-def _flashoptim(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    from flashoptim import FlashAdamW
-
-    made: torch.optim.Optimizer = FlashAdamW(parameters, **options)
-    return made
-
-
-def _transformer_engine(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
-    from transformer_engine.pytorch.optimizers import FusedAdam
-
-    made: torch.optim.Optimizer = FusedAdam(parameters, **options, adam_w_mode=True, master_weights=True)
-    return made
-
-
 def _optimi(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
     from optimi import AdamW
 
     made: torch.optim.Optimizer = AdamW(parameters, **options, kahan_sum=True)
+    return made
+
+
+def _heavyball(parameters: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    from heavyball import AdamW
+
+    made: torch.optim.Optimizer = AdamW(parameters, **options, ecc="bf16+8", param_ecc="bf16+8")
     return made
 
 
@@ -139,19 +140,17 @@ PEERS: tuple[Peer, ...] = (
         with_compensation,
         spoils_gradients=True,
     ),
-)
-CUDA_PEERS: tuple[Peer, ...] = (
-    # 24 bits of the weight, and two states in 8 bits with a float16 scale per 32 elements each.
-    Peer("FlashOptim AdamW", "flashoptim", 5 + 2 + 2 * 2 / 32, _flashoptim, "FlashOptim (2602.23349)"),
     Peer(
-        "TransformerEngine FusedAdam",
-        "transformer-engine",
-        16,
-        _transformer_engine,
-        "TransformerEngine, master_weights",
+        "heavyball AdamW ecc",
+        "heavyball",
+        11,
+        _heavyball,
+        "heavyball, ecc and param_ecc bf16+8",
+        with_ecc,
+        slow=True,
+        spoils_gradients=True,
     ),
 )
-"""Those that refuse machines without CUDA; ``gpu.py`` alone times them."""
 PACKAGES = tuple(dict.fromkeys(peer.package for peer in PEERS if peer.package != "torch"))
 
 
@@ -180,7 +179,9 @@ def _parts(state: dict[str, Any]) -> list[Tensor]:
     """The plain tensors of a state, those inside tensor subclasses too; tables of codes do not grow with it."""
     found: list[Tensor] = []
     for name, value in state.items():
-        if hasattr(value, "__tensor_flatten__"):
+        if isinstance(value, dict):
+            found += _parts(value)
+        elif hasattr(value, "__tensor_flatten__"):
             found += [getattr(value, part) for part in value.__tensor_flatten__()[0] if part != "qmap"]
         elif isinstance(value, Tensor) and name != "step" and not name.startswith("qmap"):
             found.append(value)

@@ -35,8 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import narrowgauge as ng
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.sharding import shard
-from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.numerics.checksums import fingerprint_all
+from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.trainer import language_model
 
 BASELINE, AGAIN = "float32", "float32, again"
@@ -129,13 +128,10 @@ class Loop:
         return language_model.loss_sum(self.model, tokens, chunked=False) / share
 
     def row(self) -> Row:
-        """Bytes of a step, and of this rank's memory."""
-        with Traffic() as traffic:
-            self._step()
-            sent = traffic.end_step()["communication_bytes"]
+        """Bytes of this rank's memory."""
         held = sum(_local(p).numel() for p in self.model.parameters())
         kept = self.reduction.bytes_per_param() * held
-        return {"MB sent": sent / 1e6, "MB kept": kept / 1e6, "B/param kept": kept / held}
+        return {"MB kept": kept / 1e6, "B/param kept": kept / held}
 
 
 def _local(tensor: Any) -> Tensor:
@@ -154,7 +150,6 @@ def timed(case: Case, rounds: int) -> list[Row]:
     for row, loop in zip(rows, made.values(), strict=True):
         ratios = [own / theirs for own, theirs in zip(loop.cpu_seconds[1:], baseline, strict=False)]
         row["CPU ratio"] = statistics.median(ratios)
-        row["sent ratio"] = row["MB sent"] / rows[0]["MB sent"]
     return rows
 
 

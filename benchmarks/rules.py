@@ -1,4 +1,4 @@
-"""What each update rule costs in quality and bytes, against a tuned AdamW: one small model, the same starts and batches.
+"""Measure what each update rule costs in loss and bytes, against a tuned AdamW: one small model, the same starts and batches.
 
 Claim: none of these rules is worse than AdamW at its best rate by more than its bytes are worth; the table says which is. A
 llama-1m learns the standard library's source by each row of :data:`CASES`, at a few peak rates and seeds. Seeds fix the
@@ -6,51 +6,50 @@ initial weights, the batches and what is held out, so losses of one seed are com
 
 Baseline: ``adamw`` over ``word`` at the best of its rates. Every row is at the best of its own: the one of the lowest mean
 loss, marked ``edge`` where it is the first or the last that was tried, so that a better one may lie outside. Both were
-chosen by the losses that are compared. The difference is the mean over seeds with the half width of its 95 % interval
-(Student's t); one seed has none.
+chosen by the losses that are compared. The difference is the mean over seeds with half its 95 % interval (Student's t).
 One rate serves embedding and matrices. GaLore's factor is 1 here, and a step in a quarter of the directions is still half as
 long, so the embedding has the larger rate. The row with all directions and a factor of 0.25 shows how much of a difference that
-is.
+is. The low-rank rules have rank 32, a quarter of the width.
 
 Bytes are counted from the tensors of the optimizer after a step, per parameter and without the visible weight and the
 gradient (four bytes): ``state B`` of the matrices in layers, which the rule steps, and ``model B`` of the whole model, of
-whose 1.06 million parameters a quarter is the embedding, AdamW's where the rule is for matrices. The low-rank rules have rank
-32, a quarter of the width, 128 all of it.
+whose 1.06 million parameters a quarter is the embedding, AdamW's where the rule is for matrices.
 
-Run: ``./dev bench rules [--out FOLDER] [--cases NAME …] [--seeds …] [--report-only] [--quick]``. Each training is a run folder
-under ``--out``; a finished one is reused and an interrupted one resumed, so the benchmark goes on where it was stopped, and
-several processes may share the folder. ``--rounds`` has no effect.
-
-How many runs are missing and about how long they take is said first. A run takes one to two minutes of a core with AVX2, all 81
-one to two hours; with ``--steps 200 --batch-size 4`` a run takes half a minute.
+Run: ``./dev bench rules [--out FOLDER] [--cases NAME …] [--seeds …] [--quick]``. Each finished run is kept under ``--out``
+(``_parts.py``). A run takes one to two minutes of a core with AVX2, all 81 one to two hours; with ``--steps 200 --batch-size 4``
+a run takes half a minute. ``--rounds`` has no effect.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
+import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
-import quality
 import torch
-from _parts import add_out, out_folder
+from _parts import Part, add_out, complete, out_folder
 from timing import Report, Row, exit_by, parser
 from torch import nn
 
-from narrowgauge.analysis.comparison.intervals import interval
+from narrowgauge.analysis.comparison.intervals import interval, shown_difference
 from narrowgauge.assembly.preparation import class_of
 from narrowgauge.matmul.gemm import EmulationNotice
-from narrowgauge.runs.record import read_run
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer.config import TrainConfig
+from narrowgauge.trainer.session import build, prepare_tokens
+from narrowgauge.trainer.step import evaluate, train_step
 
-SEEDS, QUICK_SEEDS = (0, 1, 2), (0, 1)
-QUICK_RATES = 2
 RUN_SECONDS = 75.0
 """That a run of the default size takes."""
+QUICK = {"steps": 6, "batch_size": 2, "sequence_length": 32, "eval_batches": 2, "seeds": [0, 1]}
+SIZES = ("model", "steps", "batch_size", "sequence_length", "eval_batches")
 
 
 @dataclass(frozen=True)
@@ -85,74 +84,65 @@ CASES = {
     )
 }
 BASELINE = "adamw/word"
+Losses = dict[float, dict[int, float]]
+"""Validation losses by rate and seed."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """One training: a case, a rate and a seed."""
-
-    case: Case
-    lr: float
-    seed: int
-
-    @property
-    def storage(self) -> str:
-        """The storage of its case."""
-        return self.case.storage
-
-    @property
-    def name(self) -> str:
-        """Its folder's name."""
-        return f"{self.case.name.replace('/', '-')}-lr{self.lr:g}-seed{self.seed}"
-
-    def settings(self, options: argparse.Namespace) -> TrainConfig:
-        """Everything the trainer is given; the rest as ``narrowgauge train --rule`` has it."""
-        return TrainConfig(
-            model=options.model,
-            recipe=parse(f"bfloat16/{self.case.storage}"),
-            rule=self.case.rule,
-            rule_options=self.case.options or None,
-            steps=options.steps,
-            batch_size=options.batch_size,
-            sequence_length=options.sequence_length,
-            lr=self.lr,
-            seed=self.seed,
-            out=str(options.out / self.name),
-            eval_every=0,
-            eval_batches=options.eval_batches,
-            checkpoint_every=100,
-            keep_checkpoints=1,
-            gauges_every=0,
-            compile=False,
-        )
+def trained(config: TrainConfig) -> dict[str, float]:
+    """Train without a run folder; return the validation loss and the bytes per parameter."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        session = build(config, Path(folder), prepare_tokens(config))
+        while session.step < config.steps:
+            train_step(session)
+        return {"loss": evaluate(session), "bytes": float(session.optimizer.bytes_per_param())}
 
 
-def jobs(options: argparse.Namespace) -> list[Job]:
-    """All requested runs, seed by seed."""
-    rates = QUICK_RATES if options.quick else None
-    cases = [CASES[name] for name in options.cases]
-    return [Job(case, lr, seed) for seed in options.seeds for case in cases for lr in case.rates[:rates]]
+def name_of(case: Case, lr: float, seed: int) -> str:
+    return f"{case.name} at {lr:g}, seed {seed}"
 
 
-def losses_of(case: Case, options: argparse.Namespace) -> dict[float, dict[int, float]]:
-    """The validation losses of a case's finished runs, by rate and seed."""
-    found: dict[float, dict[int, float]] = {}
+def parts(options: argparse.Namespace) -> list[Part]:
+    """Return a part for each run, seed by seed."""
+    sizes = {name: getattr(options, name) for name in SIZES}
+    default = TrainConfig(steps=300, batch_size=8, sequence_length=128)
+    seconds = RUN_SECONDS * options.steps * options.batch_size / (default.steps * default.batch_size)
+    runs = []
+    for seed in options.seeds:
+        for case in (CASES[name] for name in options.cases):
+            config = TrainConfig(
+                **sizes,
+                recipe=parse(f"bfloat16/{case.storage}"),
+                rule=case.rule,
+                rule_options=case.options or None,
+                seed=seed,
+                gauges_every=0,
+                compile=False,
+            )
+            for lr in case.rates[: 2 if options.quick else None]:
+                make = partial(trained, dataclasses.replace(config, lr=lr).filled())
+                runs.append(Part(name_of(case, lr, seed), {**sizes, "options": case.options}, make, seconds))
+    return runs
+
+
+def losses_of(case: Case, runs: Mapping[str, Mapping[str, float]], seeds: Sequence[int]) -> Losses:
+    """Return the losses of a case's finished runs."""
+    losses: Losses = {}
     for lr in case.rates:
-        for seed in options.seeds:
-            folder = options.out / Job(case, lr, seed).name
-            if quality.finished(folder):
-                found.setdefault(lr, {})[seed] = float((read_run(folder).summary or {})["val_loss"])
-    return found
+        for seed in seeds:
+            if run := runs.get(name_of(case, lr, seed)):
+                losses.setdefault(lr, {})[seed] = run["loss"]
+    return losses
 
 
-def best_rate(losses: dict[float, dict[int, float]]) -> float:
-    """The rate of the lowest mean loss over the seeds that all rates have."""
+def best_rate(losses: Losses) -> float:
+    """Return the rate of the lowest mean loss over the seeds that all rates have."""
     seeds = set.intersection(*(set(of_seed) for of_seed in losses.values()))
     return min(losses, key=lambda lr: statistics.fmean(losses[lr][seed] for seed in seeds or losses[lr]))
 
 
 def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
-    """Bytes of state per parameter of the matrices in layers, counted from an optimizer's tensors after a step."""
+    """Count the bytes of state per parameter of the matrices in layers, from an optimizer's tensors after a step."""
     model, recipe = get_model(options.model), parse(f"bfloat16/{case.storage}")
     wide, shapes = model.intermediate_size, [(model.hidden_size, model.hidden_size)] * 4
     shapes += [(wide, model.hidden_size)] * 2 + [(model.hidden_size, wide)]
@@ -167,78 +157,58 @@ def matrix_bytes(case: Case, options: argparse.Namespace) -> float:
     return float(optimizer.bytes_per_param()) - 4
 
 
-def rows(options: argparse.Namespace) -> list[Row]:
-    """A row per case that has a finished run."""
-    found = {name: losses_of(CASES[name], options) for name in options.cases}
-    base = found.get(BASELINE) or {}
-    base = base[best_rate(base)] if base else {}
+def rows(options: argparse.Namespace, runs: Mapping[str, Mapping[str, float]]) -> list[Row]:
+    """Return a row for each case that has a finished run."""
+    losses_by_case = {name: losses_of(CASES[name], runs, options.seeds) for name in options.cases}
+    base = losses_by_case.get(BASELINE) or {}
+    baseline = base[best_rate(base)] if base else {}
     table: list[Row] = []
-    for name, losses in found.items():
+    for name, losses in losses_by_case.items():
         if not losses:
             continue
-        lr, rates = best_rate(losses), sorted(losses)
-        own = losses[lr]
-        apart = [own[seed] - base[seed] for seed in own if seed in base]
-        mean, half = interval([apart]) if apart else (float("nan"), float("inf"))
-        summary = read_run(options.out / Job(CASES[name], lr, min(own)).name).summary or {}
-        table.append(
-            {
-                "rule/storage": name,
-                "state B": f"{matrix_bytes(CASES[name], options):.2f}",
-                "model B": f"{summary['bytes_per_param'] - 4:.2f}",
-                "best rate": f"{lr:g}{' edge' if len(rates) > 1 and lr in (rates[0], rates[-1]) else ''}",
-                "loss": f"{statistics.fmean(own.values()):.4f}",
-                "minus tuned adamw/word": "–" if name == BASELINE else quality._shown(mean, half),
-                "seeds": len(own),
-                **{
-                    f"rate {k + 1} of {len(CASES[name].rates)}": _of(losses, r) for k, r in enumerate(CASES[name].rates)
-                },
-            }
-        )
+        case, lr, rates = CASES[name], best_rate(losses), sorted(losses)
+        pairs = [losses[lr][seed] - baseline[seed] for seed in losses[lr] if seed in baseline]
+        difference = shown_difference(*interval([pairs])) if pairs and name != BASELINE else "–"
+        run = runs[name_of(case, lr, min(losses[lr]))]
+        row: Row = {
+            "rule/storage": name,
+            "state B": f"{matrix_bytes(case, options):.2f}",
+            "model B": f"{run['bytes'] - 4:.2f}",
+            "best rate": f"{lr:g}{' edge' if len(rates) > 1 and lr in (rates[0], rates[-1]) else ''}",
+            "loss": f"{statistics.fmean(losses[lr].values()):.4f}",
+            "minus tuned adamw/word": difference,
+            "seeds": len(losses[lr]),
+        }
+        for number, rate in enumerate(case.rates, 1):
+            mean = f"{statistics.fmean(losses[rate].values()):.4f}" if rate in losses else "–"
+            row[f"rate {number} of {len(case.rates)}"] = f"{rate:g}: {mean}"
+        table.append(row)
     return table
 
 
-def _of(losses: dict[float, dict[int, float]], lr: float) -> str:
-    return f"{lr:g}: {statistics.fmean(losses[lr].values()):.4f}" if lr in losses else f"{lr:g}: –"
-
-
-def flags() -> argparse.ArgumentParser:
-    """All flags; sizes are those of the table in docs/log/storages.md."""
-    made = parser(__doc__, rounds=1)
-    add_out(made, "rules", of="runs")
-    made.add_argument("--report-only", action="store_true", help="only the table of what is there")
-    made.add_argument(
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; sizes are those of the table in RESULTS.md."""
+    flags = parser(__doc__, rounds=1)
+    add_out(flags, "rules", of="finished runs")
+    flags.add_argument(
         "--cases", nargs="+", choices=list(CASES), metavar="NAME", default=list(CASES), help="default: all"
     )
-    made.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="default: 0 1 2")
-    made.add_argument("--model", default="llama-1m")
-    made.add_argument("--steps", type=int, default=300)
-    made.add_argument("--batch-size", type=int, default=8, help="sequences per step")
-    made.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
-    made.add_argument("--eval-batches", type=int, default=64, help="batches of the validation at the end")
-    return made
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the benchmark."""
-    options = flags().parse_args(arguments)
-    options.seeds = options.seeds or (QUICK_SEEDS if options.quick else SEEDS)
+    flags.add_argument("--seeds", nargs="+", type=int, metavar="SEED", default=[0, 1, 2], help="default: 0 1 2")
+    flags.add_argument("--model", default="llama-1m")
+    flags.add_argument("--steps", type=int, default=300)
+    flags.add_argument("--batch-size", type=int, default=8, help="sequences per step")
+    flags.add_argument("--sequence-length", type=int, default=128, help="tokens per sequence")
+    flags.add_argument("--eval-batches", type=int, default=64, help="batches of the validation at the end")
+    options = flags.parse_args(arguments)
     if options.quick:
-        vars(options).update(quality.QUICK)
-    report, failures = Report("rules", options, markdown=True), 0
+        vars(options).update(QUICK)
+    report = Report("rules", options, markdown=True)
     warnings.simplefilter("ignore", EmulationNotice)
-    with out_folder(options, "rules") as options.out:
-        wanted = jobs(options)
-        if not options.report_only:
-            if not options.quick:
-                seconds = RUN_SECONDS * quality.size_of(options) / quality.size_of(flags().parse_args([]))
-                report.note(quality.missing(wanted, options, lambda job: seconds))
-            failures = quality.train_all(wanted, options)
-        stated = f"{options.model}, {options.steps} steps of {options.batch_size} × {options.sequence_length} tokens"
-        report.add(f"update rules; {stated}", rows(options))
-        if missing := sum(not quality.finished(options.out / job.name) for job in wanted):
-            report.note(f"{missing} of {len(wanted)} runs under {options.out} have not ended.")
-    return report.end() or int(failures > 0)
+    with out_folder(options, "rules") as out:
+        runs = complete(parts(options), out, report)
+    size = f"{options.model}, {options.steps} steps of {options.batch_size} × {options.sequence_length} tokens"
+    report.add(f"update rules; {size}", rows(options, runs))
+    return report.end()
 
 
 if __name__ == "__main__":

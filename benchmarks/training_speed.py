@@ -174,9 +174,9 @@ def settings(quick: bool) -> TrainConfig:
 
 def make_loops(config: TrainConfig, folder: Path) -> tuple[Ours, dict[str, Callable[[], None]]]:
     """Our trainer, and the step of every loop by name."""
-    data = prepare_data(config.data, folder, vocab_size=get_model(config.model).vocab_size, seed=config.seed)
+    data = prepare_data(config.data, vocab_size=get_model(config.model).vocab_size, seed=config.seed)
     session = build(config, folder, data)
-    writer = RunWriter.create(folder, describe(session), beside=("data",))
+    writer = RunWriter.create(folder, describe(session))
     ours = Ours(session, writer, Console(config.steps, config.log_every))
     bare = TrainConfig.from_dict({**config.to_dict(), "audit_every": 0})
     loops: dict[str, Callable[[], None]] = {OURS: ours.step}

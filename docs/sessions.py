@@ -1,10 +1,10 @@
-"""Sessions of the documentation: commands with what they print, checked by tests and written anew by one command.
+"""Sessions of the documentation: commands with their output, checked by tests and updated by one command.
 
-A session is a ``text`` block behind ``<!-- session: exact -->`` or ``<!-- session: figures differ -->`` (losses and times, which
-are others on another machine). Its commands stand behind ``$``. The sessions of a page share one folder, so a later one may read
+A session is a ``text`` block after ``<!-- session: exact -->`` or ``<!-- session: figures differ -->`` (losses and times, which
+differ between machines). Its commands begin with ``$``. The sessions of a page share one folder, so a later one may read
 what an earlier one wrote. ::
 
-    python docs/sessions.py docs/command-line.md …     run the sessions of these pages, and write what they print into them
+    python docs/sessions.py docs/quickstart.md …     run the sessions of these pages, and write what they print into them
 """
 
 from __future__ import annotations
@@ -32,50 +32,50 @@ _NUMBER = re.compile(r"[+−-]?\d[\d,.]*(?:e[+-]?\d+)?")
 
 @dataclass(frozen=True)
 class Session:
-    """Commands, and what a page says that they print."""
+    """Commands and their output, as a page shows them."""
 
     is_exact: bool
     text: str
 
     @property
     def commands(self) -> list[str]:
-        """As the page shows them; a line that ends in a backslash goes on in the next one."""
+        """Return the commands as the page shows them. A backslash at the end continues a line."""
         return _COMMAND.findall(self.text)
 
     def run(self) -> str:
-        """The commands with what they print now, in the working folder."""
+        """Run the commands in the working folder; return them with their output."""
         parts = []
         for shown in self.commands:
             name, *words = shlex.split(shown[2:].replace("\\\n", " "))
             if name != "narrowgauge":
                 raise ValueError(f"a session runs narrowgauge alone, and not {name}")
             result = CliRunner().invoke(narrowgauge, words)
-            said = "\n".join(line.rstrip() for line in result.output.strip().splitlines())
-            parts.append(f"{shown}\n{said}\n")
+            output = "\n".join(line.rstrip() for line in result.output.strip().splitlines())
+            parts.append(f"{shown}\n{output}\n")
             if result.exit_code:
-                raise ValueError(f"{shown} ended with status {result.exit_code}: {said}")
+                raise ValueError(f"{shown} ended with status {result.exit_code}: {output}")
         return "\n".join(parts)
 
     def agrees(self, printed: str) -> bool:
-        """Whether a page is right that says :attr:`text` where the commands print this."""
+        """Return whether :attr:`text` equals this output, up to figures unless the session is exact."""
         return self.text == printed if self.is_exact else _without_figures(self.text) == _without_figures(printed)
 
 
 def _without_figures(text: str) -> list[list[str]]:
-    """The words of each line: columns are as wide as their figures."""
+    """Return the words of each line. Columns are as wide as their figures."""
     return [_NUMBER.sub("#", line).split() for line in text.splitlines()]
 
 
 def sessions(page: Path) -> list[Session]:
-    """The sessions of a page, in their order."""
-    return [Session(found[1] == "exact", found[2]) for found in _BLOCK.findall(page.read_text(encoding="utf-8"))]
+    """Return the sessions of a page in order."""
+    return [Session(kind == "exact", text) for _, kind, text, _ in _BLOCK.findall(page.read_text(encoding="utf-8"))]
 
 
 @contextmanager
 def checkout(folder: Path) -> Iterator[None]:
-    """Work in an empty folder that has of a checkout what sessions name: the stored runs, the small model and a text."""
-    for name in ("case-studies", "ideas"):
-        shutil.copytree(DOCS / name, folder / "docs" / name)
+    """Work in an empty folder with what sessions need of a checkout: the stored runs, the small model and a text."""
+    for name in ("docs/case-studies", "examples"):
+        shutil.copytree(DOCS.parent / name, folder / name)
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -85,12 +85,12 @@ def checkout(folder: Path) -> Iterator[None]:
 
 
 def main(pages: Sequence[str]) -> int:
-    """Run the sessions of pages, and write what they print into them."""
+    """Run the sessions of pages, and write their output into them."""
     for page in map(Path.resolve, map(Path, pages)):
         with tempfile.TemporaryDirectory() as folder, checkout(Path(folder)):
             text = page.read_text(encoding="utf-8")
             page.write_text(
-                _BLOCK.sub(lambda found: f"{found[1]}{Session(True, found[3]).run()}{found[4]}", text), encoding="utf-8"
+                _BLOCK.sub(lambda match: f"{match[1]}{Session(True, match[3]).run()}{match[4]}", text), encoding="utf-8"
             )
     return 0
 

@@ -34,12 +34,12 @@ def main():
     model, prompt = small_llama(), torch.arange(1, 33)[None]
     exact = model(prompt).logits.float()
 
-    columns = ng.matmul.find_outlier_columns(model, [prompt])
+    before, columns = ng.matmul.inference_bytes(model), ng.matmul.find_outlier_columns(model, [prompt])
     for compute, kept in {"int8-row": None, "int8-outlier-codes": None, "int8-outlier": columns}.items():
         narrow = ng.quantize_for_inference(copy.deepcopy(model), compute, outlier_columns=kept)
         off = (narrow(prompt).logits.float() - exact).norm() / exact.norm()
-        size = ng.matmul.inference_bytes(narrow)
-        print(f"{compute:18}  {size.before / 1e6:.2f} MB became {size.after / 1e6:.2f} MB; logits are off by {off:.1%}")
+        after = ng.matmul.inference_bytes(narrow)
+        print(f"{compute:18}  {before / 1e6:.2f} MB became {after / 1e6:.2f} MB; logits are off by {off:.1%}")
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Train in Lightning with a recipe: one word for the Trainer, a run folder beside its own logs.
+"""Train in Lightning: one word for the Trainer, our optimizer, a run folder beside its own logs.
 
     python examples/lightning_training.py
 
@@ -13,23 +13,24 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
-from narrowgauge.integrations.lightning import NarrowgaugeMonitor, NarrowgaugePrecision
+from narrowgauge.integrations.lightning import NarrowgaugeMonitor
 
 SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
 class Model(pl.LightningModule):
-    """A language model as for any other precision: nothing here knows a format."""
+    """A language model with float8 matmuls."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model = LlamaForCausalLM(LlamaConfig(**SHAPE))
+        ng.swap_linears(self.model, "float8-row")
 
     def training_step(self, tokens: torch.Tensor, index: int) -> torch.Tensor:
         return self.model(input_ids=tokens, labels=tokens).loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return ng.AdamW(self.parameters(), lr=3e-3)
+        return ng.AdamW(self.parameters(), lr=3e-3, storage="word", max_grad_norm=1.0)
 
 
 def main() -> None:
@@ -38,9 +39,9 @@ def main() -> None:
     batches = torch.utils.data.DataLoader(list(steps.cumsum(-1) % 64), batch_size=None)
     folder = Path(tempfile.mkdtemp())
     trainer = pl.Trainer(
-        plugins=NarrowgaugePrecision("float8-row/word"),
+        precision="bf16-true",
         callbacks=[NarrowgaugeMonitor(folder / "run", gauges_every=10, tokens=torch.numel)],
-        gradient_clip_val=1.0, max_epochs=1, accelerator="cpu", logger=False,
+        max_epochs=1, accelerator="cpu", logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     trainer.fit(Model(), batches)

@@ -76,8 +76,6 @@ def main() -> None:
     train(dist.get_rank(), dist.get_world_size())
     dist.barrier()  # no rank takes the group down while another still sends
     dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # not through C++'s destructors, which on a busy machine aborted a rank that had done its work
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""torchtitan's configs in recipes: torchtitan trains as it does, and each recipe is one word.
+"""torchtitan's configs with our optimizer and layers; torchtitan trains as it does.
 
 torchtitan 0.3 is configured by functions. Put this file where Python finds it, and start any of them:
 
@@ -8,21 +8,29 @@ torchtitan 0.3 is configured by functions. Put this file where Python finds it, 
 torchtitan 0.3 trains with PyTorch 2.14 or newer, and imports Triton.
 """
 
-from narrowgauge.errors import NarrowgaugeError
+import math
 
-try:
-    from narrowgauge.integrations.torchtitan import with_recipe
-except NarrowgaugeError as missing:
-    raise SystemExit(str(missing)) from None
+from torchtitan.models.llama3 import model_registry
 from torchtitan.models.llama3.config_registry import llama3_8b, llama3_debugmodel
 from torchtitan.trainer import Trainer
 
+from narrowgauge.integrations.torchtitan import NarrowgaugeConverter, narrowgauge_adamw
+
+
+def in_word(config: Trainer.Config, lr: float) -> Trainer.Config:
+    """8 bytes for each parameter where torchtitan's own AdamW has 16; the optimizer clips in float32."""
+    config.training.dtype = "bfloat16"
+    config.optimizer = narrowgauge_adamw(lr, storage="word", max_grad_norm=config.training.max_norm)
+    config.training.max_norm = math.inf
+    return config
+
 
 def debugmodel_word() -> Trainer.Config:
-    """The debug model, with 8 bytes for each parameter where torchtitan's own has 16."""
-    return with_recipe(llama3_debugmodel(), "bfloat16/word")
+    return in_word(llama3_debugmodel(), 8e-4)
 
 
 def llama3_8b_float8() -> Trainer.Config:
-    """Llama 3 8B, with float8 matmuls scaled by row, and updates audited every 50 steps."""
-    return with_recipe(llama3_8b(), "float8-row/word", audit_every=50)
+    """Llama 3 8B with float8 matmuls scaled by row."""
+    config = in_word(llama3_8b(), 3e-4)
+    config.model_spec = model_registry("8B", converters=[NarrowgaugeConverter.Config(compute="float8-row")])
+    return config

@@ -18,8 +18,8 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HUB_DISABLE_T
 _QUIET = {"TOKENIZERS_PARALLELISM": "false"}
 # Two workers with two threads each would take twice the time on two processors, and so would pools of compilers.
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-
-_session_cache: Path | None = None
+_CACHE = Path(__file__).parents[1] / ".cache" / "tests"
+_CACHES = {"NARROWGAUGE_CACHE": _CACHE, "TORCHINDUCTOR_CACHE_DIR": _CACHE / "inductor"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,11 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--update-golden",
         action="store_true",
         help="Run only the tests that read golden files, record these files again and print what moved.",
-    )
-    parser.addoption(
-        "--cold",
-        action="store_true",
-        help="Compile everything from nothing, instead of using what earlier sessions compiled.",
     )
 
 
@@ -44,7 +39,7 @@ def update_golden(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture
 def native_formats() -> Iterator[None]:
     """A processor that multiplies bfloat16 and int8 natively, whatever this one is."""
-    from narrowgauge.machine.processor import pretending
+    from narrowgauge.machine import pretending
 
     with pretending("avx512_bf16", "avx512_vnni"):
         yield
@@ -81,22 +76,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    global _session_cache
     os.environ.update(_OFFLINE)
     os.environ.update(_QUIET)
+    # Compiled code is found again in the next session, by workers and by the processes that tests start.
+    for name, folder in _CACHES.items():
+        os.environ.setdefault(name, str(folder))
     if hasattr(config, "workerinput"):
         os.environ.update(_ONE_THREAD)
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(1)
-    elif (cold := config.getoption("--cold")) or "NARROWGAUGE_CACHE" not in os.environ:
-        from kept_cache import open_cache
-
-        # Workers inherit the variables; a caller's own folder is used as it is.
-        _session_cache = open_cache(cold=cold)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if _session_cache is not None:
-        from kept_cache import close_cache
-
-        close_cache(_session_cache)

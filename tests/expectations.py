@@ -223,13 +223,3 @@ CHIPS: dict[str, tuple[int, float, float, float, int]] = {
     "TPU-v5e": (16, 819, 197, 25, 256),
     "TPU-v5p": (95, 2765, 459, 25, 8960),
 }
-
-
-def is_excerpt(shown: str, whole: str) -> bool:
-    """Whether a page shows lines of a table as they are, in their order: its head and at least two rows.
-
-    A page need not show a new row, but what it shows must be what the table gives.
-    """
-    lines = iter(whole.strip().splitlines())
-    rows = shown.strip().splitlines()
-    return rows[:2] == whole.splitlines()[:2] and len(rows) >= 4 and all(row in lines for row in rows)

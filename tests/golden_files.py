@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from narrowgauge.machine.processor import instruction_sets
+from narrowgauge.machine import instruction_sets
 
 CURVES = Path(__file__).parent / "golden" / "curves.json"
 TOLERANCE = 1e-3

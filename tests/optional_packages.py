@@ -1,4 +1,4 @@
-"""Which packages a piece of code needs and does not find: those of the extra ``integrations`` are not everywhere."""
+"""Which packages a piece of code imports that are not installed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import pytest
 # What a name or a package needs to be imported, beyond what pip installs on every machine.
 NEEDS = {"Trainer": "accelerate", "TrainingArguments": "accelerate", "torchtitan": "triton"}
 
-
 needs_triton = pytest.mark.skipif(
-    find_spec("triton") is None, reason="Triton is not installed, which writes the machine code (the extra cuda-proof)"
+    find_spec("triton") is None,
+    reason="Triton is not installed, which writes the machine code (it runs on Linux, x86-64)",
 )
 
 
-def absent_packages(code: str | Iterable[ast.AST]) -> list[str]:
-    """The packages that are not installed, of those that code imports anywhere; or that the given statements import."""
-    nodes = ast.walk(ast.parse(code)) if isinstance(code, str) else code
+def absent_packages(code: str) -> list[str]:
+    """Return the packages that code imports anywhere and that are not installed."""
     needed = set()
-    for node in nodes:
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             needed |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -32,5 +31,5 @@ def absent_packages(code: str | Iterable[ast.AST]) -> list[str]:
 
 
 def reason(packages: Iterable[str]) -> str:
-    """Why something is skipped."""
-    return f"{', '.join(packages)} not installed: ./dev test integrations installs what is missing"
+    """Say why something is skipped."""
+    return f"{', '.join(packages)} not installed: ./dev test --frameworks installs what is missing"

@@ -1,18 +1,25 @@
-"""Examples of the documentation run as they stand, each alone: whoever copies one has all it needs."""
+"""Examples and sessions of the README and the documentation run as they stand, each alone, and print what the page says."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
 from narrowgauge.runs import events
-from narrowgauge.runs.record import read_run
 from optional_packages import absent_packages, reason
+from script_modules import script_module
 
 DOCS = Path(__file__).parents[1] / "docs"
+README = "../README.md"
+PAGES = [README, *sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))]
+# An example, and what it prints. "It prints, figures aside:" compares words only.
+EXAMPLE = re.compile(
+    r"^```python\n(.*?)^```(?:\n\n[^\n]*prints(, figures aside)?:\n\n```text\n(.*?)^```)?", re.DOTALL | re.MULTILINE
+)
 
 
 @pytest.fixture(autouse=True)
@@ -22,81 +29,90 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
 
 
-def examples(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
 
 
-def run_example(page: str, number: int) -> None:
-    exec(compile(examples(page)[number], f"{page}, example {number}", "exec"), {"__name__": "__main__"})
+def examples(page: str) -> list[tuple[str, str, str]]:
+    return EXAMPLE.findall(text_of(page))
 
 
-# What is run below, and looked at.
-LOOKED_AT = ("compare.md", "ideas/gauges.md", "ideas/alarms.md")
-EXAMPLES = [
-    (page, number)
-    for page in sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-    if page not in LOOKED_AT
-    for number in range(len(examples(page)))
-]
+def without_figures(lines: list[str]) -> list[list[str]]:
+    return [re.sub(r"[+−-]?\d[\d,.]*(?:e[+-]?\d+)?", "#", line).split() for line in lines]
+
+
+@pytest.fixture(scope="module")
+def sessions() -> ModuleType:
+    return script_module("docs/sessions.py")
+
+
+# The comparison's example has a test of its own.
+EXAMPLES = [(page, n) for page in PAGES for n in range(len(examples(page))) if (page, n) != ("compare.md", 0)]
 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
 @pytest.mark.parametrize(("page", "number"), EXAMPLES, ids=[f"{page}-{number}" for page, number in EXAMPLES])
-def test_every_example_runs_alone(page: str, number: int) -> None:
-    if missing := absent_packages(examples(page)[number]):
+def test_every_example_runs_alone(page: str, number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    example, loosely, expected = examples(page)[number]
+    if missing := absent_packages(example):
         pytest.skip(reason(missing))
-    run_example(page, number)
+    exec(compile(example, f"{page}, example {number}", "exec"), {"__name__": "__main__"})
+    printed, lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()], expected.splitlines()
+    if loosely:
+        assert [line for line in without_figures(printed) if line in without_figures(lines)] == without_figures(lines)
+    else:
+        assert [line for line in printed if line in lines] == lines
 
 
 def test_no_page_with_examples_is_overlooked() -> None:
     pages = {page for page, _ in EXAMPLES}
-    assert {"start.md", "concepts.md", "ideas/rules.md", "ideas/loss-scaling.md"} <= pages
-    assert all(examples(page) for page in LOOKED_AT) and len(EXAMPLES) > 15
+    assert {README, "quickstart.md", "word.md", "compare.md", "measuring.md", "frameworks.md", "skill.md"} <= pages
+    assert sum(bool(expected) for page in PAGES for *_, expected in examples(page)) >= 10
 
 
-def plain(text: str) -> str:
-    return " ".join(text.split())
+@pytest.mark.parametrize("page", [page for page in PAGES if "<!-- session: " in text_of(page)])
+def test_sessions_print_what_the_page_says(page: str, sessions: ModuleType, tmp_path: Path) -> None:
+    with sessions.checkout(tmp_path):
+        for session in sessions.sessions(DOCS / page):
+            printed = session.run()
+            assert session.agrees(printed), f"run python docs/sessions.py docs/{page}, which prints:\n{printed}"
 
 
-def test_your_own_training_loop_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(examples("compare.md")) == 2
-    run_example("compare.md", 0)
-    said = capsys.readouterr().out
-    # By which of the two is decided by losses, which differ between processors in their last digits.
+def test_a_session_that_prints_something_else_is_noticed(sessions: ModuleType, tmp_path: Path) -> None:
+    with sessions.checkout(tmp_path):
+        output = sessions.Session(True, "$ narrowgauge show value 0.1\n").run()
+    exact, loose = sessions.Session(True, output), sessions.Session(False, output)
+    assert exact.agrees(output) and loose.agrees(output)
+    other = output.replace("0.0977 %", "0.0978 %")
+    assert other != output and not exact.agrees(other) and loose.agrees(other)
+    assert not loose.agrees(output.replace("bfloat16", "bfloat17x")) and not loose.agrees(f"{output}more\n")
+    with pytest.raises(ValueError, match="ended with status 2"):
+        sessions.Session(True, "$ narrowgauge show format none\n").run()
+
+
+def test_commands_of_the_pages_parse() -> None:
+    """Every ``narrowgauge`` command in a block names a command and flags that exist."""
+    import click
+
+    from narrowgauge.cli.main import main
+
+    for page in PAGES:
+        for block in re.findall(r"^```(?:bash|console)\n(.*?)^```", text_of(page), re.DOTALL | re.MULTILINE):
+            for line in re.findall(
+                r"^(?:torchrun .*-m )?narrowgauge ([^#\n]*)", block.replace("\\\n", ""), re.MULTILINE
+            ):
+                words, command = line.split(), main
+                while isinstance(command, click.Group) and words and words[0] in command.commands:
+                    command = command.commands[words.pop(0)]
+                assert not isinstance(command, click.Group) or command.invoke_without_command or not words, (page, line)
+                flags = {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)}
+                assert {word for word in words if word.startswith("--")} <= flags | {"--help"}, (page, line)
+
+
+def test_a_comparison_in_your_own_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(examples("compare.md")[0][0], "compare.md", "exec"), {"__name__": "__main__"})
+    # Losses decide the margin, and differ between processors in their last digits.
     margin = r"within (the noise|a thousandth of the baseline's loss)"
-    assert re.match(rf"bfloat16/word is the cheapest {margin}: 8\.08 bytes per parameter", said), said
+    printed = capsys.readouterr().out
+    assert re.match(rf"bfloat16/word is the cheapest {margin}: 8\.08 bytes per parameter", printed), printed
     assert (tmp_path / "comparisons" / "mine" / "report.html").is_file()
-
-
-def test_the_log_of_another_framework_is_read() -> None:
-    run_example("compare.md", 1)
-
-
-def test_the_gauges_write_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(examples("ideas/gauges.md")) == 1
-    run_example("ideas/gauges.md", 0)
-    run = read_run(tmp_path / "runs" / "mine")
-    assert [row["step"] for row in run.gauges] == [20, 40, 60, 80, 100] and len(run.steps) == 100
-    assert capsys.readouterr().out.strip() == str(run.gauges[-1]["updates"]["0.weight"])
-
-
-def test_the_first_bad_value_is_told_as_the_page_has_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert len(examples("ideas/alarms.md")) == 3
-    run_example("ideas/alarms.md", 0)
-    text = (DOCS / "ideas" / "alarms.md").read_text(encoding="utf-8")
-    (quoted,) = re.findall(r"^It prints:\n\n((?:> .*\n)+)", text, re.MULTILINE)
-    assert plain(capsys.readouterr().out) == plain(quoted.replace("> ", ""))
-
-
-def test_whoever_asks_is_told_of_events(capsys: pytest.CaptureFixture[str]) -> None:
-    run_example("ideas/alarms.md", 1)
-    events.emit(events.Event("note", 3, "bits may differ", advice="Look."))
-    assert capsys.readouterr().out == "note 3 bits may differ Look.\n"
-
-
-@pytest.mark.filterwarnings("ignore::narrowgauge.optim.audit.UpdateLossWarning")
-def test_rows_of_your_own_training_loop_are_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_example("ideas/alarms.md", 2)
-    run = read_run(tmp_path / "runs" / "watched")
-    assert ("lost_updates", 30) in [(event["kind"], event["step"]) for event in run.events]
-    assert capsys.readouterr().out.startswith("lost_updates 30 weight stores only ") and not events._LISTENERS

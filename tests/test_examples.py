@@ -9,7 +9,6 @@ import runpy
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -39,9 +38,9 @@ def first_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
     def start(*words: str) -> tuple[int, str, str]:
         small = ("--steps", "3", "--sequence-length", "16", "--batch-size", "2", "--eval-batches", "1")
-        return alone("--model", "./tiny", "--data", "a text", *small, *words)
+        return run("--model", "./tiny", "--data", "a text", *small, *words)
 
-    def alone(*words: str) -> tuple[int, str, str]:
+    def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["first_minute.py", *words])
         status = 0
         try:
@@ -50,7 +49,6 @@ def first_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
             status = int(stop.code or 0)
         return status, *capsys.readouterr()
 
-    start.alone = alone  # type: ignore[attr-defined]
     return start
 
 
@@ -101,94 +99,11 @@ def test_first_minute_compares_three_recipes_and_ends_with_a_page(first_minute: 
     assert [line.split()[0] for line in lines] == [f"{k}/6" for k in range(1, 7)]
 
 
-def test_first_minute_says_where_the_command_is_that_its_messages_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    where = runpy.run_path(str(EXAMPLES / "first_minute.py"))["where"]
-    folder = tmp_path / ".venv" / "bin"
-    folder.mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", "")
-    assert where(folder / "python") == ""
-    (folder / "narrowgauge").touch(mode=0o755)
-    assert "is .venv/bin/narrowgauge; 'source .venv/bin/activate'" in where(folder / "python")
-    monkeypatch.setenv("PATH", str(folder))
-    assert where(folder / "python") == ""
-
-
 def test_first_minute_goes_on_with_what_was_stopped(first_minute: Start, tmp_path: Path) -> None:
     first_minute("--seeds", "1", "--out", "here")
     before = (tmp_path / "here" / "compare.json").read_text()
-    status, *_ = first_minute_alone(first_minute, "--out", "here")
+    status, *_ = first_minute("--seeds", "1", "--out", "here")
     assert status == 0 and (tmp_path / "here" / "compare.json").read_text() == before
-
-
-def test_first_minute_takes_a_file_of_settings_and_flags_overrule_it(first_minute: Start, tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text("steps = 50\nweight_decay = 0.25\nbeta2 = 0.5\n")
-    status, *_ = first_minute("--config", "mine.toml", "--beta2", "0.75", "--seeds", "1", "--out", "here")
-    assert status == 0
-    config = read_run(tmp_path / "here" / "bfloat16-word-seed0").config
-    assert (config["steps"], config["weight_decay"], config["beta2"]) == (3, 0.25, 0.75)
-
-
-def test_first_minute_adds_seeds_to_what_is_there(first_minute: Start, tmp_path: Path) -> None:
-    first_minute("--seeds", "1", "--out", "here")
-    status, said, _ = first_minute_alone(first_minute, "--out=here", "--seeds", "2", "--json")
-    assert status == 0 and [row["num_seeds"] for row in json.loads(said)] == [2, 2, 2]
-
-
-def words_of_first_minute(given: list[str]) -> list[str]:
-    """What the example makes of these words, but for the name of the command."""
-    name, *found = runpy.run_path(str(EXAMPLES / "first_minute.py"))["words"](given)
-    assert name == "compare" and found[len(found) - len(given) :] == given
-    return list(found[: len(found) - len(given)])
-
-
-@pytest.mark.parametrize(
-    ("given", "left_out"),
-    [
-        ([], set()),
-        (["--out"], set()),
-        (["--seconds", "5"], {"--steps"}),
-        (["--tokens=900"], {"--steps"}),
-        (["--lr=1e-3", "--json"], {"--lr"}),
-        (["--config", "mine.toml"], {"--lr", "--gauges-every"}),
-        (["--config=mine.toml", "--steps", "9"], {"--lr", "--gauges-every", "--steps"}),
-        (["--config", "nowhere.toml"], set()),
-        (["--out=new"], set()),
-    ],
-)
-def test_first_minute_leaves_out_what_was_said_otherwise(
-    given: list[str], left_out: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.toml").write_text("lr = 0.01\ngauges_every = 0\n")
-    flags = {word for word in words_of_first_minute(given) if word.startswith("--")}
-    assert flags == {"--recipes", "--seeds", "--steps", "--sequence-length", "--lr", "--gauges-every"} - left_out
-
-
-@pytest.mark.parametrize("given", [["--out", "here"], ["--out=here"], ["--out", "here", "--json"], ["--help"]])
-def test_first_minute_says_nothing_of_its_own_where_all_is_said(
-    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "compare.toml").touch()
-    assert words_of_first_minute(given) == []
-
-
-@pytest.mark.parametrize("words", [("--wrong", "1"), ("--recipes", "nonsense"), ("--seeds", "0"), ("--data", "")])
-def test_first_minute_refuses_before_it_trains(words: tuple[str, ...], first_minute: Start, tmp_path: Path) -> None:
-    status, said, complained = first_minute(*words)
-    assert (status, said) == (2, "") and complained.count("\n") == 1
-    assert words[0].strip("-") in complained or words[1] in complained
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["a text", "tiny"]
-
-
-def first_minute_alone(first_minute: Start, *words: str) -> tuple[int, str, str]:
-    """The example with these words and no others."""
-    alone: Start = first_minute.alone  # type: ignore[attr-defined]
-    return alone(*words)
 
 
 def test_float8_training_learns_and_counts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -228,22 +143,10 @@ def test_many_ranks_have_the_bits_of_one() -> None:
     assert (one[0], two[0]) == ("1 rank", "2 ranks") and one[1:] == two[1:] and len(text.splitlines()) < 90
 
 
-def test_lightning_training_learns_with_one_word(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip(
-        "lightning", reason="narrowgauge[lightning] is not installed: ./dev test integrations installs it"
-    )
+@pytest.mark.frameworks
+def test_lightning_training_learns(capsys: pytest.CaptureFixture[str]) -> None:
     text = (EXAMPLES / "lightning_training.py").read_text()
     runpy.run_path(str(EXAMPLES / "lightning_training.py"), run_name="__main__")
     losses, sizes = capsys.readouterr().out.splitlines()[-2:]
     first, last = (float(losses.split()[place]) for place in (1, 4))
     assert last < 0.8 * first and len(text.splitlines()) <= 60 and float(sizes.split()[0]) < 8.5
-
-
-@pytest.mark.skipif(find_spec("torchtitan") is None, reason="narrowgauge[torchtitan] is not installed")
-def test_what_torchtitan_lacks_is_said_in_one_line() -> None:
-    package = "triton"
-    code = f"import runpy, sys; sys.modules[{package!r}] = None; runpy.run_path({str(EXAMPLES / 'torchtitan_configs.py')!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    (line,) = [line for line in done.stderr.splitlines() if "Warning" not in line and line.strip()]
-    assert done.returncode == 1 and line.startswith(f"torchtitan was imported, and {package} was not found. ")
-    assert "pip install" in line

@@ -7,19 +7,13 @@ kind of processor, ``golden_curves.py`` what is trained.
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 
 from golden_curves import STEPS, curve, recipes
-from golden_files import CURVES, check, deviation, machine_key, read_curves, tolerance_of, update_curves
-
-HERE = Path(__file__).parent
+from golden_files import CURVES, check, deviation, machine_key, read_curves, tolerance_of
 
 
 @pytest.mark.parametrize("recipe", recipes())
@@ -75,48 +69,3 @@ RECORDED = {
 def test_the_comparison_can_fail(name: str, found: list[float], key: str, says: str) -> None:
     wrong = check(name, found, RECORDED, key)
     assert says in wrong and bool(wrong) == bool(says)
-
-
-def test_an_update_prints_what_moved_and_removes_it_from_other_keys(tmp_path: Path) -> None:
-    path = tmp_path / "curves.json"
-    curves = {"a": [4.0, 2.0], "b": [3.0, 1.0]}
-
-    def update(key: str, **found: list[float]) -> list[str]:
-        return update_curves(path, [(key, name, [loss.hex() for loss in of]) for name, of in found.items()])
-
-    assert update("here", **curves) == ["curves.json: 0 curves with the same bits, 2 new, 0 moved"]
-    assert update("there", **curves) == ["curves.json: 0 curves with the same bits, 2 new, 0 moved"]
-    before = path.read_text()
-    assert update("here", **curves) == ["curves.json: 2 curves with the same bits, 0 new, 0 moved"]
-    assert path.read_text() == before
-    assert update("here", a=[4.0, 2.5]) == [
-        "curves.json: 0 curves with the same bits, 0 new, 1 moved",
-        "a: from step 2 on, by up to 2.5e-01 (2.000000 → 2.500000); removed from 1 other keys",
-    ]
-    assert read_curves(path) == {"here": {"a": [4.0, 2.5], "b": [3.0, 1.0]}, "there": {"b": [3.0, 1.0]}}
-    update("here", b=[3.0, 1.5])
-    assert list(read_curves(path)) == ["here"]
-
-
-def test_the_option_records_what_workers_found(tmp_path: Path) -> None:
-    for file in ("conftest.py", "golden_files.py", "golden_curves.py", "test_golden_curves.py"):
-        shutil.copy(HERE / file, tmp_path)
-    (tmp_path / "golden").mkdir()
-    key, losses = machine_key(), [9.0] * STEPS
-    update_curves(tmp_path / "golden" / "curves.json", [(key, "float32/float32", [loss.hex() for loss in losses])])
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-n1",
-        "-q",
-        "--update-golden",
-        "--import-mode=importlib",
-        "-k",
-        "float32/float32 and not tfloat32",
-    ]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "0 curves with the same bits, 0 new, 1 moved" in result.stdout
-    assert "float32/float32: from step 1 on, by up to" in result.stdout
-    assert read_curves(tmp_path / "golden" / "curves.json") == {key: {"float32/float32": curve("float32/float32")}}

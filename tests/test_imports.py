@@ -1,7 +1,7 @@
 """Imports point down, and the tables and records need no PyTorch: held over the syntax trees, and once in fact.
 
-errors ← spec ← runs ← analysis, planner ← report need no PyTorch. _torch, spec ← numerics ← matmul, transforms, optim,
-distributed (which never import each other) ← recompute, gauges ← assembly ← checkpoints ← trainer ← profiling, integrations ←
+errors ← spec ← runs ← analysis, planner ← report need no PyTorch. torch_names, spec ← numerics ← matmul, transforms, optim,
+distributed (which never import each other) ← gauges ← assembly ← checks ← checkpoints ← trainer ← profiling, integrations ←
 cli. Inside analysis, gauges, checkpoints and trainer some parts stand above others; what is above the gauges may write
 through `runs`.
 """
@@ -22,31 +22,35 @@ SOURCE = Path(__file__).parents[1] / "src" / "narrowgauge"
 
 # The beginnings of modules' paths inside the package, by layer; the longest that fits counts. A file of no layer fails the test.
 LAYERS = {
-    "spec": {"_moved", "_public", "errors", "spec"},
+    "spec": {"errors", "spec"},
     "machine": {"machine"},
     "runs": {"runs"},
-    "loggers": {"runs.loggers"},
-    "monitor": {"analysis", "analysis.monitor"},
+    "monitor": {
+        "analysis",
+        "analysis.detectors",
+        "analysis.alarms",
+        "analysis.spikes",
+        "analysis.reading",
+        "analysis.kinds",
+    },
     "comparison": {"analysis.comparison"},
-    "diagnosis": {"analysis.diagnosis"},
+    "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference", "settings")},
     "planner": {"planner"},
     "report": {"report"},
-    "_torch": {"_torch"},
+    "torch_names": {"torch_names", "torch_hooks", "inductor"},
+    "compile": {"compile", "edge_values"},
     "numerics": {"numerics"},
     "matmul": {"matmul"},
     "transforms": {"transforms"},
     "optim": {"optim"},
     "distributed": {"distributed"},
-    "recompute": {"recompute"},
+    "checks": {"checks"},
     "probes": {"gauges.probes"},
     "gauges": {"gauges"},
     "recording": {"gauges.recording"},
     "assembly": {"assembly"},
     "checkpoints": {"checkpoints"},
-    "conversion": {"checkpoints.conversion"},
     "trainer": {"trainer"},
-    "replays": {"trainer.replays"},
-    "experiment": {"trainer.experiment"},
     "profiling": {"profiling"},
     "integrations": {"integrations"},
     "cli": {"cli", "__main__"},
@@ -54,38 +58,36 @@ LAYERS = {
 
 PARTS = {"matmul", "transforms", "optim", "distributed"}
 LOWEST = {"spec", "machine"}
-SEEN_BY_PARTS = LOWEST | {"_torch", "numerics"}
+SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
 RECORDS = LOWEST | {"runs", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
-SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "loggers", "probes", "recompute"}
-SEEN_BY_TRAINER = SEEN_BY_RECORDING | {"recording", "assembly", "checkpoints", "conversion", "planner"}
-SEEN_BY_EXPERIMENT = SEEN_BY_TRAINER | RECORDS | {"trainer"}
+SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "probes", "checks"}
+SEEN_BY_TRAINER = SEEN_BY_RECORDING | RECORDS | {"recording", "assembly", "checkpoints"}
+SEEN_BY_CALLERS = SEEN_BY_TRAINER | {"trainer"}
 # What each layer may import besides itself.
 SEES = {
     "spec": set(),
-    "machine": set(),
+    "machine": {"spec"},
     "runs": LOWEST,
     "monitor": LOWEST | {"runs"},
-    "loggers": LOWEST | {"runs"},
     "comparison": LOWEST | {"runs"},
     "report": RECORDS | {"diagnosis"},
     "planner": LOWEST | {"runs"},
     "diagnosis": LOWEST | {"runs", "monitor"},
-    "_torch": LOWEST,
-    "numerics": LOWEST | {"_torch"},
+    "torch_names": LOWEST,
+    "compile": LOWEST | {"torch_names"},
+    "numerics": LOWEST | {"torch_names", "compile"},
     **dict.fromkeys(PARTS, SEEN_BY_PARTS),
     "checkpoints": SEEN_BY_CHECKPOINTS,
-    "probes": LOWEST | {"runs", "_torch"},
-    "recompute": SEEN_BY_PARTS | {"optim", "runs"},
+    "probes": LOWEST | {"runs", "torch_names"},
+    "checks": SEEN_BY_GAUGES | {"assembly"},
     "gauges": SEEN_BY_GAUGES,
     "recording": SEEN_BY_RECORDING,
     "assembly": SEEN_BY_GAUGES | {"gauges"},
-    "conversion": SEEN_BY_GAUGES | {"gauges", "assembly", "checkpoints"},
     "trainer": SEEN_BY_TRAINER,
-    "replays": SEEN_BY_TRAINER | {"trainer", "diagnosis"},
-    **dict.fromkeys(("experiment", "profiling", "integrations"), SEEN_BY_EXPERIMENT),
-    "cli": SEEN_BY_EXPERIMENT | {"diagnosis", "replays", "experiment", "profiling", "integrations"},
+    **dict.fromkeys(("profiling", "integrations"), SEEN_BY_CALLERS),
+    "cli": SEEN_BY_CALLERS | {"diagnosis", "profiling", "integrations"},
 }
 
 TORCH_FREE = LOWEST | {"runs", "monitor", "comparison", "report", "planner", "diagnosis"}
@@ -169,19 +171,15 @@ def test_every_file_stands_in_a_layer() -> None:
 
 
 READERS_OF_RECIPES = {
-    "analysis.comparison.labels", "analysis.diagnosis.pairs.first_difference", "analysis.diagnosis.evidence",
-    "analysis.diagnosis.pairs.alignment", "analysis.monitor.alarms", "assembly.preparation", "checkpoints.conversion.folders",
-    "checkpoints.conversion.preflight", "cli.flags", "trainer.config",
-    "planner.measured.calibration", "planner.measured.launches", "planner.plan",
-    "integrations.huggingface.trainer", "integrations.huggingface.training_arguments",
-    "integrations.lightning.precision",
+    "analysis.comparison.labels", "analysis.first_difference", "analysis.diagnose",
+    "analysis.settings", "analysis.alarms", "assembly.preparation",
+    "cli.flags", "trainer.config",
+    "planner.launches", "planner.plan",
     "gauges.recording.run_recorder",
-    "integrations.torchtitan.converter", "integrations.torchtitan.optimizers_container",
-    "trainer.experiment.definition",
+    "integrations.torchtitan",
     "integrations.peft",
     "matmul.experts",
     "matmul.inference",
-    "matmul.outlier_search",
     "matmul.swapping",
 }  # fmt: skip
 """Modules at an edge: public functions that accept names, flags, and readers of files. All others get values."""
@@ -198,7 +196,7 @@ def test_recipes_are_parsed_at_the_edges_alone() -> None:
 
 
 TWINS = {
-    "__init__": "the package of each room",
+    "__init__": "the package of each folder",
     "step": "one step, of the optimizer in optim/ and of a run in trainer/",
 }
 """Stems that several files may share, and why."""
@@ -230,13 +228,14 @@ def test_imports_point_down() -> None:
 def test_the_package_itself_imports_nothing_when_imported() -> None:
     _, tree = modules()[""]
     names = [name for node in statements_run_on_import(tree) for name in names_imported(node, "narrowgauge")]
-    assert all(name.split(".")[0] in {"__future__", "importlib", "sys", "typing"} for name in names), names
+    assert all(name.split(".")[0] in {"__future__", "lazy_loader"} for name in names), names
 
 
 def test_torch_stays_out_of_tables_and_records() -> None:
     faults = []
     for module, (path, tree) in modules().items():
-        if not module or layer_of(module) not in TORCH_FREE:
+        # transformers builds a model of a config.json; the planner imports it where one is named.
+        if not module or layer_of(module) not in TORCH_FREE or module == "planner.built_models":
             continue
         bound = [f"{path.name}:{line}: {name}" for line, name in imports_of(module, path, tree) if needs_torch(name)]
         faults += bound
@@ -296,10 +295,10 @@ def test_tables_records_and_command_line_load_no_torch_in_fact() -> None:
 @pytest.mark.parametrize(
     ("module", "line", "fault"),
     [
-        ("numerics.rounding", "from narrowgauge.optim.codec import encode", True),
+        ("numerics.rounding", "from narrowgauge.optim.codes import encode", True),
         ("optim.kernel", "import narrowgauge.matmul.operand", True),
         ("optim.kernel", "from ..numerics import rounding", False),
-        ("runs.record", "from narrowgauge._torch import anything", True),
+        ("runs.record", "from narrowgauge.torch_names import anything", True),
         ("numerics.rounding", "from narrowgauge.runs.record import Record", True),
         ("gauges.attach", "from narrowgauge.runs.record import Record", False),
         ("assembly.preparation", "def later():\n    from narrowgauge.trainer import loop", True),

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import textwrap
-import warnings
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,24 +15,22 @@ from typing import Any
 import pytest
 
 import narrowgauge
-from narrowgauge._public import homes_of, rooms
 
 SOURCE = Path(narrowgauge.__file__).parent
-HOMES = homes_of("narrowgauge")
-PACKAGES = ("narrowgauge", *(f"narrowgauge.{room}" for room in rooms() if room != "errors"))
-OFFERED = {package: homes_of(package) for package in PACKAGES}
-FORMER = {
-    "ACCUMULATIONS": "spec", "AccumulationWarning": "optim", "Alarm": "optim", "Alarms": "analysis", "BadValue": "gauges",
-    "CHIPS": "spec", "COMPUTES": "spec", "Cast": "spec", "Chip": "spec", "ChipError": "errors", "Compute": "spec",
-    "CorruptionError": "errors", "DataError": "errors", "FORMATS": "spec", "Finding": "runs", "Format": "spec",
-    "FormatError": "errors", "GaLore": "optim", "GaugeNotice": "gauges", "GradNormLoRP": "optim", "Linears": "matmul",
-    "Product": "spec", "RankError": "errors", "Reading": "optim", "RecipeError": "errors", "RecordError": "errors",
-    "Replay": "gauges", "Rule": "optim", "RunNotice": "gauges", "RunWriter": "runs", "STORAGES": "spec",
-    "SetUpWarning": "integrations", "Storage": "spec", "UpdateLossWarning": "optim", "cached_weights": "matmul",
-    "fingerprint": "numerics", "first_bad_value": "gauges", "inference_bytes": "matmul", "linears_of": "matmul",
-    "release_gradients": "optim", "replay": "gauges", "swap_experts": "matmul",
-}  # fmt: skip
-"""Names that version 0.1.0 had in ``narrowgauge`` itself, and the room that has each now."""
+
+
+def homes_of(stub: Path) -> dict[str, str]:
+    """Return the module that defines each name which a stub offers; the packages of the first one are left out."""
+    package = ".".join(stub.relative_to(SOURCE.parent).parent.parts)
+    nodes = [node for node in ast.parse(stub.read_text(encoding="utf-8")).body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: f"{package}.{node.module}" for node in nodes if node.module for alias in node.names}
+
+
+OFFERED = {
+    ".".join(stub.relative_to(SOURCE.parent).parent.parts): homes_of(stub)
+    for stub in (SOURCE / "__init__.pyi", *sorted(SOURCE.glob("*/__init__.pyi")))
+}
+HOMES = OFFERED["narrowgauge"]
 
 
 def section(title: str, docstring: str) -> bool:
@@ -97,43 +94,12 @@ def test_there_are_few_names_and_each_is_offered_once() -> None:
     names = [name for offered in OFFERED.values() for name in offered]
     assert len(HOMES) <= 40
     assert sorted(names) == sorted(set(names))
-    assert set(rooms()) <= set(dir(narrowgauge))
-
-
-@pytest.mark.parametrize(("name", "room"), FORMER.items())
-def test_a_former_name_works_and_says_the_new_one(name: str, room: str) -> None:
-    vars(narrowgauge).pop(name, None)
-    with pytest.warns(DeprecationWarning, match=rf"narrowgauge\.{name} is now narrowgauge\.{room}\.{name};"):
-        found = getattr(narrowgauge, name)
-    assert found is getattr(import_module(f"narrowgauge.{room}"), name)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert getattr(narrowgauge, name) is found
+    assert {package.partition(".")[2] for package in OFFERED} - {""} <= set(dir(narrowgauge))
 
 
 def test_an_unknown_name_is_refused() -> None:
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = narrowgauge.no_such_name
-
-
-@pytest.mark.parametrize(
-    ("package", "name", "advice"),
-    [
-        ("narrowgauge.optim", "AdamW", "It is narrowgauge.AdamW."),
-        ("narrowgauge.spec", "parse", "It is narrowgauge.parse."),
-        ("narrowgauge.runs", "read_run", "It is narrowgauge.read_run."),
-        ("narrowgauge.spec", "FORMAT", "Did you mean 'FORMATS'?"),
-        ("narrowgauge", "AdamWW", "Did you mean 'AdamW'?"),
-        ("narrowgauge", "specs", "Did you mean 'spec'?"),
-        ("narrowgauge", "__no_name__", "has no attribute '__no_name__'"),
-        ("narrowgauge.spec", "xxxxxxxx", "has no attribute 'xxxxxxxx'"),
-    ],
-)
-def test_an_unknown_name_is_told_where_it_is_or_what_is_near(package: str, name: str, advice: str) -> None:
-    with pytest.raises(AttributeError) as refused:
-        getattr(import_module(package), name)
-    assert str(refused.value).startswith(f"module '{package}' has no attribute '{name}'")
-    assert str(refused.value).endswith(advice)
 
 
 def test_each_name_is_defined_where_it_is_said_to_live() -> None:
@@ -151,15 +117,14 @@ def test_each_name_is_defined_where_it_is_said_to_live() -> None:
 def test_only_packages_with_a_stub_hand_names_on() -> None:
     """An `__init__.py` that imported a name of its room would add a path that no stub lists.
 
-    ``_torch/__init__.py`` is a module itself: it defines what the other names of PyTorch are reached by. The public names of a
-    framework's integration have their one path in its package.
+    The public names of a framework's integration have their one path in its package.
     """
     second = []
     frameworks = set((SOURCE / "integrations").rglob("__init__.py"))
-    for path in set(SOURCE.rglob("*/__init__.py")) - {SOURCE / "_torch" / "__init__.py"} - frameworks:
+    for path in set(SOURCE.rglob("*/__init__.py")) - frameworks:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             module = node.module or "" if isinstance(node, ast.ImportFrom) else ""
-            if module.startswith("narrowgauge.") and module not in ("narrowgauge._public", "narrowgauge.errors"):
+            if module.startswith("narrowgauge.") and module != "narrowgauge.errors":
                 second.append(f"{path.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}")
     assert not second, "\n".join(second)
 

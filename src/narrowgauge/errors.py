@@ -5,7 +5,8 @@
     ├── RecipeError            a recipe contradicts itself or the model
     ├── ChipError              this machine cannot do what was requested
     ├── DataError              a text, tokenizer or model folder cannot be used
-    ├── RankError              the ranks of a run contradict each other, or one was lost
+    ├── RankError              the ranks of a run contradict each other or do not fit
+    ├── MissingPackageError    a package of an extra is not installed
     └── RecordError            a run folder is missing, broken or newer than this version
 
 Every message states what was requested, what was found and where; ``advice`` says what to do. The command line prints both on
@@ -15,6 +16,7 @@ one line, without a traceback, and exits with status 2.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import re
 from collections.abc import Iterable
 
@@ -52,14 +54,11 @@ class RecordError(NarrowgaugeError):
 
 
 class RankError(NarrowgaugeError):
-    """The ranks of a run contradict each other or do not fit, or one of them was lost.
+    """The ranks of a run contradict each other or do not fit."""
 
-    ``status`` is the exit status of the command: 2 for invalid input, 1 if a rank was lost while it ran.
-    """
 
-    def __init__(self, message: str, advice: str = "", *, status: int = 2) -> None:
-        super().__init__(message, advice)
-        self.status = status
+class MissingPackageError(NarrowgaugeError, ImportError):
+    """A package of an extra is not installed."""
 
 
 class ReportedError(NarrowgaugeError):
@@ -93,7 +92,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def shortened(text: str, longest: int = 200) -> str:
-    """The text with the middle of overlong words removed, and of the whole text if it is ten times as long.
+    """Return the text with the middle of overlong words removed, and of the whole text if it is ten times as long.
 
     >>> shortened("no recipe is named '" + 1000 * "a" + "'.", 12)
     "no recipe is named 'aaaaa…aaaa'."
@@ -115,3 +114,18 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     """
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"Did you mean '{near[0]}'?" if near else ""
+
+
+_EXTRAS = {"transformers": "train", "tokenizers": "train", "plotly": "report"}
+
+
+def require_package(name: str) -> None:
+    """Refuse in one line what needs a package of an extra that is not installed."""
+    try:
+        is_there = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # ValueError: a stand-in without a spec
+        is_there = False
+    if not is_there:
+        raise MissingPackageError(
+            f"This needs the package {name}, which is not installed.", f'pip install "narrowgauge[{_EXTRAS[name]}]"'
+        )

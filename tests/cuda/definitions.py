@@ -1,48 +1,69 @@
-"""The kernels of the optimizer by name, as they are compiled for a device.
-
-``step RULE STORAGE [audited] [wide]`` (a rule's spaces as ``_``), ``write`` and the same of a matrix rule, ``norm DTYPE``,
-``accumulate ROW``, ``row peaks``, ``bounds RULE STORAGE``, and the chains of
-``clip.CHAINS``.
-"""
+"""The functions that are lowered for a GPU, by name: ``step STORAGE`` and ``cast COMPUTE SLOT``."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch import Tensor
 
-from narrowgauge.optim import accumulation, clip, kernel, row_bounds
-from narrowgauge.optim.compilation import Definition
-from narrowgauge.optim.kernel import MatrixKernel, StepKernel
-from narrowgauge.optim.rules.elementwise import RULES
-from narrowgauge.optim.rules.matrix import MATRIX_RULES, states_beside
+from narrowgauge.edge_values import edge_values
+from narrowgauge.numerics.quantization import quantize, random_words
+from narrowgauge.optim.kernel import StepKernel
+from narrowgauge.optim.rules.elementwise import ADAMW
+from narrowgauge.spec.computes import SLOTS
+from narrowgauge.spec.notation import get_compute
 from narrowgauge.spec.storages import STORAGES
-from narrowgauge.spec.sums import ACCUMULATIONS
+
+STEPS = ("step word", "step exact", "step compact")
+CASTS = (
+    "cast float8-row output.left",
+    "cast int8-row grad_input.left",
+    "cast mxfp8 output.left",
+    "cast nvfp4 grad_weight.left",
+)
+"""By rows and blocks, with random words, a rotation and two levels of scales."""
+SHAPE = (160, 384)
+"""Rows and columns of the matrix of a cast."""
 
 
-def definition_of(name: str, device: torch.device) -> Definition:
-    if name in clip.CHAINS:
-        return clip.CHAINS[name][0](device)
-    kind, *words = name.split()
-    if kind == "step":
-        rule, storage, *options = words
-        return step_kernel(rule.replace("_", " "), storage).define(device, "audited" in options, wide="wide" in options)
-    if kind == "write":
-        rule, storage, *options = words
-        return matrix_kernel(rule, storage).define(device, "audited" in options, wide="wide" in options)
-    if kind == "norm":
-        return clip.define_norm(getattr(torch, words[0]), device, by_rows=True)
-    if kind == "accumulate":
-        return accumulation.define_addition(ACCUMULATIONS[words[0]], device)
-    if kind == "bounds":
-        own = step_kernel(*words)
-        return row_bounds.define_bounds(own.rule, own.storage, device)
-    assert name == "row peaks", name
-    return kernel.define_row_peaks(device)
+@dataclass(frozen=True)
+class Definition:
+    """A function of tensors, and arguments on a CPU: first ordinary ones, then edge values.
+
+    ``one_loop`` is the option of :func:`narrowgauge.compile.compiled`.
+    """
+
+    function: Callable[..., Any]
+    cases: list[list[Tensor]]
+    one_loop: bool = False
 
 
-def matrix_kernel(rule: str, storage: str) -> MatrixKernel:
-    kept = MATRIX_RULES[rule].states((64, 64), MATRIX_RULES[rule].defaults)
-    return MatrixKernel(MATRIX_RULES[rule], STORAGES[storage].keeping(states_beside(kept)), compile=False)
+def definition_of(name: str) -> Definition:
+    """Return the definition of this name."""
+    kind, *rest = name.split()
+    return _step(*rest) if kind == "step" else _cast(*rest)
 
 
-def step_kernel(rule: str, storage: str) -> StepKernel:
-    return StepKernel(RULES[rule], STORAGES[storage].keeping(RULES[rule].kept), compile=False)
+def _step(storage: str) -> Definition:
+    kernel = StepKernel(ADAMW, STORAGES[storage].keeping(ADAMW.kept), compile=False)
+    return Definition(kernel._plain, list(kernel._cases(torch.device("cpu"))), kernel.one_loop)
+
+
+def _cast(compute: str, slot: str) -> Definition:
+    cast, dim = get_compute(compute).casts[slot], SLOTS[slot].dim
+    words = random_words(*SHAPE, torch.tensor(17)) if cast.rounding != "nearest" else None
+
+    def function(x: Tensor, *drawn: Tensor) -> tuple[Tensor, ...]:
+        return tuple(part for part in quantize(x, cast, dim, words=drawn or None) if part is not None)  # type: ignore[arg-type]
+
+    return Definition(function, [[x, *(words or ())] for x in _matrices()])
+
+
+def _matrices() -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    powers = torch.randint(-14, 6, SHAPE, generator=generator).float().exp2()
+    yield (torch.randn(SHAPE, generator=generator) * powers).bfloat16()
+    yield edge_values(torch.bfloat16, SHAPE, seed=0, finite=True)

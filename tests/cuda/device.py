@@ -20,14 +20,12 @@ import torch
 
 @dataclass(frozen=True)
 class Chip:
-    """What CUDA or ROCm reports of a device.
+    """What CUDA reports of a device.
 
     Args:
         threads: of a multiprocessor, at most.
-        architecture: AMD's name of it; empty for NVIDIA's.
 
-    Source: NVIDIA's data sheets of the A100, H100 and B200, of the RTX 5090, and the tables of compute capabilities in its
-    CUDA programming guide; AMD's data sheet of the MI300X and its CDNA 3 instruction set.
+    Source: NVIDIA's data sheet of the H100, and the tables of compute capabilities in its CUDA programming guide.
     """
 
     name: str
@@ -37,26 +35,13 @@ class Chip:
     shared_memory: int
     level2: int
     threads: int = 2048
-    architecture: str = ""
 
     @property
     def capability(self) -> int:
         return 10 * self.major + self.minor
 
-    @property
-    def warp(self) -> int:
-        """Threads that run together."""
-        return 64 if self.architecture else 32
 
-
-CHIPS = {
-    "sm_80": Chip("NVIDIA A100-SXM4-80GB", 8, 0, 108, 164 << 10, 40 << 20),
-    "sm_90": Chip("NVIDIA H100 80GB HBM3", 9, 0, 132, 228 << 10, 50 << 20),
-    "sm_100": Chip("NVIDIA B200", 10, 0, 148, 228 << 10, 126 << 20),
-    "sm_120": Chip("NVIDIA GeForce RTX 5090", 12, 0, 170, 100 << 10, 96 << 20, 1536),
-    "gfx942": Chip("AMD Instinct MI300X", 9, 4, 304, 64 << 10, 4 << 20, architecture="gfx942"),
-}
-"""NVIDIA's have PTX, which the tests run; AMD's machine code is read alone."""
+CHIP = Chip("NVIDIA H100 80GB HBM3", 9, 0, 132, 228 << 10, 50 << 20)
 
 GUARD = """
 // A device guard that does nothing lets a PyTorch without CUDA index fake tensors of CUDA.
@@ -101,11 +86,11 @@ def pretend(chip: Chip) -> None:
         shared_memory_per_multiprocessor=chip.shared_memory,
         L2_cache_size=chip.level2,
         total_memory=80 << 30,
-        warp_size=chip.warp,
+        warp_size=32,
         max_threads_per_multi_processor=chip.threads,
         max_threads_per_block=1024,
         regs_per_multiprocessor=1 << 16,
-        gcnArchName=chip.architecture,
+        gcnArchName="",
         uuid="GPU-0",
         is_integrated=0,
     )
@@ -138,10 +123,7 @@ def pretend(chip: Chip) -> None:
         _cuda_maybeExchangeDevice=0,
         _ensureCUDADeviceGuardSet=None,
     )
-    if chip.architecture:
-        torch.version.hip = "7.0"
-    else:
-        torch.version.cuda = "12.8"
+    torch.version.cuda = "12.8"
     _pretend_to_inductor(chip, properties)
     _pretend_to_triton(chip)
 
@@ -182,8 +164,6 @@ def _pretend_to_triton(chip: Chip) -> None:
     from triton.runtime.driver import driver
 
     target = GPUTarget("cuda", chip.capability, 32)
-    if chip.architecture:
-        target = GPUTarget("hip", chip.architecture, chip.warp)
     answers = {
         "get_current_target": target,
         "get_active_torch_device": torch.device("cuda", 0),

@@ -91,7 +91,8 @@ class Program:
                 program.labels[label[1]] = len(program.code)
             elif line and line[0] != "." and (match := LINE.match(line.strip("{} "))):
                 operands = tuple(operand.strip() for operand in OPERAND.findall(match[4]))
-                program.code.append(Instruction(tuple(match[3].split(".")), operands, match[2], match[1] == "!"))
+                op = tuple(match[3].replace("shared::cta", "shared").split("."))  # newer Triton writes the longer name
+                program.code.append(Instruction(op, operands, match[2], match[1] == "!"))
         return program
 
     def run(
@@ -233,8 +234,8 @@ class _Threads:
             assert ((waiting == living) | (waiting == 0)).all(), "not all threads of a block wait at the barrier"
         elif op[0] == "createpolicy":
             self.write(operands[0], np.zeros(self.count, np.uint64), active)  # a hint to the caches
-        elif op[0] == "stmatrix":
-            self.store_matrices(op, operands, active)
+        elif op[0] in ("stmatrix", "ldmatrix"):
+            self.move_matrices(op, operands, active)
         elif op[0] in ("ld", "st"):
             self.access(op, operands, active)
         elif op[0] == "mov":
@@ -249,9 +250,12 @@ class _Threads:
         elif op[0] == "cvt":
             self.write(operands[0], self.convert(op, operands), active)
         else:
-            if op == ("abs", "bf16x2"):
-                self.write(operands[0], self.read(operands[1], 32) & np.uint32(0x7FFF7FFF), active)
+            if op in (("abs", "bf16"), ("abs", "bf16x2")):
+                bits = bits_of(op[1])
+                self.write(operands[0], self.read(operands[1], bits) & UNSIGNED[bits](0x7FFF7FFF % (1 << bits)), active)
                 return
+            if op[-1] == "bf16":
+                raise Refused("no exact definition")
             family = FLOATING if op[-1][0] == "f" else INTEGER
             if op[0] not in family:
                 raise Refused("no exact definition")
@@ -384,19 +388,33 @@ class _Threads:
             else:
                 self.shared[self.block[active][:, None], places] = kept
 
-    def store_matrices(self, op: tuple[str, ...], operands: Sequence[str], active: Array) -> None:
-        """``stmatrix``: 8 × 8 numbers of 16 bits for each register; four lanes hold a row, another has its address."""
-        place, names = operands[0].strip("[] "), [name.strip() for name in operands[1].strip("{} ").split(",")]
-        if op[1:4] != ("sync", "aligned", "m8n8") or op[5:] != ("shared", "b16") or not re.fullmatch(r"%\w+", place):
-            raise Refused("matrices stored in another way")
-        assert op[4] == f"x{len(names)}" and active.reshape(-1, WARP).all(1)[active.reshape(-1, WARP).any(1)].all()
-        address, first = self.read(place, 64).astype(np.int64), np.arange(self.count) - self.lane
+    def move_matrices(self, op: tuple[str, ...], operands: Sequence[str], active: Array) -> None:
+        """``stmatrix`` and ``ldmatrix``: 8 × 8 numbers of 16 bits for each register.
+
+        Four lanes hold a row; another lane has the row's address.
+        """
+        loads = op[0] == "ldmatrix"
+        target, place = operands[:2] if loads else operands[1::-1]
+        names = [name.strip() for name in target.strip("{} ").split(",")]
+        if op[1:4] != ("sync", "aligned", "m8n8") or op[5:] != ("shared", "b16") or op[4] != f"x{len(names)}":
+            raise Refused("matrices moved in another way")
+        assert (active.reshape(-1, WARP).all(1) == active.reshape(-1, WARP).any(1)).all(), "lanes do not take part"
+        base, _, offset = place.strip("[] ").replace(" ", "").partition("+")
+        address = self.read(base, 64).astype(np.int64) + int(offset or "0", 0)
+        first = np.arange(self.count) - self.lane
         for number, name in enumerate(names):
             begins = address[first + 8 * number + self.lane // 4]
             assert (begins[active] % 16 == 0).all(), "an address that is not aligned"
             places = (begins + 4 * (self.lane % 4))[active][:, None] + np.arange(4)
-            kept = np.ascontiguousarray(self.read(name, 32)[active]).view(np.uint8).reshape(-1, 4)
-            self.shared[self.block[active][:, None], places] = kept
+            if loads:
+                value = np.zeros(self.count, np.uint32)
+                value[active] = np.ascontiguousarray(self.shared[self.block[active][:, None], places]).view(np.uint32)[
+                    :, 0
+                ]
+                self.write(name, value, active)
+            else:
+                row = np.ascontiguousarray(self.read(name, 32)[active]).view(np.uint8).reshape(-1, 4)
+                self.shared[self.block[active][:, None], places] = row
 
 
 # ── definitions ──────────────────────────────────────────────────────────────────────────────────────────────────────

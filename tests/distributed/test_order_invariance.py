@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import narrowgauge as ng
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.hashing import fingerprint_all
 from ranks import run_ranks
 
 # ── random numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -59,36 +60,6 @@ def test_a_forward_pass_that_draws_random_numbers_is_refused(draw: Callable[[Ten
         outer["body"][0](torch.ones(2, 8))
 
 
-def test_dropout_in_the_attention_of_a_transformers_model_is_found() -> None:
-    """No module stands for it: attention calls a function."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        attention_dropout=0.5,
-    )
-    model, _ = ng.prepare(LlamaForCausalLM(config).train(), "bfloat16/word/reproducible")
-    tokens = torch.arange(8).view(1, 8)
-    with pytest.raises(RecipeError, match="dropout to 0, in attention too"):
-        model(tokens, labels=tokens)
-    model.eval()(tokens, labels=tokens).loss.backward()  # as from_pretrained leaves it
-
-
-def compiled_calls(model: nn.Module) -> None:
-    torch.compile(model, backend="eager", fullgraph=True)(torch.ones(2, 8)).sum().backward()
-
-
-def test_a_model_that_is_compiled_as_a_whole_is_one_graph() -> None:
-    model = Drawing()
-    ng.reduce_gradients_with(model, "reproducible")
-    compiled_calls(model)
-    assert model.linear.weight.grad is not None
-
-
 def seeded(x: Tensor) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(5)
@@ -128,36 +99,6 @@ def test_passes_that_are_not_differentiated_may_draw() -> None:
     copied(torch.ones(2, 8))
     reduction.close()
     model.train()(torch.ones(2, 8)).sum().backward()
-
-
-def test_other_reductions_may_draw() -> None:
-    model = Drawing(DRAWS["noise"])
-    ng.reduce_gradients_with(model, "float32")
-    model(torch.ones(2, 8)).sum().backward()
-
-
-def test_stochastic_casts_draw_nothing() -> None:
-    model, optimizer = ng.prepare(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), "int8-row/word/reproducible")
-    for _ in range(2):
-        model(torch.ones(4, 32, dtype=torch.bfloat16)).float().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def test_a_failed_forward_pass_is_forgotten() -> None:
-    def fail(_: Tensor) -> Tensor:
-        torch.rand(1)
-        raise KeyError("batch")
-
-    model = Drawing(fail)
-    ng.reduce_gradients_with(model, "reproducible")
-    with pytest.raises(KeyError):
-        model(torch.ones(2, 8))
-    model.draw = torch.tanh
-    model(torch.ones(2, 8)).sum().backward()
-    model.draw = DRAWS["noise"]
-    with pytest.raises(RecipeError, match="drew random numbers"):
-        model(torch.ones(2, 8))
 
 
 def test_what_no_module_stands_for_can_be_surrounded() -> None:
@@ -230,47 +171,6 @@ def test_a_second_pass_in_one_step_is_refused(tmp_path: Path) -> None:
                 assert "a second backward pass was met in one step" in messages[4], kind
 
 
-def passes_apart(rank: int) -> list[list[float]]:
-    """Two passes in one step, over parameters that have nothing in common."""
-    found = []
-    for kind in ("plain", "sharded", "shards of one"):
-        parts = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
-        if kind != "plain":
-            shape = (dist.get_world_size(),) if kind == "sharded" else (dist.get_world_size(), 1)
-            mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-            for part in parts:
-                fully_shard(part, mesh=mesh)
-        ng.reduce_gradients_with(parts, "reproducible", average=False)
-        for part in parts:
-            part(torch.full((1, 2), 1.0 + rank)).sum().backward()
-        grads = [part.weight.grad for part in parts]
-        found.append([float((g.full_tensor() if hasattr(g, "full_tensor") else g)[0, 0]) for g in grads])
-    return found
-
-
-def test_passes_over_other_parameters_are_not(tmp_path: Path) -> None:
-    for found in run_ranks(passes_apart, 2, tmp_path):
-        assert found == [[3.0, 3.0]] * 3
-
-
-def added_up(rank: int) -> list[float]:
-    """Two passes of sums that may be added up, over shards of one rank each: FSDP2 adds to the sum itself."""
-    found = []
-    for name in ("native", "float32"):
-        model = nn.Linear(2, 2, bias=False)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicas", "shards"))
-        fully_shard(model, mesh=mesh)
-        ng.reduce_gradients_with(model, name, average=False)
-        for _ in range(2):
-            model(torch.full((1, 2), 1.0 + rank)).sum().backward()
-        found.append(float(model.weight.grad.full_tensor()[0, 0]))
-    return found
-
-
-def test_shards_of_one_rank_are_summed_once(tmp_path: Path) -> None:
-    assert run_ranks(added_up, 2, tmp_path) == [[6.0, 6.0]] * 2
-
-
 def unsent(rank: int) -> list[str]:
     """Backward passes whose gradients stay on their rank."""
     said = []
@@ -310,19 +210,74 @@ def test_gradients_that_are_not_sent_are_refused(tmp_path: Path) -> None:
             assert len(held) == 3 and all("set_requires_gradient_sync(False)" in message for message in held)
 
 
-def test_tied_parameters_under_reentrant_checkpoints_go_into_micro_batches() -> None:
-    layer = nn.Linear(4, 4)
-    reduction = ng.reduce_gradients_with(layer, "reproducible")
+# ── layers that take turns ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def loss() -> Tensor:
-        x = torch.ones(1, 4, requires_grad=True)
-        for _ in range(2):
-            x = checkpoint(layer, x, use_reentrant=True)
-        return x.sum()
+LEAVES, LAYERS = 6, 4
 
-    assert "second backward pass" in refusal(lambda: loss().backward())
-    layer.zero_grad()
-    reduction.discard()
-    with reduction.micro_batch():
-        loss().backward()
-    assert layer.weight.grad is not None
+
+class Chosen(nn.Module):
+    """Residual layers of which a micro-batch uses some: left out, times 0, or whole on every rank."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(LAYERS))
+        self.head = nn.Linear(8, 2)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in self.layers if how != "whole" else ():
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self, mesh=mesh, ignored_params=set(self.layers.parameters()) if how == "whole" else set())
+
+    def forward(self, x: Tensor, used: set[int]) -> Tensor:
+        x = self.first(x)
+        for k, layer in enumerate(self.layers):
+            if k in used:
+                x = x + layer(x)
+            elif self.how == "times 0":
+                x = x + 0.0 * layer(x)
+        return self.head(x)
+
+
+def trained(model: Chosen, by_rank: bool) -> str:
+    """Two steps of the leaves, shared out over the ranks; each uses layers by its own number, or by its turn."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rounds = -(-LEAVES // size)
+    for _ in range(2):
+        for turn in range(rounds):
+            leaf = rank + turn * size
+            is_absent = leaf >= LEAVES
+            leaf = rank if is_absent else leaf
+            number = leaf if by_rank else turn
+            with reduction.micro_batch(is_last=turn == rounds - 1, is_absent=is_absent):
+                used = {number % LAYERS, (number + number % 2) % LAYERS}
+                model(torch.full((1, 8), leaf + 1.0), used).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
+    return fingerprint_all({name: value.detach() for name, value in whole.items()})
+
+
+def take_turns(rank: int) -> tuple[str, list[str], list[str]]:
+    """What is refused of layers that are left out; the weights where each rank, and where each turn, uses layers of its own."""
+    refused = ""
+    try:
+        trained(Chosen("left out"), by_rank=False)
+    except RecipeError as error:
+        refused = str(error)
+    zeros = Chosen("left out")
+    zeros.set_reduce_scatter_unused_params(True)
+    by_turn = [trained(zeros, by_rank=False), trained(Chosen("whole"), by_rank=False)]
+    return refused, by_turn, [trained(Chosen(how), by_rank=True) for how in ("times 0", "whole")]
+
+
+def test_layers_that_take_turns_are_refused_and_the_advice_gives_the_same_bits_on_any_ranks(tmp_path: Path) -> None:
+    (_, _, (expected, _)), *_ = run_ranks(take_turns, 1, tmp_path / "1")
+    for size in (2, 3):
+        for refused, by_turn, by_rank in run_ranks(take_turns, size, tmp_path / str(size)):
+            assert "had gradients in one micro-batch of this step and not in another" in refused
+            assert len(set(by_turn)) == 1
+            assert by_rank == [expected] * 2

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
-from narrowgauge.errors import RankError, RecordError, ReportedError
+from narrowgauge.errors import RankError, ReportedError
 from ranks import run_ranks
 
 
@@ -54,13 +54,13 @@ def fail(rank: int) -> list[str]:
         try:
             call(function)
         except Exception as error:
-            status = error.status if isinstance(error, (ReportedError, RankError)) else ""
+            status = error.status if isinstance(error, ReportedError) else ""
             has_place = "there" if error.__traceback__ is not None and _passes(error, function) else "elsewhere"
             return f"{type(error).__name__} {status} {error} {has_place}"
         return "nothing"
 
     def refuse() -> None:
-        raise RankError(f"refused on rank {rank}.", "Do not.", status=1)
+        raise RankError(f"refused on rank {rank}.", "Do not.")
 
     def deny() -> None:
         raise PermissionError(errno.EACCES, f"denied on rank {rank}")
@@ -90,7 +90,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_a_bug_is_told_where_it_is(tmp_p
     first, second = run_ranks(fail, 2, tmp_path)
     reported = f"ReportedError 1 {ReportedError()} elsewhere"
     own = [
-        "RankError 1 refused on rank {}. Do not.", "PermissionError  [Errno 13] denied on rank {}", "KeyError  'rank {}'",
+        "RankError  refused on rank {}. Do not.", "PermissionError  [Errno 13] denied on rank {}", "KeyError  'rank {}'",
     ]  # fmt: skip
     of_first, of_second = ([line.format(rank) for line in own] for rank in (0, 1))
     assert first == [
@@ -120,26 +120,3 @@ def interrupt(rank: int) -> str:
 
 def test_nobody_waits_for_a_rank_that_is_interrupted(tmp_path: Path) -> None:
     assert run_ranks(interrupt, 2, tmp_path) == ["KeyboardInterrupt", "ReportedError"]
-
-
-def leave_out(rank: int) -> str:
-    """A failure that no test would catch if results were dropped: none of them is a missing value."""
-    return repr(all_ranks().together(lambda: None)) + repr(all_ranks().of_first(lambda: None))
-
-
-def test_nothing_is_a_result_too(tmp_path: Path) -> None:
-    assert run_ranks(leave_out, 2, tmp_path) == ["NoneNone"] * 2
-
-
-def test_an_error_of_the_record_is_the_same_one_elsewhere(tmp_path: Path) -> None:
-    first, second = run_ranks(_refused, 2, tmp_path)
-    assert first == second == ("there is no such folder.", "Name another one.")
-
-
-def _refused(rank: int) -> tuple[str, str]:
-    def refuse() -> None:
-        raise RecordError("there is no such folder.", "Name another one.")
-
-    with pytest.raises(RecordError) as caught:
-        all_ranks().of_first(refuse)
-    return caught.value.message, caught.value.advice

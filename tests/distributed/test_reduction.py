@@ -10,16 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import expectations
 import narrowgauge as ng
 from distributed.models import Leaf, gradients_of
 from narrowgauge.distributed.reduction import GradientReduction
-from narrowgauge.distributed.traffic import Traffic
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.checksums import fingerprint_all
+from narrowgauge.numerics.hashing import fingerprint_all
 from narrowgauge.spec.sums import REDUCTIONS
 from ranks import run_ranks
 
@@ -156,28 +155,6 @@ def test_an_average_of_float16_gradients_that_overflow_in_sum_is_exact(tmp_path:
             assert native == [float("inf"), 24000.0] and wide == [24000.0, 24000.0]
 
 
-def accumulated(rank: int) -> list[dict[str, Tensor]]:
-    """Three micro-batches a rank in bfloat16: summed by autograd, in float32, and before their only exchange."""
-    results = []
-    for kind in ("sharded", "replicas", "replicated"):
-        for sums, wide in (("sharded", False), ("sharded", True), ("unsharded", False)):
-            model, called = placed(kind, torch.bfloat16)
-            accumulator = ng.GradientAccumulator(model.parameters()) if wide else None
-            reduction = ng.reduce_gradients_with(called, "float32", average=False, accumulator=accumulator, sums=sums)
-            for _ in range(2):
-                step(reduction, called, [rank, rank + 2, rank + 4])
-                results.append(found(model))
-                model.zero_grad()
-    return results
-
-
-def test_micro_batches_are_summed_before_or_after_the_exchange(tmp_path: Path) -> None:
-    for results in run_ranks(accumulated, 2, tmp_path):
-        assert len(results) == 18
-        for result in results:
-            close(result, expected(range(6)), 2e-2)
-
-
 def restored(rank: int) -> list[dict[str, Tensor]]:
     """The gradients of FSDP2's own average, without a reduction, and after one was closed."""
     results = []
@@ -201,17 +178,6 @@ def two_steps(model: nn.Module, reduction: GradientReduction) -> None:
     for leaf in range(2):
         with reduction.micro_batch(is_last=leaf == 1):
             model(gradients_of(leaf)).backward()
-
-
-def test_gradients_are_none_until_the_last_micro_batch_where_sums_are_exact() -> None:
-    model = Leaf()
-    reduction = ng.reduce_gradients_with(model, "reproducible")
-    with reduction.micro_batch(is_last=False):
-        model(gradients_of(0)).backward()
-    assert not found(model) and reduction.bytes_per_param() == 16
-    with reduction.micro_batch():
-        model(gradients_of(1)).backward()
-    close(found(model), expected(range(2)), 1e-6)
 
 
 def test_a_backward_pass_outside_adds_to_the_gradients_from_before() -> None:
@@ -252,19 +218,6 @@ def test_what_cannot_be_done_is_refused() -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def one_rank_lags(rank: int) -> str:
-    """Unsharded sums and a rank without a micro-batch."""
-    _, called = placed("sharded")
-    reduction = ng.reduce_gradients_with(called, "float32", sums="unsharded")
-    with pytest.raises(RecipeError) as caught, reduction.micro_batch(is_absent=True):
-        pass
-    return str(caught.value)
-
-
-def test_unsharded_sums_need_micro_batches_on_all_ranks(tmp_path: Path) -> None:
-    assert "cannot leave its repeated one out" in run_ranks(one_rank_lags, 1, tmp_path)[0]
-
-
 def released(rank: int) -> tuple[list[dict[str, Tensor]], list[str]]:
     """Weights after steps that kept their gradients, and after ones that released them as they arrived; and what is refused."""
     weights, refused = [], []
@@ -274,7 +227,7 @@ def released(rank: int) -> tuple[list[dict[str, Tensor]], list[str]]:
         (True, True, False),
         (True, False, True),
     ):
-        model = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+        model = nn.Linear(256, 256, bias=False, dtype=torch.bfloat16)
         nn.init.constant_(model.weight, 0.5)
         if shards:
             fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -287,7 +240,7 @@ def released(rank: int) -> tuple[list[dict[str, Tensor]], list[str]]:
                 optimizer.zero_grad()
                 for last in (True,) if is_last else (False, True):
                     with reduction.micro_batch(is_last=last):
-                        model(torch.full((1, 128), 1.0 + rank, dtype=torch.bfloat16)).sum().backward()
+                        model(torch.full((1, 256), 1.0 + rank, dtype=torch.bfloat16)).sum().backward()
                 # The first gradients wait for the step.
                 assert (model.weight.grad is None) is (releases and step > 0)
                 optimizer.step()
@@ -303,30 +256,6 @@ def test_sums_are_released_and_addends_are_not(tmp_path: Path) -> None:
         close(freed, kept, 0.0)
         micro_batches, replicas = refused
         assert "a second one" in micro_batches and "before they were summed" in replicas
-
-
-def bytes_sent(rank: int) -> dict[str, list[float]]:
-    """Bytes of a step with float32 and with exact sums: of each kind with one micro-batch, and of sharded ones with two."""
-    sent: dict[str, list[float]] = {}
-    for kind, count in (("sharded", 1), ("sharded", 2), ("replicas", 1), ("replicated", 1)):
-        for name in ("float32", "reproducible"):
-            model = nn.Linear(64, 64, bias=False)
-            if kind != "replicated":
-                fully_shard(model, mesh=mesh_of(kind))
-            reduction = ng.reduce_gradients_with(model, name)
-            with Traffic() as traffic:
-                for place in range(count):
-                    with reduction.micro_batch(is_last=place == count - 1):
-                        model(torch.ones(1, 64)).sum().backward()
-                sent.setdefault(f"{kind} {count}", []).append(traffic.end_step()["communication_bytes"])
-    return sent
-
-
-def test_exact_sums_send_as_much_as_float32(tmp_path: Path) -> None:
-    for sent in run_ranks(bytes_sent, 4, tmp_path):
-        assert len(sent) == 4
-        for of_float32, exact in sent.values():
-            assert 0 < exact <= 1.01 * of_float32
 
 
 # ── backward passes that nothing surrounds ──────────────────────────────────────────────────────────────────────────────
@@ -358,71 +287,6 @@ def test_each_backward_pass_sums_what_it_has_computed(tmp_path: Path) -> None:
         for found in (rank[:3], rank[3:]):
             for (first, second), gradients in zip([(3, 3), (6, 4), (3, 3)], found, strict=True):
                 close(gradients, {"first": torch.full((2,), first), "second": torch.full((2,), second)}, 0.0)
-
-
-# ── parameters that not every micro-batch uses ──────────────────────────────────────────────────────────────────────────
-
-
-class Experts(nn.Module):
-    """Two of equal size, in one group of FSDP2 or in two."""
-
-    def __init__(self, groups: int) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in self.layers if groups == 2 else ():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self, mesh=mesh)
-
-    def forward(self, x: Tensor, experts: str) -> Tensor:
-        return sum(self.layers[int(k)](x) for k in experts) * 1.0
-
-
-def chosen(rank: int) -> tuple[list[str], list[dict[str, Tensor]]]:
-    """What is refused of micro-batches that use other experts; then sums where all parameters are sent."""
-    refused, sums = [], []
-    for groups, micro_batches in (
-        (1, ["0", "1"]),  # as many elements, of another expert
-        (1, ["01"[rank]]),
-        (2, ["01", "0"]),  # a group has no part in the last
-        (1, ["0", "1", "01"[rank]]),
-    ):
-        model = Experts(groups)
-        reduction = ng.reduce_gradients_with(model, "reproducible", average=False)
-        for sends_all in (False, True) if groups == 1 else (False,):
-            model.set_reduce_scatter_unused_params(sends_all)
-            try:
-                for k, experts in enumerate(micro_batches):
-                    with reduction.micro_batch(is_last=k == len(micro_batches) - 1):
-                        model(torch.full((1, 4), 1.0 + rank), experts).sum().backward()
-                sums.append(found(model))
-            except RecipeError as error:
-                refused.append(str(error))
-    return refused, sums
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this PyTorch cannot send unused parameters"
-)
-def test_experts_that_take_turns_are_told_apart_or_refused(tmp_path: Path) -> None:
-    for refused, sums in run_ranks(chosen, 2, tmp_path):
-        assert len(refused) == 4 and all("in one micro-batch of this step and not in another" in r for r in refused)
-        for (first, second), gradients in zip([(3, 3), (1, 2), (4, 5)], sums, strict=True):
-            wanted = {"layers.0.weight": torch.full((4, 4), first), "layers.1.weight": torch.full((4, 4), second)}
-            close(gradients, wanted, 0.0)
-
-
-def two_losses(rank: int) -> str:
-    model = Experts(1)
-    reduction = ng.reduce_gradients_with(model, "reproducible")
-    with pytest.raises(RecipeError) as caught, reduction.micro_batch():
-        for _ in range(2):
-            model(torch.ones(1, 4), "01").sum().backward()
-    return str(caught.value)
-
-
-def test_a_micro_batch_is_one_addend(tmp_path: Path) -> None:
-    assert all("call backward() once" in message for message in run_ranks(two_losses, 2, tmp_path))
 
 
 # ── installing ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -17,19 +17,16 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.distributed import sharding
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.checksums import fingerprint_all
-from narrowgauge.numerics.update_metrics import HOST_SUMS, KERNEL_SUMS
-from narrowgauge.optim.audit import joined_over_ranks
-from narrowgauge.spec.notation import parse_table
+from narrowgauge.spec.notation import parse
 from ranks import run_ranks
 
 RECIPES: dict[str, Any] = {
@@ -53,7 +50,7 @@ def llama(tied: bool = True) -> nn.Module:
 
 def recipe_of(case: str) -> Any:
     found = RECIPES[case]
-    return parse_table(found) if isinstance(found, dict) else found
+    return parse(found) if isinstance(found, dict) else found
 
 
 def prepared(case: str, **options: Any) -> tuple[nn.Module, ng.AdamW]:
@@ -102,12 +99,7 @@ def shard_and_learn(rank: int) -> dict[str, Any]:
     }
     found["groups"] = {case: shapes(prepared(case, mesh=line)[0]) for case in RECIPES}
     found["unequal"] = learn(*unequal(rank, line))
-    found["frozen"] = learn(*frozen(line))
-    found["by the caller"] = {case: learn(*sharded_by_the_caller(case, line)) for case in ("word", "float32")}
     found["refusals"] = refusals(line)
-    found["fingerprints"] = fingerprints(line, hybrid)
-    found["by columns"] = fingerprint_by_columns(line)
-    found["audited"] = audited(rank, line)
     return found
 
 
@@ -133,23 +125,6 @@ def unequal(rank: int, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
     return ng.prepare(model, "float32/float32", lr=1e-2, max_grad_norm=1.0, compile=False, mesh=mesh)
 
 
-def frozen(mesh: Any = None) -> tuple[nn.Module, ng.AdamW]:
-    model = llama()
-    model.model.embed_tokens.requires_grad_(False)  # type: ignore[union-attr]
-    model.model.layers[0].self_attn.requires_grad_(False)  # type: ignore[union-attr, index]
-    return ng.prepare(model, "float32/float32", lr=1e-2, max_grad_norm=1.0, compile=False, mesh=mesh)
-
-
-def sharded_by_the_caller(case: str, mesh: Any) -> tuple[nn.Module, ng.AdamW]:
-    model = llama()
-    for layer in model.model.layers:  # type: ignore[union-attr]
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return ng.prepare(model, recipe_of(case), lr=1e-2, max_grad_norm=1.0, compile=False)
-
-
 def refusals(mesh: Any) -> dict[str, str]:
     sharded, unnamed = llama(), init_device_mesh("cpu", (1, dist.get_world_size()))
     fully_shard(sharded, mesh=mesh)
@@ -168,43 +143,6 @@ def refusals(mesh: Any) -> dict[str, str]:
             attempt()
         said[name] = str(error.value)
     return said
-
-
-def fingerprints(line: Any, hybrid: Any) -> list[str]:
-    """Of tensors cut evenly, unevenly and into nothing, over both meshes, and of a model that is whole."""
-    found = []
-    for mesh in (line, hybrid):
-        net = nn.Module()
-        for name, value in cut_tensors().items():
-            net.register_parameter(name, nn.Parameter(value))
-        fully_shard(net, mesh=mesh)
-        found.append(sharding.fingerprint_whole(dict(net.named_parameters())))
-    return found
-
-
-def fingerprint_by_columns(line: Any) -> str:
-    """As the matrices of tensor parallelism may be cut."""
-    matrices = {name: value for name, value in cut_tensors().items() if value.ndim > 1}
-    return sharding.fingerprint_whole({n: distribute_tensor(value, line, [Shard(1)]) for n, value in matrices.items()})
-
-
-def audited(rank: int, line: Any) -> dict[str, tuple[list[float], tuple[float, ...]]]:
-    """What an audit adds up where each rank noted ``rank + 1`` in every sum and count, and of ``lone`` the first alone."""
-    net = nn.Module()
-    for name, value in cut_tensors().items():
-        net.register_parameter(name, nn.Parameter(value))
-    fully_shard(net, mesh=line)
-    names = {parameter: name for name, parameter in net.named_parameters()}
-    mine = torch.full((len(KERNEL_SUMS),), rank + 1.0, dtype=torch.float64)
-    counts = (rank + 1.0,) * len(HOST_SUMS)
-    noted = [(parameter, mine, counts) for parameter, name in names.items() if rank == 0 or name != "lone"]
-    joined = joined_over_ranks(list(names))(noted)
-    return {names[parameter]: (sorted(set(sums.tolist())), counts) for parameter, sums, counts in joined}
-
-
-def cut_tensors() -> dict[str, Tensor]:
-    shapes = {"even": (8, 3), "uneven": (7, 2, 2), "lone": (1, 5), "vector": (9,)}
-    return {name: torch.randn(shape, generator=torch.Generator().manual_seed(1)) for name, shape in shapes.items()}
 
 
 # ── what is found ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -256,53 +194,11 @@ def test_ranks_begin_with_the_weights_of_the_first(found: list[Any], one_thread:
     assert all(result["unequal"] == learn(*prepared("float32")) for result in found)
 
 
-def test_frozen_parameters_are_sharded_and_stay(found: list[Any], one_thread: None) -> None:
-    assert all(result["frozen"] == learn(*frozen()) for result in found)
-
-
-@pytest.mark.parametrize("case", ["word", "float32"])
-def test_a_model_that_the_caller_sharded_is_honoured(case: str, found: list[Any], one_thread: None) -> None:
-    expected = learn(*prepared(case))
-    assert all(result["by the caller"][case] == expected for result in found)
-
-
 def test_what_cannot_be_is_refused_with_advice(found: list[Any]) -> None:
     said = found[0]["refusals"]
     assert "sharded already" in said["twice"] and "with mesh=" in said["mixed"]
     assert "mesh_dim_names" in said["unnamed"] and "full, none" in said["word"]
     assert "DistributedDataParallel" in said["wrapped"] and "divisor" in said["replicas"]
-
-
-def test_fingerprints_of_shards_are_those_of_the_whole(found: list[Any]) -> None:
-    expected = fingerprint_all(cut_tensors())
-    assert all(result["fingerprints"] == [expected, expected] for result in found)
-
-
-def test_fingerprints_of_tensors_cut_by_columns_are_those_of_the_whole(found: list[Any]) -> None:
-    expected = fingerprint_all({name: value for name, value in cut_tensors().items() if value.ndim > 1})
-    assert all(result["by columns"] == expected for result in found)
-
-
-def test_an_audit_adds_up_what_the_ranks_saw_of_each_tensor(found: list[Any]) -> None:
-    both, first = ([3.0], (3.0, 3.0)), ([1.0], (1.0, 1.0))
-    for result in found:
-        assert result["audited"] == {"even": both, "uneven": both, "lone": first, "vector": both}
-
-
-def test_layers_that_share_parameters_with_others_are_left_to_the_root() -> None:
-    model = llama()
-    first, second = model.model.layers  # type: ignore[union-attr, misc]
-    assert sharding.layers_of(model) == [first, second]
-    second.mlp.up_proj.weight = first.mlp.up_proj.weight
-    assert not sharding._owns_its_parameters(first, model)
-
-
-def test_layers_of_any_model_are_members_of_its_lists() -> None:
-    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=16, n_embd=8, n_layer=2, n_head=2))
-    assert sharding.layers_of(gpt2) == list(gpt2.transformer.h)
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), 3)
-    assert sharding.layers_of(encoder) == list(encoder.layers)
-    assert sharding.layers_of(nn.Sequential(nn.Linear(2, 2))) == []
 
 
 def delayed(rank: int, how: str) -> str:
@@ -326,7 +222,24 @@ def delayed(rank: int, how: str) -> str:
     return print_of(model, optimizer)
 
 
-@pytest.mark.parametrize("how", sharding.SHARDINGS)
-def test_delayed_scales_are_those_of_all_ranks(how: str, tmp_path: Path) -> None:
-    """In a loop of one's own too: the maximum over all micro-batches, whoever computed them."""
-    assert len({bits for size in (1, 3) for bits in run_ranks(delayed, size, tmp_path, how)}) == 1
+def on_a_part(rank: int) -> str:
+    """Train on ranks 0 and 1 of three, each with data of its own."""
+    mesh = DeviceMesh("cpu", [0, 1])
+    try:
+        model, optimizer = ng.prepare(
+            nn.Linear(32, 32), "float8-delayed/word", mesh=mesh, shard="none", max_grad_norm=1.0, compile=False
+        )
+    except RecipeError as error:
+        return str(error)
+    for _ in range(2):
+        with optimizer.reduction.micro_batch():
+            model(torch.full((2, 32), 1.0 + rank, dtype=torch.bfloat16)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return print_of(model, optimizer)
+
+
+def test_a_part_of_the_ranks_trains_and_the_others_are_refused(tmp_path: Path) -> None:
+    first, second, outside = run_ranks(on_a_part, 3, tmp_path)
+    assert first == second
+    assert "on rank 2 because the mesh has only ranks [0, 1]" in outside

@@ -148,8 +148,7 @@ def fixed_data(folder: Path, vocab_size: int = VOCABULARY) -> Dataset:
     """Tokens that a model can learn a little of: a walk over the vocabulary in small strides."""
     strides = np.random.default_rng(0).integers(0, 4, 8192)
     tokens = (np.cumsum(strides) % vocab_size).astype(np.uint16)
-    head = {"vocab_size": vocab_size, "end_of_text": 0, "notes": [], "request": {"held_out": 0.1}}
-    return Dataset(folder, tokens[:7168], tokens[7168:], head)
+    return Dataset(tokens[:7168], tokens[7168:], vocab_size)
 
 
 def _copied(model: nn.Module) -> dict[str, Tensor]:

@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 from torch import nn
 
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
-from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.accelerate import pass_states_on
 from ranks import run_ranks
 
-accelerate = pytest.importorskip(
-    "accelerate", reason="narrowgauge[huggingface] is not installed: ./dev test integrations installs it"
-)
+pytestmark = pytest.mark.frameworks
 
 STEPS = 6
 
@@ -105,98 +104,6 @@ def test_save_state_and_load_state_go_on_bit_for_bit(tmp_path: Path) -> None:
     again[0].load_state(tmp_path)
     losses += trained(run, *again, range(3, STEPS))
     assert_same(run, losses, again[1], again[2])
-    report = ng.convert(tmp_path, "bfloat16/exact", tmp_path / "converted")
-    assert report.origin == "narrowgauge" and report.step == 3
-
-
-def test_gradients_accumulate_to_those_of_the_trainer() -> None:
-    run = reference("float32/float32", STEPS, gradient_accumulation_steps=2)
-    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model, optimizer = prepared(run, accelerator, "before")
-    scheduler = accelerator.prepare(schedule(run, optimizer))
-    losses = []
-    for tokens in run.batches:
-        total = torch.zeros(())
-        for part in run.micro_batches(tokens):
-            with accelerator.accumulate(model):
-                loss = run.loss(model, part)
-                accelerator.backward(loss * 2)  # Accelerate halves it
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-                total += loss.detach()
-        losses.append(total.item())
-    assert losses == pytest.approx(run.losses, rel=1e-6)
-    assert all(torch.allclose(value, run.state[name], atol=1e-6) for name, value in model.state_dict().items())
-    assert optimizer.optimizer.num_steps(next(model.parameters())) == STEPS
-
-
-def test_clipping_by_accelerate_alone_or_by_the_optimizer_alone() -> None:
-    run = reference("float32/float32", STEPS)
-    norm = 0.5 * min(run.grad_norms)
-
-    def weights(ours: float | None, theirs: float | None) -> tuple[list[torch.Tensor], float]:
-        forget()
-        accelerator = accelerate.Accelerator(cpu=True)
-        model, optimizer = prepared(run, accelerator, "before", max_grad_norm=ours)
-        accelerator.backward(run.loss(model, run.batches[0]))
-        found = accelerator.clip_grad_norm_(model.parameters(), theirs) if theirs else None
-        optimizer.step()
-        measured = optimizer.optimizer.grad_norm if found is None else found
-        return [p.detach().clone() for p in model.parameters()], float(measured)
-
-    (by_us, ours), (by_them, theirs) = weights(norm, None), weights(None, norm)
-    assert ours == pytest.approx(theirs, rel=1e-6) and ours > norm
-    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(by_us, by_them, strict=True))
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-def test_the_schedule_stands_on_a_step_that_accelerates_scaler_skips(scaled: bool) -> None:
-    run = reference("bfloat16/word", STEPS)
-    accelerator = accelerate.Accelerator(cpu=True)
-    # As mixed_precision="fp16" makes on CUDA.
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0) if scaled else None
-    model, optimizer = prepared(run, accelerator, "before")
-    scheduler = accelerator.prepare(schedule(run, optimizer))
-    before = scheduler.get_last_lr()
-    weights = [p.detach().clone() for p in model.parameters()]
-    accelerator.backward(run.loss(model, run.batches[0]) * float("inf"))
-    optimizer.step()
-    scheduler.step()
-    assert all(torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True))
-    assert optimizer.step_was_skipped is scaled and (scheduler.get_last_lr() == before) is scaled
-    assert optimizer.optimizer.num_skipped == (0 if scaled else 1)  # told by whom it was skipped
-    assert not scaled or accelerator.scaler.get_scale() == 4.0
-
-
-def test_a_loss_is_scaled_by_one_of_two_scalers_or_the_step_is_refused() -> None:
-    run = reference("bfloat16/word", STEPS)
-    accelerator = accelerate.Accelerator(cpu=True)
-
-    def gradient_norm(scaler: Any, ours: bool = False) -> float:
-        accelerator.scaler = scaler
-        model, optimizer = accelerator.prepare(*ng.prepare(run.model(), "float16/master"))
-        loss = run.loss(model, run.batches[0])
-        accelerator.backward(optimizer.optimizer.loss_scaler.scale(loss) if ours else loss)
-        optimizer.step()
-        assert optimizer.optimizer.num_skipped == 0
-        return float(optimizer.optimizer.grad_norm)
-
-    by_us, by_them = gradient_norm(None, ours=True), gradient_norm(torch.amp.GradScaler("cpu", init_scale=2.0**14))
-    assert by_us == pytest.approx(by_them, rel=1e-3) == pytest.approx(run.grad_norms[0], rel=1e-2)
-    with pytest.raises(RecipeError, match=r"a step was requested whose loss was not scaled"):
-        gradient_norm(None)
-
-
-def test_what_accelerate_hands_back_is_the_model_that_was_given(tmp_path: Path) -> None:
-    run = reference("bfloat16/word", STEPS)
-    accelerator = accelerate.Accelerator(cpu=True)
-    given, inner = ng.prepare(run.model(), run.recipe)
-    model, optimizer = accelerator.prepare(given, inner)
-    assert accelerator.unwrap_model(model) is given and optimizer.optimizer is inner
-    state = accelerator.get_state_dict(model)
-    assert state.keys() == given.state_dict().keys() and all(v.dtype is torch.bfloat16 for v in state.values())
-    assert accelerator.free_memory(model, optimizer) == [None, None] and not accelerator._optimizers
 
 
 # ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,6 +128,7 @@ def of_two(rank: int, kind: str, recipe: str, folder: str) -> tuple[list[float],
     narrow, optimizer = ng.prepare(model, recipe, lr=1e-2)
     linears = ng.matmul.linears_of(narrow)
     model, optimizer = accelerator.prepare(narrow, optimizer)
+    pass_states_on(optimizer)
     draw = torch.Generator().manual_seed(1 + rank)
     batches = [(torch.randn(8, 32, generator=draw).bfloat16(), torch.randn(8, 32, generator=draw)) for _ in range(4)]
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.frameworks
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -20,9 +22,6 @@ def lines_of(name: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
 def test_accelerate_loop_learns_and_resumes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(
-        "accelerate", reason="narrowgauge[huggingface] is not installed: ./dev test integrations installs it"
-    )
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     first, last, resumed = lines_of("accelerate_loop", capsys)
@@ -31,7 +30,6 @@ def test_accelerate_loop_learns_and_resumes(
 
 
 def test_peft_adapters_learn_over_every_base_and_merge(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("peft", reason="narrowgauge[huggingface] is not installed: ./dev test integrations installs it")
     *bases, merged = lines_of("peft_adapters", capsys)
     found = [line.split() for line in bases]
     assert [words[0] for words in found] == ["bfloat16", "int8-outlier-codes", "nvfp4"]

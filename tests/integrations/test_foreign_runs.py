@@ -11,13 +11,15 @@ import torch
 
 import narrowgauge as ng
 
+pytestmark = pytest.mark.frameworks
+
 ROWS = torch.linspace(-1, 1, 48).view(12, 4)
 
 
 @pytest.fixture(scope="module")
 def lightning_logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with ``csv/version_0`` and ``events/version_0`` of one run of 12 steps, and the losses that it saw."""
-    lightning: Any = pytest.importorskip("lightning", reason="narrowgauge[lightning] is not installed")
+    import lightning
     from lightning.pytorch.callbacks import LearningRateMonitor
     from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
@@ -66,8 +68,7 @@ def test_lightnings_loggers_give_every_step_its_loss(kind: str, lightning_logs: 
 
 
 def test_hugging_faces_trainer_state_is_a_run_that_knows_whether_it_ended(tmp_path: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    pytest.importorskip("accelerate", reason="narrowgauge[huggingface] is not installed")
+    import transformers
 
     class Net(torch.nn.Module):
         def __init__(self) -> None:

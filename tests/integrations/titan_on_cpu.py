@@ -74,7 +74,6 @@ _tools.device_type, _tools.device_module = "cpu", _Cpu("cpu")
 
 from torchtitan import trainer as torchtitan_trainer  # noqa: E402
 from torchtitan.components.dataloader import BaseDataLoader  # noqa: E402
-from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig  # noqa: E402
 from torchtitan.components.tokenizer import BaseTokenizer  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel_ce_loss  # noqa: E402
@@ -177,20 +176,6 @@ def configured(folder: Path, optimizer: Any = None, ranks: int = 1) -> Trainer.C
     if optimizer is not None:
         config.optimizer = optimizer
     return config
-
-
-def in_groups() -> OptimizersContainer.Config:
-    """torchtitan's AdamW with a higher rate for the embedding, and no decay of norms; vectors elsewhere are decayed."""
-
-    def group(pattern: str, **given: Any) -> ParamGroupConfig:
-        return ParamGroupConfig(pattern=pattern, optimizer_name="AdamW", optimizer_kwargs=given)
-
-    rows = [
-        group("tok_emb", lr=1e-2),
-        group("_norm", lr=1e-3, weight_decay=0.0),
-        group(".*", lr=1e-3, weight_decay=2.0),
-    ]
-    return OptimizersContainer.Config(param_groups=rows)
 
 
 @dataclass(frozen=True)

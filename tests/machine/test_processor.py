@@ -6,15 +6,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from narrowgauge.machine import processor
-from narrowgauge.machine.processor import instruction_sets, multiplies, pretending
+from narrowgauge import machine
+from narrowgauge.errors import ChipError
+from narrowgauge.machine import instruction_sets, multiplies, pretending
 
-QUESTION = "from narrowgauge.machine.processor import multiplies; print([multiplies(f) for f in ('float32', 'bfloat16', 'int8')])"
-UNLIMITED = {k: v for k, v in os.environ.items() if k not in (processor.OVERRIDE, *processor._LIMITS)}
+QUESTION = "from narrowgauge.machine import multiplies; print([multiplies(f) for f in ('float32', 'bfloat16', 'int8')])"
+UNLIMITED = {k: v for k, v in os.environ.items() if k not in (machine.OVERRIDE, *machine._LIMITS)}
 
 
 def answers(**variables: str) -> list[bool]:
@@ -38,10 +40,9 @@ def answers(**variables: str) -> list[bool]:
     ],
 )
 def test_named_sets_decide(sets: str, bfloat16: bool, int8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(processor.OVERRIDE, sets)
-    assert processor._multiplied_by(processor._usable_sets()) >= {"float32"}
-    assert ("bfloat16" in processor._multiplied_by(processor._usable_sets())) is bfloat16
-    assert ("int8" in processor._multiplied_by(processor._usable_sets())) is int8
+    monkeypatch.setenv(machine.OVERRIDE, sets)
+    with pretending(*machine.usable_sets()):
+        assert [multiplies(name) for name in ("float32", "bfloat16", "int8")] == [True, bfloat16, int8]
 
 
 def test_variables_are_heard_by_a_process() -> None:
@@ -65,7 +66,7 @@ def test_variables_are_heard_by_a_process() -> None:
 )
 def test_a_limit_of_onednn_forbids_what_lies_above(level: str, left: set[str]) -> None:
     x86 = {"avx_vnni", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8"}
-    assert x86 - processor._forbidden(level) == left
+    assert x86 - machine.forbidden_by(level) == left
 
 
 def test_what_pytorch_finds_is_found() -> None:
@@ -74,13 +75,14 @@ def test_what_pytorch_finds_is_found() -> None:
         assert torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo")
 def test_flags_of_x86_and_arm(tmp_path: Path) -> None:
     x86, arm = tmp_path / "x86", tmp_path / "arm"
     x86.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma\n\nprocessor\t: 1\nflags\t: avx512f\n")
     arm.write_text("processor\t: 0\nBogoMIPS\t: 50\nFeatures\t: fp asimd bf16 i8mm\n")
-    assert processor._of_linux(x86) == {"fpu", "avx2", "fma"}
-    assert processor._of_linux(arm) == {"fp", "asimd", "bf16", "i8mm"}
-    assert processor._of_linux(tmp_path / "none") == frozenset()
+    assert instruction_sets(x86) == {"fpu", "avx2", "fma"}
+    assert instruction_sets(arm) == {"fp", "asimd", "bf16", "i8mm"}
+    assert instruction_sets(tmp_path / "none") == frozenset()
 
 
 def test_pretending_ends() -> None:
@@ -91,3 +93,9 @@ def test_pretending_ends() -> None:
             assert multiplies("bfloat16")
         assert not multiplies("bfloat16")
     assert multiplies("bfloat16") is before
+
+
+def test_the_gpu_of_a_mac_is_refused() -> None:
+    with pytest.raises(ChipError, match="has no float64"):
+        machine.require_float64([None, torch.zeros(1), SimpleNamespace(device=torch.device("mps"))])
+    machine.require_float64([torch.zeros(1), None])

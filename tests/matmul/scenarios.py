@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 import tensors
-from narrowgauge.matmul import operand
 from narrowgauge.matmul.gemm import EmulationNotice, is_native
 from narrowgauge.matmul.layer_matmuls import without_outliers
 from narrowgauge.matmul.linear import Linear
+from narrowgauge.matmul.operand import Keys
+from narrowgauge.matmul.operand import key_of as operand_key
 from narrowgauge.matmul.swapping import NarrowLayers, swap_linears
 from narrowgauge.numerics.quantization import Quantized, padded, quantize, random_words
-from narrowgauge.numerics.rounding import random_bits
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, PLACES, Cast, Compute
 from narrowgauge.spec.notation import get_compute
@@ -27,9 +27,12 @@ from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
 SMOOTH = [computes.named(name) for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
-NARROW = [row for row in ROWS if not row.is_wide]
 STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
 DELAYED = [row for row in ROWS if row.is_delayed]
+EIGHT = [COMPUTES[name] for name in (
+    "bfloat16", "float8-row", "float8-delayed-e5m2", "float8-block", "int8-row", "mxfp8", "nvfp4", "scalify"
+)]  # fmt: skip
+"""Computes that stand for all in what does not depend on the arithmetic: each granularity, random bits and delayed scales."""
 CPU = torch.device("cpu")
 KEY = torch.tensor(1234567, dtype=torch.int32)
 # The dimension that each matmul contracts of what a layer has: x and w, dy and w, dy and x.
@@ -112,7 +115,7 @@ def quantized(x: Tensor, cast: Cast, dim: int, *, key: Tensor = KEY, fold: Tenso
 def key_of(layer: Linear, place: str) -> Tensor:
     """What is particular to the seed, the step, the layer and the cast of its gradient for a matmul."""
     random_key = 2 + DIMS[place][0]
-    return random_bits(layer.state[operand.LAYER] + random_key * 0x3C6EF372, layer.state[operand.STEP_SEED])
+    return operand_key(layer.keys() or Keys(layer.clock.words(CPU), layer.key), random_key)
 
 
 def operands(layer: Linear, x: Tensor, grad: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.operand import STEP_SEED, drawn_signs, random_words
+from narrowgauge.matmul.operand import drawn_signs, random_words
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.quantization import padded, quantize
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import COMPUTES, SLOTS
+from narrowgauge.spec.computes import SLOTS
 from tensors import gaussian
 
 FORMS = [name for name in computes.names() if name.startswith(("nvfp4+", "mxfp4+"))]
@@ -29,7 +29,7 @@ def passed(name: str, step: int = 0, layers: int = 1) -> tuple[Linear, list[Tens
             each.weight.copy_(gaussian(OUT, IN, seed=1))  # type: ignore[operator]
     layer = next(iter(swap_linears(model, name).layers.values()))
     assert isinstance(layer, Linear)
-    layer.set_step(step, 0)
+    layer.clock.set(step=step)
     x = gaussian(TOKENS, IN).bfloat16().requires_grad_()
     y = layer(x)
     y.backward(gaussian(TOKENS, OUT, seed=2).bfloat16())
@@ -67,8 +67,9 @@ def test_each_product_is_that_of_its_casts(name: str) -> None:
             slot = SLOTS[f"{matmul}.{side}"]
             x, dim = tensors[slot.tensor], slot.dim
             length = 0 if slot.tensor == "weight" else TOKENS
-            words = random_words(cast, x, dim, layer.state, slot.random_key, length)
-            signs = drawn_signs(cast, x.shape[dim], dim, layer.state, matmul)
+            keys = layer.keys()
+            words = None if keys is None else random_words(cast, x, dim, keys, slot.random_key, length)
+            signs = drawn_signs(cast, x.shape[dim], dim, layer.keys(), matmul)
             assert (signs is not None) == (cast.rotation == "hadamard-drawn")
             whole = padded(x.float() if signs is None else x.float() * signs, cast, dim)
             made = quantize(whole, cast, dim, words=words).values().double()
@@ -91,27 +92,3 @@ def test_the_gradients_of_eden_come_right_on_average_and_each_is_nearer_than_a_s
     for place in (0, 1):
         assert one["nvfp4+eden"][place] < 0.85 * one["nvfp4"][place] < 0.25
         assert mean["nvfp4+eden"][place] < 0.3 * mean["nvfp4"][place]
-
-
-def test_signs_belong_to_the_step_and_the_matmul_and_not_to_the_layer() -> None:
-    cast = computes.named("nvfp4+eden").grad_weight.left
-    layer, _ = passed("nvfp4+eden")
-    one = drawn_signs(cast, 64, 0, layer.state, "grad_weight")
-    assert one is not None
-    layer.state[STEP_SEED + 3] += 1  # the layer's own key
-    again = drawn_signs(cast, 64, 1, layer.state, "grad_weight")
-    assert again is not None and again.equal(one.t())
-    other = drawn_signs(cast, 64, 0, layer.state, "grad_input")
-    layer.set_step(1, 0)
-    later = drawn_signs(cast, 64, 0, layer.state, "grad_weight")
-    assert other is not None and later is not None and not other.equal(one) and not later.equal(one)
-    assert drawn_signs(COMPUTES["nvfp4"].grad_weight.left, 64, 0, layer.state, "grad_weight") is None
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_a_step_gives_the_same_bits_again_and_another_step_others(name: str) -> None:
-    first, again, later = (passed(name, step)[1] for step in (5, 5, 6))
-    assert all(map(torch.equal, first, again)) and first[0].equal(later[0])
-    assert not first[1].equal(later[1])
-    # The weight gradient of the deterministic form draws nothing.
-    assert first[2].equal(later[2]) == (name == "mxfp4+deterministic")

@@ -5,12 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from matmul.scenarios import CPU, exact, gaussian, make_layer, passed, quantized
-from narrowgauge.matmul.gemm import is_native
-from narrowgauge.matmul.layer_matmuls import multiply_outliers, outlier_columns, without_outliers
-from narrowgauge.matmul.swapping import swap_linears
+from matmul.scenarios import exact, gaussian, make_layer, passed, quantized
+from narrowgauge.matmul.layer_matmuls import outlier_columns, without_outliers
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.trainer.replays.emulated_passes import Casts
 from oracles.linear import ROUNDING, Product, product
 
 ROW, CODES = COMPUTES["int8-outlier"], COMPUTES["int8-outlier-codes"]
@@ -31,22 +28,6 @@ def test_a_column_with_one_magnitude_at_the_threshold_is_an_outlier() -> None:
     x[0, 1], x[3, 2], x[1, 3], x[2, 4], x[2, 5] = 6.0, -6.0, 5.99, torch.nan, torch.inf
     assert outlier_columns(x, 6.0).tolist() == [False, True, True, False, True, True]
     assert outlier_columns(torch.zeros(0, 3), 6.0).tolist() == [False] * 3
-
-
-def test_the_threshold_is_not_rounded_to_the_format_of_the_input() -> None:
-    """4.1 lies between 4.09375 and 4.125 of bfloat16; PyTorch would compare with the first."""
-    x = torch.tensor([[4.09375, 4.125]], dtype=torch.bfloat16)
-    assert outlier_columns(x, 4.1).tolist() == [False, True]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_without_them_the_rest_is_as_it_was(dtype: torch.dtype) -> None:
-    x = with_outliers().to(dtype)
-    rest = without_outliers(x, THRESHOLD)
-    kept = [c for c in range(65) if c not in (3, 40)]
-    assert rest.dtype == dtype and not rest[:, [3, 40]].any()
-    assert torch.equal(rest[:, kept], x[:, kept])
-    assert without_outliers(torch.full((2, 1), torch.inf), THRESHOLD).tolist() == [[0.0], [0.0]]
 
 
 @pytest.mark.parametrize("columns", [(), (3,), (3, 40), tuple(range(65))], ids=len)
@@ -77,32 +58,6 @@ def test_without_outliers_the_output_is_int8_row_s_bit_for_bit(row: Compute) -> 
     x = gaussian(33, 65).clamp(-5, 5)
     one, other = make_layer(row)[0], make_layer("int8-row")[0]
     assert torch.equal(one(x), other(x))
-
-
-def test_the_forms_differ_by_the_rounding_of_the_weights_that_outliers_meet() -> None:
-    """In float32, where nothing else is rounded: the error of the weights' codes, a hundred times as large as the rest."""
-    x = with_outliers().float()
-    kept, codes = (make_layer(row, bias=False, dtype=torch.float32)[0] for row in (ROW, CODES))
-    weight = kept.weight.detach()
-    rounding = exact(quantized(weight, CODES.output.right, 1)) - weight.double()
-    outliers = [3, 40]
-    expected = x[:, outliers].double() @ rounding[:, outliers].t()
-    found = (codes(x).double() - kept(x).double()).detach()
-    assert (found - expected).norm() < 1e-4 * expected.norm()
-    whole = product(x, weight).value
-    error = {
-        name: (layer(x).detach().double() - whole).norm().item() for name, layer in (("kept", kept), ("codes", codes))
-    }
-    assert 3 * error["kept"] < error["codes"]
-
-
-@both
-def test_another_threshold_is_another_set_of_columns(row: Compute) -> None:
-    x, layers = with_outliers((3,)), [make_layer(f"{row.name}+threshold={t}")[0] for t in (2, 1000)]
-    few, none = (layer(x) for layer in layers)
-    assert torch.equal(none, make_layer("int8-row")[0](x))
-    columns = outlier_columns(x, 2.0).nonzero().view(-1).tolist()
-    assert 1 < len(columns) <= 65 and not torch.equal(few, make_layer(row)[0](x))
 
 
 def test_outliers_no_longer_cost_the_others_their_codes() -> None:
@@ -138,22 +93,3 @@ def test_what_is_not_finite_stays_in_its_token_and_is_not_lost(bad: float) -> No
     assert after[others].isfinite().all()
     # The column now multiplies in 16 bits for all: nearer to the truth, not the same bits.
     assert not torch.equal(after[others], before[others])
-
-
-@pytest.mark.usefixtures("native_formats")
-def test_float32_streams_keep_float32_outliers() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3, bias=False))
-    swap_linears(model, ROW, keep=())
-    x = torch.tensor([[1000.1, 0.5, 0.25, 0.125]])
-    weight = model[0].weight.detach()
-    exactly = multiply_outliers(torch.zeros(1, 3), x, weight, THRESHOLD)
-    assert torch.equal(exactly, x[:, :1] @ weight[:, :1].t())
-    assert is_native(ROW.output, CPU)
-
-
-@both
-def test_a_replay_in_float32_multiplies_outliers_by_what_the_layer_does(row: Compute) -> None:
-    layer, x = make_layer(row, bias=False, dtype=torch.float32)[0], with_outliers().float()
-    found = Casts(layer, (), 1).product("output", x, layer.weight.detach())
-    expected = layer(x).detach()
-    assert (found - expected).norm() < 1e-6 * expected.norm()

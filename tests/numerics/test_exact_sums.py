@@ -80,7 +80,7 @@ def test_sums_of_as_many_as_there_may_be_do_not_overflow() -> None:
         rows = torch.full((MOST_ADDENDS, 1), value)
         sums.add_(rows)
         assert sums.total().item() == float(torch.tensor(float(Fraction(value) * MOST_ADDENDS)))
-        with pytest.raises(FormatError, match="4097 addends, and hold 4096"):
+        with pytest.raises(FormatError, match="4097 addends exactly: 4096 fit"):
             sums.add_(rows[:1])
         sums.clear_()
         sums.add_(rows[:1])
@@ -100,7 +100,7 @@ def test_no_order_no_grouping_and_no_chunk_changes_a_bit(monkeypatch: pytest.Mon
     assert len(in_float32) > 1  # the test can fail
     rng = random.Random(1)
     for chunk in (1, 7, 64, 1 << 15):
-        monkeypatch.setattr("narrowgauge.numerics.summation.CHUNK", chunk)
+        monkeypatch.setattr("narrowgauge.numerics.chunks.CHUNK", chunk)
         order = rng.sample(range(24), 24)
         sums = ExactSums(301)
         for start in range(0, 24, 5):
@@ -145,11 +145,3 @@ def test_the_total_is_divided_in_float32_and_rounded_to_the_output() -> None:
     rows = torch.tensor([[1.0], [2.0**-8]])
     assert sum_rows(rows, torch.empty(1), divisor=3).item() == (torch.tensor(1 + 2.0**-8) / 3).item()
     assert sum_rows(rows, torch.empty(1, dtype=torch.bfloat16)).item() == 1.0  # a tie, to even
-
-
-def test_other_dtypes_and_lengths_are_refused() -> None:
-    with pytest.raises(FormatError, match="were given"):
-        ExactSums(2).add_(torch.zeros(2, dtype=torch.float64))
-    with pytest.raises(FormatError, match="of 2 elements were given"):
-        ExactSums(2).add_(torch.zeros(3))
-    assert sum_rows(torch.zeros(2, 0), torch.empty(0)).numel() == 0

@@ -5,7 +5,6 @@ Each law is shown over all that can be drawn or over all blocks of a kind, again
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import ml_dtypes
@@ -15,21 +14,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from covering import whole
-from narrowgauge._torch.inductor import compile_any_shape
-from narrowgauge.errors import FormatError
 from narrowgauge.numerics.quantization import (
     ROTATION_SIZE,
-    blocked,
     quantize,
     quantize_blocks,
     random_signs,
     random_words,
     rotate,
-    sides_of,
 )
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import COMPUTES, Cast
+from narrowgauge.spec.computes import Cast
 from tensors import gaussian
 
 Doubles = NDArray[np.float64]
@@ -97,20 +91,6 @@ def test_the_better_of_two_powers_of_two_has_the_smaller_error_in_every_small_bl
     )
 
 
-@pytest.mark.parametrize("cast", [FOUR_OVER_SIX, TWO_SCALES], ids=str)
-def test_magnitudes_do_not_change_which_scale_is_better(cast: Cast) -> None:
-    """Errors are compared in units in which their squares neither overflow nor vanish."""
-    x = gaussian(32, 64)
-    usual = quantize(x, cast)
-    for power in (-90, -40, 40, 120):
-        found = quantize(x * 2.0**power, cast)
-        assert found.codes.equal(usual.codes)
-    assert quantize(torch.zeros(4, 64), cast).values().count_nonzero() == 0
-    bad = x.clone()
-    bad[3, 5] = math.nan
-    assert quantize(bad, cast).values()[3, :16].isnan().all()
-
-
 # ── scales that undo shrinkage ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -136,53 +116,6 @@ def test_eden_is_as_long_as_its_block_on_average_and_rounding_to_nearest_is_not(
     assert -0.015 < np.mean(shrinkage) < -0.002
 
 
-def test_eden_draws_one_of_two_neighbouring_scales_and_rounds_values_to_nearest() -> None:
-    block = gaussian(16, seed=3)
-    drawn = every_draw(block, EDEN)
-    kinds = drawn.unique(dim=0)
-    assert len(kinds) == 2
-    first, second = (kinds / kinds.abs().max(1, keepdim=True).values).unbind()
-    assert torch.allclose(first, second, atol=1e-12) and len(every_draw(block, NVFP4).unique(dim=0)) == 1
-
-
-def every_sign() -> Tensor:
-    """All 65,536 choices of 16 signs."""
-    return (torch.arange(1 << 16)[:, None] >> torch.arange(16) & 1) * 2.0 - 1
-
-
-VECTORS = {
-    "normal": gaussian(16, seed=0),
-    "one outlier": torch.cat([torch.tensor([8.0]), gaussian(15, seed=1)]),
-    "falling by halves": 2.0 ** -torch.arange(16.0),
-    "a ramp": torch.arange(1.0, 17.0),
-}
-
-
-@pytest.mark.parametrize("name", VECTORS)
-def test_over_all_signs_eden_is_off_by_what_a_rotation_of_16_leaves_and_shrinks_nothing(name: str) -> None:
-    """The exact mean over the signs of its rotation, and over the scale by its expectation.
-
-    EDEN is unbiased over all rotations. Hadamard's with random signs are fewer: what is left lies across the vector, is below
-    1.5 % of it here, and none of it along.
-    """
-    x, signs = VECTORS[name], every_sign()
-    turned = rotate(signs * x, 1, "hadamard-plain")
-    back = rotate(torch.eye(16), 1, "hadamard-plain").double()
-    amax = torch.full((1, 1), float(x.norm()))
-    words = random_words(1 << 16, 16, KEY)
-    found = quantize(turned, EDEN, words=words, amax=amax)
-    along = (turned.double() * found.codes.double()).sum(1, keepdim=True)
-    lengths = turned.double().square().sum(1, keepdim=True)
-    # The scale's mean is what makes each projection as long as the vector.
-    values = found.codes.double() * lengths / along
-    mean = ((values @ back.t()) * signs).mean(0)
-    off = mean - x.double()
-    assert abs(off @ x.double()) < 1e-6 * lengths[0] and off.norm() < 0.015 * x.norm()
-    # What is drawn has that mean, but for the luck of one draw for each choice of signs.
-    drawn = ((found.values().double() @ back.t()) * signs).mean(0)
-    assert (drawn - mean).norm() < 1e-3 * x.norm()
-
-
 # ── rotations ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -204,47 +137,7 @@ def test_every_rotation_is_orthogonal_and_leaves_products_as_they_are(rotation: 
     assert (one @ two.t() if dim == 1 else one.t() @ two).equal(a @ b.t())
 
 
-def test_drawn_signs_repeat_every_16_places_and_another_key_draws_others() -> None:
-    signs = random_signs(48, 1, KEY)
-    assert signs.shape == (1, 48) and signs.abs().eq(1).all() and random_signs(40, 0, KEY).equal(signs[:, :40].t())
-    assert signs[:, :16].equal(signs[:, 16:32]) and signs[:, :16].equal(signs[:, 32:])
-    keys = torch.arange(400, dtype=torch.int32) * 7919
-    drawn = torch.cat([random_signs(16, 1, key) for key in keys])
-    # Each place is as often + as -, and no two places go together: 400 draws, 5 standard deviations of a mean.
-    assert drawn.mean(0).abs().max() < 5 / 20 and len(drawn.unique(dim=0)) > 390
-    together = drawn.t() @ drawn / 400 - torch.eye(16)
-    assert together.abs().max() < 5 / 20
-
-
 # ── compiled, and what is refused ───────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("dim", [1, pytest.param(0, marks=whole)])
-def test_compiled_casts_give_the_same_bits(dim: int) -> None:
-    """All in one function, with rows of wild ranges and values that are not finite."""
-    casts = (FOUR_OVER_SIX, TWO_SCALES, EDEN)
-
-    def cast_blocks(*given: Tensor) -> list[Tensor | None]:
-        return [
-            part
-            for place, cast in enumerate(casts)
-            for part in quantize_blocks(given[3 * place], cast, (given[3 * place + 1], given[3 * place + 2]))
-        ]
-
-    x = gaussian(384, 640) * torch.exp2(torch.arange(384) % 61 - 30.0)[:, None]
-    given, words = list[Tensor](), random_words(384, 640, KEY)
-    for cast in casts:
-        high, wide = sides_of(cast, dim)
-        source = x.clone()
-        source[2], source[-1, -1] = 0.0, math.inf if cast.scale == "float8_e8m0fnu" else 1e6
-        given += [blocked(source, (high, wide)), blocked(words[0], (high, 1)), blocked(words[1], (1, wide))]
-    torch._dynamo.reset()
-    compiled = compile_any_shape(cast_blocks, "cast_for_a_test")
-    for one, other in zip(compiled(*given), cast_blocks(*given), strict=True):
-        if one is None or other is None:
-            assert one is other
-        else:
-            assert ((one == other) | (one.isnan() & other.isnan())).all()
 
 
 @pytest.mark.parametrize("cast", CASTS, ids=str)
@@ -257,14 +150,3 @@ def test_a_code_times_the_scale_of_its_block_is_a_bfloat16(cast: Cast) -> None:
         assert values.bfloat16().float().equal(values) and values.count_nonzero() > 0
         if found.inner is not None and cast.scale == "float8_e4m3fn":
             assert found.inner.to(torch.float8_e4m3fn).float().equal(found.inner)
-
-
-def test_what_is_refused() -> None:
-    x, words = gaussian(16, 32), random_words(16, 32, KEY)
-    with pytest.raises(FormatError, match="the smaller of two random errors is biased"):
-        quantize(x, replace(FOUR_OVER_SIX, rounding="stochastic"), words=words)
-    with pytest.raises(FormatError, match="'eden' corrects e4m3 scales of blocks"):
-        quantize(x, replace(MXFP4, rounding="eden"), words=words)
-    with pytest.raises(FormatError, match="without random words"):
-        quantize(x, EDEN)
-    assert COMPUTES["nvfp4"].output.left == NVFP4 and COMPUTES["mxfp4"].output.left == MXFP4

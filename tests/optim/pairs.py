@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import narrowgauge as ng
-from covering import covering
 from narrowgauge.spec.storages import STORAGES
-from optim.scenarios import kind_of_code
 from script_modules import script_module
 from tensors import parameters_of
 
@@ -107,15 +105,16 @@ MOST_PAIRS = [pair for pair in PAIRS if pair not in COSTLY]
 SOME_PAIRS = [pair for pair in PAIRS if pair[1] in ("word", "compact") or pair[0] == "adamw"]
 
 
-def kind_of_rule(rule: str) -> str:
-    """Rules of one kind keep the same states, which meet the codes; they differ in their formulas."""
-    kinds = {"adam": "adamw", "nesterov": "sgd", "lion": "sgd", "galore full": "galore", "gradnorm_lorp": "galore"}
-    return kinds.get(rule, rule)
-
-
 def over(pairs: Sequence[tuple[str, str]]) -> pytest.MarkDecorator:
-    """Every kind of rule with every kind of code, every rule and every storage; `./dev test --all`: all of the pairs."""
-    return covering(("rule", "storage"), pairs, kinds=(kind_of_rule, kind_of_code))
+    """Parametrize over every storage, each with the rule that was used least, and over every rule."""
+    used = dict.fromkeys((rule for rule, _ in pairs), 0)
+    chosen = []
+    for storage in dict.fromkeys(storage for _, storage in pairs):
+        rule = min((rule for rule, other in pairs if other == storage), key=used.__getitem__)
+        used[rule] += 1
+        chosen.append((rule, storage))
+    chosen += [next(pair for pair in pairs if pair[0] == rule) for rule, times in used.items() if not times]
+    return pytest.mark.parametrize(("rule", "storage"), chosen)
 
 
 EVERY, MOST, SOME = over(PAIRS), over(MOST_PAIRS), over(SOME_PAIRS)

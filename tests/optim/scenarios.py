@@ -9,7 +9,7 @@ from torch import Tensor
 
 import expectations
 import narrowgauge as ng
-from narrowgauge.optim import codec
+from narrowgauge.optim import layout
 from narrowgauge.optim.rules.elementwise import Rule
 from narrowgauge.spec.storages import STORAGES, Storage, find, for_vectors
 
@@ -22,14 +22,13 @@ CUT = {name: row for name, row in STORAGES.items() if row.arithmetic != "float64
 def kind(storage: Storage) -> tuple[object, ...]:
     """What decides by which lines of the library a storage is stepped."""
     stands = ("master",) if storage.master else ("tail",) if storage.tail_bits else storage.beside
-    how = codec.num_lanes(storage), codec.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
+    how = layout.num_lanes(storage), layout.by_rows(storage), "weight" in storage.scaled, storage.is_stochastic
     return storage.visible, storage.arithmetic, stands, *how
 
 
-def kind_of_code(name: str) -> tuple[object, ...]:
-    """What an update rule meets of a storage: its arithmetic, what stands beside the weight, scales, rounding."""
-    _, arithmetic, stands, _, *how = kind(row_of(name))
-    return arithmetic, stands, *how
+def shifts(storage: Storage) -> dict[str, int]:
+    """Return the lowest bit of every field in an element of its plane."""
+    return {name: shift for plane in layout.planes(storage) for name, shift, _ in plane.fields}
 
 
 def row_of(storage: str | Storage) -> Storage:
@@ -51,14 +50,6 @@ def storage_error(storage: str | Storage, role: str, dims: int = 2) -> float:
     # A stochastic code goes either way, and arithmetic in parts rounds each of its two or three operations.
     kept *= 2.0 if code.rounding == "stochastic" else 1.0
     return kept + (2.5 * 2.0 ** -(row.weight.mantissa_bits + 1) if row.arithmetic == "expansion" else 2.0**-22)
-
-
-def finest(storage: str | Storage, role: str) -> float:
-    """Half a step of the smallest numbers of a code that shares no scale, whose last part stops there."""
-    code = row_of(storage).code(role)
-    return (
-        2.0 ** (code.lowest - code.mantissa_bits - 1) if code.is_window and code.parts > 1 and not code.scaled else 0.0
-    )
 
 
 def parameters(

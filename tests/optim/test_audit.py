@@ -7,17 +7,13 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import narrowgauge as ng
-from narrowgauge.numerics.update_metrics import KERNEL_SUMS, UPDATE_SUMS, lost_decay, update_sums
-from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, Reading, read
-from narrowgauge.optim.kernel import least_decay
-from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.rules.elementwise import Rule
+from narrowgauge.numerics.metrics import KERNEL_SUMS, UPDATE_SUMS, update_metrics, update_sums
+from narrowgauge.optim.audit import FEWEST, WINDOW, Auditor, read
 from narrowgauge.spec.significance import MIN_EDQ
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, parameters
@@ -56,14 +52,6 @@ def test_everything_taken_reads_one_and_nothing_taken_reads_zero() -> None:
     assert (stalled.edq, stalled.noise, stalled.lost_fraction, stalled.visible_edq) == (0.0, 1.0, 1.0, 0.0)
 
 
-def test_sums_come_first_and_ratios_after() -> None:
-    reading = read([row(dd=1.0, de=1.0, nonzero=1), row(dd=3.0, de=0.0, nonzero=3, lost=3, unseen=2)])
-    assert reading.edq == 0.25  # the mean of the two ratios would be 0.5
-    assert (reading.lost_fraction, reading.unseen_fraction) == (0.75, 0.5)
-    # The delta method by hand: residuals 1 - 1/4 and 0 - 3/4.
-    assert reading.edq_error == pytest.approx(math.sqrt(2 * (0.75**2 + 0.75**2)) / 4)
-
-
 def test_equal_weights_give_the_textbook_standard_error() -> None:
     shares = [0.2, 0.9, 1.4, 0.7, 1.1, 0.3]
     reading = read(steps(shares))
@@ -98,14 +86,8 @@ def test_a_stall_is_named_at_the_fewest_audits_and_not_before() -> None:
     assert not read(steps([MIN_EDQ] * WINDOW)).stalls
 
 
-def test_every_noisy_stall_is_named_within_a_window() -> None:
-    for seed in range(300):
-        assert read(noisy(WINDOW, 0.1, 0.3, seed)).stalls
-        assert read(noisy(FEWEST, 0.05, 0.02, seed)).stalls
-
-
-@pytest.mark.parametrize("deviation", [0.05, 0.5, 5.0, 50.0])
-@pytest.mark.parametrize("count", [FEWEST, 10, WINDOW])
+@pytest.mark.parametrize("deviation", [0.5, 50.0])
+@pytest.mark.parametrize("count", [FEWEST, WINDOW])
 def test_no_false_alarm_where_nothing_is_lost_however_noisy(count: int, deviation: float) -> None:
     """EDQ 1 with any noise: at most one alarm in 10,000 windows is expected, and 3 standard errors would raise 20."""
     false = sum(read(noisy(count, 1.0, deviation, seed)).stalls for seed in range(1000))
@@ -131,29 +113,6 @@ def test_the_auditor_names_the_stalling_tensor_once_and_again_after_it_recovered
     assert raised[0].message.startswith("'b' loses ") and "'word' would keep it" in raised[0].message
 
 
-@pytest.mark.parametrize(("storage", "stalls"), [("stochastic", False), ("naive", True)])
-def test_a_rare_arrival_that_has_not_come_yet_is_no_stall(storage: str, stalls: bool) -> None:
-    """A gain of 1 moves by 2^-7 with probability 1e-3 where it is rounded stochastically: five audits may see nothing."""
-    auditor, gain, names = Auditor(), torch.zeros(1), {}
-    rows = {gain: STORAGES[storage]}
-    names[gain] = "norm.weight"
-    raised = []
-    for _ in range(FEWEST):
-        auditor.add(gain, torch.tensor([1e-10, 0, 0, 0, 0, 128, 128, 128], dtype=torch.float64), 64)
-        auditor.collect()
-        raised += auditor.alarms(names, rows)
-    assert bool(raised) is stalls
-
-
-def test_dropped_sums_never_count() -> None:
-    (tensor,) = tensors(1)
-    auditor = Auditor()
-    auditor.add(tensor, kernel_sums(0.0), 64)
-    auditor.discard()
-    assert not auditor.collect().any() and not auditor.windows
-    assert auditor.alarms({}, {}) == []
-
-
 def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm() -> None:
     (tensor,) = tensors(1)
     names, rows = {tensor: "b"}, {tensor: STORAGES["naive"]}
@@ -169,21 +128,6 @@ def test_a_restored_window_goes_on_and_does_not_repeat_its_alarm() -> None:
     young.add(tensor, kernel_sums(0.0), 64)
     young.collect()
     assert [a.tensor for a in young.alarms(names, rows)] == ["b"]
-
-
-def test_many_healthy_tensors_over_a_long_run_raise_nothing() -> None:
-    """100 tensors that lose nothing and read it with noise 0.5: 60 audits each, 5,600 looks at overlapping windows."""
-    generator = torch.Generator().manual_seed(3)
-    watched, auditor = tensors(100), Auditor()
-    names = {t: str(k) for k, t in enumerate(watched)}
-    rows = dict.fromkeys(watched, STORAGES["word"])
-    raised = []
-    for _ in range(60):
-        for tensor in watched:
-            auditor.add(tensor, kernel_sums(1.0 + 0.5 * float(torch.randn((), generator=generator))), 64)
-        auditor.collect()
-        raised += auditor.alarms(names, rows)
-    assert raised == []
 
 
 def test_audit_reads_each_tensor_and_all_of_them() -> None:
@@ -206,7 +150,7 @@ def test_audit_reads_each_tensor_and_all_of_them() -> None:
 
 
 @pytest.mark.parametrize("storage", REPRESENTATIVES)
-@pytest.mark.parametrize("shapes", [[(7, 5)], [(64, 66), (3, 4, 5)], [(5,), (1,), (2, 2)], [(301, 30)]], ids=str)
+@pytest.mark.parametrize("shapes", [[(64, 66), (3, 4, 5)], [(5,), (1,), (2, 2)]], ids=str)
 def test_the_sums_are_those_of_what_is_kept(storage: str, shapes: list[tuple[int, ...]]) -> None:
     """Words that were filled up count nothing; every element counts once, whatever lane, part, piece or bucket it is in."""
     params = parameters(storage, shapes)
@@ -229,71 +173,6 @@ def test_the_sums_are_those_of_what_is_kept(storage: str, shapes: list[tuple[int
         # Cauchy and Schwarz: the intended change lies along what was taken, and is as long as AdamW's.
         assert 0 < sums["de"] ** 2 <= 1.0001 * sums["dd"] * sums["ee"] or sums["lost"] == sums["nonzero"]
         assert 0.01e-3 < math.sqrt(sums["dd"] / sums["nonzero"]) < 1.01e-3 * 1.2
-
-
-# ── the source's figures ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_imprecision_share_is_the_sources() -> None:
-    """Counted with ordinary bfloat16 tensors: additions that gave back the old word, rows without an update among them."""
-    weight = torch.nn.Parameter((torch.randn(300, 64, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16())
-    optimizer = ng.AdamW([weight], lr=1e-5, weight_decay=0.0, storage="naive", audit_every=1, compile=False)
-    unchanged = []
-    for step in range(3):
-        weight.grad = step_gradients([weight], step, 1e-2)[0]
-        weight.grad[:100] = 0.0  # rows of an embedding that no batch has met
-        before = weight.detach().clone()
-        optimizer.step()
-        unchanged.append((weight == before).double().mean().item())
-    reading = ng.audit(optimizer)["param 0"]
-    assert reading.imprecision_share == pytest.approx(sum(unchanged) / 3, abs=1e-9)
-    assert reading.imprecision_share > reading.lost_fraction + 0.01  # which leaves out what nobody meant to move
-    assert ng.audit(optimizer)[""].imprecision_share == reading.imprecision_share
-
-
-def test_the_imprecision_share_of_a_part_is_of_that_part() -> None:
-    """Of a large tensor a thirty-second part is audited, and pairs are counted by their high word."""
-    params = parameters("collage-plus", [(520, 256), (7, 3), (5,)])
-    optimizer = ng.AdamW(params, lr=1e-4, storage="collage-plus", audit_every=1, compile=False)
-    before = [p.detach().clone() for p in params]
-    for p, gradient in zip(params, step_gradients(params, 0, 1e-2), strict=True):
-        p.grad = gradient
-    optimizer.step()
-    readings = ng.audit(optimizer)
-    for place, (p, old) in enumerate(zip(params, before, strict=True)):
-        share = (p == old).double().mean().item()
-        assert readings[f"param {place}"].imprecision_share == pytest.approx(share, abs=0.02 if place == 0 else 1e-9)
-
-
-def test_a_window_of_an_earlier_version_says_no_imprecision_share() -> None:
-    tensor, auditor = torch.zeros(1), Auditor()
-    auditor.restore(tensor, torch.stack(steps([1.0, 1.0]))[:, :8])
-    reading = read(auditor.windows[tensor])
-    assert math.isnan(reading.imprecision_share) and reading.edq == 1.0
-    auditor.add(tensor, kernel_sums(1.0), 64)
-    auditor.collect()
-    assert math.isnan(read(auditor.windows[tensor]).imprecision_share) and read(auditor.windows[tensor]).edq == 1.0
-
-
-def test_a_saved_window_keeps_its_imprecision_share() -> None:
-    tensor, auditor, resumed = torch.zeros(1), Auditor(), Auditor()
-    auditor.add(tensor, kernel_sums(1.0), 64)
-    auditor.collect()
-    resumed.restore(tensor, torch.stack(list(auditor.windows[tensor])))
-    share = 1 - 10 / 64
-    assert read(auditor.windows[tensor]).imprecision_share == read(resumed.windows[tensor]).imprecision_share == share
-
-
-def test_a_second_moment_that_is_wrong_is_nothing_the_audit_sees() -> None:
-    """As the documentation says: every update arrives, and every one was too small."""
-    weight, exact = parameters("collage-light", [(32, 32)])[0], torch.zeros(32, 32, dtype=torch.float64)
-    optimizer = ng.AdamW([weight], lr=1e-4, betas=(0.9, 0.999), storage="collage-light", audit_every=1, compile=False)
-    for step in range(400):
-        weight.grad = step_gradients([weight], step, 1e-2)[0]
-        exact = 0.999 * exact + 0.001 * weight.grad.double() ** 2
-        optimizer.step()
-    assert (optimizer.stored(weight, "exp_avg_sq").double() / exact).median() > 1.1
-    assert ng.audit(optimizer)["param 0"].edq == pytest.approx(1.0, abs=1e-3)
 
 
 # ── weight decay ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -327,7 +206,7 @@ def lost_decay_of_two(
     stored = [Fraction(a) - Fraction(b) for a, b in zip(after, without, strict=True)]
     along = sum((c * t for c, t in zip(intended, stored, strict=True)), Fraction(0))
     exact = 1 - along / sum((c * c for c in intended), Fraction(0))
-    audited = lost_decay(optimizer.auditor.windows[next(iter(optimizer.auditor.windows))][-1])
+    audited = update_metrics(optimizer.auditor.windows[next(iter(optimizer.auditor.windows))][-1])["lost_decay"]
     return audited.item(), float(exact)
 
 
@@ -344,133 +223,6 @@ def test_lost_decay_is_what_an_optimizer_without_it_stores_otherwise(storage: st
     lr = 2.0**-10 if STORAGES[storage].weight.mantissa_bits >= 7 else 2.0**-6
     audited, exact = lost_decay_of_two(storage, rule, lr, 2.0**-1, 2.0**-1)
     assert audited == pytest.approx(exact, abs=2e-3)
-
-
-def to_bfloat16(x: Fraction) -> Fraction:
-    """The nearest bfloat16 of a value in its normal range, ties away from zero."""
-    if x == 0:
-        return x
-    exponent = math.frexp(float(abs(x)))[1] - 1
-    spacing = Fraction(2) ** (exponent - 7)
-    steps = math.floor(abs(x) / spacing + Fraction(1, 2))
-    return (steps if x > 0 else -steps) * spacing
-
-
-def test_weak_decay_is_audited_as_a_32nd_of_a_spacing() -> None:
-    """Steps along the gradient, by hand: a decay of 2^-16 of bfloat16 weights is audited as one of 2^-12."""
-    lr, decay, least = 2.0**-10, 2.0**-6, 2.0**-12
-    assert least_decay(STORAGES["naive"]) == least
-    rule = Rule(
-        "along the gradient",
-        (),
-        ("negative_lr", "negative_decay"),
-        lambda group, step: (-group["lr"], -group["lr"] * group["weight_decay"]),
-        lambda w, g, s: (g * s["negative_lr"] + w * s["negative_decay"],),
-        decay="negative_decay",
-    )
-    weight = torch.nn.Parameter((torch.randn(160, 96, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16())
-    gradient = (torch.randn(160, 96, generator=torch.Generator().manual_seed(1)) * 0.04).bfloat16()
-    options = {"lr": lr, "weight_decay": decay}
-    optimizer = Optimizer([weight], rule, options, storage="naive", audit_every=1, compile=False)
-    before, weight.grad = weight.detach().clone(), gradient
-    optimizer.step()
-    intended, stored = [], []
-    for w, g in zip(before.flatten().tolist(), gradient.flatten().tolist(), strict=True):
-        kept = [
-            to_bfloat16(Fraction(float(np.float32(w) + (np.float32(-lr * g) + np.float32(factor * w)))))
-            for factor in (-lr * decay, least - lr * decay)
-        ]
-        intended.append(-Fraction(least) * Fraction(w))
-        stored.append(kept[0] - kept[1])
-    along = sum((c * t for c, t in zip(intended, stored, strict=True)), Fraction(0))
-    exact = 1 - along / sum((c * c for c in intended), Fraction(0))
-    assert 0.1 < exact < 0.9
-    assert ng.audit(optimizer)["param 0"].lost_decay == pytest.approx(float(exact), abs=1e-5)
-
-
-def test_the_decay_of_a_rule_is_the_scalar_that_it_names() -> None:
-    """Its options may be called anything, and the decay need not contain the rate."""
-
-    def learned(options: dict[str, float], shrinks: Callable[[dict[str, float]], float]) -> Reading:
-        rule = Rule(
-            "another",
-            (),
-            ("rate", "shrinking"),
-            lambda group, step: (-group["rate"], -shrinks(group)),
-            lambda w, g, s: (g * s["rate"] + w * s["shrinking"],),
-            decay="shrinking",
-        )
-        weight = parameters("naive", [(192, 128)])[0]
-        optimizer = Optimizer([weight], rule, options, storage="naive", audit_every=1, compile=False)
-        optimizer.on_alarm = lambda alarms: None
-        for step in range(12):
-            weight.grad = step_gradients([weight], step, 1e-2)[0]
-            optimizer.step()
-        return ng.audit(optimizer)["param 0"]
-
-    apart = learned({"lr": 1.0, "rate": 1e-3, "share": 2.0**-12}, lambda group: group["share"])
-    joined = learned({"lr": 1.0, "rate": 1e-3, "wd": 2.0**-12 / 1e-3}, lambda group: group["rate"] * group["wd"])
-    assert 0.0 < apart.lost_decay < 1.0 and apart.lost_decay == pytest.approx(joined.lost_decay, abs=1e-3)
-
-
-def readings_of_decay(storage: str, lr: float, rule: Callable[..., Any] = ng.AdamW, **options: Any) -> Reading:
-    weight = parameters(storage, [(192, 128)])[0]
-    optimizer = rule([weight], lr=lr, storage=storage, audit_every=1, compile=False, **options)
-    optimizer.on_alarm = lambda alarms: None
-    for step in range(12):
-        weight.grad = step_gradients([weight], step, 1e-2)[0]
-        optimizer.step()
-    return ng.audit(optimizer)["param 0"]
-
-
-def test_decay_is_lost_before_updates_are() -> None:
-    """Heavy tails: a tenth of the gradients is a hundred times as large, so these move, and the decay of all others is lost."""
-    weight = torch.nn.Parameter((torch.randn(192, 128, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16())
-    lost = {}
-    for storage in ("naive", "word", "master"):
-        own = torch.nn.Parameter(weight.detach().clone())
-        optimizer = ng.AdamW([own], lr=3e-4, eps=1e-2, weight_decay=0.1, storage=storage, audit_every=1, compile=False)
-        for step in range(12):
-            own.grad = step_gradients([own], step, 1e-3)[0]
-            own.grad[::10] *= 100
-            optimizer.step()
-        lost[storage] = ng.audit(optimizer)["param 0"]
-    assert lost["naive"].edq > MIN_EDQ and lost["naive"].lost_decay > 0.7
-    assert all(lost[kept].edq > 0.99 and abs(lost[kept].lost_decay) < 0.05 for kept in ("word", "master"))
-
-
-def test_stochastic_rounding_loses_no_decay_on_average() -> None:
-    reading = readings_of_decay("stochastic", 1e-5, weight_decay=0.1)
-    assert abs(reading.lost_decay) < 0.15 and readings_of_decay("naive", 1e-5, weight_decay=0.1).lost_decay > 0.95
-
-
-@pytest.mark.parametrize(
-    ("rule", "options"),
-    [
-        (ng.AdamW, {"weight_decay": 0.0}),
-        (ng.Adam, {"weight_decay": 0.1}),
-        (ng.SGD, {"weight_decay": 0.1}),
-        (ng.optim.GradNormLoRP, {}),
-    ],
-    ids=["no decay", "Adam", "SGD", "GradNormLoRP"],
-)
-def test_decay_that_is_none_or_part_of_the_gradient_is_not_read(
-    rule: Callable[..., Any], options: dict[str, Any]
-) -> None:
-    assert math.isnan(readings_of_decay("naive", 1e-4, rule, **options).lost_decay)
-
-
-def test_a_compiled_kernel_reads_the_decay_of_its_definition() -> None:
-    found = []
-    for compile in (False, True):
-        weight = parameters("naive", [(192, 128)])[0]
-        optimizer = ng.AdamW([weight], lr=1e-5, weight_decay=0.1, storage="naive", audit_every=1, compile=compile)
-        optimizer.on_alarm = lambda alarms: None
-        for step in range(3):
-            weight.grad = step_gradients([weight], step, 1e-2)[0]
-            optimizer.step()
-        found.append(ng.audit(optimizer)["param 0"].lost_decay)
-    assert found[0] == pytest.approx(found[1], abs=1e-4) and found[0] > 0.9
 
 
 # ── whose optimizer it is ───────────────────────────────────────────────────────────────────────────────────────────
@@ -506,19 +258,3 @@ def test_a_wrapped_optimizer_is_unwrapped_and_the_model_names_its_tensors(depth:
         optimizer.step()
     assert named == ["0.weight", "1.weight"]
     assert list(ng.audit(outer)) == ["", "0.weight", "1.weight"]  # type: ignore[arg-type]
-
-
-def test_gauges_of_a_wrapped_optimizer_are_those_of_the_one_inside() -> None:
-    model, optimizer = stalling()
-    gauges = ng.attach_gauges(model, Wrapper(optimizer), every=1)  # type: ignore[arg-type]
-    for _ in range(2):
-        model(torch.ones(2, 64).bfloat16()).float().sum().backward()
-        optimizer.step()
-    assert gauges.last is not None and gauges.last["step"] == 2
-    assert set(gauges.last["updates"]) == {"0.weight", "1.weight"} == set(ng.audit(optimizer)) - {""}
-    gauges.detach()
-
-
-def test_an_optimizer_that_does_not_audit_is_refused() -> None:
-    with pytest.raises(ng.errors.RecipeError, match="an audit of a SGD was requested"):
-        ng.audit(torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))]))  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 
 import expectations
 import narrowgauge as ng
-from covering import covering
-from narrowgauge.machine.cpp_compiler import compiler_missing
+from narrowgauge.machine import compiler_missing
 from narrowgauge.spec.storages import STORAGES
 from optim.scenarios import REPRESENTATIVES, kept, parameters, stall, visible_dtype
 from oracles.adamw import AdamW64
@@ -57,21 +55,23 @@ def test_storages_that_stall_warn_and_name_one_that_does_not(storage: str) -> No
     assert result.error > 4 * LIMITS[fallback]
 
 
-@covering(
+@pytest.mark.parametrize(
     ("storage", "beta2", "bound"),
     [
-        *((storage, beta2, 0.01) for storage in ("word", "compact", "states8") for beta2 in (0.9, 0.99, 0.999, 0.9999)),
-        *((storage, 0.999, 1e-3) for storage in ("split", "split8")),
-        *(("collage-plus", beta2, 0.05) for beta2 in (0.95, 0.999)),
+        ("word", 0.9, 0.01),
+        ("word", 0.999, 0.01),
+        ("compact", 0.999, 0.01),
+        ("states8", 0.99, 0.01),
+        ("split", 0.999, 1e-3),
+        ("collage-plus", 0.999, 0.05),
     ],
-    kinds=(None, lambda beta2: beta2 > 0.99, None),
 )
 def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound: float) -> None:
     """From 5 % below its limit on, where short dithers stop short: what stands still is off by more than the bound at the end.
 
     The kernel that is compiled for the comparison with eager ones anyway takes the steps of its storage.
     """
-    side = 32 if beta2 > 0.999 else 64
+    side = 64
     gradient = torch.full((side, side), 0.013).bfloat16()
     limit = float(gradient[0, 0]) ** 2
     # Elements with equal weight and gradient round alike, so the weights differ and stay: the mean is over their hashes.
@@ -86,7 +86,7 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
     optimizer.step()
     start = float(optimizer.stored(weight, "exp_avg_sq").double().mean())
     optimizer.param_groups[0]["betas"] = (0.9, beta2)
-    steps = min(4 * round(1 / (1 - beta2)), 1500 if beta2 < 0.9999 else 3000)
+    steps = min(4 * round(1 / (1 - beta2)), 1500)
     for _ in range(steps):
         weight.grad = gradient.clone()
         optimizer.step()
@@ -96,9 +96,7 @@ def test_second_moment_of_a_constant_gradient(storage: str, beta2: float, bound:
     assert abs(mean / exact - 1) < bound
 
 
-@pytest.mark.parametrize(
-    "storage", ["naive", "kahan", "collage-light", "float8/collage-light", "collage-plus", "float8/collage-plus"]
-)
+@pytest.mark.parametrize("storage", ["naive", "collage-light", "collage-plus"])
 def test_second_moments_of_single_narrow_words_freeze_and_those_of_more_parts_do_not(storage: str) -> None:
     """Small gradients after large ones: their shares, 2^-9 of the moment, are less than half a spacing."""
     weight = torch.nn.Parameter(torch.ones(4, 4).bfloat16())
@@ -115,7 +113,7 @@ def test_second_moments_of_single_narrow_words_freeze_and_those_of_more_parts_do
         assert ((found - 1).abs() < 0.05).all()
 
 
-@pytest.mark.parametrize(("shape", "lr"), [((32, 32), 1e-3), ((7, 13), 1e-2), ((1, 301), 1e-5)])
+@pytest.mark.parametrize(("shape", "lr"), [((7, 13), 1e-2), ((1, 301), 1e-5)])
 def test_exact_is_master_to_the_bit(shape: tuple[int, int], lr: float) -> None:
     results = []
     for storage in ("exact", "master"):
@@ -169,54 +167,11 @@ def test_float16_moments_of_small_gradients_are_kept_where_they_have_a_scale_of_
     assert float16_moments("float16/naive", 2.0**-20, 0.9, 3)[1] > 1e5
 
 
-@pytest.mark.parametrize(("beta2", "is_frozen"), [(0.95, False), (0.999, True)])
-def test_scaled_float16_second_moments_stop_short_by_what_their_rounding_says(beta2: float, is_frozen: bool) -> None:
-    """From 0.72 of its limit on: a step of 2^-11.3 of it at beta2 0.999, where half a spacing is 2^-11."""
-    weight = torch.nn.Parameter(torch.full((4, 4), 0.5, dtype=torch.float16))
-    storage = "scalify-float16/scaled16"
-    optimizer = ng.AdamW([weight], lr=1e-30, betas=(0.9, 0.0), storage=storage, compile=False, audit_every=0)
-    limit, found = 1.45 * 2.0**-14, []
-    for step in range(101):
-        optimizer.param_groups[0]["betas"] = (0.9, beta2 if step else 0.0)
-        weight.grad = torch.full_like(weight, limit**0.5 * (1.0 if step else 0.85))
-        optimizer.step()
-        found.append(float(optimizer.stored(weight, "exp_avg_sq").double().mean()) / limit)
-    assert abs(found[0] - 0.7225) < 1e-3
-    if is_frozen:
-        assert found[-1] == found[0]
-    else:
-        assert abs(found[-1] - 1) < 2.0**-11 / (1 - beta2) + 4e-3
-
-
-@pytest.mark.parametrize("storage", [*STORAGES, "tail8+bfloat16+float32", "bfloat16-pair+e4m3-row+e5m3-row"])
-def test_a_tensor_cut_by_rows_has_the_same_bits(storage: str) -> None:
-    rows, columns, cuts = 48, 33, (1, 2, 3, 17, 25)  # odd pieces: their words do not fall on the whole's
-    start = parameters(storage, [(rows, columns)])[0].detach() * torch.logspace(-3, 3, rows).unsqueeze(1)
-    weight = torch.nn.Parameter(start.bfloat16().to(visible_dtype(storage)))
-    whole = ng.AdamW([weight], lr=1e-3, storage=storage, compile=False, max_grad_norm=1.0)
-    pieces = [torch.nn.Parameter(p.clone()) for p in weight.detach().split(cuts)]
-    parts = ng.AdamW(pieces, lr=1e-3, storage=storage, compile=False, max_grad_norm=1.0)
-    for step in range(12):
-        generator = torch.Generator().manual_seed(step)
-        spread = torch.logspace(0, -4, rows).unsqueeze(1)
-        weight.grad = (torch.randn(rows, columns, generator=generator) * spread).bfloat16().to(weight.dtype)
-        for piece, gradient in zip(pieces, weight.grad.split(cuts), strict=True):
-            piece.grad = gradient.clone()
-        whole.step()
-        parts.step()
-    saved = parts.state_dict()["state"]
-    for name, value in whole.state_dict()["state"][0].items():
-        if name != "step":
-            assert_same_bits({name: value}, {name: torch.cat([saved[k][name] for k in range(len(cuts))])})
-    for name in ("weight", "exp_avg", "exp_avg_sq"):
-        joined = torch.cat([parts.stored(p, name) for p in pieces])
-        assert_same_bits({name: whole.stored(weight, name)}, {name: joined})
-    assert_same_bits({"seen": weight.detach()}, {"seen": torch.cat([p.detach() for p in pieces])})
-
-
-@pytest.mark.parametrize("storage", ["compact", "states8"])
-@pytest.mark.parametrize("beta2", [0.95, 0.999])
-@pytest.mark.parametrize("shape", [(16, 64), (15, 61)], ids=["where it lies", "in copies"])
+@pytest.mark.parametrize(
+    ("storage", "beta2", "shape"),
+    [("compact", 0.95, (15, 61)), ("states8", 0.999, (16, 64))],
+    ids=["in copies", "where it lies"],
+)
 def test_the_bounds_of_a_row_are_its_peaks_averaged_and_nothing_saturates(
     storage: str, beta2: float, shape: tuple[int, int]
 ) -> None:
@@ -264,42 +219,8 @@ def test_second_moments_are_right_over_many_binades(storage: str) -> None:
     assert ((found.mean(0) / exact.exp_avg_sq.mean(0) - 1).abs() < 0.05).all()
 
 
-def against_torch(lr: float, weight_decay: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Where 100 steps of ours, of torch's and of a float64 AdamW lead from one start: ``(start, ours, theirs, exact)``."""
-    shape = (64, 64)
-    start = torch.randn(shape, generator=torch.Generator().manual_seed(3)) * 0.02
-    options = {"lr": lr, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": weight_decay}
-    weights = [
-        torch.nn.Parameter(start.to(dtype, copy=True)) for dtype in (torch.float32, torch.float32, torch.float64)
-    ]
-    optimizers = [
-        ng.AdamW(weights[:1], **options, storage="float32", compile=False),
-        torch.optim.AdamW(weights[1:2], **options),
-        torch.optim.AdamW(weights[2:], **options),
-    ]
-    for step in range(100):
-        gradient = torch.randn(shape, generator=torch.Generator().manual_seed(step)) * 1e-2
-        for weight, optimizer in zip(weights, optimizers, strict=True):
-            weight.grad = gradient.to(weight.dtype, copy=True)
-            optimizer.step()
-    ours, theirs, exact = (weight.detach().double() for weight in weights)
-    return start.double(), ours, theirs, exact
-
-
-def test_float32_agrees_with_torch() -> None:
-    _, ours, theirs, _ = against_torch(1e-3, 0.0)
-    ulp = 2.0 ** (math.frexp(float(ours.abs().max()))[1] - 24)  # of the tensor's largest weight
-    assert float((ours - theirs).abs().max()) <= 4 * ulp
-
-
-def test_float32_is_nearer_to_the_truth_where_torch_rounds_its_decay() -> None:
-    # torch multiplies by 1 - lr * weight_decay, which is 1.7e-8 off in float32, at every step again.
-    _, ours, theirs, exact = against_torch(1e-3, 0.1)
-    assert float((ours - exact).norm()) < 0.5 * float((theirs - exact).norm())
-
-
 def test_alarm_names_stalls_and_only_stalls() -> None:
-    """Twenty healthy runs and twenty stalling ones, each with a tensor beside that loses nothing."""
+    """Eight healthy runs and four stalling ones, each with a tensor beside that loses nothing."""
 
     def alarms(storage: str, seed: int) -> set[str]:
         found: list[str] = []
@@ -320,18 +241,7 @@ def test_alarm_names_stalls_and_only_stalls() -> None:
         take_steps(optimizer, range(100 * seed, 100 * seed + 60), scale=0.01)  # no two runs share a gradient
         return set(found)
 
-    healthy = [alarms("word", seed) for seed in range(20)]
-    stalling = [alarms("naive", seed) for seed in range(20)]
+    healthy = [alarms("word", seed) for seed in range(8)]
+    stalling = [alarms("naive", seed) for seed in range(4)]
     assert sum(bool(found) for found in healthy) <= 1
-    assert stalling == [{"big"}] * 20
-
-
-@pytest.mark.parametrize("storage", REPRESENTATIVES)
-def test_an_audited_step_is_the_same_step(storage: str) -> None:
-    shapes = [(300, 300), (5,), (9, 9)]
-    results = []
-    for audit_every in (0, 1):
-        optimizer = ng.AdamW(parameters(storage, shapes), storage=storage, compile=False, audit_every=audit_every)
-        take_steps(optimizer, range(4), scale=0.01)
-        results.append(kept(optimizer))
-    assert_same_bits(*results)
+    assert stalling == [{"big"}] * 4

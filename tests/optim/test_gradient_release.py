@@ -21,7 +21,7 @@ class Layers(nn.Module):
     def __init__(self, storage: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.up, self.down, self.head = nn.Linear(64, 96), nn.Linear(96, 64), nn.Linear(64, 3)
+        self.up, self.down, self.head = nn.Linear(64, 288), nn.Linear(288, 64), nn.Linear(64, 3)
         self.gain = nn.Parameter(torch.ones(64))
         self.to(getattr(torch, STORAGES[storage].visible))
 
@@ -83,21 +83,6 @@ def test_large_gradients_are_gone_after_backward_and_small_ones_wait() -> None:
     assert steps == {2.0}
 
 
-@pytest.mark.parametrize(
-    ("storage", "size", "scales"), [("word", 6.0, 0), ("compact", 5.0, 8 / 128), ("states8", 4.0, 8 / 128)]
-)
-def test_two_bytes_less_are_counted(storage: str, size: float, scales: float) -> None:
-    """Two scales of four bytes for each row of 128 beside."""
-    layer = nn.Linear(128, 96, bias=False, dtype=torch.bfloat16)
-    optimizer = ng.AdamW(layer.parameters(), storage=storage, compile=False)
-    handle = ng.optim.release_gradients(optimizer)
-    layer(torch.ones(2, 128, dtype=torch.bfloat16)).sum().backward()
-    optimizer.step()
-    assert layer.weight.grad is None and optimizer.bytes_per_param() == size + scales
-    handle.remove()
-    assert optimizer.bytes_per_param() == size + scales + 2
-
-
 LINEAR = {"in_features": 80, "out_features": 80, "bias": False, "dtype": torch.bfloat16}
 
 
@@ -116,137 +101,9 @@ def test_a_grad_scaler_is_refused_before_a_weight_moves(unscaled_by_hand: bool) 
     backward(layer, scaler)
     if unscaled_by_hand:
         scaler.unscale_(optimizer)
-    with pytest.raises(ng.errors.RecipeError, match=r"GradScaler.* needs all of them first") as refused:
+    with pytest.raises(ng.errors.RecipeError, match=r"Cannot release gradients .*GradScaler") as refused:
         scaler.step(optimizer)
     assert "remove()" in str(refused.value) and torch.equal(layer.weight, before)
     handle.remove()
     scaler.step(optimizer)
     assert not torch.equal(layer.weight, before)
-
-
-def test_a_grad_scaler_that_is_switched_off_is_not_refused() -> None:
-    layer = nn.Linear(**LINEAR)
-    optimizer, scaler = ng.SGD(layer.parameters(), lr=1.0), torch.amp.GradScaler("cpu", enabled=False)
-    ng.optim.release_gradients(optimizer)
-    for _ in range(2):
-        backward(layer, scaler)
-        scaler.step(optimizer)
-        scaler.update()
-    assert optimizer.num_steps(layer.weight) == 2
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize(
-    ("option", "value"), [("max_grad_norm", 1.0), ("loss_scaler", ng.LossScaler()), ("skip_above", 2.0)]
-)
-def test_an_option_that_is_set_later_is_refused_too(option: str, value: object, steps: int) -> None:
-    layer = nn.Linear(**LINEAR)
-    optimizer = ng.SGD(layer.parameters(), lr=1.0)
-    ng.optim.release_gradients(optimizer)
-    for _ in range(steps):
-        backward(layer)
-        optimizer.step()
-    before = layer.weight.detach().clone()
-    setattr(optimizer, option, value)
-    with pytest.raises(ng.errors.RecipeError, match=f"{option} = .* needs all of them first"):
-        backward(layer)
-    assert torch.equal(layer.weight, before)
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_micro_batches_are_refused(steps: int) -> None:
-    """In the first step, and so in every script that sums them, before a weight moves."""
-    layer = nn.Linear(**LINEAR)
-    optimizer = ng.SGD([("weight", layer.weight)], lr=1.0)
-    ng.optim.release_gradients(optimizer)
-    for _ in range(steps):
-        backward(layer)
-        optimizer.step()
-    before = layer.weight.detach().clone()
-    backward(layer)
-    with pytest.raises(ng.errors.RecipeError, match=r"a second one of 'weight' arrived before optimizer.step\(\)"):
-        backward(layer)
-    assert steps or torch.equal(layer.weight, before)
-
-
-def test_removed_it_is_over() -> None:
-    model, plain = Layers("word"), Layers("word")
-    optimizer, twin = build(model, "word"), build(plain, "word")
-    handle = ng.optim.release_gradients(optimizer)
-    learn(model, optimizer, range(2))
-    handle.remove()
-    model(torch.ones(4, 64, dtype=torch.bfloat16)).backward()
-    assert all(p.grad is not None for p in model.parameters())
-    learn(model, optimizer, range(2, 4))
-    learn(plain, twin, range(4))
-    assert_same_bits(everything(optimizer), everything(twin))
-
-
-@pytest.mark.parametrize(
-    "option", [{"max_grad_norm": 1.0}, {"loss_scaler": ng.LossScaler()}], ids=lambda o: next(iter(o))
-)
-def test_what_needs_all_gradients_first_is_refused(option: dict[str, Any]) -> None:
-    model = Layers("word")
-    optimizer = build(model, "word", **option)
-    with pytest.raises(ng.errors.RecipeError, match=f"{next(iter(option))} = .* needs all of them first") as refused:
-        ng.optim.release_gradients(optimizer)
-    assert f"with {next(iter(option))}=None" in str(refused.value)
-    model(torch.ones(4, 64, dtype=torch.bfloat16)).backward()
-    assert model.up.weight.grad is not None  # nothing is half done
-
-
-def test_a_loaded_state_brings_its_rate_and_seed_along() -> None:
-    """Loading puts new groups in place of those that were there when release began."""
-    finals = []
-    for release in (False, True):
-        first, second = Layers("word"), Layers("word")
-        saved = build(first, "word", seed=7)
-        learn(first, saved, range(2))
-        second.load_state_dict(first.state_dict())
-        resumed = ng.AdamW(second.named_parameters(), lr=1.0, storage="word", compile=False)
-        if release:
-            ng.optim.release_gradients(resumed)
-        resumed.load_state_dict(saved.state_dict())
-        learn(second, resumed, range(2, 4))
-        finals.append(everything(resumed))
-    assert_same_bits(*finals)
-
-
-def test_frozen_parameters_are_left_alone() -> None:
-    model = Layers("word")
-    model.up.weight.requires_grad_(False)
-    before = model.up.weight.detach().clone()
-    optimizer = build(model, "word")
-    ng.optim.release_gradients(optimizer)
-    learn(model, optimizer, range(2))
-    assert torch.equal(model.up.weight, before) and model.down.weight.grad is None
-
-
-def test_a_shared_weight_is_stepped_once_all_its_gradient_is_there() -> None:
-    """Used twice in one pass, it has two gradients, and their sum arrives once."""
-
-    def run(release: bool) -> Tensor:
-        torch.manual_seed(0)
-        layer = nn.Linear(80, 80, bias=False, dtype=torch.bfloat16)
-        optimizer = ng.AdamW(layer.parameters(), storage="word", compile=False)
-        if release:
-            ng.optim.release_gradients(optimizer)
-        for _ in range(2):
-            optimizer.zero_grad()
-            layer(layer(torch.ones(2, 80, dtype=torch.bfloat16))).sum().backward()
-            optimizer.step()
-        return optimizer.stored(layer.weight)
-
-    assert torch.equal(run(True), run(False))
-
-
-def test_a_schedule_counts_steps_as_ever() -> None:
-    layer = nn.Linear(80, 80, bias=False, dtype=torch.bfloat16)
-    optimizer = ng.AdamW(layer.parameters(), lr=1.0, storage="word", compile=False)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    ng.optim.release_gradients(optimizer)
-    for _ in range(3):
-        layer(torch.ones(2, 80, dtype=torch.bfloat16)).sum().backward()
-        optimizer.step()
-        schedule.step()
-    assert optimizer.param_groups[0]["lr"] == 0.125 and float(optimizer.state_dict()["state"][0]["step"]) == 3.0

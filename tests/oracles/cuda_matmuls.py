@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 REAL_SCALED_MM, REAL_SCALED_MM_V1 = torch.nn.functional.scaled_mm, torch._scaled_mm
-REAL_INT_MM = torch._int_mm
 E4M3, E5M2, E8M0 = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 FP4, FLOAT = torch.float4_e2m1fn_x2, torch.float32
@@ -213,35 +212,3 @@ def column_values(scales: Tensor, side: int, terms: int, name: str) -> Tensor:
     check(tuple(scales.shape) == (length, rows), f"{tuple(scales.shape)} scales of 128 × 128 for {side} × {terms}")
     check(scales.stride(0) == 1 and (scales.stride(1) == length or rows == scales.stride(1) == 1), "column by column")
     return memory(scales)[(row // 128) * length + block].double()
-
-
-def int_mm(a: Tensor, b: Tensor) -> Tensor:
-    """``torch._int_mm`` of CUDA: of these rules the meta function checks dtypes and the contraction alone."""
-    REAL_INT_MM(on_meta(a), on_meta(b))
-    check(a.dtype == b.dtype == torch.int8 and a.dim() == b.dim() == 2, "int8 matrices")
-    check(len(a) > 16, "more than 16 rows")
-    check(a.shape[1] > 0 and a.shape[1] % 8 == 0, "a contraction of a multiple of 8")
-    check(b.shape[1] > 0 and b.shape[1] % 8 == 0, "columns in a multiple of 8")
-    for x in (a, b):
-        lead = max(x.stride())
-        check(min(x.stride()) == 1 and lead % 4 == 0, "one stride 1, the other a multiple of 4 bytes")
-    sums = a.double() @ b.double()
-    check(bool((sums.abs() < 2**31).all()), "sums within int32")
-    return sums.to(torch.int32)
-
-
-def check_grouped_mm(a: Tensor, b: Tensor, offsets: Tensor) -> None:
-    """The rules of ``torch._grouped_mm`` on CUDA for tokens ``[tokens, in]`` and weights ``[experts, in, out]``."""
-    for x in (a, b):
-        check(x.dtype == torch.bfloat16, "bfloat16")
-        check(x.storage_offset() * x.element_size() % 16 == 0, "matrices begin at multiples of 16 bytes")
-        (rows, columns), (by_row, by_column) = x.shape[-2:], x.stride()[-2:]
-        lead = by_column if by_row == 1 and by_column >= max(1, rows) else by_row
-        check(1 in (by_row, by_column) and lead >= max(1, columns if lead == by_row else rows), f"strides {x.stride()}")
-        check(lead % 8 == 0, "rows at multiples of 16 bytes")
-        check(x.dim() == 2 or x.stride(0) % 8 == 0, "experts at multiples of 16 bytes")
-    check(
-        offsets.dtype == torch.int32 and offsets.dim() == 1 and len(offsets) == len(b),
-        "an int32 offset for each expert",
-    )
-    check(a.shape[1] == b.shape[1], "one contraction")

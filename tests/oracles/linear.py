@@ -20,12 +20,7 @@ from torch import Tensor
 FLOAT64 = 2.0**-45
 """The oracle's own error: some hundred roundings."""
 # Half of the spacing just above 1: the largest relative error of one rounding.
-ROUNDING = {
-    torch.float64: 2.0**-53,
-    torch.float32: 2.0**-24,
-    torch.float16: 2.0**-11,
-    torch.bfloat16: 2.0**-8,
-}
+ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 @dataclass(frozen=True)

@@ -120,27 +120,3 @@ class WeightNormalised:
         length = norms * (1 - self.lengths.lr * self.weight_decay) + self.lengths.step(along)
         self.lengths.m = np.where(length < 0, -self.lengths.m, self.lengths.m)
         return length * direction / np.sqrt((direction**2).sum(0))
-
-
-@dataclass
-class ReleasedWeightNormalised:
-    """What ``WeightNormGaLoreAdamW`` of the authors' release does, by its description: it trains copies.
-
-    Direction and length are cloned from the weight at the first step and stepped from then on, but the line that would
-    rebuild the weight from them is commented out. ``reconstruct=True`` puts it back.
-    """
-
-    subspace: Subspace
-    lengths: Adam
-    reconstruct: bool = False
-    direction: Matrix = field(default_factory=lambda: np.zeros(()))
-    length: Matrix = field(default_factory=lambda: np.zeros(()))
-
-    def step(self, w: Matrix, g: Matrix) -> Matrix:
-        if self.lengths.t == 0:
-            self.length = np.sqrt((w**2).sum(0))
-            self.direction = w / self.length
-        along = (self.direction * g).sum(0)
-        self.direction = self.direction + self.subspace.step(g - self.direction * along)
-        self.length = self.length + self.lengths.step(along)
-        return self.direction * self.length if self.reconstruct else w

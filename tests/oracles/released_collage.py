@@ -63,12 +63,6 @@ def add(x: Pair, y: Pair) -> Pair:
     return fast_two_sum(s, e + f)
 
 
-def scale(x: Pair, c: Tensor) -> Pair:
-    """A pair times a word."""
-    p, e = two_prod(x[0], c)
-    return fast_two_sum(p, torch.addcmul(e, x[1], c))
-
-
 def mul(x: Pair, y: Pair, *, released: bool = False) -> Pair:
     """A pair times a pair, as published or as released."""
     p = x[0] * y[0]

@@ -1,9 +1,8 @@
-"""Llama and GPT-2 in unit scaling's u-muP form, forward and backward by hand in numpy's float64.
+"""Llama in unit scaling's u-muP form, forward and backward by hand in numpy's float64.
 
 Written from the formulas of Blake et al., arXiv 2303.11257 and 2407.17465 (residuals: its appendix G): no automatic
 differentiation and no module. Every operation returns its output and a function from the output's gradient to those of
-its inputs; gradients of weights go into a dictionary. Backward has two sets of constants: those of the rules, and, with
-``rules=False``, those of calculus, so that the true gradient of the same function is at hand.
+its inputs; gradients of weights go into a dictionary. Backward has the constants of the rules, not those of calculus.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ class Oracle:
     """One model and one batch.
 
     Args:
-        weights: float64, by the names of Hugging Face's classes; a tied head has none.
-        num_layers, num_heads, num_kv_heads, eps, theta: of the model (GPT-2 has no theta).
+        weights: float64, by the names of Hugging Face's class; a tied head has none.
+        num_layers, num_heads, num_kv_heads, eps, theta: of the model.
         tokens: by whose number the loss is divided; ``None`` for those of the batch.
         length: that attention's rule takes; ``None`` for that of the batch.
-        rules: backward by the rules, or by calculus.
     """
 
     weights: dict[str, Array]
@@ -41,46 +39,36 @@ class Oracle:
     theta: float = 10_000.0
     tokens: int | None = None
     length: int | None = None
-    rules: bool = True
     gradients: dict[str, Array] = field(default_factory=lambda: defaultdict(lambda: np.zeros(())))
 
     def gain(self, name: str, gradient: Array, factor: float) -> None:
-        self.gradients[name] = self.gradients[name] + gradient * (factor if self.rules else 1.0)
+        self.gradients[name] = self.gradients[name] + gradient * factor
 
     # -- one operation each
 
-    def linear(self, x: Array, name: str, grad_x: float, transposed: bool = False) -> tuple[Array, Back]:
-        """``(x wᵀ + b) / √fan_in``; grad_x is the factor of the rules, the true one is the forward's."""
-        w = self.weights[f"{name}.weight"].T if transposed else self.weights[f"{name}.weight"]
-        b = self.weights.get(f"{name}.bias")
+    def linear(self, x: Array, name: str, grad_x: float) -> tuple[Array, Back]:
+        """``x wᵀ / √fan_in``; grad_x is the backward's factor."""
+        w = self.weights[f"{name}.weight"]
         forward = 1 / math.sqrt(w.shape[1])
-        y = (x @ w.T + (0 if b is None else b)) * forward
 
         def back(g: Array) -> Array:
-            grad_w = np.einsum("bso,bsi->oi", g, x)
-            weight = 1 / math.sqrt(self.num_tokens) if self.rules else forward
-            self.gradients[f"{name}.weight"] = (grad_w.T if transposed else grad_w) * weight
-            if b is not None:
-                self.gradients[f"{name}.bias"] = g.sum((0, 1)) * weight
-            return g @ w * (grad_x if self.rules else forward)
+            weight = 1 / math.sqrt(self.num_tokens)
+            self.gradients[f"{name}.weight"] = np.einsum("bso,bsi->oi", g, x) * weight
+            return g @ w * grad_x
 
-        return y, back
+        return x @ w.T * forward, back
 
-    def norm(self, x: Array, name: str, centered: bool) -> tuple[Array, Back]:
-        gain, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias", 0.0)
-        middle = x - x.mean(-1, keepdims=True) if centered else x
-        rate = 1 / np.sqrt((middle**2).mean(-1, keepdims=True) + self.eps)
-        unit = middle * rate
+    def norm(self, x: Array, name: str) -> tuple[Array, Back]:
+        gain = self.weights[f"{name}.weight"]
+        rate = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + self.eps)
+        unit = x * rate
 
         def back(g: Array) -> Array:
             self.gain(f"{name}.weight", (g * unit).sum((0, 1)), self.num_tokens**-0.5)
-            if centered:
-                self.gain(f"{name}.bias", g.sum((0, 1)), self.num_tokens**-0.5)
             g = g * gain
-            g = g - unit * (g * unit).mean(-1, keepdims=True)
-            return rate * (g - g.mean(-1, keepdims=True) if centered else g)
+            return rate * (g - unit * (g * unit).mean(-1, keepdims=True))
 
-        return unit * gain + bias, back
+        return unit * gain, back
 
     def turn(self, x: Array, sign: float) -> Array:
         """Rotary positions: halves of each head as complex numbers, turned by position times frequency."""
@@ -112,13 +100,13 @@ class Oracle:
         return p @ wide_v * out, back
 
     def residual(self, x: Array, branch: int, inside: Callable[[Array], tuple[Array, Back]]) -> tuple[Array, Back]:
-        """``(x + τ f(x)) / √(1 + τ²)``; by the rules the branch's gradient gets its τ only where it leaves."""
+        """``(x + τ f(x)) / √(1 + τ²)``; the branch's gradient gets its τ only where it leaves."""
         tau = 1 / math.sqrt(self.num_layers + branch)
         skip, share = 1 / math.sqrt(1 + tau**2), tau / math.sqrt(1 + tau**2)
         y, back_inside = inside(x)
 
         def back(g: Array) -> Array:
-            return skip * g + (share * back_inside(g) if self.rules else back_inside(share * g))
+            return skip * g + share * back_inside(g)
 
         return skip * x + share * y, back
 
@@ -143,7 +131,7 @@ class Oracle:
         return x.swapaxes(1, 2).reshape(x.shape[0], x.shape[2], -1)
 
     def llama_attention(self, x: Array, name: str) -> tuple[Array, Back]:
-        x, back_norm = self.norm(x, f"{name}.input_layernorm", centered=False)
+        x, back_norm = self.norm(x, f"{name}.input_layernorm")
         at, scale = f"{name}.self_attn", 1 / math.sqrt(x.shape[-1])
         (q, back_q), (k, back_k), (v, back_v) = (self.linear(x, f"{at}.{part}_proj", scale) for part in "qkv")
         heads, kv = self.num_heads, self.num_kv_heads
@@ -160,7 +148,7 @@ class Oracle:
         return y, back
 
     def llama_mlp(self, x: Array, name: str) -> tuple[Array, Back]:
-        x, back_norm = self.norm(x, f"{name}.post_attention_layernorm", centered=False)
+        x, back_norm = self.norm(x, f"{name}.post_attention_layernorm")
         inner = len(self.weights[f"{name}.mlp.up_proj.weight"])
         gate, back_gate = self.linear(x, f"{name}.mlp.gate_proj", 1 / math.sqrt(inner))
         up, back_up = self.linear(x, f"{name}.mlp.up_proj", 1 / math.sqrt(inner))
@@ -175,62 +163,20 @@ class Oracle:
 
         return y, back
 
-    def gpt2_attention(self, x: Array, name: str) -> tuple[Array, Back]:
-        x, back_norm = self.norm(x, f"{name}.ln_1", centered=True)
-        scale = 1 / math.sqrt(x.shape[-1])
-        fused, back_fused = self.linear(x, f"{name}.attn.c_attn", scale, transposed=True)
-        q, k, v = (self.split(part, self.num_heads) for part in np.split(fused, 3, -1))
-        mixed, back_mix = self.attention(q, k, v)
-        y, back_o = self.linear(self.join(mixed), f"{name}.attn.c_proj", scale, transposed=True)
-
-        def back(g: Array) -> Array:
-            parts = back_mix(self.split(back_o(g), self.num_heads))
-            return back_norm(back_fused(np.concatenate([self.join(part) for part in parts], -1)))
-
-        return y, back
-
-    def gpt2_mlp(self, x: Array, name: str) -> tuple[Array, Back]:
-        x, back_norm = self.norm(x, f"{name}.ln_2", centered=True)
-        inner = self.weights[f"{name}.mlp.c_fc.weight"].shape[1]
-        h, back_fc = self.linear(x, f"{name}.mlp.c_fc", 1 / math.sqrt(inner), transposed=True)
-        root = math.sqrt(2 / math.pi)
-        tanh = np.tanh(root * (h + 0.044715 * h**3))
-        scale = 2**0.2 * math.sqrt(2 / (1 - 1 / math.pi)) ** 0.8
-        gelu = 0.5 * h * (1 + tanh) * scale
-        y, back_proj = self.linear(gelu, f"{name}.mlp.c_proj", 1 / math.sqrt(x.shape[-1]), transposed=True)
-
-        def back(g: Array) -> Array:
-            slope = 0.5 * (1 + tanh) + 0.5 * h * (1 - tanh**2) * root * (1 + 3 * 0.044715 * h**2)
-            return back_norm(back_fc(back_proj(g) * scale * slope))
-
-        return y, back
-
     def run(self, ids: Array) -> tuple[Array, float]:
         """Logits and the loss summed; afterwards ``gradients`` are those of the loss divided by the tokens."""
         inputs, targets = ids[:, :-1], ids[:, 1:]
         self.num_tokens = self.tokens or inputs.size
-        llama = "model.norm.weight" in self.weights
-        backs: list[Back] = []
-        if llama:
-            table, head, final = "model.embed_tokens", "lm_head", "model.norm"
-            x, back = self.embedding(table, inputs, 1.0)
-            backs.append(back)
-        else:
-            table, head, final = "transformer.wte", "lm_head", "transformer.ln_f"
-            x, back_tokens = self.embedding(table, inputs, math.sqrt(0.5))
-            p, back_places = self.embedding("transformer.wpe", np.arange(inputs.shape[1])[None], math.sqrt(0.5))
-            x = x + p
-            backs += [lambda g: back_tokens(g) + back_places(g)]
+        x, back = self.embedding("model.embed_tokens", inputs, 1.0)
+        backs: list[Back] = [back]
         for layer in range(self.num_layers):
-            name = f"model.layers.{layer}" if llama else f"transformer.h.{layer}"
-            parts = (self.llama_attention, self.llama_mlp) if llama else (self.gpt2_attention, self.gpt2_mlp)
-            for place, part in enumerate(parts):
+            name = f"model.layers.{layer}"
+            for place, part in enumerate((self.llama_attention, self.llama_mlp)):
                 x, back = self.residual(x, 2 * layer + place, lambda v, part=part, name=name: part(v, name))
                 backs.append(back)
-        x, back = self.norm(x, final, centered=not llama)
+        x, back = self.norm(x, "model.norm")
         backs.append(back)
-        head = head if f"{head}.weight" in self.weights else table
-        g = self.readout(x, head, targets)
+        g = self.readout(x, "lm_head" if "lm_head.weight" in self.weights else "model.embed_tokens", targets)
         for back in reversed(backs):
             g = back(g)
         return self.logits, self.loss
@@ -245,9 +191,6 @@ class Oracle:
         hit = np.arange(vocabulary) == targets[..., None]
         self.loss = float(-(log_p * hit).sum())
         g = (np.exp(log_p) - hit) / self.num_tokens
-        if self.rules:
-            g = g * self.num_tokens * vocabulary / math.sqrt(vocabulary - 1)
-            self.gain(f"{head}.weight", np.einsum("bsv,bsw->vw", g, x), self.num_tokens**-0.5)
-            return g @ w / math.sqrt(vocabulary)
-        self.gain(f"{head}.weight", np.einsum("bsv,bsw->vw", g, x) / width, 1.0)
-        return g @ w / width
+        g = g * self.num_tokens * vocabulary / math.sqrt(vocabulary - 1)
+        self.gain(f"{head}.weight", np.einsum("bsv,bsw->vw", g, x), self.num_tokens**-0.5)
+        return g @ w / math.sqrt(vocabulary)

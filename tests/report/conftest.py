@@ -23,22 +23,6 @@ def counts(centre: int) -> list[int]:
     return bins
 
 
-def gauge_row(step: int, tensors: tuple[str, ...] = ("model.layers.0.up", "model.layers.1.up")) -> Row:
-    """A sampled step in which the last tensor loses the more the later it is."""
-    late = step / 1000
-    return {
-        "step": step,
-        "tensors": {
-            f"input:{name}": [4.0, 1.0, 0, late * place, 0.0, 30.0, 5.0, 3.0, 1.5] for place, name in enumerate(tensors)
-        },
-        "updates": {
-            f"{name}.weight": [1.0 - late * place, 0.1, 0.0, 0.0, 1e-3, 2.0] for place, name in enumerate(tensors)
-        },
-        "moments": {f"{name}.weight": [1.0, 0.0] for name in tensors},
-        "histograms": {"weight": counts(-5), "grad": counts(-20 - step // 100), "exp_avg_sq": counts(-40)},
-    }
-
-
 @pytest.fixture
 def make_run() -> Callable[..., Run]:
     """Builds a run; a keyword of :func:`build` changes one thing about it."""

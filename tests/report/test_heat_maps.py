@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any
 
-import pytest
-
-from narrowgauge.report.figures import heat_maps as module
-from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps, short_names
+from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps
 from narrowgauge.report.recipe_groups import read_samples
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS
@@ -61,40 +57,8 @@ def test_of_too_many_tensors_the_most_troubled_stay_in_order(make_run: MakeRun) 
     assert "64 of 200" in maps["edq"]["how"]
 
 
-def test_all_maps_of_a_page_share_one_allowance(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MAX_CELLS", 20_000)
-    names = [f"p{place}" for place in range(100)]
-    rows = [
-        updates(step, **{name: (step * 7 + place) % 10 / 10 for place, name in enumerate(names)}) for step in range(200)
-    ]
-    maps = maps_of(*(make_run(seed=seed, gauges=rows) for seed in range(10)))
-    cells = sum(len(found["edq"]["data"][0]["z"]) * len(found["edq"]["data"][0]["x"]) for found in maps)
-    assert 10_000 <= cells <= 20_000
-
-
-def test_logarithmic_metrics_show_zero(make_run: MakeRun) -> None:
-    rows = [{"step": 1, "tensors": {"input:a": [1, 1, 0, 0.0, 0.01, None]}}]
-    (maps,) = maps_of(make_run(gauges=rows))
-    assert maps["underflow"]["data"][0]["z"] == [[-7.0]]
-    assert maps["overflow"]["data"][0]["z"] == [[-2.0]]
-    json.dumps(maps, allow_nan=False)
-
-
-def test_rows_of_other_versions_are_accepted(make_run: MakeRun) -> None:
-    rows = [{"step": 1}, {"updates": {"a": [1.0]}}, {"step": 2, "updates": None}, {"step": 3, "updates": {"a": []}}]
-    assert maps_of(make_run(gauges=rows), make_run(seed=1)) == [{}, {}]
-
-
 def test_every_heat_map_shows_a_column_of_the_gauges() -> None:
     for name, metric in HEAT_MAPS.items():
         assert metric.field in METRICS[metric.table], name
         assert metric.how.endswith(".") and metric.low < metric.high
         assert not metric.is_log or metric.low > 0
-
-
-def test_short_names() -> None:
-    names = ["model.layers.0.up.weight", "model.layers.1.up.weight"]
-    assert short_names(names) == ["0", "1"]
-    assert short_names(["lm_head.weight"]) == ["lm_head.weight"]
-    assert short_names(["a.b", "a.b"]) == ["b", "b"]
-    assert short_names([]) == []

@@ -7,10 +7,10 @@ import json
 import math
 from collections.abc import Callable
 
-from narrowgauge.report.figures.histograms import KIND_TITLES, MAX_BARS, SHOWN_FORMATS, format_ranges, histograms
+from narrowgauge.report.figures.histograms import KIND_TITLES, SHOWN_FORMATS, format_ranges, histograms
 from narrowgauge.report.recipe_groups import read_samples
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS, TENSOR_KINDS
+from narrowgauge.runs.schema import FIRST_EXPONENT, NUM_EXPONENTS
 from narrowgauge.spec.formats import get_format
 
 MakeRun = Callable[..., Run]
@@ -40,31 +40,6 @@ def test_bars_are_shares_at_their_exponents(make_run: MakeRun) -> None:
     assert [weights["meta"]["title"], grads["meta"]["title"]] == ["Weights", "Parameter gradients"]
 
 
-def test_a_long_run_is_sampled_with_its_ends(make_run: MakeRun) -> None:
-    rows = [{"step": step, "histograms": {"weight": counts(m4=1)}} for step in range(1, 1001)]
-    (found,) = histograms([read_samples(make_run(gauges=rows))], [0])
-    assert found is not None
-    assert len(found["steps"]) == 60
-    assert (found["steps"][0], found["steps"][-1]) == (1, 1000)
-    assert found["num_sampled"] == 1000
-
-
-def test_all_histograms_of_a_page_share_one_allowance(make_run: MakeRun) -> None:
-    wide = [1] * NUM_EXPONENTS
-    rows = [{"step": step, "histograms": dict.fromkeys(KIND_TITLES, wide)} for step in range(50)]
-    found = histograms([read_samples(make_run(seed=seed, gauges=rows)) for seed in range(20)], [0] * 20)
-    bars = sum(len(frame) for one in found if one for step in one["frames"] for frame in step)
-    assert 0.8 * MAX_BARS <= bars <= MAX_BARS
-
-
-def test_runs_without_histograms_have_none(make_run: MakeRun) -> None:
-    empty = {"step": 1, "histograms": {"weight": [0] * NUM_EXPONENTS, "unheard of": counts(p0=1)}}
-    assert histograms([read_samples(run) for run in (make_run(), make_run(seed=1, gauges=[empty]))], [0, 1]) == [
-        None,
-        None,
-    ]
-
-
 def test_windows_are_the_formats_own() -> None:
     rows = {row["name"]: row for row in format_ranges()}
     assert tuple(rows) == SHOWN_FORMATS
@@ -78,10 +53,6 @@ def test_windows_are_the_formats_own() -> None:
         assert form.decode(form.encode(top_of_lost)) == 0
         assert form.decode(form.encode(1.5 * 2.0 ** row["zero_below"])) > 0
         assert 2.0 ** row["last"] <= form.max < 2.0 ** (row["last"] + 1)
-
-
-def test_every_kind_that_gauges_watch_has_a_panel() -> None:
-    assert set(KIND_TITLES) == set(TENSOR_KINDS)
 
 
 def test_a_figure_is_valid_json_with_a_panel_per_kind(make_run: MakeRun) -> None:

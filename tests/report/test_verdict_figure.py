@@ -12,7 +12,6 @@ from narrowgauge.report.figures.traces import Figure
 from narrowgauge.report.figures.verdict_figure import differences
 from narrowgauge.report.recipe_groups import groups_of
 from narrowgauge.runs.record import Run
-from report.made_pages import page_of
 
 MakeRun = Callable[..., Run]
 
@@ -50,34 +49,3 @@ def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_thresho
     assert (band["x0"], band["x1"]) == (-0.005, 0.005) and "± 0.005 nats" in figure.how
     low, high = figure.layout["xaxis"]["range"]
     assert low == -high and low < min(one.low for one in wanted.values())
-
-
-def test_a_recipe_far_away_does_not_flatten_the_others(make_run: MakeRun) -> None:
-    _, figure = made(make_run, {"bfloat16/word": [2.001, 2.003], "bfloat16/naive": [3.0, 3.1]})
-    assert figure is not None
-    near, far = figure.data
-    edge = figure.layout["xaxis"]["range"][1]
-    assert (
-        edge < 0.1
-        and far["x"][0] < edge
-        and far["marker"]["symbol"] == "triangle-right"
-        and not far["error_x"]["visible"]
-    )
-    assert near["marker"]["symbol"] != "triangle-right"
-    assert "Beyond the axis: bfloat16/naive (+1.05" in figure.how
-
-
-def test_one_seed_is_a_mark_without_an_interval(make_run: MakeRun) -> None:
-    _, figure = made(make_run, {"bfloat16/word": [2.001]})
-    assert figure is not None and not figure.data[0]["error_x"]["visible"] and "one seed alone" in figure.how
-
-
-def test_a_single_recipe_has_no_such_figure(make_run: MakeRun) -> None:
-    assert made(make_run, {"bfloat16/master": [2.0, 2.1]})[1] is None
-
-
-def test_it_stands_in_the_section_of_the_verdict(make_run: MakeRun) -> None:
-    runs, _ = made(make_run, {"bfloat16/word": [2.001, 2.003]})
-    page = page_of(runs)
-    section = page[page.index('<section id="verdict"') : page.index('<section id="diagnosis"')]
-    assert 'data-plot="verdict-figure"' in section and "</section>" in section

@@ -6,12 +6,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import narrowgauge
-from narrowgauge.analysis.monitor.detectors import DETECTORS
+from narrowgauge.analysis.detectors import DETECTORS
 from narrowgauge.runs.events import RAISED_BY
-from narrowgauge.runs.older_events import with_detector
 
 SOURCE = Path(narrowgauge.__file__).parent
 READS = {
@@ -27,38 +24,6 @@ READS = {
     "fullmatch",
     "findall",
 }
-
-
-@pytest.mark.parametrize(
-    ("kind", "message", "tensor", "columns"),
-    [
-        ("lost_updates", "a.weight stores 4% of its update", "a.weight", {"detector": "lost-updates"}),
-        ("corruption", "exp_avg of a of rank 1 changed in memory after step 2", "exp_avg of a", {"detector": "rest"}),
-        ("corruption", "rank 1 computes another gradient of a each time", "a", {"detector": "recomputation"}),
-        ("corruption", "rank 0 and rank 1 compute different gradients of a", "a", {"detector": "recomputation"}),
-        ("corruption", "a of rank 1 differs from that of 3 other ranks", "a", {"detector": "replicas"}),
-        ("note", "lr was 0.1 up to step 8 and is 0.2 from there on", None, {"detector": "changed-settings"}),
-        ("note", "the run started with torch 2.12 and resumes with 2.13", None, {"detector": "changed-software"}),
-        ("straggler", "rank 3 was the last to arrive in 48 of 50 steps", None, {"detector": "straggler"}),
-        (
-            "first_bad_value",
-            "aten.mm in a (forward) made nan",
-            "a",
-            {"detector": "replay", "phase": "forward", "operation": "aten.mm"},
-        ),
-        ("first_bad_value", "aten.mm in a (in backward) made nan", "a", {"detector": "replay", "operation": "aten.mm"}),
-        ("note", "the data were prepared by an earlier command", None, {}),
-        ("checkpoint", "step-00000010", None, {}),
-        ("outliers", "a sentence of a loop of one's own", "input:a", {}),
-    ],
-)
-def test_an_older_event_tells_its_detector_by_its_sentence(
-    kind: str, message: str, tensor: str | None, columns: dict[str, str]
-) -> None:
-    row = {"kind": kind, "step": 8, "message": message, **({"tensor": tensor} if tensor else {})}
-    assert with_detector(row) == {**row, **columns}
-    told = {**row, "detector": "audit"}
-    assert with_detector(told) is told
 
 
 def test_what_raises_events_has_one_id_each() -> None:
@@ -98,21 +63,7 @@ def sentences_read(tree: ast.AST) -> Iterator[int]:
 
 
 def test_no_code_reads_a_sentence() -> None:
-    """A message may be reworded without changing what any code does; the adapter of older records alone reads theirs."""
-    files = [path for path in SOURCE.rglob("*.py") if path.name != "older_events.py"]
+    """A message may be reworded without changing what any code does."""
+    files = list(SOURCE.rglob("*.py"))
     found = {str(path.relative_to(SOURCE)): list(sentences_read(ast.parse(path.read_text()))) for path in files}
     assert len(files) > 100 and {path: lines for path, lines in found.items() if lines} == {}
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
-        'found = "differs" in event.message',
-        'found = "differs" in str(event.get("message", ""))',
-        'found = re.search("differs", row["message"])',
-        'found = event.message.startswith("a")',
-        'found = error.message == "a"',
-    ],
-)
-def test_reading_a_sentence_is_noticed(code: str) -> None:
-    assert list(sentences_read(ast.parse(code))) == [1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from covering import exhaustive
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import (
     COMPUTES,
@@ -11,17 +10,12 @@ from narrowgauge.spec.computes import (
     TENSORS,
     Compute,
     casts_made,
-    first_of_input,
     slot_of_cast,
-    weight_slots,
 )
+from tables import exhaustive
 
 SHAPES = {"input": ("tokens", "in"), "weight": ("out", "in"), "gradient": ("tokens", "out")}
 RESULTS = {"output": ("tokens", "out"), "grad_input": ("tokens", "in"), "grad_weight": ("out", "in")}
-
-
-def test_the_slots_are_the_casts_of_a_compute() -> None:
-    assert list(SLOTS) == list(COMPUTES["mxfp8"].casts)
 
 
 @exhaustive("matmul", PLACES)
@@ -57,21 +51,3 @@ def test_a_cast_is_made_where_no_other_serves_it(compute: Compute) -> None:
         assert made in (name, slot.reuses)
         assert made == name or compute.casts[made].serves(compute.casts[name])
         assert (name in casts_made(compute)) == (made == name and not compute.casts[name].is_wide)
-
-
-@exhaustive("compute", [row for row in COMPUTES.values() if not row.is_wide])
-def test_the_slots_share_what_the_compute_reports(compute: Compute) -> None:
-    shared = [
-        slot_of_cast(compute, name) != name for name in ("grad_weight.right", "grad_input.right", "grad_weight.left")
-    ]
-    assert shared == [compute.keeps_codes, compute.reuses_weight, compute.reuses_grad]
-    assert weight_slots(compute) == ["output.right", "grad_input.right"][: 1 if compute.reuses_weight else 2]
-
-
-def test_layers_that_get_one_input_share_the_cast_of_the_first() -> None:
-    names = ("a.q_proj", "a.k_proj", "v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "lm_head")
-    found = dict(zip(names, map(first_of_input, names), strict=True))
-    assert found == {
-        "a.q_proj": "a.q_proj", "a.k_proj": "a.q_proj", "v_proj": "q_proj", "mlp.gate_proj": "mlp.gate_proj",
-        "mlp.up_proj": "mlp.gate_proj", "mlp.down_proj": "mlp.down_proj", "lm_head": "lm_head",
-    }  # fmt: skip

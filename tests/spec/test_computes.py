@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from collections.abc import Iterator
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import replace
 
 import numpy as np
-import pytest
 
 import expectations
-from covering import exhaustive
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import BLOCKS, COMPUTES, PLACES, ROTATION_SIZE, Cast, Compute, Product, gathering_of
+from narrowgauge.spec.computes import BLOCKS, COMPUTES, ROTATION_SIZE, Cast, Compute, Product, gathering_of
 from narrowgauge.spec.formats import FORMATS, get_format
+from tables import exhaustive
 
 every_row = exhaustive("row", COMPUTES.values())
 CASTS = list(dict.fromkeys(cast for row in COMPUTES.values() for cast in row.casts.values()))
@@ -30,53 +27,11 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
     for name, row in COMPUTES.items():
         wanted = expectations.COMPUTES[name]
         assert (row.kept_bytes, row.default_storage) == (wanted.kept_bytes, wanted.default_storage), name
-        reused = {"input": row.keeps_codes, "weight": row.reuses_weight, "gradient": row.reuses_grad}
+        reused = {s.tensor: not row.is_wide and row.cast_slots[n] != n for n, s in computes.SLOTS.items() if s.reuses}
         assert {what for what, is_so in reused.items() if is_so} == set(wanted.reused), name
         has = {"stochastic": row.is_stochastic, "delayed": row.is_delayed, "scaled loss": row.scales_loss}
         has["gathered"] = gathering_of(row).is_narrow
         assert {what for what, is_so in has.items() if is_so} == set(wanted.has) - {"served"}, name
-
-
-def test_every_name_is_one_row_s() -> None:
-    names = [row.name for row in computes._COMPUTES]
-    assert len(set(names)) == len(names) and list(COMPUTES) == names
-    assert all(re.fullmatch(r"[a-z]+[0-9]*(-[a-z0-9]+)*", name) for name in names)
-    said = {"name": "", "purpose": "", "source": "", "default_storage": "", "owns_storages": False}
-    meanings = [replace(row, **said) for row in COMPUTES.values()]
-    twins = {
-        frozenset((one.name, other.name))
-        for one, other in itertools.combinations(COMPUTES.values(), 2)
-        if meanings[names.index(one.name)] == meanings[names.index(other.name)]
-    }
-    # Told apart by the storages they go with.
-    assert twins == {frozenset(("bfloat16", "float8")), frozenset(("float16", "float16-throughout"))}
-
-
-@every_row
-def test_a_row_says_what_it_is_for_and_where_it_comes_from(row: Compute) -> None:
-    for words in (row.purpose, row.source):
-        assert words == words.strip() and len(words) >= 8 and "\n" not in words
-    assert not row.purpose.endswith(".")
-    assert row.dtype in ("float64", "float32", "bfloat16", "float16")
-    assert row.transform in ("", "scalify", "unit") and all(row.keep)
-
-
-@every_row
-def test_a_row_is_a_value(row: Compute) -> None:
-    again = replace(row)
-    assert again == row and hash(again) == hash(row) and again is not row
-    with pytest.raises(FrozenInstanceError):
-        row.name = "other"  # type: ignore[misc]
-
-
-@every_row
-def test_a_row_has_three_products_and_six_casts(row: Compute) -> None:
-    assert list(row.products) == list(PLACES)
-    assert list(row.casts) == [f"{place}.{side}" for place in PLACES for side in ("left", "right")]
-    for place, product in row.products.items():
-        assert product is getattr(row, place)
-        assert row.casts[f"{place}.left"] is product.left and row.casts[f"{place}.right"] is product.right
-    assert row.is_wide == all(cast.is_wide for cast in row.casts.values())
 
 
 @every_row
@@ -235,26 +190,3 @@ def test_a_sum_made_that_way_is_within_the_bound(accumulation: str) -> None:
             assert (off <= bound).all()
             # Of one sign, chopping is off by a good part of what may happen: the bound is no empty word.
             assert signs == -1 or off.max() > 2.0**-register / 4
-
-
-# ── words ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_cast_reads_as_words() -> None:
-    expected = {
-        ("bfloat16", "output.left"): "bfloat16",
-        ("float8-tensor", "output.left"): "float8_e4m3fn, per tensor",
-        ("float8-delayed-e5m2", "grad_input.left"): "float8_e5m2, per tensor, delayed scale",
-        ("float8-block", "output.right"): "float8_e4m3fn, per 128x128, scales power-of-two",
-        ("int8-row", "grad_input.left"): "int8, per row, stochastic",
-        ("int8-row", "grad_weight.right"): "int8, per column",
-        ("int8-outlier", "output.left"): "int8, per row, columns from 6 on in 16 bits",
-        ("int8-outlier-codes", "output.left"): "int8, per row, columns from 6 on in 16 bits, times weights from codes",
-        ("nvfp4", "grad_weight.left"): "float4_e2m1fn, per 1x16, scales float8_e4m3fn, stochastic, hadamard",
-        ("unit", "output.left"): "float8_e4m3fn, per tensor, static scale",
-    }
-    assert {key: str(COMPUTES[key[0]].casts[key[1]]) for key in expected} == expected
-
-
-def test_different_casts_have_different_words() -> None:
-    assert len({str(cast) for cast in CASTS}) == len(CASTS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from narrowgauge._torch.allocations import _log_level, counted_allocations
-from narrowgauge.planner.inputs.layouts import Layout
-from narrowgauge.planner.inputs.model_configs import architecture_of
-from narrowgauge.planner.memory.rank_memory import FIXED, memory_terms
+from narrowgauge.planner.built_models import of_config
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.memory import FIXED, memory_terms
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import counted_memory, loop, session
-from narrowgauge.trainer.counted_memory import CountedSteps, between_steps
+from narrowgauge.trainer.counted_memory import CountedSteps, between_steps, counted_allocations
 from narrowgauge.trainer.session import Session
 from trainer.tiny_runs import SHAPE, assert_same_run, settings
 
@@ -33,7 +31,7 @@ def runs(place: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run
     """A run of each recipe, uncompiled, so that autograd can be asked what it keeps."""
     folder = tmp_path_factory.mktemp("counted")
     return {
-        name: read_run(loop.train(settings(place, folder / str(k), recipe=name, compile=False, steps=5)))
+        name: read_run(loop.train(settings(place, folder / str(k), recipe=name, compile=False, steps=5, batch_size=16)))
         for k, name in enumerate(RECIPES)
     }
 
@@ -65,8 +63,8 @@ def kept_bytes(made: Session) -> int:
 def test_activations_are_what_autograd_keeps(runs: dict[str, Run], recipe: str) -> None:
     counted = summary_of(runs[recipe])["activation_bytes"]
     oracle = kept_bytes(session.load(runs[recipe].path))
-    # What is alive besides: the loss.
-    assert oracle <= counted <= oracle + 64
+    # What is alive besides: the loss, and the generator's state that the forward pass restores, 5,056 bytes.
+    assert oracle <= counted <= oracle + 64 + 5056
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -74,7 +72,7 @@ def test_state_is_that_of_the_storage_and_the_peak_is_the_planned_one(runs: dict
     run, width = summary_of(runs[recipe]), 16 if recipe == "float32/float32" else 8
     assert run["state_bytes"] == width * runs[recipe].run["model"]["num_parameters"]
     planned = memory_terms(
-        architecture_of(SHAPE, "tiny"), parse(recipe), Layout(micro_batch=4), 16, is_loss_chunked=False,
+        of_config(SHAPE, "tiny"), parse(recipe), Layout(micro_batch=16), 16, is_loss_chunked=False,
         fixed=dict.fromkeys(FIXED, 0.0),
     )  # fmt: skip
     assert run["peak_tensor_bytes"] == pytest.approx(planned.total, rel=0.05)
@@ -85,16 +83,7 @@ def test_the_two_16_bit_formats_take_the_same_bytes(runs: dict[str, Run]) -> Non
     one, other = ([summary_of(runs[f"{dtype}/naive"])[name] for name in names] for dtype in ("float16", "bfloat16"))
     assert other == pytest.approx(one, rel=1e-3)
     wide = [summary_of(runs["float32/float32"])[name] for name in names]
-    assert all(narrow < 0.8 * full for narrow, full in zip(other, wide, strict=True))
-
-
-def test_two_steps_are_counted_and_the_smaller_peak_is_the_runs(runs: dict[str, Run]) -> None:
-    run = runs["bfloat16/naive"]
-    counted = [row["step"] for row in run.steps if "peak_tensor_bytes" in row]
-    assert counted == list(counted_memory.COUNTED_STEPS)
-    rows = [{"peak_tensor_bytes": 9, "activation_bytes": 2}, {}, {"peak_tensor_bytes": 7, "activation_bytes": 3}]
-    assert counted_memory.of_run(rows) == {"activation_bytes": 3, "peak_tensor_bytes": 7}
-    assert counted_memory.of_run([{}]) == {}
+    assert all(narrow < 0.9 * full for narrow, full in zip(other, wide, strict=True))
 
 
 def test_known_allocations_are_counted_to_the_byte(runs: dict[str, Run]) -> None:
@@ -138,18 +127,3 @@ def test_the_profiler_of_somebody_else_goes_on() -> None:
         assert found is None
         torch.ones(3, dtype=torch.float32)
     assert sum(event.count for event in theirs.key_averages() if event.key == "aten::ones") == 2
-
-
-def test_the_notes_of_the_profiler_are_silenced_within_and_only_within() -> None:
-    level, before = _log_level(), os.environ.get("KINETO_LOG_LEVEL")
-    shown = None if level is None else level.value
-    early = torch.ones(100_000, dtype=torch.float32)
-    with pytest.raises(KeyError), counted_allocations(CPU):
-        raise KeyError
-    with counted_allocations(CPU) as found:
-        del early  # of before: its size is not known, of which PyTorch would warn
-        torch.ones(2, dtype=torch.float32)
-        assert os.environ["KINETO_LOG_LEVEL"] and (level is None or level.value >= 2)
-    assert found is not None and found.peak == 8
-    assert os.environ.get("KINETO_LOG_LEVEL") == before
-    assert (None if level is None else level.value) == shown

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 
 import narrowgauge
 import narrowgauge.runs.atomic_io
-from narrowgauge.trainer import exporting, loop
-from narrowgauge.trainer.data import dataset
+from narrowgauge.checkpoints import saving
+from narrowgauge.trainer import export, loop
+from narrowgauge.trainer.data import tokens
 from trainer.tiny_runs import CASES, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -41,22 +42,16 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dataset, "sync_file", full)
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tokens, "sync_file", full)
     told = said(*words_of(settings(place, tmp_path / "run")))
     assert "give the same command again" in told and "resume" not in told
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "fault", "is_streamed"),
-    [("_write_generation", full, True), ("write_weights", full, True), ("_write", hidden, False)],
-)
-def test_in_an_export(
-    name: str, fault: Any, is_streamed: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(exporting, name, fault)
-    if not is_streamed:
-        monkeypatch.setattr(exporting, "can_stream", lambda *_: False)
+@pytest.mark.parametrize(("name", "fault"), [("_write_generation", full), ("_write_tokenizer", hidden)])
+def test_in_an_export(name: str, fault: Any, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, name, fault)
     told = said("export", str(finished), str(tmp_path / "out"))
     assert "give the same command again" in told and "resume" not in told
     assert list(tmp_path.iterdir()) == []
@@ -70,30 +65,9 @@ def test_in_a_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_in_a_conversion(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("narrowgauge.checkpoints.conversion.folders.write_tensors", full)
-    told = said("convert", str(finished), "--recipe", "bfloat16/exact", "--out", str(tmp_path / "out"))
-    assert "give the same command again" in told and "resume" not in told
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_in_a_run(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = loop.train(settings(place, tmp_path / "run", **CASES["naive"], stop_after=2))
-    monkeypatch.setattr("narrowgauge.checkpoints.saving.write_tensors", full)
+    monkeypatch.setattr(saving, "_publish", full)
     refused = call("resume", str(folder))
     assert refused.exit_code == 2 and "the disk is full" in refused.stderr
     assert "go on with narrowgauge resume" in refused.stderr
-
-
-def test_a_checkpoint_is_read_where_not_even_a_lock_can_be_made(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    true_open = os.open
-
-    def opened(path: Any, *given: Any, **named: Any) -> int:
-        if str(path).endswith(".lock"):
-            full()
-        return true_open(path, *given, **named)
-
-    monkeypatch.setattr(os, "open", opened)
-    assert call("export", str(finished), str(tmp_path / "out")).exit_code == 0

@@ -1,4 +1,4 @@
-"""Every fault of ``benchmarks/faults.py``, in a tiny run: told of in time, by the right name, and not before.
+"""Every fault of ``benchmarks/_faults.py``, in a tiny run: told of in time, by the right name, and not before.
 
 The table of faults lies with the benchmark that publishes it at full size, and is loaded from there, by its path:
 the names of other benchmarks are those of modules that tests import.
@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 
 from benchmark_modules import benchmark_module
-from narrowgauge.analysis.monitor.detectors import SERIOUS
-from narrowgauge.runs.events import KINDS
+from narrowgauge.analysis.detectors import SERIOUS
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
 from trainer.tiny_runs import settings
@@ -22,7 +21,7 @@ from trainer.tiny_runs import settings
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-faults = benchmark_module("faults")
+faults = benchmark_module("_faults")
 EVERY, AT = 4, 25
 NEEDS_WIDTH = {
     "noise above the updates": "a tiny model's updates at that rate are a third of the noise that the alarm begins at",
@@ -58,26 +57,3 @@ def test_a_fault_is_told_in_time_and_by_name(place: Path, tmp_path: Path, name: 
 def test_the_same_runs_unstruck_raise_nothing_serious(place: Path, tmp_path: Path, recipe: str) -> None:
     run = run_with(place, tmp_path / "run", nullcontext(), steps=60, recipe=recipe)
     assert [event for event in run.events if event["kind"] in SERIOUS] == [] and len(run.gauges) == 15
-
-
-def test_only_the_right_kind_and_name_tell_of_a_fault() -> None:
-    fault = faults.FAULTS["a layer × 2^12"]
-    right = {"kind": "outliers", "step": 30, "tensor": f"weight:{faults.WEIGHT}"}
-    assert fault.first_event([{**right, "step": 24}, right], 25) is right
-    wrong = [
-        {**right, "kind": "overflow"},
-        {**right, "tensor": "weight:lm_head.weight"},
-        {"kind": "outliers", "step": 30},
-    ]
-    assert fault.first_event(wrong, 25) is None
-    assert {kind for row in faults.FAULTS.values() for kind in row.kinds} <= set(KINDS)
-    assert {*NEEDS_WIDTH, *SEEN_LATER} <= set(faults.FAULTS)
-    asked = {row.settings.get("recipe", "bfloat16/word") for row in faults.FAULTS.values() if not row.from_start}
-    assert asked - {"bfloat16/naive"} == set(UNSTRUCK)
-
-
-def test_a_strike_ends_with_its_block() -> None:
-    true_step = loop.train_step
-    with faults.struck(faults.FAULTS["a batch of NaN"], 1):
-        assert loop.train_step is not true_step
-    assert loop.train_step is true_step

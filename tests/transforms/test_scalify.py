@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
-from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -16,20 +13,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from narrowgauge.assembly.preparation import prepare
-from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.cast_cache import cached_weights
-from narrowgauge.numerics.tensor_stats import power_of_rms, sqnr_of_sums
-from narrowgauge.spec.propagation import RULES
-from narrowgauge.trainer.language_model import build, can_chunk, enable_activation_checkpointing, loss_sum
-from narrowgauge.transforms import scaled_tensor
-from narrowgauge.transforms.scaled_tensor import Scaled, measured, rescaled, root_below
-from narrowgauge.transforms.scalify import attention, measurements, scalify, value_of
+from narrowgauge.numerics.metrics import power_of_rms
+from narrowgauge.trainer.language_model import build, loss_sum
+from narrowgauge.transforms.scaled_tensor import Scaled
+from narrowgauge.transforms.scalify import attention, scalify
 from oracles import scalify as oracle
 from tensors import gradients, random_tokens, relative_error, rms
 
@@ -115,7 +105,7 @@ def scaled(data: list[float], scale: float) -> Tensor:
     return Scaled(torch.tensor(data, dtype=torch.float64).view(2, 3), scale).requires_grad_()
 
 
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (2.0**-30, 2.0**-20), (2.0**10, 2.0**-3), (2.0**-5, 2.0**-4)])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (2.0**-30, 2.0**-20)])
 @pytest.mark.parametrize(
     ("operation", "rule"),
     [
@@ -146,25 +136,6 @@ def test_gradients_follow_the_same_rules_and_meet_by_addition(scales: tuple[floa
         oracle.multiply(gradient, pair_of(a)), oracle.multiply(gradient, pair_of(b)), -1
     )
     assert pair_of(a.grad) == oracle.multiply(gradient, pair_of(x))
-
-
-def test_a_gradient_of_a_broadcast_is_summed_by_the_rule_for_sums() -> None:
-    x = Scaled(torch.tensor([[1.0, -2.0, 0.5]], dtype=torch.float64), 2.0**-3).requires_grad_()
-    x.expand(5, 3).backward(Scaled(torch.arange(15.0, dtype=torch.float64).view(5, 3), 2.0**-9))
-    columns = [float(row * 3 + column) for column in range(3) for row in range(5)]
-    assert pair_of(x.grad) == oracle.total(oracle.pair(columns, 2.0**-9), 3)
-
-
-def test_plain_tensors_and_numbers_join() -> None:
-    x = scaled(A, 2.0**-30)
-    plain = torch.tensor(B, dtype=torch.float64).view(2, 3) * 2.0**-33
-    found, other = pair_of(x + plain), oracle.rescale(oracle.pair(plain.flatten().tolist(), 1))
-    assert found == oracle.add(oracle.pair(A, 2.0**-30), other)
-    # Zeros have no size, so they take no part in choosing one.
-    assert pair_of(x + torch.zeros(2, 3, dtype=torch.float64)) == pair_of(x)
-    assert pair_of(torch.cat([x, torch.zeros(0, 3, dtype=torch.float64)])) == pair_of(x)
-    assert pair_of(x + 3 * 2.0**-31) == oracle.add(oracle.pair(A, 2.0**-30), oracle.pair([1.5] * 6, 2.0**-30))
-    assert pair_of(plain * x) == oracle.multiply(oracle.pair(plain.flatten().tolist(), 1), oracle.pair(A, 2.0**-30))
 
 
 @pytest.mark.parametrize(
@@ -198,28 +169,6 @@ def test_what_moves_elements_keeps_the_scale(operation: Callable[[Tensor], Tenso
     assert torch.equal(gradient.value(), plain.grad)
 
 
-def test_powers_are_the_largest_not_above() -> None:
-    assert [root_below(count) for count in range(1, 600)] == [oracle.root_below(count) for count in range(1, 600)]
-    for seed, factor in enumerate([1.0, 3e-7, 1e12]):
-        x = (random(37, seed=seed) * factor).float()
-        assert measured(x).item() == oracle.size(oracle.pair(x.tolist(), 1).data)
-    assert measured(torch.full((5,), 2.0**-9)).item() == 2.0**-9
-    assert measured(torch.zeros(4)).item() == 1.0
-    assert measured(torch.tensor([1.0, torch.inf])).item() == 1.0
-    assert measured(torch.tensor([1e30, 1e30])).item() == 1.0
-    x = Scaled(random(64) * 40, 2.0**-7)
-    assert pair_of(rescaled(x)) == oracle.rescale(pair_of(x))
-
-
-def test_every_operation_that_is_looked_up_stands_in_the_table() -> None:
-    listed = {name for rule in RULES.values() for name in rule.operations}
-    known = {str(operation).removeprefix("aten.") for operation in (*scaled_tensor._VIEWS, *scaled_tensor._RULES)}
-    assert listed == known
-    assert {rule.name for rule in RULES.values() if rule.measures} == {
-        "linear layer", "embedding", "norm", "activation", "plain gradient that enters",
-    }  # fmt: skip
-
-
 # --- functions --------------------------------------------------------------------------------------------------------
 
 
@@ -250,7 +199,7 @@ def function_case(
 ) -> tuple[Any, list[Any]]:
     """Output and input gradients of a rule, its values and all gradients equal to those of the plain function."""
     reals = [x.clone().requires_grad_() for x in inputs]
-    scaled_inputs = [Scaled(x / measured(x), measured(x)).requires_grad_() for x in inputs]
+    scaled_inputs = [Scaled(x / power_of_rms(x), power_of_rms(x)).requires_grad_() for x in inputs]
     wanted, found = plain(*reals), ruled(*scaled_inputs)
     direction = random(*wanted.shape, seed=5)
     by_plain = torch.autograd.grad(wanted, [*reals, *parameters], direction * SMALL)
@@ -259,50 +208,6 @@ def function_case(
     for one, other in zip(by_rule, by_plain, strict=True):
         assert distance(one.value() if isinstance(one, Scaled) else one, other) < 1e-12
     return found, list(by_rule[: len(inputs)])
-
-
-def module_case(module: nn.Module, x: Tensor) -> tuple[Any, Any]:
-    # Called by its forward: the hooks of a whole module would return a plain value.
-    ruled, parameters = copy.copy(module), tuple(module.parameters())
-    scalify(ruled)
-    assert type(ruled) is not type(module)
-    found, (gradient,) = function_case(module, ruled.forward, x, parameters=parameters)
-    return found, gradient
-
-
-@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
-def test_norms_have_scale_one_and_measure_the_gradient(kind: Callable[..., nn.Module]) -> None:
-    found, gradient = module_case(kind(16, dtype=torch.float64), random(5, 16) * 2.0**-9)
-    assert found.scale == 1
-    assert 1 <= rms(gradient.data) < 2
-
-
-@pytest.mark.parametrize("module", [nn.SiLU(), nn.GELU(approximate="tanh"), nn.ReLU(), nn.Tanh()])
-@pytest.mark.parametrize("factor", [1.0, 2.0**-6, 2.0**3])
-def test_activations_measure_what_they_hand_on(module: nn.Module, factor: float) -> None:
-    x = random(50, 16) * factor
-    found, gradient = module_case(module, x)
-    assert found.scale == measured(module(x))
-    assert 1 <= rms(found.data) < 2
-    # The gradient keeps its scale: no derivative of an activation is far from one, but where all of it is flat.
-    assert gradient.scale == SMALL
-    assert 0.2 <= rms(gradient.data) < 2
-
-
-def test_an_embedding_has_its_weight_s_scale() -> None:
-    table = nn.Embedding(32, 8, dtype=torch.float64)
-    with torch.no_grad():
-        table.weight.mul_(0.013)
-    tokens = torch.arange(24).view(4, 6) % 20
-    wanted = table(tokens)
-    ruled = scalified(table)
-    found = ruled.forward(tokens)
-    assert found.scale == measured(table.weight)
-    assert torch.equal(found.value(), wanted.detach())
-    direction = random(4, 6, 8)
-    (by_rule,) = torch.autograd.grad(found, ruled.weight, Scaled(direction, SMALL))
-    (by_plain,) = torch.autograd.grad(wanted, table.weight, direction * SMALL)
-    assert distance(by_rule, by_plain) < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -321,7 +226,7 @@ def test_attention_guesses_within_what_the_formats_forgive(options: dict[str, An
     plain = lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **options)  # noqa: E731
     found, found_gradients = function_case(plain, plain, query, key, value)
     # The output is a mean, so at most as large as the values, here near one; e5m2 holds gradients from 2^-14 to 2^15.
-    assert found.scale == measured(value)
+    assert found.scale == power_of_rms(value)
     assert 2.0**-5 < rms(found.data) < 2
     assert all(2.0**-12 < rms(x.data) < 2.0**10 for x in found_gradients)
     assert torch.equal(attention(query, key, value, **options).value(), plain(query, key, value))
@@ -339,146 +244,6 @@ def test_a_model_computes_what_it_computed(model: PreTrainedModel) -> None:
     with torch.no_grad():
         logits, other_logits = (m(input_ids=TOKENS, use_cache=False).logits for m in (model, other))
     assert distance(other_logits, logits) < 1e-12
-
-
-def test_in_bfloat16_too_and_under_autocast(model: PreTrainedModel) -> None:
-    for dtype, autocast in ((torch.bfloat16, False), (torch.float32, True)):
-        plain = copy.deepcopy(model).to(dtype)
-        other = scalified(plain)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            (loss, wanted), (found_loss, found) = loss_and_gradients(plain), loss_and_gradients(other)
-        # Powers of two round nothing: only the order in which a few gradients are added differs.
-        assert torch.equal(found_loss, loss)
-        assert max(distance(found[name].float(), wanted[name].float()) for name in wanted) < 0.01
-
-
-def test_checkpoints_copies_and_pickles_compute_the_same(model: PreTrainedModel) -> None:
-    other = scalified(model)
-    _, wanted = loss_and_gradients(other)
-    scalify(other)  # a second time
-    checkpointed = copy.deepcopy(other)
-    enable_activation_checkpointing(checkpointed)
-    for again in (other, checkpointed, pickle.loads(pickle.dumps(other))):
-        assert any("Scaled" in type(module).__name__ for module in again.modules())
-        _, found = loss_and_gradients(again)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    assert all(torch.equal(loss_and_gradients(checkpointed)[1][name], wanted[name]) for name in wanted)
-
-
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.usefixtures("native_formats")
-def test_no_more_is_measured_than_is_told(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every read of a tensor for its scale is counted, in two micro-batches that share their weights."""
-    model, _ = prepare(tiny(family, tmp_path, torch.float32), "scalify/word")
-    counts: Counter[str] = Counter()
-
-    def counting(place: str) -> Callable[[Tensor], Tensor]:
-        def count(x: Tensor) -> Tensor:
-            counts[place] += 1
-            return power_of_rms(x)
-
-        return count
-
-    monkeypatch.setattr(layer_matmuls, "power_of_rms", counting("weights"))
-    for name in ("narrowgauge.transforms.scalify.measured", "narrowgauge.transforms.scaled_tensor.measured"):
-        monkeypatch.setattr(name, counting("passes"))
-    told, layers = measurements(model), 2
-    embeddings = 1 if family == "llama" else 2
-    linears = layers * (7 if family == "llama" else 4)
-    assert told == (embeddings + linears, layers, 2 * layers + 2)
-    with cached_weights():
-        for _ in range(2):
-            counts["passes"] = 0
-            loss = loss_sum(model, TOKENS, chunked=False)
-            assert counts["passes"] == told.forward + embeddings
-            loss.backward()
-            assert counts["passes"] == told.forward + embeddings + told.backward
-    assert counts["weights"] == linears
-
-
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-def test_weights_are_cast_once_for_all_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    results: list[tuple[int, list[Tensor]]] = []
-    made: list[int] = []
-    cast = layer_matmuls.cast_matrix
-
-    def counting(x: Tensor, *arguments: Any, **options: Any) -> Any:
-        made.append(x.shape[0] != 3 * 16)  # the tokens; all else is a weight
-        return cast(x, *arguments, **options)
-
-    monkeypatch.setattr(layer_matmuls, "cast_matrix", counting)
-    base = tiny("llama", tmp_path, torch.float32)
-    for scope in (cached_weights, nullcontext):
-        model, _ = prepare(copy.deepcopy(base), "scalify/word")
-        made.clear()
-        with scope():
-            for _ in range(3):
-                loss_sum(model, TOKENS, chunked=False).backward()
-        results.append((sum(made), [parameter.grad for parameter in model.parameters()]))
-    (few, cached), (many, plain) = results
-    assert few == 14 and many == 14 * 2 * 3
-    assert all(torch.equal(one, other) for one, other in zip(cached, plain, strict=True))
-
-
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-@pytest.mark.usefixtures("native_formats")
-def test_the_head_is_chunked_and_compiled_as_any_other(tmp_path: Path) -> None:
-    model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify/word")
-    assert can_chunk(model)
-    torch._dynamo.reset()
-    whole, chunked = (loss_sum(model, TOKENS, chunked=each) for each in (False, True))
-    assert chunked.item() == pytest.approx(whole.item(), rel=1e-3)
-    head = torch.compile(model.get_output_embeddings(), fullgraph=True, backend="aot_eager")
-    hidden = random(5, 32).bfloat16()
-    assert torch.equal(head(hidden), model.get_output_embeddings()(hidden))
-
-
-def test_every_way_out_of_a_model_is_plain(model: PreTrainedModel) -> None:
-    other = scalified(model)
-    body = other.base_model(input_ids=TOKENS, use_cache=False, output_hidden_states=True)
-    assert all(type(hidden) is Tensor for hidden in (body.last_hidden_state, *body.hidden_states))
-    assert type(other.get_output_embeddings()(body.last_hidden_state)) is Tensor
-    chunked = loss_sum(other, TOKENS, chunked=True)
-    assert distance(chunked.detach(), loss_sum(model, TOKENS, chunked=True).detach()) < 1e-12
-    chunked.backward()
-    whole = loss_and_gradients(other)[1]
-    other.zero_grad()
-    loss_sum(other, TOKENS, chunked=True).backward()
-    assert all(distance(parameter.grad, whole[name]) < 1e-6 for name, parameter in other.named_parameters())
-
-
-def test_all_layers_share_one_compiled_graph(model: PreTrainedModel) -> None:
-    other = scalified(model.float())
-    _, wanted = loss_and_gradients(model)
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    for module in other.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.compile(fullgraph=True, backend=counter)
-    _, found = loss_and_gradients(other)
-    assert counter.frame_count == 1
-    assert max(distance(found[name], wanted[name]) for name in wanted) < 1e-5
-
-
-def test_frozen_parameters_cost_no_gradient(model: PreTrainedModel) -> None:
-    other = scalified(recorded(model))
-    for name, parameter in other.named_parameters():
-        parameter.requires_grad_("mlp" in name)
-    loss_sum(other, TOKENS, chunked=False).backward()
-    assert all((parameter.grad is not None) == ("mlp" in name) for name, parameter in other.named_parameters())
-    layers = {name: module for name, module in other.named_modules() if isinstance(module, RecordedLinear)}
-    assert all(layer.wants_gradient == ("mlp" in name) for name, layer in layers.items())
-
-
-def test_a_plain_gradient_that_enters_is_measured() -> None:
-    x = scaled(A, 2.0**-30)
-    gradient = torch.tensor(B, dtype=torch.float64).view(2, 3) * 2.0**-50
-    (found,) = torch.autograd.grad(value_of(x), x, gradient)
-    assert pair_of(found) == oracle.rescale(oracle.pair(gradient.flatten().tolist(), 1))
 
 
 # --- what it is for ---------------------------------------------------------------------------------------------------
@@ -530,12 +295,6 @@ def operands(model: nn.Module) -> dict[tuple[str, str], Tensor]:
     return {(name, kind): x.float() for name, module in layers.items() for kind, x in module.seen.items()}
 
 
-def sqnr_of_float8(x: Tensor) -> float:
-    """The signal to quantization noise ratio of a cast without a scale, in decibels."""
-    lost = x.double() - x.to(torch.float8_e4m3fn).double()
-    return float(sqnr_of_sums(torch.stack([x.double().square().sum(), lost.square().sum()])))
-
-
 def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTrainedModel) -> None:
     """The band: root mean squares from 1/2 to 8, of gradients, which e5m2 holds, from 2^-8 to 2^8; for gradients near 1e-6
     and for those 2^30 times smaller."""
@@ -553,19 +312,6 @@ def test_operands_of_all_matmuls_lie_near_one_whatever_the_gradient(model: PreTr
     assert all(rms(x) < 1e-5 for (_, kind), x in raw.items() if kind == "gradient")
 
 
-def test_a_static_float8_cast_of_data_loses_little_where_one_of_values_loses_all(model: PreTrainedModel) -> None:
-    plain = recorded(model.float())
-    other = scalified(plain)
-    for m in (plain, other):
-        loss_and_gradients(m, SMALL)
-    data, raw = operands(other), operands(plain)
-    for key in data:
-        kept = sqnr_of_float8(data[key])
-        assert kept > 25, key
-        if key[1] == "gradient":
-            assert sqnr_of_float8(raw[key]) == 0, key
-
-
 # --- float16 without a loss scale -------------------------------------------------------------------------------------
 
 
@@ -580,7 +326,7 @@ def float16_case(model: nn.Module, factor: float, wanted: dict[str, Tensor]) -> 
 
 @pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("storage", ["word", "float32"])
+@pytest.mark.parametrize("storage", ["word"])
 def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str, storage: str, tmp_path: Path) -> None:
     base = tiny(family, tmp_path, torch.float32)
     _, wanted = loss_and_gradients(copy.deepcopy(base).double())
@@ -599,107 +345,4 @@ def test_gradients_that_float16_loses_without_a_loss_scale_are_kept(family: str,
     assert error == 1.0 and lost > 0.95
 
 
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-def test_float16_weights_lose_their_gradients_at_rest_alone(tmp_path: Path) -> None:
-    """The same gradients as those of a larger loss, rounded to float16 at the very end."""
-    base = tiny("llama", tmp_path, torch.float32)
-    model, _ = prepare(base, "scalify-float16/scaled16", audit_every=0)
-    assert all(parameter.dtype is torch.float16 for parameter in model.parameters())
-    _, large = loss_and_gradients(model, 1.0)
-    _, small = loss_and_gradients(model, 2.0**-16)
-    for name, gradient in small.items():
-        # Half a spacing of float16's smallest numbers, twice where the embedding's and the head's meet in a tied weight.
-        assert ((gradient.float() - large[name].float() * 2.0**-16).abs() <= 2.0**-24 * 1.01).all(), name
-    assert any((gradient == 0).any() for gradient in small.values())
-
-
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-@pytest.mark.parametrize("storage", ["word", "scaled16"])
-def test_a_float16_model_learns_without_a_loss_scale(storage: str, tmp_path: Path) -> None:
-    model, optimizer = prepare(tiny("llama", tmp_path, torch.float32), f"scalify-float16/{storage}", lr=3e-3)
-    losses = []
-    for _ in range(20):
-        loss = loss_sum(model, TOKENS, chunked=False) / 48
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 1.0
-    assert optimizer.num_skipped == 0
-
-
-@pytest.mark.filterwarnings("ignore::narrowgauge.matmul.gemm.EmulationNotice")
-def test_float16_layers_share_one_compiled_graph_and_its_gradients(tmp_path: Path) -> None:
-    model, _ = prepare(tiny("llama", tmp_path, torch.float32), "scalify-float16/word", audit_every=0)
-    _, wanted = loss_and_gradients(model, SMALL)
-    counter = CompileCounterWithBackend("aot_eager")
-    torch._dynamo.reset()
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer):
-            module.compile(fullgraph=True, backend=counter)
-    _, found = loss_and_gradients(model, SMALL)
-    assert counter.frame_count == 1
-    assert max(distance(found[name].float(), wanted[name].float()) for name in wanted) < 0.01
-
-
-def test_a_power_beyond_float16_is_multiplied_by_all_the_same() -> None:
-    x = torch.tensor([64.0, -3.0, 0.0], dtype=torch.float16)
-    assert torch.equal(scaled_tensor.times(x, torch.tensor(2.0**-28)), torch.tensor([2.0**-22, 0, 0]).half())
-    assert torch.equal(scaled_tensor.times(x * 2.0**-20, torch.tensor(2.0**20)), x)
-
-
 # --- refusals ---------------------------------------------------------------------------------------------------------
-
-
-class Gain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.gain
-
-
-@pytest.mark.parametrize(
-    ("unknown", "name"),
-    [
-        (Gain(), "Gain"),
-        (nn.Bilinear(4, 4, 4), "Bilinear"),
-        (type("Other", (nn.Linear,), {})(4, 4), "Other"),
-        (nn.Embedding(4, 4, max_norm=1.0), "embedding '1'"),
-    ],
-)
-def test_a_module_without_a_rule_is_named_and_nothing_is_changed(unknown: nn.Module, name: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), unknown)
-    with pytest.raises(RecipeError, match=f"scalify has no rule for the .*{name}"):
-        scalify(model)
-    assert type(model[0]) is nn.Linear
-    assert not model._forward_hooks
-
-
-@pytest.mark.parametrize(
-    ("operation", "name"),
-    [
-        (torch.exp, "aten.exp"),
-        (lambda x: x.add_(1), "aten.add_"),
-        (lambda x: torch.add(x, x, alpha=2), "alpha = 2"),
-        (lambda x: x @ x.t(), "aten.mm"),
-        (lambda x: F.softmax(x, -1), "aten._softmax"),
-        (lambda x: F.dropout(x, 0.5), "aten.native_dropout|aten.bernoulli|aten.empty_like"),
-        (
-            lambda x: x * torch.ones(3, requires_grad=True),
-            "aten.mul.Tensor .* with a plain one that requires a gradient",
-        ),
-        (lambda x: torch.cat([x, torch.ones(1, 3, requires_grad=True)]), "aten.cat.default .* with a plain one"),
-    ],
-)
-def test_an_operation_without_a_rule_is_named(operation: Callable[[Tensor], Tensor], name: str) -> None:
-    with pytest.raises(RecipeError, match=name):
-        operation(Scaled(torch.ones(2, 3), 2.0**-4))
-
-
-def test_dropout_and_other_attention_are_refused_when_used(tmp_path: Path) -> None:
-    other = scalified(tiny("llama", tmp_path))
-    other.set_attn_implementation("eager")
-    with pytest.raises(RecipeError, match=r"aten\.(bmm|matmul)"):
-        loss_sum(other, TOKENS, chunked=False)

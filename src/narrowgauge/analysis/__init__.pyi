@@ -1,1 +1,2 @@
-from narrowgauge.analysis.monitor.alarms import Alarms as Alarms
+from .alarms import Alarms as Alarms
+from .reading import Readings as Readings

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from narrowgauge.distributed.ranks import all_ranks, largest_of_ranks
 from narrowgauge.distributed.sharding import mesh_of
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
-from narrowgauge.numerics.shards import add_up
+from narrowgauge.numerics.dtensor import add_up
 from narrowgauge.optim.optimizer import Optimizer
 
 _hooks: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
@@ -35,18 +35,17 @@ def sync_amax(model: nn.Module, linears: NarrowLayers, optimizer: Optimizer | No
 
 def sync_amax_before_steps(model: nn.Module, optimizer: Optimizer) -> None:
     """:func:`sync_amax` before each step of a model's optimizer, if the model has narrow layers."""
+    if linears_of(model) is not None:
+        _hooks[optimizer] = optimizer.register_step_pre_hook(partial(_sync_before_step, model))
+
+
+def _sync_before_step(model: nn.Module, optimizer: Optimizer, *_: Any) -> None:
     if (linears := linears_of(model)) is not None:
-        _hooks[optimizer] = optimizer.register_step_pre_hook(lambda *_: sync_amax(model, linears, optimizer))
-
-
-def sync_no_amax(optimizer: Optimizer) -> None:
-    """Undo :func:`sync_amax_before_steps`, for a model that no other rank trains."""
-    if (hook := _hooks.pop(optimizer, None)) is not None:
-        hook.remove()
+        sync_amax(model, linears, optimizer)
 
 
 def _largest(model: nn.Module, optimizer: Optimizer | None) -> Callable[[Tensor], Tensor]:
-    """The elementwise maximum over these ranks."""
+    """Return the elementwise maximum over these ranks."""
     reduction: Any = None if optimizer is None else optimizer.reduction
     if reduction is not None:
         largest: Callable[[Tensor], Tensor] = reduction.largest

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import _torch
+from narrowgauge import torch_names
 from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like
 from narrowgauge.numerics.rounding import at_least_float32, round_to_bfloat16, round_to_float16
-from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import WIDE
@@ -25,9 +25,9 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
         RecipeError: parameters that FSDP2 gathers together would get several formats.
     """
     formats: dict[Tensor, str] = {p: recipe.storage_of(name, p.ndim).visible for name, p in model.named_parameters()}
-    groups = [group for _, group in _torch.fsdp_groups(model)]
+    groups = [group for _, group in torch_names.fsdp_groups(model)]
     for group in groups:
-        _require_one_format(model, recipe, _torch.fsdp_parameters(group), formats)
+        _require_one_format(model, recipe, torch_names.fsdp_parameters(group), formats)
     values: dict[Tensor, Tensor] = {}
     for parameter in model.parameters():
         dtype = formats[parameter]
@@ -38,12 +38,12 @@ def round_parameters(model: nn.Module, recipe: Recipe) -> dict[Tensor, Tensor]:
         else:
             parameter.data = visible(parameter.data, dtype)
     for group in groups:
-        _torch.renew_fsdp_group(group)
+        torch_names.renew_fsdp_group(group)
     return values
 
 
 def visible(weight: Tensor, dtype: str) -> Tensor:
-    """A float32 weight, rounded to its visible format; a weight that is narrow already, unchanged."""
+    """Return a float32 weight, rounded to its visible format; a weight that is narrow already, unchanged."""
     if dtype in WIDE:
         return weight.to(getattr(torch, dtype))
     return _ROUND[dtype](weight) if weight.dtype is torch.float32 else weight

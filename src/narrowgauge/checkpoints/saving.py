@@ -1,61 +1,48 @@
-"""Checkpoints of a run: one folder per step, written atomically during training and verified by checksums.
+"""Save and find the checkpoints of a run: one folder per step, complete or absent, verified by checksums.
 
-A checkpoint is written to a temporary folder, flushed to the disk and then renamed; older ones are removed only after that. A
+::
+
+    checkpoints/step-00000040/
+        shard-00001-model-00001-of-00001.safetensors   what the first rank held, and so on
+        state.json                                     everything else: step, seeds, schedule, counters
+        manifest.json                                  size and BLAKE2b-256 of the others
+
+A checkpoint is written to a temporary folder, synced to the disk and then renamed; older ones are removed only after that. A
 killed process, a full disk or a power failure leaves the last good checkpoint intact. A checkpoint whose bytes do not match its
-manifest is reported and skipped, never loaded. Nothing is pickled, so reading a checkpoint executes no code. The files in the
-folder are those of :mod:`narrowgauge.checkpoints.checkpoint_files`, of one process or of many ranks; either reads both.
-
-:class:`Saver` copies the tensors to the CPU before ``save`` returns, so that a checkpoint has the bits of its step, however long
-it takes to write; another thread writes it while training goes on. The next save, and the end of a run, wait for the one in
-flight. If it failed, all ranks raise its error there, together, and the earlier checkpoints are intact.
+manifest is reported and skipped. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
-from narrowgauge.checkpoints.checkpoint_files import (
-    MANIFEST,
-    STATE,
-    TENSORS,
-    damage,
-    load_whole,
-    record_of,
-    write_manifest,
-    write_tensors,
-)
 from narrowgauge.distributed.ranks import ALONE, Ranks
 from narrowgauge.errors import NarrowgaugeError, RecordError
-from narrowgauge.numerics.shards import copied_to_cpu
 from narrowgauge.runs.atomic_io import (
     TEMPORARY,
+    digest,
     disk_error,
     disk_errors,
     hidden_error,
     load_json,
-    lock,
     sync_file,
     sync_folder,
-    temporary_name,
 )
 
-_FOLDER = "checkpoints"
+SCHEMA_VERSION = 3
+_FOLDER, _STATE, _MANIFEST, _REPLACED = "checkpoints", "state.json", "manifest.json", ".old-"
 _NAME = re.compile(r"step-(\d{8,})")
-_REPLACED = ".old-"
 
 
 @dataclass(frozen=True)
@@ -65,283 +52,198 @@ class Checkpoint:
     path: Path
     step: int
 
-    def load(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Its tensors, whole and on the CPU, and its state; the checksums are not verified again."""
-        return _read(self.path)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Read all tensors, whole and on the CPU."""
+        from narrowgauge.checkpoints.dcp_files import described, fill
+
+        with disk_errors(self.path):
+            saved = described(self.path)
+            tensors = {name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in saved.items()}
+            fill(self.path, tensors)
+        return tensors
 
     def state(self) -> dict[str, Any]:
-        return _read_state(self.path)
+        """Read ``state.json``."""
+        with disk_errors(self.path):
+            state: dict[str, Any] = load_json((self.path / _STATE).read_bytes())
+        return state
 
 
-def save_checkpoint(
-    folder: Path, step: int, tensors: dict[str, torch.Tensor], state: dict[str, Any], keep: int = 2
-) -> Path:
-    """Write a checkpoint, then remove all but the newest ``keep``.
-
-    Invariant: the old ones are untouched until the new one is complete on the disk; saving the same step again replaces it.
-
-    Args:
-        folder: the run folder; the checkpoint goes to ``checkpoints/`` in it.
-        step: number of optimizer steps, not negative.
-        tensors: of the dtypes of ``checkpoint_files.DTYPES``, on any device; what two names share is written twice.
-        state: a JSON object. Floats, including NaN, round-trip exactly.
-        keep: at least 1.
-    Returns:
-        The folder of the checkpoint.
-    Raises:
-        RecordError: the disk is full or not writable; nothing of the new checkpoint remains.
-        ValueError: ``keep`` or ``step`` out of range.
-    Cost: one write, a checksum of it, and four fsyncs.
-    Example:
-        >>> import tempfile
-        >>> run = Path(tempfile.mkdtemp())
-        >>> save_checkpoint(run, 40, {"w": torch.ones(2)}, {"seed": 1}).name
-        'step-00000040'
-        >>> load_checkpoint(run / "checkpoints" / "step-00000040")
-        ({'w': tensor([1., 1.])}, {'seed': 1})
-    """
-    if keep < 1 or step < 0:
-        raise ValueError(f"keep is {keep} and must be at least 1; step is {step} and must not be negative")
-    final, text = path_of(folder, step), json.dumps(state, indent=1)
-    with disk_errors(final), new_checkpoint(final, keep) as temporary:
-        _write(temporary, step, tensors, text)
-    return final
-
-
-def path_of(folder: Path, step: int) -> Path:
-    return Path(folder) / _FOLDER / f"step-{step:08d}"
-
-
-@contextlib.contextmanager
-def new_checkpoint(final: Path, keep: int) -> Iterator[Path]:
-    """A temporary folder, which becomes the checkpoint ``final`` when the block succeeds and is removed when it fails.
-
-    Then all but the newest ``keep`` checkpoints are removed.
-    """
-    place = final.parent
-    place.mkdir(parents=True, exist_ok=True)
-    with _writing(place, wait=True):
-        _remove_leftovers(place)
-        temporary = temporary_name(final)
-        try:
-            temporary.mkdir()
-            yield temporary
-            _publish(temporary, final)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
-        for old in _listed(place)[keep:]:
-            _remove(old.path)
+# ── finding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ranks: Ranks = ALONE) -> Checkpoint | None:
-    """The newest checkpoint of a run that matches its manifest, or ``None``; the ``ranks`` share the reading, and all call this.
+    """Return the newest checkpoint of a run that matches its manifest, or ``None``.
 
-    ``on_damaged`` is called with each newer checkpoint that does not match, and the reason.
+    Args:
+        folder: the run folder.
+        on_damaged: called with each newer checkpoint that does not match, and the reason.
+        ranks: share the reading; all call this.
     """
-    place = Path(folder) / _FOLDER
-    with disk_errors(place):
-        for checkpoint in ranks.of_first(lambda: _found(place)):
-            found = damage(checkpoint.path, ranks)
-            if not found:
-                return checkpoint
-            on_damaged(checkpoint.path, found)
+    for checkpoint in ranks.of_first(lambda: _listed(Path(folder) / _FOLDER)):
+        with disk_errors(checkpoint.path):
+            reason = damage(checkpoint.path, ranks)
+        if not reason:
+            return checkpoint
+        on_damaged(checkpoint.path, reason)
     return None
 
 
 def checkpoint_before(folder: Path, step: int, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
-    """The newest checkpoint at or before a step that matches its manifest, or ``None``.
-
-    Nothing is written or locked, so the run may be live. ``on_damaged`` is called with each newer checkpoint that does not match,
-    or that its run removes meanwhile, and the reason.
-    """
-    place = Path(folder) / _FOLDER
-    with disk_errors(place):
-        listed = _listed(place) if place.is_dir() else []
-    for checkpoint in listed:
+    """Return the newest good checkpoint at or before a step, or ``None``; the run may be live."""
+    for checkpoint in _listed(Path(folder) / _FOLDER):
         if checkpoint.step > step:
             continue
         try:
-            found = damage(checkpoint.path)
-        except OSError as error:
-            found = error.strerror or str(error)
-        if not found:
+            reason = damage(checkpoint.path)
+        except OSError as error:  # its run removes it meanwhile
+            reason = error.strerror or str(error)
+        if not reason:
             return checkpoint
-        on_damaged(checkpoint.path, found)
+        on_damaged(checkpoint.path, reason)
     return None
 
 
-def _found(place: Path) -> list[Checkpoint]:
-    """The checkpoints by name, newest first, after the leftovers of a killed process are removed."""
+def damage(path: Path, ranks: Ranks = ALONE) -> str:
+    """Return why a checkpoint is damaged, or an empty string; the ``ranks`` share the reading."""
+    reason, files = ranks.of_first(lambda: _read_manifest(path))
+    if reason:
+        return reason
+    own = list(files)[ranks.rank :: ranks.size]
+    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, *files[name]) for name in own)), ""))
+    return next(filter(None, ranks.gather(mine)), "")
+
+
+def _read_manifest(path: Path) -> tuple[str, dict[str, tuple[int, str]]]:
+    """Return why a manifest cannot be used, and the size and checksum of each file that it lists."""
+    if not path.is_dir():
+        return "there is no such folder", {}
+    if not (path / _MANIFEST).is_file():
+        return "it has no manifest.json", {}
+    try:
+        manifest = load_json((path / _MANIFEST).read_bytes())
+        if manifest["schema_version"] != SCHEMA_VERSION:
+            return f"it has schema {manifest['schema_version']}; this version reads {SCHEMA_VERSION}", {}
+        if path.name != f"step-{manifest['step']:08d}":
+            return f"its manifest is of step {manifest['step']}", {}
+        files = {name: (entry["bytes"], entry["blake2b"]) for name, entry in manifest["files"].items()}
+        if _STATE not in files or any(Path(name).name != name for name in files):
+            raise ValueError("it lacks state.json, or a file is not in this folder")
+        if not all(type(size) is int and type(checksum) is str for size, checksum in files.values()):
+            raise ValueError("sizes must be integers and checksums text")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest.json is damaged ({error})", {}
+    return "", files
+
+
+def _file_damage(file: Path, size: int, checksum: str) -> str:
+    if not file.is_file():
+        return f"{file.name} is missing"
+    if file.stat().st_size != size:
+        return f"{file.name} has {file.stat().st_size:,} bytes of {size:,}"
+    return "" if digest(file) == checksum else f"{file.name} does not match its checksum"
+
+
+def _listed(place: Path) -> list[Checkpoint]:
+    """Return the checkpoints by name, newest first, after one that was set aside is restored."""
     if not place.is_dir():
         return []
-    # A reader of a live run must not delete what its writer is writing.
-    # Leftovers that cannot be removed, on a full or read-only disk, do no harm to a reader.
-    with contextlib.suppress(OSError), _writing(place, wait=False) as held:
-        if held:
-            _remove_leftovers(place)
-    return _listed(place)
+    with disk_errors(place):
+        for aside in place.glob(f"{_REPLACED}step-*"):
+            if not (final := place / aside.name.removeprefix(_REPLACED)).exists():
+                with suppress(OSError):  # a reader of a live run, or of a read-only disk
+                    os.rename(aside, final)
+        matches = ((entry, _NAME.fullmatch(entry.name)) for entry in place.iterdir())
+        checkpoints = [Checkpoint(entry, int(match[1])) for entry, match in matches if match]
+    return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
 
 
 def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
     """Remove the checkpoints of interruptions since the last regular one, and return its step; ``None`` without a good one.
 
-    An interrupted run and an uninterrupted one then roll back to the same step. If the regular checkpoint no longer exists,
-    the newest one is kept. The first of the ``ranks`` does it; all call this. Regular checkpoints are ``every`` so many steps.
+    An interrupted run and an uninterrupted one then roll back to the same step. Regular checkpoints are ``every`` so many
+    steps; if none is left, the newest one stays. All ``ranks`` call this.
     """
-    return ranks.of_first(lambda: _go_back(Path(folder), every))
 
+    def remove_later() -> int | None:
+        good = [checkpoint for checkpoint in _listed(Path(folder) / _FOLDER) if not damage(checkpoint.path)]
+        if not good:
+            return None
+        regular = next((checkpoint for checkpoint in good if checkpoint.step % every == 0), good[0])
+        for checkpoint in good:
+            if checkpoint.step > regular.step:
+                _remove(checkpoint.path)
+        return regular.step
 
-def _go_back(folder: Path, every: int) -> int | None:
-    newest = latest_checkpoint(folder, lambda path, reason: None)
-    if newest is None:
-        return None
-    place = folder / _FOLDER
-    with disk_errors(place), _writing(place, wait=True):
-        good = [found for found in _listed(place) if not damage(found.path)]
-        regular = next((found for found in good if found.step % every == 0), newest)
-        for later in good:
-            if later.step > regular.step:
-                _remove(later.path)
-    return regular.step
-
-
-def load_checkpoint(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Read a checkpoint's tensors, on the CPU, and its state, after verifying every byte.
-
-    Raises:
-        RecordError: it is missing, torn, damaged, or from a newer version.
-    """
-    path = Path(path)
-    with disk_errors(path):
-        reason = damage(path)
-    if reason:
-        raise RecordError(f"Cannot load the checkpoint {path}: {reason}.", "Use an older one from the same folder.")
-    return _read(path)
-
-
-def _write(folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: str) -> None:
-    record = write_tensors(folder / TENSORS, tensors)
-    (folder / STATE).write_text(state, encoding="utf-8")
-    write_manifest(folder, step, {TENSORS: record, STATE: record_of(folder / STATE)})
-    for name in (STATE, MANIFEST):
-        sync_file(folder / name)
-    sync_folder(folder)
-
-
-def _publish(temporary: Path, final: Path) -> None:
-    """Rename the finished folder. An older one of that name is moved aside, and restored if the process dies in between."""
-    aside = final.with_name(f"{_REPLACED}{final.name}")
-    if final.exists():
-        os.rename(final, aside)
-    os.rename(temporary, final)
-    sync_folder(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    return ranks.of_first(remove_later)
 
 
 def _remove(path: Path) -> None:
     """Rename first, so that a kill in between leaves no partial checkpoint under a valid name."""
-    doomed = temporary_name(path)
+    doomed = path.with_name(f"{TEMPORARY}{path.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _remove_leftovers(place: Path) -> None:
-    for entry in list(place.iterdir()):
-        if entry.name.startswith(_REPLACED):
-            final = place / entry.name.removeprefix(_REPLACED)
-            if not final.exists():
-                os.rename(entry, final)
-        if entry.name.startswith((TEMPORARY, _REPLACED)):
-            shutil.rmtree(entry, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _writing(place: Path, *, wait: bool) -> Iterator[bool]:
-    """Hold the lock of the folder; yields whether this process holds it."""
-    descriptor = os.open(place / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        yield lock(descriptor, wait=wait)
-    finally:
-        os.close(descriptor)
-
-
-def _listed(place: Path) -> list[Checkpoint]:
-    """The checkpoints by name, newest first."""
-    names = ((entry, _NAME.fullmatch(entry.name)) for entry in place.iterdir())
-    found = [Checkpoint(entry, int(match[1])) for entry, match in names if match]
-    return sorted(found, key=lambda checkpoint: -checkpoint.step)
-
-
-def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    with disk_errors(path), _safetensors_errors():
-        tensors = load_whole(path)
-    return tensors, _read_state(path)
-
-
-def _read_state(path: Path) -> dict[str, Any]:
-    with disk_errors(path):
-        state: dict[str, Any] = load_json((path / STATE).read_bytes())
-    return state
-
-
-@contextlib.contextmanager
-def _safetensors_errors() -> Iterator[None]:
-    """Recover the operating system's error number, which safetensors reports only as text."""
-    try:
-        yield
-    except SafetensorError as error:
-        raise hidden_error(error) from error
 
 
 # ── saving while the steps go on ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Saver:
-    """Writes the checkpoints of a run, one at a time, while training goes on; ``ranks`` are a process group of their own."""
+    """Write the checkpoints of a run, one at a time, while training goes on.
+
+    ``save`` copies the tensors to the CPU before it returns, so that a checkpoint has the bits of its step. Another thread
+    writes it. The next save, and the end of a run, wait for it; if it failed, all ranks raise its error there.
+
+    Args:
+        folder: the run folder, which no other job writes.
+        ranks: a process group of their own.
+    """
 
     def __init__(self, folder: Path, ranks: Ranks = ALONE) -> None:
-        self._folder, self.ranks = folder, ranks
+        self._place, self.ranks = Path(folder) / _FOLDER, ranks
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._path = folder
+        self._final = self._place
 
     def save(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int = 2) -> Path:
-        """Copy a checkpoint's tensors and start to write it, once the one before is written; returns its folder.
+        """Copy a checkpoint's tensors, start to write it, and return its folder.
 
         Args:
             tensors: DTensors, and plain tensors that are the same on all ranks.
-            state: a JSON object.
+            state: a JSON object. Floats, including NaN, round-trip exactly.
+            keep: number of newest checkpoints to keep, at least 1.
         Raises:
             RecordError: this checkpoint, or the one before, could not be written; on all ranks.
-        Cost: a copy of what this rank holds, kept in the memory of the CPU until it is written.
         """
+        from narrowgauge.checkpoints import dcp_files
+
         self.wait()
-        self._path = path_of(self._folder, step)
-        write = (self._whole if self.ranks.size == 1 else self._shards)(step, tensors, state, keep)
+        final = self._final = self._place / f"step-{step:08d}"
+        temporary = self._place / f"{TEMPORARY}{final.name}"
+        text = json.dumps(state, indent=1)
+        self.ranks.of_first(self._clean)
+        copy = self.ranks.together(lambda: dcp_files.TakenCopy(tensors))
+
+        def write() -> None:
+            try:
+                dcp_files.write(copy, temporary, lambda: _publish(temporary, final, step, text, keep), self.ranks)
+            except BaseException as error:  # raised by wait()
+                self._error = error
+                if self.ranks.is_first:
+                    shutil.rmtree(temporary, ignore_errors=True)
+
         # A daemon: a rank that is told to leave must not wait for others that are gone.
-        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
+        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
-        return self._path
+        return final
 
-    def _whole(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
-        """A function that writes a copy of all tensors."""
-        copies = {name: copied_to_cpu(tensor) for name, tensor in tensors.items()}
-        return partial(save_checkpoint, self._folder, step, copies, deepcopy(dict(state)), keep)
-
-    def _shards(self, step: int, tensors: Mapping[str, Any], state: Mapping[str, Any], keep: int) -> Callable[[], Any]:
-        """A function that writes a copy of this rank's shards, together with the others."""
-        # Imported here: it takes a second, and one process needs none of it.
-        from narrowgauge.checkpoints.sharded_checkpoints import ShardWriter, TakenCopy, save_shards
-
-        copy = self.ranks.together(lambda: TakenCopy(tensors))
-        writer = ShardWriter(partial(new_checkpoint, self._path, keep), step, json.dumps(state, indent=1))
-        return partial(save_shards, copy, writer, self.ranks.group)
-
-    def _write(self, write: Callable[[], Any]) -> None:
-        try:
-            write()
-        except BaseException as error:  # raised by wait()
-            self._error = error
+    def _clean(self) -> None:
+        """Remove what a killed process left."""
+        with disk_errors(self._place):
+            self._place.mkdir(parents=True, exist_ok=True)
+            for left in (*self._place.glob(f"{TEMPORARY}*"), *self._place.glob(f"{_REPLACED}*")):
+                shutil.rmtree(left, ignore_errors=True)
 
     def leave(self, patience_seconds: float = 10.0) -> None:
         """Wait a while for the checkpoint in flight, before this process ends with an error: best effort.
@@ -362,23 +264,44 @@ class Saver:
         self._thread.join()
         self._thread, error, self._error = None, self._error, None
         if error is not None:
-            raise save_error(self._path, error) from error
+            raise _save_error(self._final, error, self.ranks) from error
 
     def close(self) -> None:
-        """Wait for the checkpoint in flight, as :meth:`wait`, and destroy the process group of the ranks; all call this."""
+        """Wait as :meth:`wait`, and destroy the process group of the ranks; all call this."""
         self.wait()
         self.ranks.close()
 
 
-def save_error(path: Path, error: BaseException) -> NarrowgaugeError:
-    """The error of a failed save, in one line: that of the first rank that failed, which is named where there are others."""
+def _publish(temporary: Path, final: Path, step: int, state: str, keep: int) -> None:
+    """Write state and manifest, rename the folder, and remove all but the newest ``keep`` checkpoints."""
+    (temporary / _STATE).write_text(state, encoding="utf-8")
+    files = {file.name: {"bytes": file.stat().st_size, "blake2b": digest(file)} for file in sorted(temporary.iterdir())}
+    manifest = {"schema_version": SCHEMA_VERSION, "step": step, "files": files}
+    (temporary / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+    for file in temporary.iterdir():
+        sync_file(file)
+    sync_folder(temporary)
+    aside = final.with_name(f"{_REPLACED}{final.name}")
+    if final.exists():
+        os.rename(final, aside)  # restored if the process dies here
+    os.rename(temporary, final)
+    sync_folder(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+    for old in _listed(final.parent)[keep:]:
+        _remove(old.path)
+
+
+def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeError:
+    """Return the error of a failed save, in one line: that of the first rank that failed."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
-    where = f" (rank {rank})" if failures else ""
+    where = f" (rank {rank})" if ranks.size > 1 else ""
+    if not isinstance(cause, OSError | NarrowgaugeError):
+        cause = hidden_error(cause) if isinstance(cause, Exception) and "os error" in str(cause) else cause
     if isinstance(cause, OSError):
-        found: NarrowgaugeError = disk_error(path, cause)
+        reported: NarrowgaugeError = disk_error(path, cause)
     elif isinstance(cause, NarrowgaugeError):
-        found = cause
+        reported = cause
     else:
-        found = RecordError(f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume.")
-    return RecordError(f"{found.message.removesuffix('.')}{where}.", found.advice)
+        reported = RecordError(f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume.")
+    return RecordError(f"{reported.message.removesuffix('.')}{where}.", reported.advice)

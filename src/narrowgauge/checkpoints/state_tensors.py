@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from narrowgauge.checkpoints.checkpoint_files import SavedTensor, load_whole
 from narrowgauge.errors import RecordError
-from narrowgauge.numerics.shards import is_sharded, local_of, placed_like
+from narrowgauge.numerics.dtensor import is_sharded, local_of, placed_like
+from narrowgauge.optim.loading import whole_states
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.state_dict import replicated_states
 
 
 def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
@@ -37,38 +36,36 @@ def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Opt
     return tensors
 
 
-def load_tensors(
-    path: Path, saved: Mapping[str, SavedTensor], named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer
-) -> dict[str, Tensor]:
-    """All tensors of a checkpoint; of what belongs to a sharded parameter, each rank's own shard.
+def load_tensors(path: Path, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
+    """Read all tensors of a checkpoint whose checksums were verified; of sharded parameters, each rank's own shards."""
+    from narrowgauge.checkpoints.dcp_files import described, fill
 
-    The checksums must have been verified, and the model's weights have the shapes of those saved.
-    """
     owners: dict[str, Tensor] = {f"model.{name}": p for name, p in named_parameters}
+    saved = described(path)
     for parameter, name in optimizer.parameter_names().items():
-        whole = {f"optimizer.{name}.{state}" for state in ("step", *replicated_states(optimizer, parameter))}
+        whole = {f"optimizer.{name}.{state}" for state in ("step", *whole_states(optimizer, parameter))}
         own = [key for key in saved if key.rpartition(".")[0] == f"optimizer.{name}"]
         owners |= {key: parameter for key in own if key not in whole}
-    sharded = {name: owner for name, owner in owners.items() if name in saved and is_sharded(owner)}
-    tensors = load_whole(path, [name for name in saved if name not in sharded])
-    if sharded:
-        # Imported here: it takes a second, and one process needs none of it.
-        from narrowgauge.checkpoints.sharded_checkpoints import load_into
-
-        targets = {name: _empty(name, saved[name], owner) for name, owner in sharded.items()}
-        load_into(path, targets)
-        tensors |= targets
-    return tensors
+    targets = {
+        name: _empty(name, tuple(tensor.size), tensor.properties.dtype, owners.get(name))
+        for name, tensor in saved.items()
+    }
+    fill(path, targets)
+    return targets
 
 
-def _empty(name: str, saved: SavedTensor, owner: Any) -> Tensor:
-    """A tensor to be filled: placed like its parameter if it has its shape or one value for each of its rows."""
-    own = local_of(owner)
+def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) -> Tensor:
+    """Return a tensor to be filled: placed like its parameter if it has its shape or one value for each of its rows."""
     is_by_rows = name.endswith("_bound")
-    if saved.shape != ((*owner.shape[:-1], 1) if is_by_rows else tuple(owner.shape)):
-        return torch.empty(saved.shape, dtype=saved.dtype)  # the optimizer refuses it
-    shape = (*own.shape[:-1], 1) if is_by_rows else tuple(own.shape)
-    return placed_like(owner, torch.empty(shape, dtype=saved.dtype, device=own.device))
+    if (
+        owner is None
+        or not is_sharded(owner)
+        or shape != ((*owner.shape[:-1], 1) if is_by_rows else tuple(owner.shape))
+    ):
+        return torch.empty(shape, dtype=dtype)
+    own = local_of(owner)
+    local = (*own.shape[:-1], 1) if is_by_rows else tuple(own.shape)
+    return placed_like(owner, torch.empty(local, dtype=dtype, device=own.device))
 
 
 def restore_tensors(
@@ -91,14 +88,15 @@ def restore_tensors(
             optimizer.auditor.restore(trained, window)
 
 
-def require_same_model(
-    saved: Mapping[str, SavedTensor], named_parameters: Iterable[tuple[str, Tensor]], where: str, model: str
-) -> None:
+def require_same_model(path: Path, named_parameters: Iterable[tuple[str, Tensor]], where: str, model: str) -> None:
     """Refuse a checkpoint that lacks a weight of the model or has it in another shape; ``where`` and ``model`` name the two."""
+    from narrowgauge.checkpoints.dcp_files import described
+
+    saved = described(path)
     for name, parameter in named_parameters:
-        found = saved.get(f"model.{name}")
-        if found is None or found.shape != tuple(parameter.shape):
-            of = "" if found is None else f" of shape {tuple(parameter.shape)} (it is {found.shape} there)"
+        tensor = saved.get(f"model.{name}")
+        if tensor is None or tuple(tensor.size) != tuple(parameter.shape):
+            of = "" if tensor is None else f" of shape {tuple(parameter.shape)} (it is {tuple(tensor.size)} there)"
             raise RecordError(
                 f"{where} holds no '{name}'{of}.",
                 f"The model has changed: restore {model} as it was when the run started.",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import math
 import shutil
 import sys
@@ -15,23 +13,21 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from narrowgauge.cli import flags
-from narrowgauge.cli.exit_status import help_without_command, say_former
-from narrowgauge.planner.inputs.clusters import HERE
-from narrowgauge.planner.inputs.efficiency import SOFTWARE
-from narrowgauge.planner.inputs.model_configs import PRESETS
+from narrowgauge.cli.exit_status import help_without_command
+from narrowgauge.planner.efficiency import SOFTWARE
+from narrowgauge.planner.model import preset_names
 from narrowgauge.spec import tables
 from narrowgauge.spec.models import MODELS
-from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.update_rules import UPDATE_RULES
 
 if TYPE_CHECKING:
-    from narrowgauge.profiling.profile_report import Profile
+    from narrowgauge.profiling.profile import Profile
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}
 
 
 def _amount(least: float) -> flags.Parsed:
-    """A number such as ``10e9`` or ``10B``."""
+    """Return a number such as ``10e9`` or ``10B``."""
 
     def read(text: str) -> float:
         scale = _SUFFIXES.get(text.strip()[-1:].lower(), 1.0)
@@ -59,48 +55,12 @@ def _names(text: str) -> list[str]:
 
 
 def _layout(text: str) -> dict[str, Any]:
-    from narrowgauge.planner.inputs.layouts import read_layout
+    from narrowgauge.planner.layouts import read_layout
 
     return read_layout(text)
 
 
-class PlanGroup(click.Group):
-    """The questions; flags without one are the former spelling, which works until the next release."""
-
-    def make_context(
-        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
-    ) -> click.Context:
-        """The context of the former spelling where its flags ask; with ``--help``, that of the present command's help."""
-        flags_given = [] if not args or args[0] in self.commands else _flags_of(args)
-        command = next((_FORMER[flag] for flag in flags_given if flag in _FORMER), None)
-        if command is None:
-            return super().make_context(info_name, args, parent, **extra)
-        if "--help" in flags_given:
-            above = click.Context(self, info_name=info_name, parent=parent)
-            return command.make_context(command.name, ["--help"], above, **extra)
-        return _former_command.make_context(info_name, args, parent, **extra)
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Refuse flags of a question that is not named."""
-        if args and args[0].startswith("-") and not ctx.resilient_parsing:
-            flag = next(iter(_flags_of([word for word in args if word != "--"])), "")
-            for name, command in self.commands.items():
-                if any(flag in param.opts for param in command.params):
-                    raise click.UsageError(_question_first(f"{name} {flag}"), ctx)
-        return super().parse_args(ctx, args)
-
-
-def _flags_of(args: list[str]) -> list[str]:
-    """The words of a command line that can be flags, without their values."""
-    words = itertools.takewhile(lambda word: word != "--", args)
-    return [word.partition("=")[0] for word in words if word.startswith("-")]
-
-
-def _question_first(asked: str) -> str:
-    return f"Name the question first: narrowgauge plan {asked} …"
-
-
-@click.group("plan", cls=PlanGroup, short_help="What fits, how fast, on which machines.", invoke_without_command=True)
+@click.group("plan", short_help="What fits, how fast, on which machines.", invoke_without_command=True)
 @click.pass_context
 def plan_group(context: click.Context) -> None:
     """Say what fits, how fast, on which machines, and why; nothing is trained.
@@ -117,29 +77,29 @@ _model = click.option(
     "--model",
     metavar="TEXT",
     required=True,
-    shell_complete=flags.of([*MODELS, *PRESETS], "file"),
+    shell_complete=flags.of([*MODELS, *preset_names()], "file"),
     help="A preset, or a Hugging Face config.json.",
 )
 _recipe = click.option(
     "--recipe",
-    metavar="A,B,…",
-    type=flags.RECIPES,
+    metavar="A,B,…|all",
+    type=flags.RECIPES_OR_ALL,
     shell_complete=flags.many_recipes,
-    help="Recipes or .toml files.  [default: all that the chips multiply natively]",
+    help="Recipes or .toml files; all: every one that the chips multiply natively.  [default: the usual six]",
 )
 _chip = click.option(
     "--chip",
     metavar="A,B,…",
     type=flags.Parsed(_names),
     shell_complete=flags.chips,
-    help="Chips (narrowgauge show chips), or here: this machine, as calibrated.",
+    help="Chips (narrowgauge show chips).",
 )
 _one_chip = click.option(
     "--chip",
     metavar="NAME",
     type=flags.Parsed(_names),
     shell_complete=flags.chips,
-    help="The chip (narrowgauge show chips), where runs or files do not name it; or here: this machine, as calibrated.",
+    help="The chip (narrowgauge show chips), where runs or files do not name it.",
 )
 _chips = click.option(
     "--chips", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips; several are compared.  [default: 1]"
@@ -170,15 +130,12 @@ _optimizer = click.option(
 _explain = click.option(
     "--explain", is_flag=True, help="Print every term of the best option: formula, numbers, interval, source."
 )
-_html = click.option(
-    "--html", metavar="[FILE]", is_flag=False, flag_value="plan.html", help="Write one page.  [default: plan.html]"
-)
 
 
 @plan_group.command(
     "run",
     short_help="What fits, how fast, on which machines.",
-    epilog=f"Presets besides those of narrowgauge show models: {', '.join(PRESETS)}.",
+    epilog=f"Presets besides those of narrowgauge show models: {', '.join(preset_names())}.",
 )
 @flags.combined(_model, _recipe, _chip, _chips, _chips_per_node)
 @click.option(
@@ -205,7 +162,7 @@ _html = click.option(
 @click.option(
     "--software",
     type=click.Choice(list(SOFTWARE)),
-    help="The libraries and years whose speed is planned.  [default: those usual on the chip, with wide intervals]",
+    help="The libraries and years whose speed is planned.  [default: those usual on the chip]",
 )
 @click.option(
     "--price",
@@ -244,15 +201,10 @@ _html = click.option(
 @_layout_option
 @click.option(
     "--minimize",
-    type=click.Choice(["days", "cost", "chips", "memory"]),
+    type=click.Choice(["days", "cost", "chips"]),
     help="What the best option has least of.  [default: days; with --days chips]",
 )
-@click.option(
-    "--exact",
-    is_flag=True,
-    help="Count what a layer keeps in the model's own modules, not by formula; needs PyTorch, some seconds.",
-)
-@flags.combined(_explain, _html)
+@flags.combined(_explain)
 @click.option(
     "--toml",
     metavar="[FILE]",
@@ -270,9 +222,7 @@ def run_command(
     lora: int | None,
     base: str | None,
     layout: dict[str, Any] | None,
-    exact: bool,
     explain: bool,
-    html: str | None,
     toml: str | None,
     as_json: bool,
     **asked: Any,
@@ -285,14 +235,8 @@ def run_command(
     narrowgauge plan run --model llama-8b --chip H100-SXM --tokens 300e9 --days 14 --price 2.5
     narrowgauge plan run --model llama-8b --chip H100-SXM --chips 8 --largest context
     """
-    from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS
+    from narrowgauge.planner.layouts import NAMED_LAYOUTS
 
-    counts = None
-    if exact:
-        # It needs PyTorch, which a plan does not.
-        from narrowgauge.profiling.exact_memory import LayerCounts
-
-        counts = LayerCounts(model)
     if base is not None and lora is None:
         raise click.UsageError("--base goes with --lora RANK.", click.get_current_context())
     if lora is not None and toml:
@@ -307,42 +251,35 @@ def run_command(
         tokens_per_step=tokens_per_step and int(tokens_per_step),
         lora=lora,
         base=base or "bfloat16",
-        counted=counts,
     )
-    if counts is not None:
-        from narrowgauge.profiling.exact_memory import require_counted
-
-        require_counted(found)
     if toml:
-        from narrowgauge.planner.plan_report import train_settings
+        from narrowgauge.planner.plan_tables import train_settings
         from narrowgauge.runs.atomic_io import AGAIN, write_whole
 
         settings = train_settings(found)
         if toml == "-":
             return click.echo(settings, nl=False)
         write_whole(Path(toml), settings.encode(), AGAIN)
-    more = {"counted": counts.rows()} if counts else {}
-    said = [counts.sentence()] if counts else []
-    return _show_plan(found, html, as_json, explain, row=more, said=said, files=[toml])
+    return _show_plan(found, as_json, explain, files=[toml])
 
 
 @plan_group.command("state", short_help="Bytes of weights, gradients and optimizer states.")
 @click.option("--params", type=_amount(1), metavar="X", required=True, help="The number of parameters (10e9).")
 @flags.combined(
-    _recipe, _chip, _chips, _chips_per_node, _cluster, _optimizer, _layout_option, _explain, _html, flags.json_object
+    _recipe, _chip, _chips, _chips_per_node, _cluster, _optimizer, _layout_option, _explain, flags.json_object
 )
-def state_command(params: float, html: str | None, as_json: bool, explain: bool, **asked: Any) -> None:
+def state_command(params: float, as_json: bool, explain: bool, **asked: Any) -> None:
     """Count the state of a number of parameters: weights, gradients and optimizer states.
 
     narrowgauge plan state --params 10e9 --recipe bfloat16/states8
     """
-    _show_plan(_planned(params=params, **asked), html, as_json, explain)
+    _show_plan(_planned(params=params, **asked), as_json, explain)
 
 
 def _planned(
     model: str | None = None,
     *,
-    recipe: list[Recipe] | None,
+    recipe: Any,
     chip: list[str] | None,
     chips: list[int] | None,
     layout: dict[str, Any] | None,
@@ -366,47 +303,21 @@ def _planned(
 
 def _show_plan(
     found: Any,
-    html: str | None,
     as_json: bool,
     explain: bool,
-    *,
-    row: dict[str, Any] | None = None,
-    said: Sequence[str] = (),
     files: Sequence[str | None] = (),
 ) -> None:
-    """Print a plan, and write its page where one was asked for; ``row`` and ``said`` are added to JSON and text."""
-    if html:
-        from narrowgauge.report.page import write_page
-        from narrowgauge.report.plan_page import render_plan
-
-        write_page(render_plan(found), Path(html))
+    """Print a plan."""
     if as_json:
-        return tables.write_object({**found.row(), **(row or {})})
+        return tables.write_object(found.row())
     tables.write([*found.tables(), *(found.explanation() if explain else [])])
-    return _echo(["", *found.sentences(), *said, *filter(None, [html, *files])])
-
-
-@plan_group.command("layers", short_help="Casts and matmuls of each layer on one chip.")
-@flags.model_and_recipes
-@click.option(
-    "--chip", required=True, metavar="NAME", shell_complete=flags.chips, help="The chip (narrowgauge show chips)."
-)
-@flags.batch_shape
-@flags.json_list
-def layers_command(model: str, recipes: list[Recipe], as_json: bool, **options: Any) -> None:
-    """Predict what recipes cost on one chip layer by layer: casts, matmuls, and the fastest combination.
-
-    narrowgauge plan layers --model llama-8b --recipe float8-tensor,float8-row --chip H200
-    """
-    from narrowgauge.profiling.profiler import profile
-
-    show_profile(profile(model, recipes, **options), as_json)
+    return _echo(["", *found.sentences(), *filter(None, files)])
 
 
 def show_profile(found: Profile, as_json: bool) -> None:
     """Print what recipes cost layer by layer, as tables or as JSON."""
     if as_json:
-        return tables.write_json(found.rows())
+        return tables.write_json(found.rows)
     tables.write(found.tables())
     return click.echo(f"\n{found.text()}")
 
@@ -414,106 +325,57 @@ def show_profile(found: Profile, as_json: bool) -> None:
 @plan_group.command("scaling", short_help="What keeps more chips from saving time.")
 @click.argument("measured", metavar="N:TIME,…|RUN…", nargs=-1, required=True)
 @click.option("--at", metavar="N,M,…", type=flags.Parsed(_counts), help="Numbers of chips to say the time for.")
-@flags.combined(_html, flags.json_object)
-def scaling_command(measured: tuple[str, ...], at: list[int] | None, html: str | None, as_json: bool) -> None:
+@flags.json_object
+def scaling_command(measured: tuple[str, ...], at: list[int] | None, as_json: bool) -> None:
     """Say what does not scale, from measured times or from run folders.
 
     \b
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     narrowgauge plan scaling runs/on8 runs/on32
     """
-    from narrowgauge.planner.measured import launches, scaling_law
-
-    page, text = "", ",".join(measured)
+    text = ",".join(measured)
     if ":" in text and not any(Path(name).exists() for name in measured):
-        found = scaling_law.fit(scaling_law.read_points(text))
-        row, sentences = scaling_law.scaling_dict(found, at or ()), scaling_law.scaling_lines(found, at or ())
-        if html:
-            from narrowgauge.report.plan_page import render_scaling
+        from narrowgauge.planner.scaling_laws import fit, read_points
 
-            page = render_scaling(found, at or ())
-    else:
-        from narrowgauge.runs.record import read_run
+        law = fit(read_points(text))
+        return _answer(law.row(at or ()), law.tables(at or ()), law.sentences(), as_json)
+    from narrowgauge.planner.launches import attribute
+    from narrowgauge.runs.record import read_run
 
-        folders = [Path(name) for name in _names(text)]
-        if not folders:
-            raise click.UsageError("Times or run folders are missing.", click.get_current_context())
-        steps = launches.attribute([read_run(folder) for folder in folders])
-        row, sentences = launches.attribution_dict(steps), launches.attribution_lines(steps)
-        if html:
-            from narrowgauge.report.plan_page import render_attribution
-
-            page = render_attribution(steps)
-    _answer(row, sentences, as_json, html, page)
+    folders = [Path(name) for name in _names(text)]
+    if not folders:
+        raise click.UsageError("Times or run folders are missing.", click.get_current_context())
+    steps = attribute([read_run(folder) for folder in folders])
+    return _answer(steps.row(), steps.tables(), [], as_json)
 
 
-def _answer(row: dict[str, Any], sentences: list[str], as_json: bool, html: str | None, page: str) -> None:
-    """Print an answer, and write its page where one was asked for."""
-    if html:
-        from narrowgauge.report.page import write_page
-
-        write_page(page, Path(html))
+def _answer(row: dict[str, Any], answer_tables: list[tables.Table], sentences: list[str], as_json: bool) -> None:
+    """Print an answer."""
     if as_json:
         return tables.write_object(row)
-    return _echo([*sentences, *filter(None, [html])])
+    tables.write(answer_tables)
+    return _echo(["", *sentences])
 
 
 @plan_group.command("regression", short_help="Which setting made a step slower.")
 @click.argument("before", type=click.Path(path_type=Path))
 @click.argument("after", type=click.Path(path_type=Path))
-@flags.combined(_one_chip, _html, flags.json_object)
-def regression_command(before: Path, after: Path, chip: list[str] | None, html: str | None, as_json: bool) -> None:
+@flags.combined(_one_chip, flags.json_object)
+def regression_command(before: Path, after: Path, chip: list[str] | None, as_json: bool) -> None:
     """Say which term of the step became slower between two launches, by how much, and which setting did it.
 
     BEFORE and AFTER are .toml files of launches, or run folders.
 
     narrowgauge plan regression before.toml after.toml
     """
-    from narrowgauge.planner.measured.launches import read_launch
-    from narrowgauge.planner.measured.regression import compare_launches, regression_dict, regression_lines
+    from narrowgauge.planner.launches import compare_launches, read_launch
+    from narrowgauge.spec.chips import get_chip
 
-    machine, shares = _calibrated(chip)
-    found = compare_launches(read_launch(before, machine), read_launch(after, machine), shares)
-    page = ""
-    if html:
-        from narrowgauge.report.plan_page import render_regression
-
-        page = render_regression(found)
-    _answer(regression_dict(found), regression_lines(found), as_json, html, page)
-
-
-def _calibrated(names: list[str] | None) -> tuple[Any, Any]:
-    """The chip of that name and, for this machine, its calibrated shares; None stands for the published ones."""
-    if not names:
-        return None, None
-    if len(names) > 1:
+    if len(chip or ()) > 1:
         raise click.UsageError("Both launches are of one chip.", click.get_current_context())
-    from narrowgauge.planner.measured.calibration import kept
-    from narrowgauge.spec.chips import get_chip
-
-    if names[0] != HERE:
-        return get_chip(names[0]), None
-    found = kept(HERE)
-    return found.chip, found.shares
-
-
-@plan_group.command("calibrate", short_help="How fast this machine is, from runs on it.")
-@click.argument("runs", metavar="RUN…", nargs=-1, required=True, type=click.Path(path_type=Path))
-@flags.combined(_one_chip, flags.json_object)
-def calibrate_command(runs: tuple[Path, ...], chip: list[str] | None, as_json: bool) -> None:
-    """Fit what this machine reaches of its rates to runs and to files of narrowgauge profile --json, for --chip here."""
-    from narrowgauge.planner.measured import calibration
-    from narrowgauge.spec.chips import get_chip
-
-    names = [name for name in chip or () if name != HERE]
-    if len(names) > 1:
-        raise click.UsageError("One machine is calibrated at a time.", click.get_current_context())
-    found = calibration.calibrate(runs, get_chip(names[0]) if names else None)
-    file = calibration.keep(found)
-    if as_json:
-        shares = {name: dataclasses.asdict(found.shares[name]) for name in found.fitted}
-        return tables.write_object({"name": found.name, "error": found.error, "worst": found.worst, "shares": shares})
-    return _echo([*calibration.calibration_lines(found), str(file)])
+    machine = get_chip(chip[0]) if chip else None
+    both = compare_launches(read_launch(before, machine), read_launch(after, machine))
+    _answer(both.row(), both.tables(), both.sentences(), as_json)
 
 
 def _echo(sentences: list[str]) -> None:
@@ -534,69 +396,3 @@ def _wrapped(line: str, width: int) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
-
-
-# ── the former spelling: every question behind flags of narrowgauge plan ──────────────────────────────────────────────────
-
-_FORMER = {
-    "--model": run_command,
-    "--params": state_command,
-    "--measured": scaling_command,
-    "--regression": regression_command,
-    "--calibrate": calibrate_command,
-}
-"""The flag that asked a question, and its command now."""
-
-
-def _former_params() -> list[click.Parameter]:
-    """Every flag that the former spelling had."""
-    flags_now: dict[str | None, click.Option] = {}
-    for param in (param for command in _FORMER.values() for param in command.params):
-        if isinstance(param, click.Option):
-            flags_now.setdefault(param.name, param)
-    own = list(flags_now.values())
-    optional = [click.Option([f"--{param.name}"], type=param.type, hidden=True) for param in own if param.required]
-    return [
-        *(param for param in own if not param.required),
-        *optional,
-        click.Option(["--measured"], hidden=True),
-        click.Option(["--regression"], nargs=2, type=click.Path(path_type=Path), hidden=True),
-        click.Option(["--calibrate"], is_flag=True, hidden=True),
-        click.Argument(["runs"], nargs=-1, type=click.Path(path_type=Path)),
-    ]
-
-
-@click.pass_context
-def _ask_formerly(context: click.Context, /, runs: tuple[Path, ...], **asked: Any) -> None:
-    """Former spelling of the questions: flags of `plan` itself, of which one asks and the others must belong to it."""
-    given = {name for name, value in asked.items() if value not in (None, False, (), [])}
-    found = [flag for flag in _FORMER if flag.removeprefix("--") in given]
-    if not found:
-        raise click.UsageError(_question_first("run --model"), context)
-    if len(found) > 1:
-        raise click.UsageError(f"{found[0]} and {found[1]} ask different questions.", context)
-    command = _FORMER[found[0]]
-    foreign = sorted(given - {param.name for param in command.params} - {found[0].removeprefix("--")})
-    if foreign:
-        raise click.UsageError(f"{_flag(foreign[0])} does not go with {found[0]}.", context)
-    if runs and command not in (calibrate_command, scaling_command):
-        raise click.UsageError(f"Got an unexpected argument ({runs[0]}).", context)
-    words: dict[str, Any] = {name: asked[name] for name in given}
-    if command is scaling_command:
-        words["measured"] = (words["measured"], *map(str, runs))
-    if command is regression_command:
-        words["before"], words["after"] = words.pop("regression")
-    if command is calibrate_command:
-        if not runs:
-            raise click.UsageError("Runs are missing: narrowgauge plan calibrate RUN….", context)
-        words = {"runs": runs, **{name: value for name, value in words.items() if name != "calibrate"}}
-    kept = " --model" if command is run_command else " --params" if command is state_command else ""
-    say_former(f"narrowgauge plan {found[0]}", f"narrowgauge plan {command.name}{kept}")
-    context.invoke(command, **words)
-
-
-def _flag(name: str) -> str:
-    return "--price" if name == "dollars_per_hour" else f"--{name.replace('_', '-')}"
-
-
-_former_command = click.Command("plan", params=_former_params(), callback=_ask_formerly, help=_ask_formerly.__doc__)

@@ -1,10 +1,9 @@
-"""The command ``watch``, and ``--watch`` of commands that train: a live page in a browser."""
+"""The command ``watch``: a live page in a browser."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import sys
 import tempfile
 import threading
@@ -14,19 +13,7 @@ from pathlib import Path
 
 import click
 
-from narrowgauge.distributed.launch.placement import read_placement
-from narrowgauge.errors import RankError, RecordError
-
-_FOLLOWS = "--until-closed"
-_LAST_SECONDS = 5.0
-"""The longest that a training which has ended waits for its page to be complete."""
-
-flag = click.option(
-    "--watch/--no-watch",
-    "watched",
-    default=False,
-    help="Open a live page on the run in a browser (narrowgauge watch).  [default: no]",
-)
+from narrowgauge.errors import RecordError
 
 
 @click.command("watch", short_help="A live page on runs that are being written.")
@@ -34,49 +21,37 @@ flag = click.option(
 @click.option(
     "--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Port on 127.0.0.1.  [default: a free one]"
 )
-@click.option("--notify", metavar="URL", help="POST each finding of weight to this address, as JSON.")
 @click.option("--open/--no-open", "opens", default=True, help="Open the page in a browser.  [default: open]")
-@click.option(
-    _FOLLOWS, "follows", is_flag=True, hidden=True, help="End when standard input does; RUN need not exist yet."
-)
-def watch_command(runs: tuple[Path, ...], port: int, notify: str | None, opens: bool, follows: bool) -> None:
-    """Show the report of runs that are being written, and keep it up to date: state, time left, curves, events, findings.
+def watch_command(runs: tuple[Path, ...], port: int, opens: bool) -> None:
+    """Show the report of runs that are being written, rendered again as they grow.
 
     Each RUN is a run folder, or a folder of runs such as that of a comparison. The page is served on 127.0.0.1 alone, at an
     address with a secret token; nothing is written into the run folders. On another machine, forward its port:
 
     ssh -L 8400:127.0.0.1:8400 HOST narrowgauge watch RUN --port 8400 --no-open
     """
-    from narrowgauge.report.live.live_run import runs_in
-    from narrowgauge.report.live.notifying import Webhook
-    from narrowgauge.report.live.page_server import PageServer
-    from narrowgauge.report.live.poll_loop import Watch
+    from narrowgauge.report.live import LivePage, PageServer, stamp_of
 
-    for path in runs if not follows else ():
+    for path in runs:
         if not path.is_dir():
             raise RecordError(f"No run in {path}: there is no such folder.", "Name a run folder, or a folder of runs.")
-    if not follows and not runs_in(list(runs)):
+    if not stamp_of(runs):
         click.echo("note: no run is here yet; the page begins when one does.", err=True)
-    hook = Webhook(notify, lambda line: click.echo(line, err=True)) if notify is not None else None
-    watch = Watch(list(runs), hook.send if hook is not None else lambda rows: None)
-    server = PageServer(watch, port)
-    threads = [
-        threading.Thread(target=server.serve_forever, daemon=True),
-        threading.Thread(target=watch.run, daemon=True),
-    ]
+    page = LivePage(runs)
+    page.poll()
+    server = PageServer(page, port)
+    threads = [threading.Thread(target=target, daemon=True) for target in (server.serve_forever, page.run)]
     for thread in threads:
         thread.start()
-    click.echo(server.address, err=follows)
+    click.echo(server.address)
     try:
         with contextlib.suppress(KeyboardInterrupt), _opened(server.address, opens):
-            _wait(follows, threads[1])
-        if follows:
-            watch.settle(_LAST_SECONDS)
+            while threads[1].is_alive():
+                threads[1].join(3600)
     finally:
-        watch.end()
-        server.close()
-        if hook is not None:
-            hook.close()
+        page.end()
+        server.shutdown()
+        server.server_close()
 
 
 @contextlib.contextmanager
@@ -94,37 +69,3 @@ def _opened(address: str, is_asked: bool) -> Iterator[None]:
         file.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={address}">', encoding="ascii")
         webbrowser.open(file.as_uri())
         yield
-
-
-def _wait(follows: bool, thread: threading.Thread) -> None:
-    """Wait until standard input ends, or until Ctrl-C."""
-    if follows:
-        sys.stdin.buffer.read()
-        return
-    while thread.is_alive():
-        thread.join(3600)
-
-
-@contextlib.contextmanager
-def watching(folder: str | Path | None, is_asked: bool) -> Iterator[None]:
-    """Watch a folder in a process of its own during the block, if that is asked; the process ends with this one.
-
-    Of several ranks the first one watches.
-    """
-    if not is_asked or not read_placement().is_first:
-        yield
-        return
-    if folder is None:
-        raise RankError("--watch was requested of ranks that choose their folder together.", "Name it: give --out.")
-    command = [sys.executable, "-m", "narrowgauge", "watch", str(folder), _FOLLOWS]
-    # A group of its own: Ctrl-C stops the training, which then closes the pipe.
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    try:
-        yield
-    finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_LAST_SECONDS + 5)
-        process.kill()
-        process.wait()

@@ -10,6 +10,7 @@ gradient of the whole, cut into ``shards`` pieces, and gets the sum of its colum
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from narrowgauge.distributed.block_codes import BLOCK_CODES, RECORD_VALUES
 from narrowgauge.distributed.ranks import has_group
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.block_codes import BLOCK_CODES, RECORD_VALUES
 from narrowgauge.numerics.exact_sums import ExactSums, sum_rows
-from narrowgauge.numerics.rounding import step_seed
+from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec.sums import Reduction
 
 SAME_PARAMETERS = (
@@ -62,7 +63,7 @@ ONE_RANK = RankGrid()
 
 
 def replicated(group: Any = None) -> RankGrid:
-    """The ranks of a process group, each of which keeps the whole; without a group, all ranks."""
+    """Return the ranks of a process group, each of which keeps the whole; without a group, all ranks."""
     if not has_group() or dist.get_world_size(group) == 1:
         return ONE_RANK
     group = group if group is not None else dist.group.WORLD
@@ -71,7 +72,7 @@ def replicated(group: Any = None) -> RankGrid:
 
 
 def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
-    """The ranks of a DeviceMesh; ``replicate_dim`` is ``None`` where nothing is replicated."""
+    """Return the ranks of a DeviceMesh; ``replicate_dim`` is ``None`` where nothing is replicated."""
     table = mesh.mesh.reshape(1, -1) if replicate_dim is None else mesh.mesh.permute(replicate_dim, shard_dim)
     replicas, shards = table.shape
     place_of = {int(table[r, s]): (r, s) for r in range(replicas) for s in range(shards)}
@@ -84,17 +85,19 @@ def of_mesh(mesh: Any, shard_dim: int, replicate_dim: int | None) -> RankGrid:
     )
 
 
-_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
+_groups: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = weakref.WeakKeyDictionary()
+"""By the group of all ranks, which its program may destroy: groups made of its ranks."""
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """A process group of these ranks, made once; only they need to call it."""
+    """Return a process group of these ranks, made once; only they need to call it."""
     key, everyone = tuple(sorted(ranks)), dist.group.WORLD
     if len(key) == dist.get_world_size():
         return everyone
-    if key not in _groups or _groups[key][0] is not everyone:  # a program may destroy its groups and make new ones
-        _groups[key] = everyone, dist.new_group(list(key), use_local_synchronization=True)
-    return _groups[key][1]
+    groups = _groups.setdefault(everyone, {})
+    if key not in groups:
+        groups[key] = dist.new_group(list(key), use_local_synchronization=True)
+    return groups[key]
 
 
 class Exchange:
@@ -170,7 +173,7 @@ def all_gather(output: Tensor, part: Tensor, group: Any) -> None:
 
 
 def _pieces(gradient: Tensor, grid: RankGrid, multiple: int = 1) -> Tensor:
-    """The piece of each rank of the group, in its order: its replica's share of its shard.
+    """Return the piece of each rank of the group, in its order: its replica's share of its shard.
 
     Zeros behind each shard make the pieces equally long, a ``multiple``.
     """
@@ -259,8 +262,8 @@ class ExactExchange(Exchange):
 # ── sums of compressed gradients ───────────────────────────────────────────────────────────────────────────────────────
 #
 # A ring adds what it receives and sends the sum on: were that compressed, each hop would round again. Here every rank sends each
-# *owner* its piece of the gradient once, in records (:mod:`narrowgauge.numerics.block_codes`), and the owner adds what all ranks
-# sent in float32, in the order of the ranks. It has its own piece without any rounding.
+# *owner* its piece of the gradient once, in records (:mod:`narrowgauge.distributed.block_codes`), and the owner adds what all
+# ranks sent in float32, in the order of the ranks. It has its own piece without any rounding.
 #
 # Where several ranks keep the sum (replicated models, the replicas of HSDP), each owns a piece of it. The pieces are then
 # gathered in records too, and the owner decodes its own piece as all others do: all ranks hold equal bits.
@@ -314,7 +317,7 @@ class CompressedSum(Exchange):
         self._micro_batch = 0
 
     def _sum_owned(self, gradient: Tensor) -> Tensor:
-        """The float32 sum of the piece that this rank owns: a replica's share of its shard, in whole records."""
+        """Return the float32 sum of the piece that this rank owns: a replica's share of its shard, in whole records."""
         grid, rank = self.grid, dist.get_rank(self.grid.group)
         pieces = _pieces(gradient, grid, RECORD_VALUES)  # whole records
         num_records = self.code.num_records(len(pieces[rank]))
@@ -331,7 +334,7 @@ class CompressedSum(Exchange):
         return total
 
     def _gather(self, piece: Tensor) -> Tensor:
-        """All pieces of this rank's shard, decoded from records on every rank."""
+        """Return all pieces of this rank's shard, decoded from records on every rank."""
         group = self.grid.replica_group
         rank = dist.get_rank(self.grid.group)
         records = self.code.encode(piece, self._key(_GATHERED, rank, 0))

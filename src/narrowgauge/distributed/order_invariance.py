@@ -22,12 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge import _torch
-from narrowgauge._torch.own_hooks import OwnHook
+from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import SAME_PARAMETERS
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.shards import is_sharded, local_of, norm_of_all
+from narrowgauge.numerics.dtensor import is_sharded, local_of
+from narrowgauge.numerics.exact_sums import exact_norm
+from narrowgauge.torch_hooks import OwnHook
 
 IN_MICRO_BATCHES = (
     "Surround each backward pass of a step with micro_batch(is_last=…) of the reduction, which sums them exactly, and call "
@@ -45,7 +46,7 @@ def require_first(before: Iterable[Tensor]) -> None:
 
 
 def is_filled(gradient: Tensor) -> bool:
-    """Whether this rank's shard of a gradient has a nonzero value."""
+    """Return whether this rank's shard of a gradient has a nonzero value."""
     return bool(local_of(gradient.detach()).any())
 
 
@@ -66,7 +67,7 @@ def refuse_unsent(how: str) -> None:
 
 
 def generator_state(device: torch.device) -> tuple[bytes, ...]:
-    """The state of the default generators that a forward pass draws from: the host's, and the device's.
+    """Return the state of the default generators that a forward pass draws from: the host's, and the device's.
 
     Empty while CUDA captures a graph, when the state cannot be read. Cost: 5 µs.
     """
@@ -114,11 +115,6 @@ class ForwardPasses:
             raise
         self.end(self)
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a forward pass has begun that will be differentiated."""
-        return self._outermost is not None
-
     def begin(self, part: object) -> None:
         """Note the state of the generators, unless a forward pass has begun already."""
         if self._outermost is None:
@@ -145,7 +141,7 @@ class ForwardPasses:
 
     def _enter(self, module: nn.Module, *_: Any) -> None:
         """Begin, unless the forward pass belongs to no leaf: nothing is differentiated, or a checkpoint repeats it."""
-        if torch.is_grad_enabled() and not _torch.runs_backward():
+        if torch.is_grad_enabled() and not torch_names.runs_backward():
             self.begin(module)
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -263,7 +259,7 @@ class GradientUsage:
 #
 # PyTorch adds up each rank's part of the norm of shards in the order of the ranks, in the gradient's format: the last bits of
 # the norm, and of every gradient that is clipped by it, depend on the number of ranks. So the norm of exactly summed gradients
-# is an exact sum too (:mod:`narrowgauge.numerics.summation`); all other norms are PyTorch's.
+# is an exact sum too (:mod:`narrowgauge.numerics.exact_sums`); all other norms are PyTorch's.
 
 
 _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
@@ -272,7 +268,7 @@ _KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 @functools.cache
 def take_norms(is_summed: Callable[[Iterable[Tensor]], bool]) -> None:
     """From now on ``clip_grad_norm_`` and ``get_total_norm`` compute exact norms of the gradients that ``is_summed`` accepts."""
-    _torch.replace_total_norm(lambda original: functools.partial(_total_norm, original, is_summed))
+    torch_names.replace_total_norm(lambda original: functools.partial(_total_norm, original, is_summed))
 
 
 def _total_norm(
@@ -283,7 +279,7 @@ def _total_norm(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """The norm of tensors, as ``torch.nn.utils.get_total_norm`` returns it: a DTensor where they are."""
+    """Return the norm of tensors, as ``torch.nn.utils.get_total_norm`` returns it: a DTensor where they are."""
     tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     order = float(norm_type)
     is_ours = order != math.inf and is_summed(tensors) and all(t.dtype in _KNOWN for t in tensors)
@@ -296,7 +292,7 @@ def _total_norm(
             "Clip by norm_type=2.0 or 'inf', or with max_grad_norm= of the optimizer.",
         )
     with torch.no_grad():
-        norm = norm_of_all(tensors)
+        norm = exact_norm(tensors)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"The total norm of order {order} for gradients is non-finite, so it cannot be clipped.")
     return _replicated(norm, tensors[0]) if all(map(is_sharded, tensors)) else norm

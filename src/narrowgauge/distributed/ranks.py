@@ -7,6 +7,9 @@ check.
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -37,7 +40,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes files and speaks to the console."""
+        """Return whether this is the process that writes files and speaks to the console."""
         return self.rank == 0
 
     @property
@@ -47,7 +50,7 @@ class Ranks:
         return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
     def gather(self, value: T) -> list[T]:
-        """The value of each rank, by rank, on every rank; it is pickled."""
+        """Return the value of each rank, by rank, on every rank; it is pickled."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -55,7 +58,7 @@ class Ranks:
         return values
 
     def largest(self, number: int) -> int:
-        """The largest number of any rank, on every rank."""
+        """Return the largest number of any rank, on every rank."""
         if self.size == 1:
             return number
         found = torch.tensor(number, dtype=torch.int64, device=self.device)
@@ -63,7 +66,7 @@ class Ranks:
         return int(found)
 
     def of_first(self, function: Callable[[], T]) -> T:
-        """What a function returns on the first rank, on every rank; the others do not call it. The result is pickled.
+        """Return what a function returns on the first rank, on every rank; the others do not call it. The result is pickled.
 
         Raises:
             NarrowgaugeError, OSError: what it raises, on every rank.
@@ -87,7 +90,7 @@ class Ranks:
         return found
 
     def together(self, function: Callable[[], T]) -> T:
-        """What a function returns here, if it fails on no rank.
+        """Return what a function returns here, if it fails on no rank.
 
         Raises:
             Exception: the error of the first rank that has one, on every rank; passed on as in :meth:`of_first`.
@@ -114,12 +117,12 @@ class Ranks:
             dist.destroy_process_group(self.group)
 
     def apart(self) -> Ranks:
-        """The same ranks in a process group of their own, which sends objects from the CPU."""
+        """Return the same ranks in a process group of their own, which sends objects from the CPU."""
         return self if self.size == 1 else Ranks(self.rank, self.size, dist.new_group(backend="gloo"))
 
 
 def _told(error: BaseException) -> NarrowgaugeError | OSError:
-    """What the other ranks raise for an error of one: the same, if its message says what is wrong."""
+    """Return what the other ranks raise for an error of one: the same, if its message says what is wrong."""
     return error if isinstance(error, (NarrowgaugeError, OSError)) else ReportedError(status=1)
 
 
@@ -132,17 +135,30 @@ def has_group() -> bool:
 
 
 def all_ranks() -> Ranks:
-    """The ranks of the default process group; without one, a single process.
+    """Return the ranks of the default process group; without one, a single process.
 
     Example:
         >>> all_ranks()
         Ranks(rank=0, size=1)
     """
-    return Ranks(dist.get_rank(), dist.get_world_size()) if has_group() else ALONE
+    if not has_group():
+        return ALONE
+    _pause_at_exit()
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+@functools.cache
+def _pause_at_exit() -> None:
+    """Let the threads of gloo drop the tensors of the last collectives before the interpreter shuts down.
+
+    A thread needs the interpreter's lock to drop a tensor. Where the shutdown comes first, PyTorch 2.13 aborts the process:
+    "terminate called without an active exception".
+    """
+    atexit.register(time.sleep, 0.2)
 
 
 def largest_of_ranks(values: Tensor) -> Tensor:
-    """The elementwise maximum over all ranks of the default group, as a new tensor."""
+    """Return the elementwise maximum over all ranks of the default group, as a new tensor."""
     values = values.clone()
     if has_group():
         dist.all_reduce(values, op=dist.ReduceOp.MAX)

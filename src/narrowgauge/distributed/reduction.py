@@ -6,8 +6,7 @@ pass, by a ``ReduceScatter`` of our own; replicated gradients are summed after i
 
 An order-invariant reduction also enforces what its promise rests on (:mod:`narrowgauge.distributed.order_invariance`). It
 refuses, as they happen, forward passes that draw random numbers and gradients that are added up before they are sent. It makes
-PyTorch's own clipping norm exact, and lets ranks agree before they exchange what FSDP2 shards
-(:mod:`narrowgauge.distributed.lockstep`).
+PyTorch's own clipping norm exact.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge import _torch
+from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import (
     EXCHANGES,
     ONE_RANK,
@@ -33,7 +32,6 @@ from narrowgauge.distributed.exchanges import (
     of_mesh,
     replicated,
 )
-from narrowgauge.distributed.lockstep import Lockstep
 from narrowgauge.distributed.order_invariance import (
     ForwardPasses,
     GradientUsage,
@@ -46,7 +44,7 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.replicated import BucketSums, Replicated, SumAfterBackward
 from narrowgauge.distributed.sharding import GroupSum, settle
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.numerics.shards import by_group, is_sharded, local_of
+from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.sums import REDUCTIONS, Reduction
 
@@ -135,9 +133,9 @@ class _MicroBatch:
 
 
 class _GroupExchange(GroupSum):
-    def __init__(self, reduction: GradientReduction, exchange: Exchange, group: Any, number: int) -> None:
-        self.reduction, self.exchange, self.group, self.number = reduction, exchange, group, number
-        self.known = _torch.fsdp_parameters(group)
+    def __init__(self, reduction: GradientReduction, exchange: Exchange, group: Any) -> None:
+        self.reduction, self.exchange, self.group = reduction, exchange, group
+        self.known = torch_names.fsdp_parameters(group)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for what is summed; FSDP2 calls it before it adds to ``p.grad``."""
@@ -145,11 +143,9 @@ class _GroupExchange(GroupSum):
         return super().allocate(size, dtype=dtype, device=device)
 
     def sum(self, gradient: Tensor, output: Tensor, group: Any) -> None:
-        if any(now is not then for now, then in zip(_torch.fsdp_parameters(self.group), self.known, strict=True)):
+        if any(now is not then for now, then in zip(torch_names.fsdp_parameters(self.group), self.known, strict=True)):
             self.reduction.require_known()
         now = self.reduction.now if self.reduction.now is not None else _MicroBatch()
-        if self.reduction.lockstep is not None:
-            self.reduction.lockstep.before_sum(self.number, gradient.numel())
         if now.is_absent:
             gradient.zero_()
         self.exchange.take(gradient, output, is_last=now.is_last)
@@ -175,11 +171,11 @@ class GradientReduction:
         settle(model)
         self.row, self._model = row, model
         self.now: _MicroBatch | None = None
-        self.lockstep: Lockstep | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
         self._accumulator = None if self._sums_leaves else accumulator
         self._sums, self._in_step, self._is_closed = sums, False, False
         self._first_step = 0
+        self._seed: int | None = None
         self._exchanges: list[Exchange] = []
         self._undo: list[Callable[[], None]] = []
         self._trainable: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
@@ -188,10 +184,11 @@ class GradientReduction:
         def register(grid: RankGrid) -> Exchange:
             exchange = make(grid)
             exchange.place, exchange.step = len(self._exchanges), self._first_step
+            exchange.seed = self._seed if self._seed is not None else exchange.seed
             self._exchanges.append(exchange)
             return exchange
 
-        self._fsdp = _torch.fsdp_groups(model)
+        self._fsdp = torch_names.fsdp_groups(model)
         sharded, grid = self._take_over_shards(register)
         others = [p for p in self._trainable if id(p) not in sharded]
         self._sharded = [p for p in self._trainable if id(p) in sharded]
@@ -215,7 +212,6 @@ class GradientReduction:
         self._forwards = ForwardPasses(self._device, self._require_sent)
         if self._sums_leaves and self._trainable:
             self._undo += self._forwards.install(inner_of(model))
-            self._keep_in_step(model, grid)
             take_norms(_are_summed_exactly)
 
     # ── a step ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -265,11 +261,13 @@ class GradientReduction:
         """Optimizer steps whose gradients were summed."""
         return max((exchange.step for exchange in self._exchanges), default=self._first_step)
 
-    def set_step(self, step: int) -> None:
-        """Set the number of optimizer steps done when a run resumes; it seeds random bits and otherwise counts by itself."""
+    def set_step(self, step: int, seed: int | None = None) -> None:
+        """Set the number of optimizer steps done, and the seed, when a run resumes: the keys of random bits."""
         self._first_step = step  # of what DDP's buckets make later
+        self._seed = seed if seed is not None else self._seed
         for exchange in self._exchanges:
             exchange.step = step
+            exchange.seed = seed if seed is not None else exchange.seed
 
     @contextlib.contextmanager
     def shown_to(self, look: Callable[[Tensor], None]) -> Iterator[None]:
@@ -295,11 +293,9 @@ class GradientReduction:
         self._in_step = False
         self._usage.discard()
         self._forwards.discard()
-        if self.lockstep is not None:
-            self.lockstep.discard()
 
     def largest(self, values: Tensor) -> Tensor:
-        """The elementwise maximum over the ranks whose gradients are summed; all of them call it."""
+        """Return the elementwise maximum over the ranks whose gradients are summed; all of them call it."""
         values = values.clone()
         if self.size > 1:
             dist.all_reduce(values, dist.ReduceOp.MAX, group=self._group)
@@ -311,12 +307,12 @@ class GradientReduction:
         return kept / max(1, sum(local_of(p).numel() for p in self._trainable))
 
     def sums_exactly(self, gradients: Set[int]) -> bool:
-        """Whether it sums exactly and a tensor with one of these ids is among its gradients."""
+        """Return whether it sums exactly and a tensor with one of these ids is among its gradients."""
         return self._sums_leaves and self.is_installed and any(id(p.grad) in gradients for p in self._trainable)
 
     @property
     def is_installed(self) -> bool:
-        """Whether it takes part in backward passes: false once closed, and where one process has nothing to sum."""
+        """Return whether it takes part in backward passes: false once closed, and where one process has nothing to sum."""
         return bool(self._undo)
 
     def close(self) -> None:
@@ -332,7 +328,7 @@ class GradientReduction:
             self._require_sent([group])
         if self._is_inside():
             return
-        for parameter in _torch.fsdp_parameters(group):
+        for parameter in torch_names.fsdp_parameters(group):
             self._usage.summed.discard(parameter)
             if parameter.grad is None:
                 continue
@@ -367,7 +363,7 @@ class GradientReduction:
 
     def _require_sent(self, groups: Sequence[Any] = ()) -> None:
         """Refuse gradients that FSDP2 was told to keep on their rank, of some of its groups or of all."""
-        if any(map(_torch.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
+        if any(map(torch_names.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
             refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
 
     def _begin(self, is_absent: bool) -> None:
@@ -386,7 +382,7 @@ class GradientReduction:
         self._in_step = True
         self._usage.begin_micro_batch()
         for module, group in self._fsdp if self._sums_leaves else ():
-            if _torch.fsdp_lacks_zeros(group):
+            if torch_names.fsdp_lacks_zeros(group):
                 module.unshard()
                 module.reshard()
 
@@ -396,9 +392,9 @@ class GradientReduction:
         They are those of a parameter that was frozen or missing when the reduction was installed.
         """
         known = {id(p) for p in self._trainable}
-        groups = [group for _, group in _torch.fsdp_groups(self._model)]
-        gathered = {id(p) for group in groups for p in _torch.fsdp_gathered(group)}
-        sharded = [p for group in groups for p in _torch.fsdp_parameters(group)]
+        groups = [group for _, group in torch_names.fsdp_groups(self._model)]
+        gathered = {id(p) for group in groups for p in torch_names.fsdp_gathered(group)}
+        sharded = [p for group in groups for p in torch_names.fsdp_parameters(group)]
         for parameter in [*self._frozen, *sharded, *self._model.parameters()]:
             if not parameter.requires_grad or id(parameter) in known or id(parameter) in gathered:
                 continue
@@ -430,8 +426,6 @@ class GradientReduction:
         """Add the gradients of a micro-batch; after the last, write the sums to ``p.grad``."""
         if self._sums_leaves:
             self._require_sent()
-        if self.lockstep is not None:
-            self.lockstep.end(is_last=now.is_last)
         whole = set(self._replicated.parameters)
         if any(p.grad is None and (p in whole or not now.is_last) for p in self._usage):
             raise RecipeError(
@@ -462,8 +456,8 @@ class GradientReduction:
         """Give FSDP2's parameter groups their exchanges; return the ids of the sharded parameters, and the ranks."""
         found: set[int] = set()
         ranks: dict[tuple[int, ...], RankGrid] = {}
-        for number, (module, group) in enumerate(self._fsdp):
-            where = _torch.fsdp_mesh(group)
+        for module, group in self._fsdp:
+            where = torch_names.fsdp_mesh(group)
             if where.shard_dim is None or where.mesh.ndim != (1 if where.replicate_dim is None else 2):
                 raise RecipeError(
                     f"FSDP2 shards {type(module).__name__} over a mesh of {where.mesh.ndim} dims; not all sum gradients.",
@@ -471,23 +465,23 @@ class GradientReduction:
                 )
             grid = of_mesh(where.mesh, where.shard_dim, where.replicate_dim)
             ranks[tuple(dist.get_process_group_ranks(grid.group))] = grid
-            comm = _GroupExchange(self, register(grid), group, number)
+            comm = _GroupExchange(self, register(grid), group)
             alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
-            self._undo.append(_torch.take_over_sums(module, group, comm, alone))
+            self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
             if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
-                found |= {id(p) for p in _torch.fsdp_parameters(group)}
+                found |= {id(p) for p in torch_names.fsdp_parameters(group)}
         if len(ranks) > 1:
             raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
         return found, next(iter(ranks.values()), None)
 
     def _dtypes_of_sums(self) -> dict[Tensor, torch.dtype]:
-        """The dtypes in which FSDP2's mixed precision sums gradients, the same for a group on one rank as on several."""
+        """Return the dtypes in which FSDP2's mixed precision sums gradients, the same for a group on one rank as on several."""
         dtypes: dict[Tensor, torch.dtype] = {}
         for module, group in self._fsdp:
-            for parameter in _torch.fsdp_parameters(group):
-                dtype = _torch.fsdp_sum_dtype(group, parameter)
+            for parameter in torch_names.fsdp_parameters(group):
+                dtype = torch_names.fsdp_sum_dtype(group, parameter)
                 if dtype is None:
-                    given, own = _torch.fsdp_policy(group, parameter), dtype_name(parameter.dtype)
+                    given, own = torch_names.fsdp_policy(group, parameter), dtype_name(parameter.dtype)
                     raise RecipeError(
                         f"{given} was given for {type(module).__name__}, whose parameters are {own}: FSDP2 rounds gradients to "
                         "that before they are summed, on one rank, and after it on several.",
@@ -495,21 +489,6 @@ class GradientReduction:
                     )
                 dtypes[parameter] = dtype
         return dtypes
-
-    def _keep_in_step(self, model: nn.Module, grid: RankGrid) -> None:
-        """Let ranks agree before they gather or sum what FSDP2 shards."""
-        if grid.shards == 1:
-            return
-        names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
-        self.lockstep = lockstep = Lockstep(
-            grid,
-            self._fsdp[0][1].device.type,
-            {number: names[id(module)] for number, (module, _) in enumerate(self._fsdp)},
-            self._is_inside,
-            lambda: self._forwards.is_under_way,
-        )
-        for number, (_, group) in enumerate(self._fsdp):
-            self._undo.append(_torch.announce_gathers(group, partial(lockstep.before_gather, number)))
 
 
 def inner_of(model: nn.Module) -> nn.Module:

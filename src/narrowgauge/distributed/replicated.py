@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge import _torch
+from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import Exchange, RankGrid
 from narrowgauge.distributed.order_invariance import is_filled, refuse_unsent, require_first
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.shards import local_of
+from narrowgauge.numerics.dtensor import local_of
 
 BUCKET_BYTES = 32 << 20
 """What is copied and summed at a time: large enough that latency does not count, small beside a model."""
@@ -158,17 +158,17 @@ class SumAfterBackward:
     def set_aside(self, parameter: Tensor, _: Tensor | None = None) -> None:
         """Keep the gradient from before the pass that is under way, which is about to compute another."""
         if not self._is_inside() and parameter.grad is not None:
-            this = self._passes.setdefault(_torch.current_backward(), _Pass())
+            this = self._passes.setdefault(torch_names.current_backward(), _Pass())
             this.before[parameter] = parameter.grad
             parameter.grad = None
 
     def _note(self, parameter: Tensor) -> None:
         if self._is_inside():
             return
-        number = _torch.current_backward()
+        number = torch_names.current_backward()
         this = self._passes.setdefault(number, _Pass())
         if not this.arrived:
-            _torch.queue_after_backward(partial(self._sum, number))
+            torch_names.queue_after_backward(partial(self._sum, number))
         this.arrived.add(parameter)
 
     @torch.no_grad()

@@ -18,16 +18,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import _torch
-from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge import torch_names
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.checksums import fingerprint, fingerprint_all
-from narrowgauge.numerics.shards import is_sharded
+from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.hashing import fingerprint, fingerprint_all
 from narrowgauge.spec.sums import SHARDINGS
 
 
 def make_mesh(num_ranks: int, device_type: str, *, sharding: str = "full", replicas: int = 1) -> Any:
-    """The mesh of a job, with axes named ``replicate`` and ``shard``: one of them, or with several replicas both.
+    """Return the mesh of a job, with axes named ``replicate`` and ``shard``: one of them, or with several replicas both.
 
     Args:
         num_ranks: processes in the default process group, which must exist.
@@ -142,9 +141,9 @@ def settle(model: nn.Module) -> None:
     A forward pass may leave gathered parameters in the modules, and FSDP2 looks only in its first one for parameters that were
     replaced after ``fully_shard``. One that was replaced by what FSDP2 cannot gather is refused.
     """
-    for fsdp_module, group in _torch.fsdp_groups(model):
-        gathered = {id(parameter) for parameter in _torch.fsdp_gathered(group)}
-        placed = _torch.fsdp_places(group)
+    for fsdp_module, group in torch_names.fsdp_groups(model):
+        gathered = {id(parameter) for parameter in torch_names.fsdp_gathered(group)}
+        placed = torch_names.fsdp_places(group)
         replaced = [
             (module, name, held)
             for sharded, places in placed
@@ -157,7 +156,7 @@ def settle(model: nn.Module) -> None:
         if replaced:
             for _, places in placed:
                 _require_gatherable(model, places)
-            _torch.renew_fsdp_group(group)
+            torch_names.renew_fsdp_group(group)
 
 
 def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]]) -> None:
@@ -175,7 +174,7 @@ def _require_gatherable(model: nn.Module, places: Sequence[tuple[nn.Module, str]
 
 
 def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that uses submodules of a sharded model, with what the root holds gathered while it runs.
+    """Return a function that uses submodules of a sharded model, with what the root holds gathered while it runs.
 
     FSDP2 gathers parameters when a module is called; a loss that calls a model's body and multiplies by its head's weight calls
     neither the model nor the head. ``function`` must not call the model itself.
@@ -189,12 +188,12 @@ def through_root(model: nn.Module, function: Callable[..., Any]) -> Callable[...
 
 
 def has_shards(model: nn.Module) -> bool:
-    """Whether any parameter is a DTensor, or FSDP2 has gathered it at the moment."""
-    return any(map(is_sharded, model.parameters())) or bool(_torch.fsdp_groups(model))
+    """Return whether any parameter is a DTensor, or FSDP2 has gathered it at the moment."""
+    return any(map(is_sharded, model.parameters())) or bool(torch_names.fsdp_groups(model))
 
 
 def mesh_of(model: nn.Module) -> Any:
-    """The ``DeviceMesh`` of a model's first DTensor; ``None`` where no parameter is one."""
+    """Return the ``DeviceMesh`` of a model's first DTensor; ``None`` where no parameter is one."""
     return next((p.device_mesh for p in model.parameters() if is_sharded(p)), None)  # type: ignore[attr-defined]
 
 
@@ -213,15 +212,8 @@ def make_equal(model: nn.Module, mesh: Any) -> None:
                 data.copy_(whole)
 
 
-def begin_alike(model: nn.Module) -> None:
-    """Give every rank the first one's parameters, in full, before they are rounded: DDP would copy the rounded ones alone."""
-    here = all_ranks()
-    if here.size > 1 and not has_shards(model):
-        make_equal(model, make_mesh(here.size, next(model.parameters()).device.type, sharding="none"))
-
-
 def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
-    """:func:`~narrowgauge.numerics.checksums.fingerprint_all` of whole tensors, some of which are DTensors.
+    """:func:`~narrowgauge.numerics.hashing.fingerprint_all` of whole tensors, some of which are DTensors.
 
     Every rank of their meshes calls it, with the same names, and gets the same 16 digits as one process that holds all of it.
     """
@@ -229,7 +221,7 @@ def fingerprint_whole(named: Mapping[str, Tensor]) -> str:
 
 
 def fingerprints_whole(named: Mapping[str, Tensor]) -> dict[str, int]:
-    """:func:`~narrowgauge.numerics.checksums.fingerprint` of each tensor; of a DTensor, that of the whole tensor.
+    """:func:`~narrowgauge.numerics.hashing.fingerprint` of each tensor; of a DTensor, that of the whole tensor.
 
     Every rank of their meshes calls it, with the same names in the same order, and gets the same numbers.
     """
@@ -258,7 +250,7 @@ def fingerprints_whole_and_own(named: Mapping[str, Tensor]) -> tuple[dict[str, i
 
 
 def _own_fingerprint(tensor: Any) -> tuple[int, Any]:
-    """The fingerprint of what this rank holds of a tensor, and the group over which it must be added up."""
+    """Return the fingerprint of what this rank holds of a tensor, and the group over which it must be added up."""
     if not is_sharded(tensor):
         return fingerprint(tensor), None
     cut = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
@@ -295,7 +287,7 @@ def require_mesh(model: nn.Module, mesh: Any, sharding: str = "full") -> None:
 
 
 def _owns_its_parameters(layer: nn.Module, model: nn.Module) -> bool:
-    """Whether no module outside a layer uses its parameters: FSDP2 wants those that are tied in one group."""
+    """Return whether no module outside a layer uses its parameters: FSDP2 wants those that are tied in one group."""
     own = set(layer.parameters())
     inside = set(layer.modules())
     return not any(

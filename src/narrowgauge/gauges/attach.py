@@ -22,16 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._torch import inductor, plain_name
-from narrowgauge.analysis.monitor.alarms import Alarms
+from narrowgauge import inductor
+from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
 from narrowgauge.gauges.sampling import SAMPLING, Recorder, WatchedTensor
 from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
+from narrowgauge.machine import require_float64
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.numerics.devices import require_float64
-from narrowgauge.numerics.shards import is_sharded, local_of
+from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.numerics.widening import matmul
 from narrowgauge.optim.audit import audit, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
@@ -40,6 +40,8 @@ from narrowgauge.runs.schema import Row
 from narrowgauge.spec import storages
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.torch_hooks import follow_steps
+from narrowgauge.torch_names import plain_name
 
 
 class GaugeNotice(UserWarning):
@@ -105,9 +107,7 @@ class Gauges:
             matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
             self.shadow = MomentShadow(self.states, matrices if every else {})
             self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget))
-            # The optimizer's step may be compiled; the code that measures it need not be.
-            self._handles.append(optimizer.register_step_pre_hook(torch.compiler.disable(self._before_step)))
-            self._handles.append(optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)))
+            self._handles.append(follow_steps(optimizer, self._before_step, self._after_step))
         self.step = 0
 
     @property
@@ -122,7 +122,7 @@ class Gauges:
 
     @property
     def sampling(self) -> bool:
-        """Whether the current step is sampled."""
+        """Return whether the current step is sampled."""
         return self.recorder.is_recording
 
     @sampling.setter
@@ -209,14 +209,16 @@ class Gauges:
 
     @property
     def _head(self) -> Any:
-        """The model's output embedding if it is watched."""
+        """Return the model's output embedding if it is watched."""
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         return head if any(module is head for module in self._layers.values()) else None
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def _before_step(self, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.shadow is not None:
+            self.shadow.before_step()
         if not self.sampling:
             return
         if self.alarms is not None and getattr(self.optimizer, "grad_scale", None) is not None:
@@ -236,7 +238,7 @@ class Gauges:
             self.updates.before_step()
 
     @torch.no_grad()
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.shadow is not None:
             self.shadow.step()
         if self.sampling:
@@ -375,7 +377,7 @@ def attach_gauges(
     Raises:
         NarrowgaugeError: no name matches, or a module already has gauges.
 
-    Cost: 32 KiB of memory per watched tensor on sampled steps; for the time see docs/log/gauges.md and ``benchmarks/gauges.py``.
+    Cost: 32 KiB of memory per watched tensor on sampled steps; for the time see RESULTS.md and ``benchmarks/gauges.py``.
 
     Example:
         >>> import torch, narrowgauge as ng

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge import _torch
+from narrowgauge import torch_names
 from narrowgauge.gauges.hooks import ATTENTION, as_multiplied, entry_of
 from narrowgauge.gauges.sampling import SAMPLING, is_sampled, record_attention, recorder_of
 from narrowgauge.numerics.widening import linear
@@ -64,7 +64,7 @@ def hook_attention(module: nn.Module) -> AttentionHandle:
 
 
 def nothing_recorded(names: list[str], step: int) -> str:
-    """The warning for a model none of whose attention was recorded."""
+    """Return the warning for a model none of whose attention was recorded."""
     return (
         f"gauges recorded no attention at step {step} in {len(names)} modules like '{names[0]}': they did not run, or not "
         "through an attention kernel (compiled, transformers' 'eager' and dropout on a CPU use none). "
@@ -73,7 +73,7 @@ def nothing_recorded(names: list[str], step: int) -> str:
 
 
 def _names(kind: type[nn.Module]) -> set[str]:
-    """The names used in the code of a class's forward, and in the functions it calls in the same file."""
+    """Return the names used in the code of a class's forward, and in the functions it calls in the same file."""
     found: set[str] = set()
     functions = [inspect.unwrap(kind.forward)]
     for function in functions:
@@ -94,7 +94,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
 
 
 def _is_kernel(query: Tensor, scale: float | None, dropout: float) -> bool:
-    """Whether queries and keys are in memory and the scale is a number (a tensor would need a sync)."""
+    """Return whether queries and keys are in memory and the scale is a number (a tensor would need a sync)."""
     splits = torch.compiler.is_compiling() and query.device.type == "cpu" and dropout > 0
     return not splits and not isinstance(scale, Tensor)
 
@@ -107,7 +107,7 @@ def _record(operator: Callable[..., None], query: Tensor, key: Tensor, scale: fl
 
 
 def _values(x: Tensor) -> Tensor:
-    """The values of a tensor; of a scaled tensor those of the first sequence, the only one recorded."""
+    """Return the values of a tensor; of a scaled tensor those of the first sequence, the only one recorded."""
     x = x.detach()
     return x._data[:1] * x._scale if isinstance(x, Scaled) else x
 
@@ -163,7 +163,7 @@ def _recording_look_up(look_up: Callable[..., Any]) -> Callable[..., Any]:
 def _recorded(
     kernel: Callable[..., Any], name: str, module: nn.Module, query: Tensor, key: Tensor, *rest: Any, **options: Any
 ) -> Any:
-    """What transformers calls instead of a kernel: record, then call the kernel."""
+    """Return what transformers calls instead of a kernel: record, then call the kernel."""
     entry = entry_of(module, ATTENTION)
     if entry is not None and is_sampled(module) and not (name == "eager" and torch.compiler.is_compiling()):
         is_causal, scale = options.get("is_causal"), options.get("scaling")
@@ -211,7 +211,7 @@ def _(query: Tensor, key: Tensor, scale: float, is_causal: bool) -> None:
 
 
 for _operator in (enter, leave, record_running):
-    _torch.keep_effect(_operator)
+    torch_names.keep_effect(_operator)
 
 
 def _enter(module: nn.Module, args: Any) -> None:
@@ -305,7 +305,7 @@ def _(
     return None
 
 
-_torch.keep_effect(record_projected)
+torch_names.keep_effect(record_projected)
 
 
 def _hook_projected(module: nn.Module) -> Undo:

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from narrowgauge._torch import plain_name
 from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor, recorder_of
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.spec.computes import first_of_input
+from narrowgauge.torch_names import plain_name
 
 INPUT, OUTPUT_GRAD, ATTENTION, OUTPUT = range(4)
 """The places in ``gauge_entries``: of a module's input, its output's gradient, its attention, its output."""
 
 
 def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """The forward hook of every watched linear layer."""
+    """Return the forward hook of every watched linear layer."""
     if not is_sampled(module):
         return None
     entry = entry_of(module, INPUT)
@@ -40,20 +40,20 @@ def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -
 
 
 def entry_of(module: nn.Module, place: int) -> Tensor | None:
-    """An entry of a module by its place in ``gauge_entries``; ``None`` for modules that are not watched."""
+    """Return an entry of a module by its place in ``gauge_entries``; ``None`` for modules that are not watched."""
     entries: Any = getattr(module, "gauge_entries", None)
     found: Tensor | None = None if entries is None else entries[place]
     return found
 
 
 def has_gauges(module: nn.Module) -> bool:
-    """Whether existing gauges watch a module; the entries of a copied module belong to no gauges."""
+    """Return whether existing gauges watch a module; the entries of a copied module belong to no gauges."""
     entries = getattr(module, "gauge_entries", None) or ()
     return any(recorder_of(entry)[0] is not None for entry in entries if entry is not None)
 
 
 def as_multiplied(x: Tensor) -> Tensor:
-    """The input of a layer as it is in memory for the matmul: under autocast, the cast one."""
+    """Return the input of a layer as it is in memory for the matmul: under autocast, the cast one."""
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
@@ -68,7 +68,7 @@ def record_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None
 
 
 def multiplies(module: nn.Module) -> bool:
-    """Whether a module is a linear layer, including transformers' ``Conv1D`` and the projections of narrow experts."""
+    """Return whether a module is a linear layer, including transformers' ``Conv1D`` and the projections of narrow experts."""
     kinds = type(module).__mro__
     if isinstance(module, NonDynamicallyQuantizableLinear):  # nn.MultiheadAttention reads its weight and never calls it
         return False
@@ -76,7 +76,7 @@ def multiplies(module: nn.Module) -> bool:
 
 
 def named_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model by name; projections of narrow experts are named like their weights."""
+    """Return the modules of a model by name; projections of narrow experts are named like their weights."""
     names = {id(module): name for name, module in grouped_layers_of(model).items()}
     return {plain_name(names.get(id(module), name)): module for name, module in model.named_modules()}
 
@@ -86,6 +86,6 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
-    """Whether another of the layers, the first with this input, already measures it."""
+    """Return whether another of the layers, the first with this input, already measures it."""
     first = first_of_input(name)
     return first != name and first in layers

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from narrowgauge.gauges.tensor_metrics import Packed, Shards, rounded
-from narrowgauge.numerics import tensor_stats
-from narrowgauge.numerics.shards import local_of
-from narrowgauge.numerics.update_metrics import UPDATE_SUMS
+from narrowgauge.numerics import metrics
+from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim import audit
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.schema import Row
@@ -59,7 +59,7 @@ class StateReader:
         self._read.clear()
 
     def groups(self) -> dict[Tensor, dict[str, Any]]:
-        """The current param group of each parameter; loading a state replaces them."""
+        """Return the current param group of each parameter; loading a state replaces them."""
         return {p: group for group in self.optimizer.param_groups for p in group["params"]}
 
     def steps(self, parameter: Tensor) -> float | Tensor:
@@ -85,6 +85,13 @@ class MomentShadow:
         self._has_begun = False
         self._sizes: list[int] = []
         self._weight: Tensor | None = None
+        self._decay: Tensor | None = None
+        self._held: Tensor | None = None
+
+    def before_step(self) -> None:
+        """Keep the weights that a decay in the gradient reads: the step changes them."""
+        if self._decay is not None:
+            self._held = torch.cat([leading_of(p.detach()) for p in self.parameters.values()]).float()
 
     def step(self) -> None:
         """Apply the optimizer's step that has just ended, from the gradients, which still exist."""
@@ -101,6 +108,8 @@ class MomentShadow:
         scale, skip = self._control()
         if scale is not None:
             gradient.mul_(scale)
+        if self._decay is not None and self._held is not None:
+            gradient.addcmul_(self._decay, self._held)
         if skip is not None:
             weight = torch.where(skip != 0, 0.0, weight)
         # A non-finite gradient times a weight of 0 would be NaN.
@@ -124,10 +133,22 @@ class MomentShadow:
                 torch.full((n,), 1 - beta, dtype=torch.float32) for n, beta in zip(self._sizes, betas, strict=True)
             ]
             self._weight = torch.cat(parts).to(self.exact.device)
+            self._decay = self._coupled_decay(groups)
         self.states.forget()
 
+    def _coupled_decay(self, groups: Mapping[Tensor, Mapping[str, Any]]) -> Tensor | None:
+        """Return Adam's decay for each value, which goes through its moments; ``None`` where it acts on the weight."""
+        if type(self.optimizer).__name__ != "Adam" or self._weight is None:
+            return None
+        decays = [
+            0.0 if groups[p].get("decoupled_weight_decay") else float(groups[p].get("weight_decay") or 0.0)
+            for p in self.parameters.values()
+        ]
+        pairs = zip(self._weight.split(self._sizes), decays, strict=True)
+        return torch.cat([torch.full_like(w, decay) for w, decay in pairs]) if any(decays) else None
+
     def _has_moments(self, parameter: Tensor) -> bool:
-        """Whether each value has a second moment; some optimizers keep one for the whole tensor."""
+        """Return whether each value has a second moment; some optimizers keep one for the whole tensor."""
         kept = self.states.leading(parameter, "exp_avg_sq")
         return kept is not None and len(kept) == min(NUM_VALUES, local_of(parameter).numel())
 
@@ -142,7 +163,7 @@ class MomentShadow:
         return torch.cat(pieces), list(filled)
 
     def _control(self) -> tuple[Tensor | None, Tensor | None]:
-        """The factor the optimizer applied to the gradients, and whether it skipped the step."""
+        """Return the factor the optimizer applied to the gradients, and whether it skipped the step."""
         control = getattr(self.optimizer, "last_control", None)
         if control is not None:
             return control[0], control[1]
@@ -151,11 +172,11 @@ class MomentShadow:
 
     def forget(self) -> None:
         """Restart from the stored moments after the next step."""
-        self.exact = self.before = self._weight = None
+        self.exact = self.before = self._weight = self._decay = self._held = None
         self._has_begun = False
 
     def stored(self) -> Tensor | None:
-        """The stored second moments, concatenated; ``None`` without a shadow."""
+        """Return the stored second moments, concatenated; ``None`` without a shadow."""
         parts = [self.states.leading(p, "exp_avg_sq") for p in self.parameters.values()]
         found = [part for part in parts if part is not None]
         return torch.cat(found) if found and len(found) == len(parts) else None
@@ -182,13 +203,13 @@ class MomentShadow:
         moved = (self.exact - old_exact).abs() > old_exact * 2.0**-7
         frozen = moved & (stored == old_stored)
         pairs = zip(stored.split(self._sizes), self.exact.split(self._sizes), strict=True)
-        biases = torch.stack([tensor_stats.moment_bias(s, e) for s, e in pairs])
+        biases = torch.stack([metrics.moment_bias(s, e) for s, e in pairs])
         shares = zip(frozen.split(self._sizes), moved.split(self._sizes), strict=True)
         frozen_fractions = torch.stack([f.sum() / m.sum() for f, m in shares]) * (math.nan if first else 1.0)
         return torch.stack([biases, frozen_fractions.double()], 1)
 
     def rows(self, fetched: Mapping[str, Tensor]) -> Row:
-        """The table ``moments`` of a record."""
+        """Return the table ``moments`` of a record."""
         if "moments" not in fetched:
             return {}
         table = fetched["moments"].tolist()
@@ -217,7 +238,7 @@ class UpdateMetrics:
         if self.before is None or self.spread is None:
             return
         after = _joined([_spread(p) for p in self.parameters.values()])
-        packed.add_mean("update to weight", tensor_stats.update_to_weight(self.spread, after), self.parameters)
+        packed.add_mean("update to weight", metrics.update_to_weight(self.spread, after), self.parameters)
         moments = {
             name: [self.states.leading(p, name) for p in self.parameters.values()] for name in ("exp_avg", "exp_avg_sq")
         }
@@ -232,7 +253,7 @@ class UpdateMetrics:
         self.forget()
 
     def _audited(self, optimizer: Optimizer, shards: Shards) -> Tensor:
-        """The sums of each parameter's audits that this rank reports, and their number."""
+        """Return the sums of each parameter's audits that this rank reports, and their number."""
         optimizer.settle()
         table = torch.zeros(len(self.parameters), len(UPDATE_SUMS) + 1, dtype=torch.float64)
         for row, (name, parameter) in zip(table, self.parameters.items(), strict=True):
@@ -242,7 +263,7 @@ class UpdateMetrics:
         return table
 
     def _in_spacings(self, first: list[Tensor | None], second: list[Tensor | None]) -> Tensor:
-        """The ratio of the intended change to the spacing of the visible weight, for parameters with Adam's moments."""
+        """Return the ratio of the intended change to the spacing of the visible weight, for parameters with Adam's moments."""
         assert self.before is not None
         groups, names = self.states.groups(), list(self.parameters.values())
         own = [
@@ -263,7 +284,7 @@ class UpdateMetrics:
         unbias = torch.sqrt(1 - beta2**steps)
         root = v.sqrt() + epsilons * unbias
         intended = rates * unbias / (1 - beta1**steps) * m / torch.where(root > 0, root, 1.0)
-        return tensor_stats.update_to_ulp(intended, self.before, bits)
+        return metrics.update_to_ulp(intended, self.before, bits)
 
     def rows(self, fetched: Mapping[str, Tensor], readings: Mapping[str, Any]) -> Row:
         """The table ``updates`` of a record; for sharded parameters the audits of all ranks replace this rank's ``readings``."""
@@ -288,7 +309,7 @@ class UpdateMetrics:
 
 
 def _has_adam_moments(group: Mapping[str, Any], *moments: Tensor | None) -> bool:
-    """Whether a param group is of an Adam variant, whose moments determine the intended change."""
+    """Return whether a param group is of an Adam variant, whose moments determine the intended change."""
     betas, eps = group.get("betas", ()), group.get("adam_eps", group.get("eps"))
     return len(betas) == 2 and isinstance(eps, (int, float)) and all(moment is not None for moment in moments)
 
@@ -307,7 +328,7 @@ def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
 
 
 def leading_of(x: Tensor) -> Tensor:
-    """The first values of a tensor, or of its local shard."""
+    """Return the first values of a tensor, or of its local shard."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         x = local_of(x)
     if type(x).dequantize is not Tensor.dequantize:  # quantized states, e.g. torchao's

@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from narrowgauge import _torch
-from narrowgauge.numerics.tensor_stats import amax, attention_statistics, nonfinite_count, rms
+from narrowgauge import torch_names
+from narrowgauge.numerics.exact_sums import largest_magnitude
+from narrowgauge.numerics.metrics import attention_statistics, nonfinite_count, rms
 from narrowgauge.transforms.scaled_tensor import Scaled
 
 SAMPLE = 1 << 13
@@ -40,7 +41,7 @@ SAMPLING = Sampling()
 
 
 def is_sampled(module: torch.nn.Module) -> bool:
-    """Whether the current forward of a module is sampled."""
+    """Return whether the current forward of a module is sampled."""
     # In this order, so that code compiled for evaluation is not guarded on SAMPLING.
     return torch.is_grad_enabled() and module.training and SAMPLING.is_on
 
@@ -78,7 +79,7 @@ class Recorder:
         _RECORDERS.append(weakref.ref(self))
 
     def entry(self, index: int) -> Tensor:
-        """The handle of an entry in a graph: a tensor, so that layers share a graph; on the CPU, to avoid a sync."""
+        """Return the handle of an entry in a graph: a tensor, so that layers share a graph; on the CPU, to avoid a sync."""
         entry = self.entries[index] = torch.tensor([self.number, index], dtype=torch.int64)
         return entry
 
@@ -107,7 +108,7 @@ class Recorder:
         if x.layout is not torch.strided:
             return
         x = x.detach()
-        largest = amax(x)
+        largest = largest_magnitude(x)
         # Counting costs more than the two reductions; on the CPU a finite amax shows for free that the count is 0.
         bad = (
             torch.zeros_like(largest) if not x.is_cuda and math.isfinite(largest.item()) else nonfinite_count(x).float()
@@ -161,7 +162,7 @@ _RECORDERS: list[weakref.ref[Recorder]] = []
 
 
 def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
-    """The recorder of an entry, if it still exists, and the number of the entry.
+    """Return the recorder of an entry, if it still exists, and the number of the entry.
 
     The entry tensor of a copied model is a copy and belongs to no recorder.
     """
@@ -195,8 +196,8 @@ def _(query: Tensor, key: Tensor, scale: float, entry: Tensor, is_causal: bool) 
     return None
 
 
-_torch.keep_effect(record)
-_torch.keep_effect(record_attention)
+torch_names.keep_effect(record)
+torch_names.keep_effect(record_attention)
 
 
 class _RecordGradient(torch.autograd.Function):

@@ -20,10 +20,9 @@ from narrowgauge.gauges.sampling import Recorder, WatchedTensor
 from narrowgauge.matmul.delayed_scaling import delayed_amax
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.linear import Linear
-from narrowgauge.matmul.operand import STEP
-from narrowgauge.numerics import tensor_stats
+from narrowgauge.numerics import metrics
+from narrowgauge.numerics.dtensor import add_up, is_sharded, is_split_over_ranks, local_of
 from narrowgauge.numerics.quantization import padded, quantize
-from narrowgauge.numerics.shards import add_up, is_sharded, is_shared_out, local_of
 from narrowgauge.runs.schema import FIRST_EXPONENT, METRICS, NUM_EXPONENTS, TENSOR_KINDS, Row
 from narrowgauge.spec.computes import SLOTS, Cast
 from narrowgauge.spec.formats import dtype_name
@@ -147,27 +146,27 @@ def _measure_shards(recorder: Recorder, groups: Mapping[str, Sequence[int]], pac
 
 
 def exponents(values: Tensor) -> Tensor:
-    """The histogram of binary exponents that a record holds."""
-    return tensor_stats.exponent_histogram(values, FIRST_EXPONENT, NUM_EXPONENTS)
+    """Return the histogram of binary exponents that a record holds."""
+    return metrics.exponent_histogram(values, FIRST_EXPONENT, NUM_EXPONENTS)
 
 
 def _shape_stats(samples: Tensor) -> Tensor:
     """``[samples, 4]``: outlier, kurtosis, strongest feature, ratio of its energy to that of all other features."""
     flat = samples.flatten(1)
     outlier = flat.abs().amax(1) / flat.square().mean(1).sqrt()
-    peak = tensor_stats.feature_peak(samples)[0]
+    peak = metrics.feature_peak(samples)[0]
     to_rest = peak.square() / (samples.shape[-1] - peak.square()).clamp_min(0.0)
-    return torch.stack([outlier, tensor_stats.kurtosis(flat), peak, to_rest], 1)
+    return torch.stack([outlier, metrics.kurtosis(flat), peak, to_rest], 1)
 
 
 def _amax(recorder: Recorder, index: int, cast_of: CastOf) -> Tensor:
-    """The amax that scales a whole tensor: the delayed one, or else its own."""
+    """Return the amax that scales a whole tensor: the delayed one, or else its own."""
     delayed = cast_of(recorder.watched[index])[1]
     return recorder.stats_of[index][0] if delayed is None else delayed.reshape(())
 
 
 def row_of(recorder: Recorder, groups: Mapping[str, Sequence[int]], fetched: Mapping[str, Tensor]) -> Row:
-    """The tables of a record, from the groups of :func:`measure` and what :meth:`Packed.fetch` returned."""
+    """Return the tables of a record, from the groups of :func:`measure` and what :meth:`Packed.fetch` returned."""
     stats = fetched["figures"].tolist()
     tensors: Row = {}
     blocks: Row = {}
@@ -200,7 +199,7 @@ def row_of(recorder: Recorder, groups: Mapping[str, Sequence[int]], fetched: Map
 
 
 def _whole(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
-    """The entries of sharded weights and gradients."""
+    """Return the entries of sharded weights and gradients."""
     if "whole sums" not in fetched:
         return {}
     columns = (fetched[f"whole {part}"].tolist() for part in ("largest", "sums", "shape"))
@@ -214,7 +213,7 @@ def _whole(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
 
 
 def _values(stats: Sequence[float], cast: Tensor | None, shape: Sequence[float]) -> list[float | int | None]:
-    """The entry of one tensor in a record."""
+    """Return the entry of one tensor in a record."""
     lost = [None, None, None] if cast is None else lost_shares(cast)
     return [rounded(value) for value in (*stats[:2], int(stats[2]), *lost, *shape)]
 
@@ -258,12 +257,12 @@ class Casts:
             mark = recorder.stats_of.get(index)
             own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
             operand = SLOTS[_SLOTS[watched.kind]].history_index
-            amax = delayed_amax(own, cast, layer.amax_history, operand, layer.state[STEP], record=False)
+            amax = delayed_amax(own, cast, layer.amax_history, operand, layer.clock.words(own.device)[1], record=False)
             if amax is not None:
                 self._delayed[watched] = amax
 
     def of(self, watched: WatchedTensor) -> tuple[Cast | None, Tensor | None]:
-        """The cast of a tensor, and its delayed scale's magnitude; nothing where it enters as it is."""
+        """Return the cast of a tensor, and its delayed scale's magnitude; nothing where it enters as it is."""
         used = self._used(watched)
         if used is None:
             return self._of_experts(watched), None
@@ -273,7 +272,7 @@ class Casts:
         return cast, self._delayed.get(watched)
 
     def _used(self, watched: WatchedTensor) -> tuple[Linear, Cast] | None:
-        """The narrow layer that takes a tensor, and its cast of it."""
+        """Return the narrow layer that takes a tensor, and its cast of it."""
         name = watched.name.removesuffix(".weight") if watched.kind == "weight" else watched.name
         layer = self.layers.get(name)
         if watched.kind not in _SLOTS or not isinstance(layer, Linear):
@@ -281,7 +280,7 @@ class Casts:
         return layer, layer.compute.casts[_SLOTS[watched.kind]]
 
     def _of_experts(self, watched: WatchedTensor) -> Cast | None:
-        """The cast by which tokens enter their experts, where no expert has a scale of its own for all of its tokens."""
+        """Return the cast by which tokens enter their experts, where no expert has a scale of its own for all of its tokens."""
         layer = self.layers.get(watched.name)
         if not isinstance(layer, GroupedLinear) or watched.kind not in ("input", "output_grad"):
             return None
@@ -291,27 +290,27 @@ class Casts:
 
 
 def cast_stats(samples: Tensor, cast: Cast, amax: Tensor) -> Tensor:
-    """``[samples, 6]``, as :data:`narrowgauge.numerics.tensor_stats.CAST_SUMS`."""
+    """``[samples, 6]``, as :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     # Blocks of several rows, and channels, must not reach into the next tensor.
     if cast.block is not None or cast.smooth:
         whole = amax.view(-1, 1, 1) if cast.scale == "float8_e4m3fn" else [None] * len(samples)
-        sums = [tensor_stats.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
+        sums = [metrics.cast_sums(x, cast, amax=own).sum(0) for x, own in zip(samples, whole, strict=True)]
         return torch.stack(sums)
     count, rows, columns = samples.shape
     scale = amax.view(-1, 1).repeat_interleave(rows, 0) if cast.granularity == "tensor" else None
-    return tensor_stats.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
+    return metrics.cast_sums(samples.view(-1, columns), cast, amax=scale).view(count, rows, -1).sum(1)
 
 
 def block_exponents(sample: Tensor, cast: Cast) -> Tensor:
     """Lowest, median, highest exponent of the sample's block scales."""
     inner = quantize(padded(sample, cast, 1), replace(cast, rounding="nearest"), 1).inner
-    return tensor_stats.block_scale_exponents(inner if inner is not None else sample.new_zeros(1))
+    return metrics.block_scale_exponents(inner if inner is not None else sample.new_zeros(1))
 
 
 def lost_shares(sums: Tensor) -> list[float | None]:
     """Underflow, overflow and SQNR of one tensor's sums of a cast; ``None`` where it has only zeros."""
-    loss = tensor_stats.cast_loss(sums)
-    has_values = bool(sums[tensor_stats.CAST_SUMS.index("nonzero")])
+    loss = metrics.cast_loss(sums)
+    has_values = bool(sums[metrics.CAST_SUMS.index("nonzero")])
     return [loss.underflow if has_values else None, loss.overflow, loss.sqnr_db if has_values else None]
 
 
@@ -338,7 +337,7 @@ class Shards:
     def of(cls, parameters: Mapping[str, Any]) -> Shards | None:
         """From parameters by name; ``None`` if nothing is sharded or the shards lie on several meshes."""
         meshes = {p.device_mesh for p in parameters.values() if is_sharded(p)}
-        if len(meshes) != 1 or not any(map(is_shared_out, parameters.values())):
+        if len(meshes) != 1 or not any(map(is_split_over_ranks, parameters.values())):
             return None
         mesh = meshes.pop()
         return cls(mesh, {name: _share(p, mesh.get_coordinate()) for name, p in parameters.items()})
@@ -367,7 +366,7 @@ class Shards:
 
 
 def _share(parameter: Any, coordinate: Sequence[int]) -> float:
-    """The share of a parameter that the rank at a coordinate of the mesh reports."""
+    """Return the share of a parameter that the rank at a coordinate of the mesh reports."""
     is_whole = [p.is_replicate() for p in parameter.placements] if is_sharded(parameter) else [True] * len(coordinate)
     # Along a mesh axis that does not shard, all ranks are replicas. (``is_shard()`` is false for two sharding axes.)
     if any(index and whole for index, whole in zip(coordinate, is_whole, strict=True)):
@@ -376,5 +375,5 @@ def _share(parameter: Any, coordinate: Sequence[int]) -> float:
 
 
 def sharded_entries(recorder: Recorder) -> list[int]:
-    """The entries of tensors that may be sharded."""
+    """Return the entries of tensors that may be sharded."""
     return [index for index, watched in enumerate(recorder.watched) if watched.kind in SHARED]

@@ -3,9 +3,3 @@
 Each package imports the framework that it serves when one of its names is asked for, and nothing else in Narrowgauge imports it:
 ``import narrowgauge`` needs none of the frameworks.
 """
-
-from __future__ import annotations
-
-from narrowgauge._public import offer
-
-__getattr__, __dir__ = offer(__name__)

@@ -1,19 +1,16 @@
 """Adapters over a quantized base: PEFT's LoRA and others, whose frozen linear layers become codes and scales.
 
-``ng.prepare(peft_model, recipe)`` trains the adapters in a storage: only they have gradients and states. What remains is the
-frozen base, 2 bytes a parameter. :func:`quantize_base` stores each of its linear layers in the cast of a
-compute's weights: one byte a parameter, or half a byte and an eighth for scales. A layer of 8 bits multiplies as
-:func:`narrowgauge.quantize_for_inference` does, its input cast too (LLM.int8); one of 4 bits is widened to its input's format
-(as in QLoRA). Backward multiplies the gradient by the widened weight in the gradient's format in either case, so the adapters
-of earlier layers learn.
+A layer of 8 bits multiplies as :func:`narrowgauge.quantize_for_inference` does, its input cast too (LLM.int8). One of 4 bits is
+widened to its input's format (QLoRA). Backward multiplies the gradient by the widened weight, so the adapters of earlier layers
+learn. Adapters stay as they are; PEFT's ``BaseTunerLayer.get_base_layer`` (0.21) tells them from the base.
 
-PEFT is asked for one class, ``peft.tuners.tuners_utils.BaseTunerLayer`` (0.21): its ``get_base_layer()`` tells the base from
-adapters, which stay as they are, active or not.
+Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLoRA (2305.14314).
 """
 
 from __future__ import annotations
 
 import fnmatch
+import functools
 from typing import Any, cast
 
 import torch
@@ -22,7 +19,7 @@ from torch import Tensor, nn
 from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import inference, layer_matmuls
 from narrowgauge.matmul.gemm import warn_if_emulated
-from narrowgauge.matmul.linear import is_linear, is_transposed
+from narrowgauge.matmul.linear import is_linear, is_transposed, matrix_of
 from narrowgauge.numerics.quantization import padded, quantize, spread
 from narrowgauge.numerics.widening import linear, matmul
 from narrowgauge.spec.computes import Cast, Compute
@@ -37,12 +34,10 @@ _ADVICE = (
 
 
 class NoWeightError(RecipeError, AttributeError):
-    """A frozen layer's weight was requested. It is an ``AttributeError``, so ``hasattr`` is false."""
+    """Says that a frozen layer has no weight. It is an ``AttributeError``, so ``hasattr`` is false."""
 
 
 class _Product(torch.autograd.Function):
-    """The product of rows with a frozen layer; the gradient meets the widened weight."""
-
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: FrozenLinear) -> Tensor:
         ctx.layer = layer
@@ -60,7 +55,7 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """``[..., in]`` to ``[..., out]``, in the input's dtype (under autocast, in that)."""
+        """Multiply ``[..., in]`` to ``[..., out]`` in the input's dtype, or in autocast's."""
         device = input.device.type
         x = input.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else input
         rows = x.reshape(-1, self.in_features)
@@ -71,21 +66,30 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
 
     @property
     def frozen_bias(self) -> Tensor | None:
-        """The bias that the product adds; one that trains is added after it."""
+        """Return the bias that the product adds; one that trains is added after it."""
         return None if self.bias is None or self.bias.requires_grad else self.bias
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """The product of ``[rows, in]``, without a gradient."""
+        """Multiply ``[rows, in]``, without a gradient."""
         codes, scales, name = self.weight_codes, self.weight_scales, self.registered_name
         return inference.multiply_codes(rows.detach(), codes, scales, self.frozen_bias, name, self.kept)
 
     def __getattr__(self, name: str) -> Any:
         if name == "weight":
             raise NoWeightError(
-                f"the weight of a layer quantized as '{self.compute.name}' was requested; it has codes and scales instead.",
+                f"Cannot use the weight of a layer quantized as '{self.compute.name}' because it has codes and scales.",
                 _ADVICE,
             )
         return super().__getattr__(name)
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return both values of each byte, ``[256, 2]``."""
+    magnitudes = torch.tensor(_MAGNITUDES, device=device)
+    values = torch.cat([magnitudes, -magnitudes])
+    code = torch.arange(256, device=device)
+    return torch.stack([values[code & 15], values[code >> 4]], dim=-1)
 
 
 class PackedLinear(FrozenLinear):
@@ -100,15 +104,12 @@ class PackedLinear(FrozenLinear):
     tensor_scale: Tensor
 
     def multiply(self, rows: Tensor) -> Tensor:
-        """The product with the widened weight."""
+        """Multiply with the widened weight."""
         return linear(rows, self.dequantize().to(rows.dtype), self.frozen_bias)
 
     def dequantize(self) -> Tensor:
-        """The weight that codes and scales represent: float32 ``[out, in]``."""
-        magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=self.weight_codes.device)
-        table = torch.cat([magnitudes, -magnitudes])
-        packed = self.weight_codes
-        values = table[torch.stack([packed & 15, packed >> 4], dim=-1).flatten(1).int()]
+        """Return the weight that codes and scales represent: float32 ``[out, in]``."""
+        values = _pairs(self.weight_codes.device)[self.weight_codes.int()].flatten(1)
         values = values * spread(self.weight_scales.float(), values.shape) * self.tensor_scale
         return values[: self.out_features, : self.in_features]
 
@@ -121,23 +122,17 @@ def quantize_base(
 ) -> nn.Module:
     """Store the frozen linear layers of a model with adapters as codes and scales, in place.
 
-    Invariant: parameters that train, and the adapters that do not, stay as they are.
-
     Args:
         model: a ``PeftModel``, or any model whose frozen weights have ``requires_grad=False``; float32 or 16 bits.
         compute: whose cast of weights to store: ``int8-outlier-codes`` and what else :func:`narrowgauge.quantize_for_inference`
             takes, at 1 byte a parameter, or ``nvfp4`` or ``mxfp4`` at 0.56 or 0.53.
-        keep: patterns of names in the base model (shell wildcards) of layers to leave alone; ``None`` uses the compute's own,
-            which is the language model's head.
-        outlier_columns: of ``int8-outlier``, as for :func:`narrowgauge.quantize_for_inference`, by the layers' names in the base
-            model: :func:`narrowgauge.matmul.find_outlier_columns` on the base model, before it gets adapters, finds them.
+        keep: patterns of names in the base model of layers to leave alone; ``None`` uses the compute's own, which is the
+            language model's head.
+        outlier_columns: of ``int8-outlier``, as for :func:`narrowgauge.quantize_for_inference`, by the names in the base model.
     Returns:
         The model, which trains and saves its adapters as before.
     Raises:
         RecipeError: no such compute, or one whose weights cannot be stored; no frozen linear layer.
-
-    Cost: some float32 copies of one weight at a time, here and in each backward.
-    Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLoRA (2305.14314).
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 8))
         >>> model[0].requires_grad_(False)
@@ -145,47 +140,38 @@ def quantize_base(
         >>> quantize_base(model, "nvfp4")[0].weight_codes.shape
         torch.Size([64, 32])
     """
-    made = get_compute(compute)
-    is_packed = _is_packed(made.output.right)
+    chosen = get_compute(compute)
+    right, patterns = chosen.output.right, chosen.keep if keep is None else keep
+    is_packed = right.format == "float4_e2m1fn" and right.block is not None
     if not is_packed:
-        inference.with_codes(made)
-    patterns = made.keep if keep is None else keep
-    layers = {
-        name: layer for name, layer in _frozen(model) if not any(fnmatch.fnmatchcase(name, each) for each in patterns)
-    }
+        inference.with_codes(chosen)
+    layers = {name: layer for name, layer in _frozen(model) if not any(fnmatch.fnmatchcase(name, p) for p in patterns)}
     if not layers:
         raise RecipeError(
-            f"{type(model).__name__} has no frozen linear layer to quantize.",
+            f"Cannot quantize this {type(model).__name__} because it has no frozen linear layer.",
             "Give the model that get_peft_model returns, or freeze its base with requires_grad_(False).",
         )
-    columns = inference.checked_columns(
-        made, {name: inference.matrix_of(layer).detach() for name, layer in layers.items()}, outlier_columns
-    )
-    shared: dict[int, Any] = {}
+    matrices = {name: matrix_of(layer).detach() for name, layer in layers.items()}
+    columns = inference.checked_columns(chosen, matrices, outlier_columns)
+    shared: dict[Tensor, Any] = {}
     for name, layer in layers.items():
         if is_packed:
-            _pack(layer, made, shared)
+            _pack(layer, chosen, shared)
         else:
-            inference.quantize_layer(layer, made, shared, layer.weight.nbytes, columns[name])
+            inference.quantize_layer(layer, chosen, shared, columns[name])
             layer.__class__ = FrozenLinear
     if not is_packed:
-        warn_if_emulated(made, next(iter(layers.values())).weight_codes.device)
+        warn_if_emulated(chosen, next(iter(layers.values())).weight_codes.device)
     return model
 
 
 def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Turn the codes of :func:`quantize_base` into weights of a dtype again, in place, so that adapters can be merged.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(64, 64)).requires_grad_(False)
-        >>> dequantize_base(quantize_base(model, "int8-row"))[0].weight.dtype
-        torch.bfloat16
-    """
+    """Turn the codes of :func:`quantize_base` into weights of a dtype again, in place, so that adapters can be merged."""
     for layer in [module for module in model.modules() if isinstance(module, FrozenLinear)]:
         weight = nn.Parameter(layer.dequantize().to(dtype), requires_grad=False)
         bias = layer._parameters["bias"]
-        for own in (layer._parameters, layer._buffers):
-            own.clear()
+        layer._parameters.clear()
+        layer._buffers.clear()
         layer._load_state_dict_pre_hooks.clear()
         layer.__class__ = nn.Linear  # type: ignore[assignment]
         layer.register_parameter("weight", weight)
@@ -194,7 +180,7 @@ def dequantize_base(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> nn
 
 
 def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
-    """The frozen linear layers that belong to no adapter, under the names of the base model."""
+    """Return the frozen linear layers that belong to no adapter, under the names of the base model."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     adapters: set[nn.Module] = set()
@@ -208,35 +194,31 @@ def _frozen(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
-def _is_packed(right: Cast) -> bool:
-    """Whether a cast's codes are packed two to a byte."""
-    return right.format == "float4_e2m1fn" and right.block is not None
-
-
-def _pack(module: Any, compute: Compute, shared: dict[int, Any]) -> None:
-    """The module as a :class:`PackedLinear`; the same object, so that hooks and references to it hold."""
-    weight, bias, right = module._parameters["weight"], module._parameters["bias"], compute.output.right
+def _pack(module: Any, compute: Compute, shared: dict[Tensor, Any]) -> None:
+    """Make the module a :class:`PackedLinear`; it stays the same object, so that hooks and references to it hold."""
+    weight, bias = module._parameters["weight"], module._parameters["bias"]
     matrix = weight.detach().t() if is_transposed(module) else weight.detach()
-    if id(weight) not in shared:
-        shared[id(weight)] = (weight, *_packed(matrix, right))  # the weight too: its id stays its own
-    for own in (module._parameters, module._buffers, module._non_persistent_buffers_set):
-        own.clear()
+    if weight not in shared:
+        shared[weight] = _packed(matrix, compute.output.right)
+    for tensors in (module._parameters, module._buffers, module._non_persistent_buffers_set):
+        tensors.clear()
     module.__class__ = PackedLinear
-    module.compute, module.replaced_bytes = compute, weight.nbytes
+    module.compute = compute
     module.registered_name = layer_matmuls.register(compute)
     module.out_features, module.in_features = matrix.shape
-    for name, tensor in zip(PackedLinear.exact, shared[id(weight)][1:], strict=True):
+    for name, tensor in zip(PackedLinear.exact, shared[weight], strict=True):
         module.register_buffer(name, tensor)
     module.register_parameter("bias", bias)
 
 
 def _packed(matrix: Tensor, right: Cast) -> tuple[Tensor, Tensor, Tensor]:
-    """Packed codes, the scales of blocks, and the tensor's scale of a weight ``[out, in]``."""
-    found = quantize(padded(matrix, right, 1), right)
-    if found.inner is None:
+    """Return packed codes, the scales of blocks, and the tensor's scale of a weight ``[out, in]``."""
+    cast_weight = quantize(padded(matrix, right, 1), right)
+    if cast_weight.inner is None:
         raise FormatError(f"{right} has no scales of blocks.")
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=matrix.device)
-    codes = torch.bucketize(found.codes.abs(), magnitudes).to(torch.uint8) + (found.codes < 0).to(torch.uint8) * 8
-    scales = found.inner.to(getattr(torch, right.scale))  # exact: they were made in that format
-    outer = found.codes.new_ones(1, 1) if found.outer is None else found.outer
+    signs = (cast_weight.codes < 0).to(torch.uint8)
+    codes = torch.bucketize(cast_weight.codes.abs(), magnitudes).to(torch.uint8) + signs * 8
+    scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: they were computed in that format
+    outer = cast_weight.codes.new_ones(1, 1) if cast_weight.outer is None else cast_weight.outer
     return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous(), scales, outer

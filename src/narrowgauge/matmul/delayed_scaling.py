@@ -29,7 +29,7 @@ def new_history(length: int, device: torch.device) -> Tensor:
 
 
 def history_for(compute: Compute, device: torch.device, num_experts: int = 1) -> Tensor | None:
-    """An empty history for a layer's delayed casts, of all experts one after another; ``None`` where none is delayed."""
+    """Return an empty history for a layer's delayed casts, of all experts one after another; ``None`` where none is delayed."""
     if not compute.is_delayed:
         return None
     return new_history(max(cast.history for cast in compute.casts.values()), device).repeat(1, 1, num_experts)
@@ -38,7 +38,7 @@ def history_for(compute: Compute, device: torch.device, num_experts: int = 1) ->
 def delayed_amax(
     x: Tensor, cast: Cast, history: Tensor | None, operand: int, step: Tensor, record: bool
 ) -> Tensor | None:
-    """The amax to scale by, float32 ``[1, 1]``; ``None`` where the cast measures the tensor itself.
+    """Return the amax to scale by, float32 ``[1, 1]``; ``None`` where the cast measures the tensor itself.
 
     Where no earlier step saw anything but zeros, it is the tensor's own.
 
@@ -75,7 +75,7 @@ def _record(buffer: Tensor, step: Tensor, own: Tensor, overflows: Tensor) -> Non
 
 
 def count_overflows(history: Tensor, step: int | None = None) -> Tensor:
-    """How many values saturated, in the worst micro-batch of each step: int64 ``[tensor]``.
+    """Return how many values saturated, in the worst micro-batch of each step: int64 ``[tensor]``.
 
     ``step`` counts that step alone; ``None`` counts all that the history holds.
     """

@@ -18,100 +18,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import layer_matmuls, operand
-from narrowgauge.matmul.layer_matmuls import slot_dtype
-from narrowgauge.matmul.linear import NarrowLayer, is_plain
-from narrowgauge.matmul.operand import has_outer_scale, outer_dim
+from narrowgauge.matmul import layer_matmuls
+from narrowgauge.matmul.layer_matmuls import REGISTERED, gradients, output
+from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
+from narrowgauge.matmul.operand import Keys, Operand, layer_keys
 from narrowgauge.numerics.widening import is_widened
-from narrowgauge.spec.computes import SLOTS, Compute, slot_of_cast
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
 
 
-@torch.library.custom_op("narrowgauge::grouped_output", mutates_args=())
-def grouped_output(
-    x: Tensor,
-    weights: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    compute: str,
-    state: Tensor,
-    history: Tensor | None,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``output [tokens, out]``, zero after the last expert's tokens; and of the cast input the data and outer scales to keep."""
-    left = layer_matmuls.REGISTERED[compute].output.left
-    result = x.new_zeros((x.shape[0], weights.shape[1]))
-    data, outer = _empty_kept(x, weights.shape[0], compute)
-    for expert, tokens in groups_of(offsets):
-        own, by = state[:, expert], _history_of(history, expert, len(weights))
-        group = x[tokens]
-        values, scale, inner = layer_matmuls.cast_input(group, compute, None if by is None else own, by, record)
-        source = group if left.outliers else None
-        result[tokens] = layer_matmuls.multiply_output(
-            values, scale, inner, source, weights[expert], None if bias is None else bias[expert], compute, own, by,
-            record, len(group), x.dtype,
-        )  # fmt: skip
-        if data.numel():
-            data[tokens] = values
-        if outer.numel():
-            outer[_scales_of("output.left", compute, expert, tokens)] = scale
-    return result, data, outer
-
-
-@torch.library.custom_op("narrowgauge::grouped_gradients", mutates_args=())
-def grouped_gradients(
-    grad: Tensor,
-    data: Tensor,
-    outer: Tensor,
-    weights: Tensor,
-    offsets: Tensor,
-    compute: str,
-    state: Tensor,
-    history: Tensor | None,
-    sequence_length: int,
-    wanted: list[bool],
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of input, weights and bias; empty where not wanted, zero for experts without tokens."""
-    right = layer_matmuls.REGISTERED[compute].grad_weight.right
-    grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, wanted)
-    for expert, tokens in groups_of(offsets):
-        own, by = state[:, expert], _history_of(history, expert, len(weights))
-        group, kept, scale, inner = grad[tokens], data[tokens], outer, outer.new_empty(0)
-        if outer.numel():
-            scale = outer[_scales_of("grad_weight.right", compute, expert, tokens)]
-        elif wanted[1] and not _keeps_data(compute) and not right.is_wide:
-            kept, scale, inner = layer_matmuls.cast_kept(kept, compute, own if right.needs_bits else None)
-        by_token, by_output = layer_matmuls.gradients(
-            group, kept, scale, inner, weights[expert], compute, own, by, sequence_length, wanted[:2], record
-        )
-        if wanted[0]:
-            grad_input[tokens] = by_token
-        if wanted[1]:
-            grad_weights[expert] = by_output
-        if wanted[2]:
-            grad_bias[expert] = group.sum(0)
-    return grad_input, grad_weights, grad_bias
-
-
-@grouped_output.register_fake
-def _(
-    x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, compute: str, state: Tensor, history: Tensor | None,
-    record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return x.new_empty((x.shape[0], weights.shape[1])), *_empty_kept(x, weights.shape[0], compute)
-
-
-@grouped_gradients.register_fake
-def _(
-    grad: Tensor, data: Tensor, outer: Tensor, weights: Tensor, offsets: Tensor, compute: str, state: Tensor,
-    history: Tensor | None, sequence_length: int, wanted: list[bool], record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(grad, weights, wanted)
-
-
 def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
+    """The experts that got tokens, each with its rows."""
     start = 0
     for expert, end in enumerate(offsets.tolist()):
         if end > start:
@@ -119,38 +37,103 @@ def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _history_of(history: Tensor | None, expert: int, num_experts: int) -> Tensor | None:
-    return None if history is None else history.unflatten(2, (num_experts, -1))[:, :, expert]
+def _settings(
+    expert: int,
+    experts: int,
+    compute: str,
+    clock: Tensor | None,
+    key: Tensor | None,
+    history: Tensor | None,
+    record: bool,
+) -> dict[str, Any]:
+    """Return what one expert's product takes besides its tensors."""
+    keys = None if clock is None or key is None else Keys(clock, key[expert])
+    own = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
+    return {"name": compute, "keys": keys, "history": own, "record": record}
 
 
-def _keeps_data(compute: str) -> bool:
-    """Whether ``grad_weight`` takes the input as cast for ``output``, with one row per token."""
-    made = layer_matmuls.REGISTERED[compute]
-    return made.output.left.block is None and slot_of_cast(made, "grad_weight.right") == "output.left"
-
-
-def _scales_of(slot: str, compute: str, expert: int, tokens: slice) -> slice:
+def _place(compute: str, expert: int, tokens: slice) -> slice:
     """Where an expert's scales of the input are kept: one per token, or one row per expert."""
-    cast = layer_matmuls.REGISTERED[compute].casts[slot]
-    return tokens if outer_dim(cast, SLOTS[slot].dim) == 0 else slice(expert, expert + 1)
+    return tokens if REGISTERED[compute].output.left.granularity == "row" else slice(expert, expert + 1)
 
 
-def _empty_kept(x: Tensor, num_experts: int, compute: str) -> tuple[Tensor, Tensor]:
-    """Uninitialized data and scales to keep of the cast input; entries that belong to no expert are never read."""
-    left = layer_matmuls.REGISTERED[compute].output.left
-    if not _keeps_data(compute):
-        return x.new_empty(0), x.new_empty(0, dtype=torch.float32)
-    along = outer_dim(left, 1)
-    scales = (x.shape[0] if along == 0 else num_experts) if has_outer_scale(left) else 0
-    data = x.new_empty(x.shape, dtype=slot_dtype(layer_matmuls.REGISTERED[compute], "output.left", x.device))
-    return data, x.new_empty((scales, x.shape[1] if along == 1 else 1), dtype=torch.float32)
+def _keeps_codes(compute: str) -> bool:
+    """Return whether backward takes the codes of the input, one row per token, and not the input itself."""
+    made = REGISTERED[compute]
+    return made.output.left.block is None and made.cast_slots["grad_weight.right"] == "output.left"
 
 
-def _empty_gradients(grad: Tensor, weights: Tensor, wanted: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
+@torch.library.custom_op("narrowgauge::grouped_output", mutates_args=("history",))
+def _grouped_output(
+    x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, compute: str, clock: Tensor | None, key: Tensor | None,
+    history: Tensor | None, record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``output [tokens, out]``, zero after the last expert's tokens; and of the cast input the data and outer scales to keep."""
+    result, data, outer = _empty_output(x, weights, compute)
+    for expert, tokens in groups_of(offsets):
+        settings = _settings(expert, len(weights), compute, clock, key, history, record)
+        own_bias = None if bias is None else bias[expert]
+        y, kept = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
+        result[tokens] = y
+        if data.numel():
+            data[tokens] = kept.data
+        if outer.numel() and kept.outer is not None:
+            outer[_place(compute, expert, tokens)] = kept.outer
+    return result, data, outer
+
+
+@torch.library.custom_op("narrowgauge::grouped_gradients", mutates_args=("history",))
+def _grouped_gradients(
+    grad: Tensor, data: Tensor, outer: Tensor, weights: Tensor, offsets: Tensor, compute: str, clock: Tensor | None,
+    key: Tensor | None, history: Tensor | None, sequence_length: int, needs: list[bool], record: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of input, weights and bias; empty where not needed, zero for experts without tokens."""
+    grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, needs)
+    for expert, tokens in groups_of(offsets):
+        settings = _settings(expert, len(weights), compute, clock, key, history, record)
+        kept = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
+        if not _keeps_codes(compute) and REGISTERED[compute].cast_slots["grad_weight.right"] == "output.left":
+            kept = layer_matmuls.cast_to_slot(kept.data, REGISTERED[compute], "output.left")
+        by_token, by_output = gradients(
+            grad[tokens], kept, weights[expert], sequence_length=sequence_length, needs=(needs[0], needs[1]), **settings
+        )
+        if by_token is not None:
+            grad_input[tokens] = by_token
+        if by_output is not None:
+            grad_weights[expert] = by_output
+        if needs[2]:
+            grad_bias[expert] = grad[tokens].sum(0)
+    return grad_input, grad_weights, grad_bias
+
+
+@_grouped_output.register_fake
+def _(x: Tensor, weights: Tensor, bias: Any, offsets: Any, compute: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_output(x, weights, compute)
+
+
+@_grouped_gradients.register_fake
+def _(grad: Tensor, data: Any, outer: Any, weights: Tensor, offsets: Any, compute: str, clock: Any, key: Any, history: Any,
+      sequence_length: int, needs: list[bool], record: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_gradients(grad, weights, needs)
+
+
+def _empty_output(x: Tensor, weights: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, and what is kept of the cast input; entries that belong to no expert are never read."""
+    result, data, outer = x.new_zeros((x.shape[0], weights.shape[1])), x.new_empty(0), None
+    if _keeps_codes(compute):
+        one = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
+        data = x.new_empty(x.shape, dtype=one.data.dtype)
+        if one.outer is not None:
+            scales = x.shape[0] if REGISTERED[compute].output.left.granularity == "row" else len(weights)
+            outer = one.outer.new_empty((scales, one.outer.shape[1]))
+    return result, data, x.new_empty(0, dtype=torch.float32) if outer is None else outer
+
+
+def _empty_gradients(grad: Tensor, weights: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
     return (
-        grad.new_zeros((grad.shape[0], weights.shape[2])) if wanted[0] else grad.new_empty(0),
-        weights.new_zeros(weights.shape) if wanted[1] else grad.new_empty(0),
-        grad.new_zeros(weights.shape[:2]) if wanted[2] else grad.new_empty(0),
+        grad.new_zeros((grad.shape[0], weights.shape[2])) if needs[0] else grad.new_empty(0),
+        weights.new_zeros(weights.shape) if needs[1] else grad.new_empty(0),
+        grad.new_zeros(weights.shape[:2]) if needs[2] else grad.new_empty(0),
     )
 
 
@@ -159,40 +142,38 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str, state: Tensor,
-        history: Tensor | None, sequence_length: int, record: bool,
+        ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str, clock: Tensor | None,
+        key: Tensor | None, history: Tensor | None, sequence_length: int, record: bool,
     ) -> Tensor:  # fmt: skip
-        y: Tensor
-        y, data, outer = grouped_output(x, weights, bias, offsets, name, state, history, record)
-        ctx.save_for_backward(data if _keeps_data(name) else x, outer, weights, offsets, state, history)
+        y, data, outer = _grouped_output(x, weights, bias, offsets, name, clock, key, history, record)
+        ctx.save_for_backward(data if _keeps_codes(name) else x, outer, weights, offsets, clock, key)
+        ctx.history = history
         ctx.name, ctx.sequence_length, ctx.record = name, sequence_length, record
-        return y
+        return cast(Tensor, y)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        data, outer, weights, offsets, state, history = ctx.saved_tensors
-        wanted = list(ctx.needs_input_grad[:3])
-        found = grouped_gradients(
-            grads[0].contiguous(), data, outer, weights, offsets, ctx.name, state, history, ctx.sequence_length, wanted,
-            ctx.record,
+        data, outer, weights, offsets, clock, key = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:3])
+        results = _grouped_gradients(
+            grads[0].contiguous(), data, outer, weights, offsets, ctx.name, clock, key, ctx.history, ctx.sequence_length,
+            needs, ctx.record,
         )  # fmt: skip
-        given = [grad if needed else None for grad, needed in zip(found, wanted, strict=True)]
-        return (*given, None, None, None, None, None, None)
+        return *(grad if needed else None for grad, needed in zip(results, needs, strict=True)), *[None] * 7
 
 
 def grouped_linear(
     x: Tensor,
     weights: Tensor,
     offsets: Tensor,
-    compute: str | Compute,
-    *,
+    compute: Compute,
     bias: Tensor | None = None,
-    state: Tensor | None = None,
+    keys: Keys | None = None,
     history: Tensor | None = None,
     sequence_length: int = 1,
     record: bool = False,
 ) -> Tensor:
-    """Each expert's linear layer over its own tokens, in a compute.
+    """Return each expert's linear layer over its own tokens, in a compute.
 
     Invariant: an expert's rows of the output, of the input's gradient and of the weights' are those of a
     :class:`~narrowgauge.matmul.linear.Linear` of the same compute on that expert's tokens alone, bit for bit.
@@ -202,79 +183,55 @@ def grouped_linear(
         weights: ``[experts, out, in]``, a view or not.
         offsets: int32 ``[experts]``: the end of each expert's tokens. Tokens after the last offset have no expert.
         bias: ``[experts, out]``.
-        state: int32 ``[4, experts]``, see :func:`new_state`; ``None``: step 0 and seed 0.
+        keys: with a key for each expert; needed where casts take random bits or delayed scales.
         history: for computes with delayed scales, see :class:`GroupedLinear`.
         sequence_length: tokens per sequence; with the index of the first sequence it keys random bits.
         record: write the amax of this step into ``history``.
     Returns:
         ``[tokens, out]``, zero for tokens without an expert.
-    Raises:
-        RecipeError: no such compute, or delayed scales without a history.
     Cost: one matmul per expert, one after another, and on CUDA a wait for the offsets; bfloat16 uses PyTorch's grouped
         matmul where that takes the operands.
-    Example:
-        >>> x, weights = torch.randn(5, 32), torch.randn(3, 16, 32)
-        >>> grouped_linear(x, weights, torch.tensor([2, 2, 5], dtype=torch.int32), "float8-row").shape
-        torch.Size([5, 16])
     """
-    made = get_compute(compute)
-    if made.is_delayed and history is None:
-        raise RecipeError(
-            f"compute '{made.name}' takes its scales from earlier steps, and grouped_linear got no history of them.",
-            "Use a GroupedLinear, which has one.",
-        )
-    name = layer_matmuls.register(made)
-    weights = weights.to(x.dtype) if is_plain(made, x.dtype) else weights
-    if is_plain(made, x.dtype) and bias is None and _suits_torch(x, weights):
-        return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
-    state = new_state(len(weights), device=x.device) if state is None else state
+    if x.dtype is plain_dtype(compute):
+        weights = weights.to(x.dtype)
+        if bias is None and _suits_torch(x, weights):
+            return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
     apply = cast(Callable[..., Tensor], _Product.apply)
-    return apply(x, weights, bias, offsets, name, state, history, sequence_length, record)
+    name, (clock, key) = layer_matmuls.register(compute), keys or (None, None)
+    return apply(x, weights, bias, offsets, name, clock, key, history, sequence_length, record)
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16 in rows that begin at multiples of 16 bytes."""
-    if is_widened(x.dtype, x.device.type):
+    """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16 in rows that begin at multiples of 16 bytes.
+
+    Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
+    """
+    if x.dtype != torch.bfloat16 or is_widened(x.dtype, x.device.type) or not x.shape[0]:
         return False
-    if x.dtype != torch.bfloat16 or x.shape[1] % 8 or weights.shape[1] % 8 or not x.shape[0]:
-        return False
-    if not all(map(_is_aligned, (x, weights))):
+    sizes = x.shape[1], weights.shape[1], x.storage_offset(), weights.storage_offset()
+    is_whole = weights.is_contiguous() or weights.transpose(1, 2).is_contiguous()
+    if any(size % 8 for size in sizes) or not (is_whole and x.is_contiguous()):
         return False
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
-def _is_aligned(x: Tensor) -> bool:
-    """Whether a bfloat16 tensor and its matrices' rows, or columns, begin at multiples of 16 bytes, and elements are neighbours.
-
-    Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
-    """
-    (rows, columns), (by_row, by_column) = x.shape[-2:], x.stride()[-2:]
-    lies = (by_column == 1 and by_row >= columns) or (by_row == 1 and by_column >= rows)
-    return lies and not any(number % 8 for number in (x.storage_offset(), *x.stride()) if number != 1)
-
-
-def new_state(num_experts: int, name: str = "", device: torch.device | None = None) -> Tensor:
-    """Int32 ``[4, experts]``: the state that a :class:`~narrowgauge.matmul.linear.Linear` has, for each expert.
+class GroupedLinear(NarrowLayer):
+    """One projection of all experts of a mixture, in a compute; the weights stay in the model's own module.
 
     An expert's key, and so its random bits, comes from the name of its weights and its index.
     """
-    return operand.new_state([f"{name}.{expert}" for expert in range(num_experts)], device)
-
-
-class GroupedLinear(NarrowLayer):
-    """One projection of all experts of a mixture, in a compute; the weights stay in the model's own module."""
 
     def __init__(self, num_experts: int, name: str, compute: Compute, device: torch.device | None = None) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.begin(new_state(num_experts, name, device), compute)
+        self.begin(layer_keys([f"{name}.{expert}" for expert in range(num_experts)], device), compute)
 
     def forward(self, x: Tensor, weights: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[tokens, in]`` to ``[tokens, out]``; see :func:`grouped_linear`."""
-        x = self.as_streamed(x)
+        x = self.cast_stream(x)
         return grouped_linear(
-            x, weights, offsets, self.compute, bias=bias, state=self.state, history=self.amax_history,
-            sequence_length=x.shape[0], record=torch.is_grad_enabled() and self.training,
+            x, weights, offsets, self.compute, bias, self.keys(), self.amax_history, x.shape[0],
+            torch.is_grad_enabled() and self.training,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
@@ -325,7 +282,7 @@ _permuted = cast(Callable[..., Tensor], _Permuted.apply)
 
 
 def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, ``[tokens, hidden]``: transformers' interface of an implementation.
+    """Return the weighted sum of each token's experts, ``[tokens, hidden]``: transformers' interface of an implementation.
 
     ``top_k_index`` and ``top_k_weights`` are ``[tokens, k]``: which experts, and how much of each.
     """
@@ -356,7 +313,7 @@ def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor
     swapped = experts.get_submodule(NARROW)
     if name in swapped:
         return cast(Tensor, swapped[name](x, weights, offsets, bias))
-    return grouped_linear(x, weights, offsets, dtype_name(x.dtype), bias=bias)
+    return grouped_linear(x, weights, offsets, get_compute(dtype_name(x.dtype)), bias)
 
 
 def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
@@ -369,7 +326,7 @@ def grouped_layers(model: nn.Module, choose: Callable[[str], Compute | None]) ->
 
 
 def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
-    """The projections that are already swapped, by the names that ``choose`` got."""
+    """Return the projections that are already swapped, by the names that ``choose`` got."""
     named = ((name, module) for name, module in model.named_modules() if isinstance(module, GroupedLinear))
     return {".".join(part for part in name.split(".") if part != NARROW): module for name, module in named}
 
@@ -385,7 +342,7 @@ def projections(model: nn.Module) -> list[str]:
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module stores the weights of several experts as 3-D parameters, swapped or not."""
+    """Return whether a module stores the weights of several experts as 3-D parameters, swapped or not."""
     return any(parameter.ndim == 3 for parameter in module._parameters.values() if parameter is not None) and any(
         projection in module._parameters for projection in PROJECTIONS
     )

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge.machine.processor import multiplies
+from narrowgauge.compile import fused
+from narrowgauge.machine import multiplies
 from narrowgauge.matmul import native
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values
-from narrowgauge.numerics.fusion import fused
+from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
 from narrowgauge.numerics.rounding import power_below
 from narrowgauge.numerics.widening import SCRATCH, float32_tiles, is_widened, sum_integers
 from narrowgauge.spec.computes import Cast, Compute, Product
@@ -37,7 +37,7 @@ def multiply(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """The matmul of two operands: ``[rows, columns]``, padded as the operands are.
+    """Return the matmul of two operands: ``[rows, columns]``, padded as the operands are.
 
     Args:
         left: ``[rows, contraction]`` where ``dims[0]`` is 1, its transpose where it is 0.
@@ -53,20 +53,29 @@ def multiply(
     kernel = native.kernel_here(product, left.data.device)
     if kernel is not None and native.takes(kernel, left, right):
         # A bias is to be added before the result is rounded.
-        wanted, fast = dtype if bias is None else torch.float32, product.accumulation == "fast"
-        values, by_row, by_column = native.multiply_codes(kernel, left, right, dims, wanted, fast=fast)
-        is_done = by_row is by_column is bias is None and values.dtype == dtype
-        return values if is_done else _scaled(values, by_row, by_column, bias, dtype)
+        result_dtype = dtype if bias is None else torch.float32
+        fast = product.accumulation == "fast"
+        sums = native.multiply_codes(kernel, left, right, dims, result_dtype, fast=fast)
+        return _scaled(*sums, bias, dtype)
     a, b = _widened(left, dims[0]), _widened(right, dims[1])
     a, b = a if dims[0] == 1 else a.t(), b.t() if dims[1] == 1 else b
-    by_row, by_column = _along(left.outer, rows=True), _along(right.outer, rows=False)
+    by_row = None if left.outer is None else left.outer.reshape(-1, 1)
+    by_column = None if right.outer is None else right.outer.reshape(1, -1)
     if a.dtype == torch.int8:
         return _multiply_integers(a, b, by_row, by_column, bias, dtype)
     if is_widened(a.dtype, a.device.type):
-        return multiply_widened(a, b, by_row, by_column, bias, dtype)
-    if by_row is None and by_column is None and a.dtype == dtype:
-        return torch.mm(a, b) if bias is None else torch.addmm(bias.to(dtype), a, b)
+        return _multiply_widened(a, b, by_row, by_column, bias, dtype)
+    if bias is not None and by_row is by_column is None and a.dtype == dtype:
+        return torch.addmm(bias.to(dtype), a, b)
     return _scaled(torch.mm(a, b), by_row, by_column, bias, dtype)
+
+
+def is_opaque(left: Operand, right: Operand, product: Product) -> bool:
+    """Return whether a compiler must not see into the product: a native kernel, or the CPU's products by tiles."""
+    kernel = native.kernel_here(product, left.data.device)
+    if kernel is not None and native.takes(kernel, left, right):
+        return True
+    return left.data.is_cpu and (left.data.dtype == torch.int8 or is_widened(_widened_dtype(left), "cpu"))
 
 
 def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]:
@@ -86,14 +95,14 @@ def with_channels_back(left: Operand, right: Operand) -> tuple[Operand, Operand]
 
 
 def is_native(product: Product, device: torch.device) -> bool:
-    """Whether a kernel of this device multiplies the operands' own codes."""
+    """Return whether a kernel of this device multiplies the operands' own codes."""
     if needs_kernel(product):
         return native.kernel_here(product, device) is not None
-    return device.type != "cpu" or all(multiplies(name) for name in {product.left.format, product.right.format})
+    return device.type != "cpu" or (multiplies(product.left.format) and multiplies(product.right.format))
 
 
 def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_codes: bool = False) -> torch.dtype:
-    """The dtype of the result of a cast, one side of ``product``.
+    """Return the dtype of the result of a cast, one side of ``product``.
 
     With ``as_codes`` it is that of codes even where the matmul widens them, because they are kept for backward.
     """
@@ -106,6 +115,9 @@ def operand_dtype(cast: Cast, product: Product, device: torch.device, *, as_code
     if (as_codes and cast.block is None) or is_native(product, device):
         return PAIRS if cast.element.bits == 4 else getattr(torch, cast.format)
     return torch.bfloat16
+
+
+# ── what is said about emulation ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class EmulationNotice(UserWarning):
@@ -129,7 +141,7 @@ def emulated_formats(compute: Compute, device: torch.device) -> list[str]:
 
 
 def describe_matmuls(compute: Compute, device: torch.device) -> str:
-    """One line: how a compute's matmuls run on a device."""
+    """Say in one line how a compute's matmuls run on a device."""
     here = "this CPU" if device.type == "cpu" else f"this {torch.cuda.get_device_name(device)}"
     emulated = emulated_formats(compute, device)
     if not emulated:
@@ -140,18 +152,18 @@ def describe_matmuls(compute: Compute, device: torch.device) -> str:
     return f"{compute.name} multiplies {names}, which {here} cannot; it is emulated here {how}."
 
 
-def _along(outer: Tensor | None, *, rows: bool) -> Tensor | None:
-    if outer is None:
-        return None
-    flat = outer.reshape(-1)
-    return flat[:, None] if rows else flat[None, :]
+# ── the products ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _widened_dtype(operand: Operand) -> torch.dtype:
+    return torch.bfloat16 if operand.inner is not None or operand.data.dtype in CODES else operand.data.dtype
 
 
 def _widened(operand: Operand, dim: int) -> Tensor:
-    """The operand's data in a dtype that other kernels multiply."""
+    """Return the operand's data in a dtype that other kernels multiply."""
     if operand.inner is not None:
         return block_values(operand, dim)
-    if operand.data.dtype not in native.CODES:
+    if operand.data.dtype not in CODES:
         return operand.data
     widened: Tensor = fused(operand.data.numel(), _to_bfloat16, operand.data)
     return widened
@@ -161,7 +173,7 @@ def _to_bfloat16(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16)
 
 
-def multiply_widened(
+def _multiply_widened(
     a: Tensor, b: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """``a [rows, contraction] @ b [contraction, columns]`` by float32 matmuls, scaled and rounded once."""
@@ -173,7 +185,7 @@ def multiply_widened(
 
 
 def _part(scale: Tensor | None, which: slice, dim: int) -> Tensor | None:
-    """The scales of some rows or columns; a single scale applies to all."""
+    """Return the scales of some rows or columns; a single scale applies to all."""
     return scale if scale is None or scale.shape[dim] == 1 else scale.narrow(dim, which.start, which.stop - which.start)
 
 
@@ -184,27 +196,23 @@ def _multiply_integers(
     if a.is_cuda:
         return _scaled(native.sum_integers(a, b), by_row, by_column, bias, dtype)
     result = out = torch.empty(a.shape[0], b.shape[1], dtype=dtype)
-    turned = a.stride(0) == 1 and a.shape[0] > b.shape[1] and bias is None
-    if turned:
+    is_turned = a.stride(0) == 1 and a.shape[0] > b.shape[1] and bias is None
+    if is_turned:
         # The kernel is slower with a long transposed left side: compute the transpose of the product.
         a, b, out = b.t(), a.t(), result.t()
-        by_row, by_column = _turned(by_column), _turned(by_row)
+        by_row, by_column = (None if scale is None else scale.t() for scale in (by_column, by_row))
     height = max(_PANEL_ELEMENTS // max(b.shape[1], 1), 1)
     for first in range(0, a.shape[0], height):
         part = out[first : first + height]
         scale = _part(by_row, slice(first, first + len(part)), 0)
         # The result's rows first, then its columns, also where the product is transposed.
-        scales = (by_column, scale) if turned else (scale, by_column)
+        scales = (by_column, scale) if is_turned else (scale, by_column)
         _scale_into(part, _sum_integers(a[first : first + height], b), *scales, bias)
     return result
 
 
-def _turned(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None else scale.t()
-
-
 def _sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """The exact product, rounded to float32, in memory that the next call overwrites."""
+    """Return the exact product, rounded to float32, in memory that the next call overwrites."""
     if is_widened(torch.int8, "cpu"):
         return sum_integers(a, b)
     sums = SCRATCH.take("sums", torch.int32, a.shape[0], b.shape[1])
@@ -237,9 +245,11 @@ def _scale_into(
 
 
 def _scaled(
-    result: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
+    values: Tensor, by_row: Tensor | None, by_column: Tensor | None, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    scaled: Tensor = fused(result.numel(), _scaling(dtype), result, by_row, by_column, bias)
+    if by_row is by_column is bias is None:
+        return values.to(dtype)
+    scaled: Tensor = fused(values.numel(), _scaling(dtype), values, by_row, by_column, bias)
     return scaled
 
 
@@ -252,9 +262,7 @@ def _scaling(dtype: torch.dtype) -> Callable[..., Tensor]:
         bias: Tensor | None,
         out: Tensor | None = None,
     ) -> Tensor:
-        values = result.float()
-        if by_row is not None:
-            values = values * by_row
+        values = result.float() if by_row is None else result * by_row
         if by_column is not None:
             values = values * by_column
         if bias is not None:

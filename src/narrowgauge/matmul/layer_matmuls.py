@@ -1,7 +1,11 @@
-"""The three matmuls of a linear layer, each from the tensors that enter it: the only code that carries out a compute's six casts.
+"""The three matmuls of a linear layer: the casts of their six operands, the products, and their gradients.
 
 :mod:`narrowgauge.spec.computes` says which tensor fills which slot; how it is cast there, and what the matmul does with the two
-operands, is here. The operators, inference and the profiler call these functions.
+operands, is here. Linear layers, experts, inference and the profiler call these functions.
+
+``torch.compile`` sees through a layer: the casts of inputs and gradients are operations of the model's graph, and fuse with
+their neighbours. Three operators are opaque: the cast of a weight that is cached or was gathered as codes, which is looked up
+while the graph runs; a product on a kernel that the compiler does not write; and the columns of outliers, whose number varies.
 
 *Outlier features* are the few columns of an input that int8 cannot hold together with the others. In large language models some
 features are hundreds of times larger than the rest, in every token; a scale per row that covers them leaves the others a handful
@@ -12,154 +16,23 @@ Source: Dettmers et al. 2022, LLM.int8() (2208.07339), section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul.cast_cache import cast_weight
+from narrowgauge.matmul import cast_cache
 from narrowgauge.matmul.delayed_scaling import delayed_amax
-from narrowgauge.matmul.gemm import multiply, operand_dtype, with_channels_back
-from narrowgauge.matmul.operand import STEP, Operand, cast_matrix, drawn_signs, empty_operand, random_words
-from narrowgauge.numerics.tensor_stats import power_of_rms
-from narrowgauge.numerics.widening import add_product
-from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights, slot_of_cast
-
-
-def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
-    product = compute.products[SLOTS[slot].matmul]
-    # Codes that are kept for backward stay codes, even where this matmul widens them.
-    as_codes = slot == "output.left" and compute.keeps_codes
-    return operand_dtype(compute.casts[slot], product, device, as_codes=as_codes)
-
-
-def cast_to_slot(
-    x: Tensor,
-    compute: Compute,
-    slot: str,
-    *,
-    state: Tensor | None = None,
-    history: Tensor | None = None,
-    record: bool = False,
-    sequence_length: int = 1,
-    fold: Tensor | None = None,
-) -> Operand:
-    """Cast a tensor of a layer to the operand that a slot takes.
-
-    Args:
-        state: the layer's; needed where the cast takes random bits or is delayed.
-        history: the layer's amax history; without one, a delayed scale comes from ``x``.
-        record: write the amax of ``x`` into the history.
-        sequence_length: rows per sequence, which key random bits.
-        fold: multiplied into ``x`` first, see :func:`scales_to_fold`.
-    """
-    which, cast = SLOTS[slot], compute.casts[slot]
-    amax = None
-    if history is not None and state is not None:
-        amax = delayed_amax(x, cast, history, which.history_index, state[STEP], record)
-    words = None
-    if state is not None:
-        length = 0 if which.tensor == "weight" else sequence_length
-        words = random_words(cast, x, which.dim, state, which.random_key, length)
-    signs = drawn_signs(cast, x.shape[which.dim], which.dim, state, which.matmul)
-    if signs is not None:
-        fold = signs if fold is None else fold * signs
-    source = without_outliers(x, cast.outliers) if cast.outliers else x
-    return cast_matrix(source, cast, which.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
-
-
-def cast_weight_to_slot(
-    weight: Tensor,
-    compute: Compute,
-    slot: str,
-    *,
-    state: Tensor,
-    history: Tensor | None,
-    record: bool = False,
-    unit: Tensor | None = None,
-) -> Operand:
-    """:func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``; from the cache where it holds the cast."""
-    made = slot_of_cast(compute, slot)
-
-    def make() -> Operand:
-        source = weight if unit is None else weight.detach() / unit
-        return cast_to_slot(source, compute, made, state=state, history=history, record=record)
-
-    return cast_weight(weight, (compute.casts[made], SLOTS[made].dim), make)
-
-
-def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
-    """The right operand's outer scales where each belongs to one term of the sum, shaped to multiply the left tensor."""
-    if right is None or compute.products[matmul].right.granularity != "column":
-        return None
-    return right.view((1, -1) if SLOTS[f"{matmul}.left"].dim == 1 else (-1, 1))
-
-
-def multiply_slots(
-    left: Operand,
-    right: Operand,
-    compute: Compute,
-    matmul: str,
-    shape: tuple[int, int],
-    dtype: torch.dtype,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """One of the three matmuls of its two operands: ``shape``, without the padding, in ``dtype``."""
-    product = compute.products[matmul]
-    if product.right.granularity == "column":
-        right = right._replace(outer=None)  # its scales are in the left one, see scales_to_fold
-    if product.left.smooth:
-        left, right = with_channels_back(left, right)
-    dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
-    return multiply(left, right, dims, product, dtype, bias)[: shape[0], : shape[1]].contiguous()
-
-
-def outlier_columns(x: Tensor, threshold: float) -> Tensor:
-    """Which columns of ``[rows, columns]`` hold a magnitude of ``threshold`` or more (or a NaN): bool ``[columns]``."""
-    # In float32: PyTorch would round the threshold to the format of x first.
-    return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
-
-
-def without_outliers(x: Tensor, threshold: float) -> Tensor:
-    """``x`` with zeros in its outlier columns."""
-    return torch.where(outlier_columns(x, threshold), 0, x)
-
-
-def multiply_outliers(result: Tensor, x: Tensor, weight: Tensor | Operand, threshold: float) -> Tensor:
-    """``result`` plus the product of the outlier columns of ``x`` with those of ``weight [out, in]``, or of its codes widened.
-
-    Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
-    """
-    columns = outlier_columns(x, threshold).nonzero().view(-1)
-    if not len(columns):
-        return result
-    thin = widened_columns(weight, columns) if isinstance(weight, Operand) else weight[:, columns]
-    return add_product(result, x[:, columns].to(result.dtype), thin.to(result.dtype).t())
-
-
-def widened_columns(codes: Operand, columns: Tensor) -> Tensor:
-    """Some columns of the weight ``[out, in]`` that codes with a scale per row stand for, in float32."""
-    assert codes.outer is not None
-    return codes.data[:, columns].float() * codes.outer
-
-
-def met_by_outliers(compute: Compute, weight: Tensor, codes: Operand) -> Tensor | Operand:
-    """What the outlier columns of the input multiply in ``output``: the weight, or its codes."""
-    return weight if keeps_outlier_weights(compute) else codes
-
-
-# ── custom operators: what a compiled model sees of a narrow linear layer ──────────────────────────────────────────────
-#
-# Four opaque functions: cast the input for ``output``, multiply it with the weight, cast the input for ``grad_weight``, and
-# compute both gradients. They are opaque because a compiler that sees the casts recomputes their producers at each use. They are
-# few, so that the weight's casts and their cache stay out of the graph. The casts of the input are separate operators, so that
-# the compiler merges equal ones: q, k and v share one.
-#
-# A compute is passed by name and everything that differs between layers or steps as tensors: layers of one shape share a graph,
-# and no step recompiles.
-
+from narrowgauge.matmul.gemm import is_opaque, multiply, operand_dtype, with_channels_back
+from narrowgauge.matmul.operand import STEP, Keys, Operand, cast_matrix, drawn_signs, random_words
+from narrowgauge.numerics.metrics import power_of_rms
+from narrowgauge.numerics.widening import add_product, bias_gradient
+from narrowgauge.spec.computes import COMPUTES, SLOTS, Compute, keeps_outlier_weights
 
 REGISTERED: dict[str, Compute] = dict(COMPUTES)
-"""Computes by the name that operators get: the table's, and those that :func:`register` adds."""
+"""Computes by the name that operators and graphs get: the table's, and those that :func:`register` adds."""
 
 
 def register(compute: Compute) -> str:
@@ -182,58 +55,154 @@ def register(compute: Compute) -> str:
             "Scale that weight per row, tensor or block.",
         )
     name, number = compute.name, 1
-    while REGISTERED.setdefault(name, compute) != compute:
+    while (known := REGISTERED.setdefault(name, compute)) is not compute and known != compute:
         number += 1
         name = f"{compute.name} ({number})"
     return name
 
 
-@torch.library.custom_op("narrowgauge::cast_input", mutates_args=())
-def cast_input(
-    x: Tensor, compute: str, state: Tensor | None, history: Tensor | None, record: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x ``[tokens, in]`` cast for ``output``: data, the outer and the inner scales (empty without them).
+# ── one operand, one product ───────────────────────────────────────────────────────────────────────────────────────────
 
-    It takes nothing of the layer except delayed scales, so that layers with the same input share one call.
+
+def slot_dtype(compute: Compute, slot: str, device: torch.device) -> torch.dtype:
+    # Codes that are kept for backward stay codes, even where this matmul widens them.
+    as_codes = slot == "output.left" and compute.keeps_codes
+    return operand_dtype(compute.casts[slot], compute.products[SLOTS[slot].matmul], device, as_codes=as_codes)
+
+
+def cast_to_slot(
+    x: Tensor,
+    compute: Compute,
+    slot: str,
+    *,
+    keys: Keys | None = None,
+    history: Tensor | None = None,
+    record: bool = False,
+    sequence_length: int = 1,
+    fold: Tensor | None = None,
+) -> Operand:
+    """Cast a tensor of a layer to the operand that a slot takes.
+
+    Args:
+        keys: the layer's; needed where the cast takes random bits or is delayed.
+        history: the layer's amax history; without one, a delayed scale comes from ``x``.
+        record: write the amax of ``x`` into the history.
+        sequence_length: rows per sequence, which key random bits.
+        fold: multiplied into ``x`` first, see :func:`scales_to_fold`.
     """
-    cast = cast_to_slot(x, REGISTERED[compute], "output.left", state=state, history=history, record=record)
-    return unpack(cast, x)
+    which, cast = SLOTS[slot], compute.casts[slot]
+    amax = words = None
+    if keys is not None and (cast.needs_bits or history is not None):
+        if history is not None:
+            amax = delayed_amax(x, cast, history, which.history_index, keys.clock[STEP], record)
+        length = 0 if which.tensor == "weight" else sequence_length
+        words = random_words(cast, x, which.dim, keys, which.random_key, length)
+        signs = drawn_signs(cast, x.shape[which.dim], which.dim, keys, which.matmul)
+        if signs is not None:
+            fold = signs if fold is None else fold * signs
+    if cast.outliers:
+        x = without_outliers(x, cast.outliers)
+    return cast_matrix(x, cast, which.dim, slot_dtype(compute, slot, x.device), words=words, fold=fold, amax=amax)
 
 
-@torch.library.custom_op("narrowgauge::multiply_output", mutates_args=())
-def multiply_output(
-    data: Tensor,
-    outer: Tensor,
-    inner: Tensor,
-    x: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    compute: str,
-    state: Tensor,
-    history: Tensor | None,
-    record: bool,
-    rows: int,
+def scales_to_fold(right: Tensor | None, compute: Compute, matmul: str) -> Tensor | None:
+    """Return the right operand's outer scales where each belongs to one term of the sum, shaped to multiply the left tensor."""
+    if right is None or compute.products[matmul].right.granularity != "column":
+        return None
+    return right.view((1, -1) if SLOTS[f"{matmul}.left"].dim == 1 else (-1, 1))
+
+
+def multiply_slots(
+    left: Operand,
+    right: Operand,
+    compute: Compute,
+    matmul: str,
+    shape: tuple[int, int],
     dtype: torch.dtype,
-    unit: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """``output [rows, out]`` of the cast input and the weight ``[out, in]``; ``x`` is where outliers are taken from.
+    """One of the three matmuls of its two operands: ``shape``, without the padding, in ``dtype``."""
+    product = compute.products[matmul]
+    if product.right.granularity == "column":
+        right = right._replace(outer=None)  # its scales are in the left one, see scales_to_fold
+    if torch.compiler.is_compiling() and is_opaque(left, right, product):
+        return cast(Tensor, _multiply_opaque(*left, *right, register(compute), matmul, list(shape), dtype, bias))
+    if product.left.smooth:
+        left, right = with_channels_back(left, right)
+    dims = SLOTS[f"{matmul}.left"].dim, SLOTS[f"{matmul}.right"].dim
+    return multiply(left, right, dims, product, dtype, bias)[: shape[0], : shape[1]].contiguous()
 
-    With a ``unit`` it is the product with ``weight / unit``; the cast is cached under the weight itself.
-    """
+
+@torch.library.custom_op("narrowgauge::multiply_opaque", mutates_args=())
+def _multiply_opaque(
+    left: Tensor, left_outer: Tensor | None, left_inner: Tensor | None,
+    right: Tensor, right_outer: Tensor | None, right_inner: Tensor | None,
+    compute: str, matmul: str, shape: list[int], dtype: torch.dtype, bias: Tensor | None,
+) -> Tensor:  # fmt: skip
+    operands = Operand(left, left_outer, left_inner), Operand(right, right_outer, right_inner)
+    return multiply_slots(*operands, REGISTERED[compute], matmul, (shape[0], shape[1]), dtype, bias)
+
+
+@_multiply_opaque.register_fake
+def _(left: Tensor, _a: Any, _b: Any, right: Tensor, _c: Any, _d: Any, compute: str, matmul: str, shape: list[int],
+      dtype: torch.dtype, bias: Any) -> Tensor:  # fmt: skip
+    return left.new_empty(shape, dtype=dtype)
+
+
+# ── weights ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def cast_weight_to_slot(
+    weight: Tensor, name: str, slot: str, *, keys: Keys | None, history: Tensor | None, record: bool = False,
+    unit: Tensor | None = None,
+) -> Operand:  # fmt: skip
+    """:func:`cast_to_slot` for a weight ``[out, in]``, or ``weight / unit``; from the cache where it holds the cast."""
+    if torch.compiler.is_compiling() and cast_cache.is_in_use():
+        clock, layer = keys or (None, None)
+        data, outer, inner = _cast_weight(weight, name, slot, clock, layer, history, record, unit)
+        return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
+    compute = REGISTERED[name]
+    slot = compute.cast_slots[slot]
+
+    def make() -> Operand:
+        source = weight if unit is None else weight.detach() / unit
+        return cast_to_slot(source, compute, slot, keys=keys, history=history, record=record)
+
+    return cast_cache.cast_weight(weight, (compute.casts[slot], SLOTS[slot].dim), make)
+
+
+@torch.library.custom_op("narrowgauge::cast_weight", mutates_args=("history",))
+def _cast_weight(
+    weight: Tensor, compute: str, slot: str, clock: Tensor | None, layer: Tensor | None, history: Tensor | None,
+    record: bool, unit: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    keys = None if clock is None or layer is None else Keys(clock, layer)
+    operand = cast_weight_to_slot(weight, compute, slot, keys=keys, history=history, record=record, unit=unit)
+    # An operator returns neither None nor memory that somebody else has.
+    missing = weight.new_empty(0, dtype=torch.float32)
+    data, outer, inner = (missing if part is None else part.clone() for part in operand)
+    return data, outer, inner
+
+
+@_cast_weight.register_fake
+def _(
+    weight: Tensor, compute: str, slot: str, clock: Tensor | None, layer: Tensor | None, history: Tensor | None,
+    record: bool, unit: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     made = REGISTERED[compute]
-    right = cast_weight_to_slot(weight, made, "output.right", state=state, history=history, record=record, unit=unit)
-    result = multiply_slots(pack(data, outer, inner), right, made, "output", (rows, weight.shape[0]), dtype, bias)
-    threshold = made.output.left.outliers
-    if not threshold or x is None:
-        return result
-    return multiply_outliers(result, x, met_by_outliers(made, weight, right), threshold).contiguous()
+    operand = cast_to_slot(weight, made, made.cast_slots[slot])
+    missing = weight.new_empty(0, dtype=torch.float32)
+    data, outer, inner = (missing if part is None else torch.empty_like(part) for part in operand)
+    return data, outer, inner
 
 
 @torch.library.custom_op("narrowgauge::weight_unit", mutates_args=())
 def weight_unit(weight: Tensor) -> Tensor:
-    """The power of two at or below a weight's root mean square, 0-d float32: measured once per version of the weight."""
-    unit = cast_weight(weight, ("unit",), lambda: Operand(power_of_rms(weight), None)).data
-    return unit.clone()
+    """Return the power of two at or below a weight's root mean square, 0-d float32: measured once per version of the weight.
+
+    A compiler would add its squares in another order.
+    """
+    return cast_cache.cast_weight(weight, ("unit",), lambda: Operand(power_of_rms(weight))).data.clone()
 
 
 @weight_unit.register_fake
@@ -241,105 +210,168 @@ def _(weight: Tensor) -> Tensor:
     return weight.new_empty((), dtype=torch.float32)
 
 
-@torch.library.custom_op("narrowgauge::cast_kept", mutates_args=())
-def cast_kept(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """x ``[tokens, in]`` cast for ``grad_weight``, which contracts the tokens."""
-    return unpack(cast_to_slot(x, REGISTERED[compute], "grad_weight.right", state=state), x)
+# ── outliers ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@torch.library.custom_op("narrowgauge::gradients", mutates_args=())
-def gradients(
-    grad: Tensor,
-    data: Tensor,
-    outer: Tensor,
-    inner: Tensor,
-    weight: Tensor,
-    compute: str,
-    state: Tensor,
-    history: Tensor | None,
-    sequence_length: int,
-    wanted: list[bool],
-    record: bool,
-    unit: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``grad_input [tokens, in]`` and ``grad_weight [out, in]`` of the output's gradient; empty where not wanted.
+def outlier_columns(x: Tensor, threshold: float) -> Tensor:
+    """Which columns of ``[rows, columns]`` hold a magnitude of ``threshold`` or more (or a NaN): bool ``[columns]``."""
+    # In float32: PyTorch would round the threshold to the format of x first.
+    return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
 
-    With a ``unit`` they are those of the product with ``weight / unit``.
+
+def without_outliers(x: Tensor, threshold: float) -> Tensor:
+    """``x`` with zeros in its outlier columns."""
+    return torch.where(outlier_columns(x, threshold), 0, x)
+
+
+def add_outliers(
+    result: Tensor,
+    x: Tensor,
+    compute: Compute,
+    weight: Tensor | None,
+    codes: Operand,
+    kept: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """``result`` plus the product of the outlier columns of ``x`` with the weights ``[out, in]`` that the compute says.
+
+    Args:
+        weight: in 16 bits; ``None`` in inference, where they are not stored.
+        codes: of the weight, with a scale per row.
+        kept: int32 ``[kept]``, ascending, and ``[out, kept]``: columns whose weights are stored in 16 bits beside the codes.
+    Cost: a thin matmul; on CUDA one synchronization, for the number of columns.
     """
-    made = REGISTERED[compute]
-    grad_input, grad_weight = grad.new_empty(0), grad.new_empty(0)
-    left = None
+    weight = weight if keeps_outlier_weights(compute) else None
+    columns, weights = kept or (None, None)
+    arguments = (result, x, compute.output.left.outliers, weight, codes.data, codes.outer, columns, weights)
+    # The number of columns would break a graph.
+    return cast(Tensor, (_add_opaque if torch.compiler.is_compiling() else _add_outliers)(*arguments))
+
+
+def _add_outliers(
+    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None,
+    columns: Tensor | None, weights: Tensor | None,
+) -> Tensor:  # fmt: skip
+    found = outlier_columns(x, threshold).nonzero().view(-1)
+    if not len(found):
+        return result
+    if weight is not None:
+        thin = weight[:, found]
+    else:
+        assert scales is not None
+        thin = codes[:, found].float() * scales
+        if columns is not None and weights is not None and len(columns):
+            place = torch.searchsorted(columns, found.to(columns.dtype)).clamp_(max=len(columns) - 1)
+            is_kept = columns[place] == found
+            thin[:, is_kept] = weights[:, place[is_kept]].float()
+    return add_product(result, x[:, found].to(result.dtype), thin.to(result.dtype).t())
+
+
+@torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())
+def _add_opaque(
+    result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None,
+    columns: Tensor | None, weights: Tensor | None,
+) -> Tensor:  # fmt: skip
+    total = _add_outliers(result, x, threshold, weight, codes, scales, columns, weights)
+    return total.clone() if total is result else total.contiguous()
+
+
+@_add_opaque.register_fake
+def _(result: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(result)
+
+
+# ── the layer ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def output(
+    x: Tensor, weight: Tensor, bias: Tensor | None, name: str, *, keys: Keys | None, history: Tensor | None,
+    record: bool, input_history: Tensor | None = None, unit: Tensor | None = None,
+) -> tuple[Tensor, Operand]:  # fmt: skip
+    """``x · wᵀ + b`` of ``[tokens, in]`` and ``[out, in]``, and what backward keeps of the input: its cast, or itself.
+
+    Args:
+        name: of a registered compute.
+        keys, history: the layer's; ``None`` where its casts need none.
+        record: write amax values into the history.
+        input_history: gives the input's delayed scale: that of the first of several layers that get the same input.
+        unit: 0-d, a power of two: the product is that with ``weight / unit``; the cast is cached under the weight itself.
+    """
+    compute = REGISTERED[name]
+    left = cast_to_slot(x, compute, "output.left", keys=keys, history=input_history, record=record)
+    right = cast_weight_to_slot(weight, name, "output.right", keys=keys, history=history, record=record, unit=unit)
+    y = multiply_slots(left, right, compute, "output", (x.shape[0], weight.shape[0]), x.dtype, bias)
+    if compute.output.left.outliers:
+        y = add_outliers(y, x, compute, weight, right)
+    return y, left if compute.cast_slots["grad_weight.right"] == "output.left" else Operand(x)
+
+
+def gradients(
+    grad: Tensor, kept: Operand, weight: Tensor, name: str, *, keys: Keys | None, history: Tensor | None,
+    record: bool, sequence_length: int, needs: tuple[bool, bool], unit: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """``grad_input [tokens, in]`` and ``grad_weight [out, in]`` of the output's gradient, each where it is needed.
+
+    Args:
+        kept: what :func:`output` returned.
+    """
+    compute = REGISTERED[name]
+    slots = compute.cast_slots
+    grad_input = grad_weight = left = None
 
     def cast_grad(slot: str, right: Operand) -> Operand:
-        fold = scales_to_fold(right.outer, made, SLOTS[slot].matmul)
+        fold = scales_to_fold(right.outer, compute, SLOTS[slot].matmul)
         return cast_to_slot(
-            grad, made, slot, state=state, history=history, record=record, sequence_length=sequence_length, fold=fold
+            grad, compute, slot, keys=keys, history=history, record=record, sequence_length=sequence_length, fold=fold
         )
 
-    if wanted[0]:
-        right = cast_weight_to_slot(weight, made, "grad_input.right", state=state, history=history, unit=unit)
+    if needs[0]:
+        right = cast_weight_to_slot(weight, name, "grad_input.right", keys=keys, history=history, unit=unit)
         left = cast_grad("grad_input.left", right)
-        shape = grad.shape[0], weight.shape[1]
-        grad_input = multiply_slots(left, right, made, "grad_input", shape, grad.dtype)
-    if wanted[1]:
-        is_cast = not made.grad_weight.right.is_wide
-        right = pack(data, outer, inner) if is_cast else cast_to_slot(data, made, "grad_weight.right")
-        if left is None or slot_of_cast(made, "grad_weight.left") == "grad_weight.left":
+        grad_input = multiply_slots(left, right, compute, "grad_input", (grad.shape[0], weight.shape[1]), grad.dtype)
+    if needs[1]:
+        right = kept
+        if slots["grad_weight.right"] == "grad_weight.right":
+            right = cast_to_slot(kept.data, compute, "grad_weight.right", keys=keys)
+        if left is None or slots["grad_weight.left"] == "grad_weight.left":
             left = cast_grad("grad_weight.left", right)
         shape = weight.shape[0], weight.shape[1]
-        grad_weight = multiply_slots(left, right, made, "grad_weight", shape, weight.dtype)
+        grad_weight = multiply_slots(left, right, compute, "grad_weight", shape, weight.dtype)
     return grad_input, grad_weight
 
 
-@cast_input.register_fake
-def _(
-    x: Tensor, compute: str, state: Tensor | None, history: Tensor | None, record: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    return unpacked_empty(x, REGISTERED[compute], "output.left")
+class _Product(torch.autograd.Function):
+    """``x · wᵀ + b`` and its gradients, in a compute's casts."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, clock: Tensor | None, key: Tensor | None,
+        history: Tensor | None, input_history: Tensor | None, sequence_length: int, record: bool, unit: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        keys = None if clock is None or key is None else Keys(clock, key)
+        y, kept = output(
+            x, weight, bias, name, keys=keys, history=history, record=record, input_history=input_history, unit=unit
+        )
+        ctx.save_for_backward(*kept, weight, clock, key, unit)
+        # Not saved for backward, which would refuse it once another layer or pass has written to it.
+        ctx.history = history
+        ctx.name, ctx.sequence_length, ctx.record, ctx.has_bias = name, sequence_length, record, bias is not None
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        data, outer, inner, weight, clock, key, unit = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        keys = None if clock is None or key is None else Keys(clock, key)
+        by_input, by_weight = gradients(
+            grad, Operand(data, outer, inner), weight, ctx.name, keys=keys, history=ctx.history, record=ctx.record,
+            sequence_length=ctx.sequence_length, needs=ctx.needs_input_grad[:2], unit=unit,
+        )  # fmt: skip
+        by_bias = bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
+        return by_input, by_weight, by_bias, *[None] * 8
 
 
-@multiply_output.register_fake
-def _(
-    data: Tensor, outer: Tensor, inner: Tensor, x: Tensor | None, weight: Tensor, bias: Tensor | None, compute: str,
-    state: Tensor, history: Tensor | None, record: bool, rows: int, dtype: torch.dtype, unit: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return data.new_empty((rows, weight.shape[0]), dtype=dtype)
-
-
-@cast_kept.register_fake
-def _(x: Tensor, compute: str, state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    return unpacked_empty(x, REGISTERED[compute], "grad_weight.right")
-
-
-@gradients.register_fake
-def _(
-    grad: Tensor, data: Tensor, outer: Tensor, inner: Tensor, weight: Tensor, compute: str, state: Tensor,
-    history: Tensor | None, sequence_length: int, wanted: list[bool], record: bool, unit: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    grad_input = grad.new_empty((grad.shape[0], weight.shape[1])) if wanted[0] else grad.new_empty(0)
-    grad_weight = weight.new_empty(weight.shape) if wanted[1] else grad.new_empty(0)
-    return grad_input, grad_weight
-
-
-def unpack(operand: Operand, source: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Data and scales as an operator must return them: never its own input, never ``None``."""
-    data = operand.data.contiguous()
-    data = data.clone() if data.data_ptr() == source.data_ptr() else data
-    outer, inner = (
-        source.new_empty(0, dtype=torch.float32) if x is None else x for x in (operand.outer, operand.inner)
-    )
-    return data, outer, inner.contiguous()
-
-
-def pack(data: Tensor, outer: Tensor, inner: Tensor) -> Operand:
-    """The operand that :func:`unpack` took apart."""
-    return Operand(data, outer if outer.numel() else None, inner if inner.numel() else None)
-
-
-def unpacked_empty(
-    x: Tensor, compute: Compute, slot: str, dtype: torch.dtype | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """What the cast of ``x`` to a slot returns, without values; ``dtype`` where it is not the slot's."""
-    made = empty_operand(x, compute.casts[slot], SLOTS[slot].dim, dtype or slot_dtype(compute, slot, x.device))
-    outer, inner = (x.new_empty(0, dtype=torch.float32) if part is None else part for part in (made.outer, made.inner))
-    return made.data, outer, inner
+# Dynamo puts the call into its graph as it is, and AOTAutograd traces the operations inside: no guards on computes and casts.
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
+def multiply_layer(*arguments: Any) -> Tensor:
+    """Return the product of a layer with gradients, from the arguments of :meth:`_Product.forward`."""
+    return cast(Callable[..., Tensor], _Product.apply)(*arguments)

@@ -16,72 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import layer_matmuls, operand
-from narrowgauge.matmul.cast_cache import LastCast
+from narrowgauge.machine import require_float64
+from narrowgauge.matmul import layer_matmuls
 from narrowgauge.matmul.delayed_scaling import history_for
-from narrowgauge.numerics.devices import require_float64
-from narrowgauge.numerics.rounding import step_seed
-from narrowgauge.numerics.widening import bias_gradient, linear
+from narrowgauge.matmul.operand import Clock, Keys, layer_keys
+from narrowgauge.numerics.widening import linear
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import Compute, slot_of_cast
+from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
-
-_cast_input, _cast_kept = LastCast(layer_matmuls.cast_input), LastCast(layer_matmuls.cast_kept)
-
-
-class _Product(torch.autograd.Function):
-    """``x · wᵀ + b`` and its gradients, in a compute's casts.
-
-    ``scale_owner`` is the state and amax history of the layer whose delayed scale casts the input: the first of several
-    layers that get the same input.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, name: str, state: Tensor, history: Tensor | None,
-        scale_owner: tuple[Tensor | None, Tensor | None], sequence_length: int, record: bool, unit: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        compute = layer_matmuls.REGISTERED[name]
-        data, outer, inner = _cast_input(state, x, name, *scale_owner, record)
-        source = x if compute.output.left.outliers else None
-        y: Tensor = layer_matmuls.multiply_output(
-            data, outer, inner, source, weight, bias, name, state, history, record, x.shape[0], x.dtype, unit
-        )
-        kept = (data, outer, inner) if slot_of_cast(compute, "grad_weight.right") == "output.left" else (x, None, None)
-        ctx.save_for_backward(*kept, weight, state, history, unit)
-        ctx.name, ctx.sequence_length, ctx.record, ctx.has_bias = name, sequence_length, record, bias is not None
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        data, outer, inner, weight, state, history, unit = ctx.saved_tensors
-        compute, grad = layer_matmuls.REGISTERED[ctx.name], grads[0].contiguous()
-        wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[1]]
-        given: list[Tensor | None] = [None, None]
-        if outer is None:
-            outer = inner = grad.new_empty(0, dtype=torch.float32)
-            right = compute.grad_weight.right
-            if wanted[1] and not right.is_wide:
-                drawn = state if right.needs_bits else None
-                data, outer, inner = _cast_kept(state, data, ctx.name, drawn)
-        if any(wanted):
-            found = layer_matmuls.gradients(
-                grad,
-                data,
-                outer,
-                inner,
-                weight,
-                ctx.name,
-                state,
-                history,
-                ctx.sequence_length,
-                wanted,
-                ctx.record,
-                unit,
-            )
-            given = [gradient if needed else None for gradient, needed in zip(found, wanted, strict=True)]
-        by_bias = bias_gradient(grad) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return (*given, by_bias, None, None, None, None, None, None, None)
 
 
 class ExactBuffers(nn.Module):
@@ -101,66 +43,93 @@ class ExactBuffers(nn.Module):
 
 
 class NarrowLayer(ExactBuffers):
-    """What a linear layer and the experts of a mixture have in common: a compute, a step and delayed scales.
+    """What a linear layer and the experts of a mixture have in common: a compute, keys of random bits and delayed scales.
 
     Attributes:
         compute: the compute in force.
+        registered_name: by which operators and graphs know it.
+        plain_dtype: where the model computes in it the layer is a plain one: nothing is cast.
+        clock: the seed and the step, shared by all layers of a model.
         is_keyed: whether this or an earlier compute takes random bits, which the step keys.
-        state: int32 ``[4]``, or ``[4, experts]``: seed of the step, step, first sequence, key of the layer's random bits.
+        key: int32 ``[]``, or ``[experts]``: of the layer's random bits, from its name.
+        clock_words: the clock as a tensor; ``None`` where no cast takes random bits or a delayed scale.
         amax_history: see :func:`narrowgauge.matmul.delayed_scaling.new_history`; ``None`` where no scale was ever delayed.
-        step: optimizer steps done.
-        seed: of stochastic casts.
         variant: set by a transform of the model: the variant of each compute that the layer takes where there is one.
     """
 
     exact = ("amax_history",)
     num_experts: int = 1
     compute: Compute
+    registered_name: str
+    plain_dtype: torch.dtype | None
+    clock: Clock
     is_keyed: bool = False
-    state: Tensor
+    key: Tensor
+    clock_words: Tensor | None
     amax_history: Tensor | None
-    step: int = 0
-    seed: int = 0
     variant: str = ""
 
-    def begin(self, state: Tensor, compute: Compute) -> None:
-        self.register_buffer("state", state, persistent=False)
+    def begin(self, key: Tensor, compute: Compute) -> None:
+        """Take a key and a compute, and a clock that starts at zero."""
+        self.register_buffer("key", key, persistent=False)
+        self.register_buffer("clock_words", None, persistent=False)
         self.register_buffer("amax_history", None, persistent=False)
+        self.clock = Clock()
         self.set_compute(compute)
-
-    def set_step(self, step: int, seed: int) -> None:
-        """Set the number of optimizer steps done, and the seed of stochastic casts."""
-        self.step, self.seed = step, seed
-        self.state[operand.STEP_SEED] = step_seed(seed, step)
-        self.state[operand.STEP] = step
 
     def set_compute(self, compute: Compute) -> None:
         """Continue in another compute, or in the layer's variant of it."""
         self.compute = (computes.find(compute.name + self.variant) if self.variant else None) or compute
+        self.registered_name = layer_matmuls.register(self.compute)
+        self.plain_dtype = plain_dtype(self.compute)
         self.is_keyed = self.is_keyed or self.compute.is_stochastic
-        history = history_for(self.compute, self.state.device, self.num_experts)
+        history = history_for(self.compute, self.key.device, self.num_experts)
         # A longer history than the compute needs is kept: it holds the same amax values.
         if history is not None and (self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]):
             self.amax_history = history
+        self.set_clock(self.clock)
+
+    def set_clock(self, clock: Clock) -> None:
+        """Read seed and step from a clock."""
+        self.clock = clock
+        reads = self.compute.is_stochastic or self.compute.is_delayed
+        self.clock_words = clock.words(self.key.device) if reads else None
+
+    def keys(self, expert: int | None = None) -> Keys | None:
+        """Return the keys of random bits, of one of several experts; ``None`` where no cast needs them."""
+        if self.clock_words is None:
+            return None
+        return Keys(self.clock_words, self.key if expert is None else self.key[expert])
 
     def load_history(self, history: Tensor) -> None:
+        """Load a history, even where no scale of the present compute is delayed: a later one's may be."""
         if self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]:
-            self.amax_history = history.detach().to(self.state.device, copy=True)
+            self.amax_history = history.detach().to(self.key.device, copy=True)
         else:
             self.amax_history.copy_(history)
 
-    def as_streamed(self, x: Tensor) -> Tensor:
-        """The input in the dtype in which the model computes around the layer: autocast's, which must be the compute's."""
+    def cast_stream(self, x: Tensor) -> Tensor:
+        """Return the input in the dtype in which the model computes around the layer: autocast's, which must be the compute's."""
         if not torch.is_autocast_enabled(x.device.type):
             return x
         dtype = torch.get_autocast_dtype(x.device.type)
         if dtype != getattr(torch, self.compute.dtype):
             raise RecipeError(
                 f"a layer of compute '{self.compute.name}' computes in {self.compute.dtype}, and was called under autocast "
-                f"to {str(dtype).removeprefix('torch.')}.",
+                f"to {dtype_name(dtype)}.",
                 f"Use torch.autocast(…, torch.{self.compute.dtype}).",
             )
         return x.to(dtype)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.set_clock(self.clock)  # on the device where the layer is now
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
+        self.set_clock(self.clock)
 
 
 class Linear(NarrowLayer, nn.Linear):
@@ -170,9 +139,7 @@ class Linear(NarrowLayer, nn.Linear):
     backward keeps what ``Compute.kept_bytes`` says.
     """
 
-    # The name by which the operators know the compute.
-    registered_name: str
-    # The layer whose state and history give the delayed scale of the input: the first that gets the same input, else itself.
+    # The layer whose history gives the delayed scale of the input: the first that gets the same input, else itself.
     scale_owner: tuple[Linear, ...] = ()
     # Whether the weight is [in, out], as in transformers' Conv1D.
     is_transposed: bool = False
@@ -182,7 +149,7 @@ class Linear(NarrowLayer, nn.Linear):
         return self.multiply(input, self.weight, self.bias)
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
-        """The layer's product with a weight of the caller's: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
+        """Return the layer's product with a weight of the caller's: ``[..., in]``, ``[out, in]`` to ``[..., out]``.
 
         With a ``unit`` (0-d, a power of two; not in wide computes) it is the product with ``weight / unit``, and the weight's
         gradient is that of the quotient; the cast is cached under the weight itself.
@@ -191,50 +158,40 @@ class Linear(NarrowLayer, nn.Linear):
             RecipeError: autocast requests a dtype that is not the compute's.
         """
         weight = weight.t() if self.is_transposed else weight
-        x = self.as_streamed(x)
-        if is_plain(self.compute, x.dtype):
+        x = self.cast_stream(x)
+        if x.dtype is self.plain_dtype:
             return linear(x, weight, bias)
         length = x.shape[-2] if x.ndim > 2 else 1
-        y = _Product.apply(  # type: ignore[no-untyped-call]
-            x.reshape(-1, x.shape[-1]), weight, bias, self.registered_name, self.state, self.amax_history,
-            self._input_scale(), length,
-            torch.is_grad_enabled() and self.training, unit,
+        y: Tensor = layer_matmuls.multiply_layer(
+            x.reshape(-1, x.shape[-1]), weight, bias, self.registered_name, self.clock_words, self.key, self.amax_history,
+            self.input_history(), length, torch.is_grad_enabled() and self.training, unit,
         )  # fmt: skip
-        return cast(Tensor, y).view(*x.shape[:-1], weight.shape[0])
+        return y.view(*x.shape[:-1], weight.shape[0])
 
     def unit_of(self, weight: Tensor) -> Tensor:
-        """The power of two at or below a weight's root mean square, measured once within ``cached_weights``."""
+        """Return the power of two at or below a weight's root mean square, measured once within ``cached_weights``."""
         return cast(Tensor, layer_matmuls.weight_unit(weight.detach()))
 
-    def _input_scale(self) -> tuple[Tensor | None, Tensor | None]:
-        """The state and history that give the input's delayed scale; nothing where the scale is not delayed."""
+    def input_history(self) -> Tensor | None:
+        """Return the history that gives the input's delayed scale; ``None`` where the scale is not delayed."""
         if self.compute.output.left.scaling != "delayed":
-            return None, None
-        owner = self.scale_owner[0] if self.scale_owner else self
-        return owner.state, owner.amax_history
-
-    def set_compute(self, compute: Compute) -> None:
-        super().set_compute(compute)
-        self.registered_name = layer_matmuls.register(self.compute)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.registered_name = layer_matmuls.register(self.compute)  # another process does not know it yet
+            return None
+        return (self.scale_owner[0] if self.scale_owner else self).amax_history
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, compute={self.compute.name!r}"
 
 
-def is_plain(compute: Compute, dtype: torch.dtype) -> bool:
-    """Whether a compute equals a plain linear layer where the model computes in ``dtype``: nothing is cast."""
-    formats = {c.format for c in compute.casts.values()}
-    return compute.is_wide and formats == {dtype_name(dtype)}
+def plain_dtype(compute: Compute) -> torch.dtype | None:
+    """Return the dtype in which a compute equals a plain linear layer: nothing is cast; ``None`` without one."""
+    formats = {cast.format for cast in compute.casts.values()}
+    return getattr(torch, formats.pop(), None) if compute.is_wide and len(formats) == 1 else None
 
 
 def has_plain_product(module: nn.Module) -> bool:
     """Whether a linear layer is :func:`~narrowgauge.numerics.widening.linear` of its input and its weight, and nothing else."""
     if isinstance(module, Linear):
-        return is_plain(module.compute, getattr(torch, module.compute.dtype)) and not module.is_transposed
+        return module.plain_dtype is getattr(torch, module.compute.dtype) and not module.is_transposed
     return type(module) is nn.Linear
 
 
@@ -250,7 +207,7 @@ class DeferredLinear(nn.Linear):
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear layer of a kind that can be swapped.
+    """Return whether a module is a linear layer of a kind that can be swapped.
 
     A subclass of ``nn.Linear`` is one if its product is ``nn.Linear``'s own: a framework's, or one that FSDP2 has wrapped.
     """
@@ -261,8 +218,14 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer's weight is ``[in, out]``."""
+    """Return whether a linear layer's weight is ``[in, out]``."""
     return type(module).__name__ == "Conv1D" or bool(getattr(module, "is_transposed", False))
+
+
+def matrix_of(module: Any) -> Tensor:
+    """Return the weight ``[out, in]`` of a linear layer."""
+    weight: Tensor = module.weight
+    return weight.t() if is_transposed(module) else weight
 
 
 @functools.cache
@@ -277,17 +240,17 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
 
 def _reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
     """How a layer of such a class is pickled and copied: no module has the class, so it is made again from the plain one."""
-    found = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
-    return (_empty_layer, (layer._plain_class,), *found[2:])
+    reduced = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
+    return (_empty_layer, (layer._plain_class,), *reduced[2:])
 
 
 def _empty_layer(plain: Any) -> Linear:
-    made = _narrow_class(plain)
-    return made.__new__(made)
+    narrow = _narrow_class(plain)
+    return narrow.__new__(narrow)
 
 
 def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
-    """The module as a :class:`Linear`; the same object, so that hooks and references to it hold.
+    """Return the module as a :class:`Linear`; the same object, so that hooks and references to it hold.
 
     One whose ``forward`` was replaced on the object itself is refused: it would go on computing as before.
     """
@@ -297,13 +260,11 @@ def narrowed(name: str, module: nn.Module, compute: Compute) -> Linear:
             "before.",
             "Prepare the model before the framework gets it; in torchtitan, use with_recipe or NarrowgaugeConverter.",
         )
-    transposed = is_transposed(module)
-    weight = cast(Tensor, module.weight)
-    sides = weight.shape if transposed else weight.shape[::-1]
+    transposed, weight = is_transposed(module), cast(Tensor, module.weight)
     kind: Any = type(module)
     module.__class__ = _narrow_class(kind)
     layer = cast(Linear, module)
-    layer.in_features, layer.out_features = sides
+    layer.in_features, layer.out_features = weight.shape if transposed else weight.shape[::-1]
     layer.is_transposed = transposed
-    layer.begin(operand.new_state([name], weight.device)[:, 0].contiguous(), compute)
+    layer.begin(layer_keys([name], weight.device)[0].clone(), compute)
     return layer

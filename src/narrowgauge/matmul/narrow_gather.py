@@ -9,21 +9,20 @@ stays a plain DTensor: the optimizer, gradients and checkpoints see no differenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections import Counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge import _torch
+from narrowgauge import torch_names
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.cast_cache import give_casts
 from narrowgauge.matmul.layer_matmuls import slot_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
-from narrowgauge.numerics.shards import is_sharded
+from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.spec.computes import SLOTS, Compute, gathering_of
 
 
@@ -43,17 +42,17 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
     all-reduce of amax values per gather. A gathered layer takes 1 byte per weight more memory than before.
     Source: torchao's float8 all-gather, for one scale per tensor.
     """
-    groups = _torch.fsdp_groups(model)
+    groups = torch_names.fsdp_groups(model)
     for module, _ in groups:
         module.reshard()  # a forward pass leaves what it has gathered in the root
     left_wide: dict[str, str] = {}
     units: dict[nn.Module, _Unit] = {}
-    owners = _owners(model)
+    users = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     is_checkpointed = bool(getattr(model, "is_gradient_checkpointing", False))
     for name, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        reason = _reason(module, owners, is_checkpointed)
+        reason = _reason(module, users, is_checkpointed)
         if reason:
             left_wide[name] = reason
             continue
@@ -67,11 +66,11 @@ def gather_narrow(model: nn.Module) -> dict[str, str]:
             "Leave them out, or take a compute such as int8-row or float8-row (narrowgauge show computes).",
         )
     for _, group in groups:
-        _torch.renew_fsdp_group(group)
+        torch_names.renew_fsdp_group(group)
     return left_wide
 
 
-def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]], is_checkpointed: bool) -> str:
+def _reason(module: nn.Linear, users: Counter[int], is_checkpointed: bool) -> str:
     """Why a layer's weight is gathered as it is; empty where it need not be."""
     weight: Any = module.weight
     if not isinstance(module, Linear):
@@ -83,25 +82,14 @@ def _reason(module: nn.Linear, owners: dict[int, list[nn.Module]], is_checkpoint
         return f"activation checkpointing takes both casts of compute '{module.compute.name}' in its backward pass"
     if not is_sharded(weight):
         return "its weight is not sharded"
-    if _torch.local_shard(weight).device.type != weight.device_mesh.device_type:
+    if torch_names.local_shard(weight).device.type != weight.device_mesh.device_type:
         return "its shards are kept in the host's memory"
-    if len(owners[id(weight)]) > 1:
+    if users[id(weight)] > 1:
         return "another module uses its weight"
     if module.is_transposed or not weight.placements[-1].is_shard(0):
         return "its shards are not whole rows of outputs"
     shards = weight.device_mesh.shape[-1]
-    if weight.shape[0] % shards:
-        return f"its {weight.shape[0]} rows are not a multiple of {shards} shards"
-    return ""
-
-
-def _owners(model: nn.Module) -> dict[int, list[nn.Module]]:
-    found: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found.setdefault(id(parameter), []).append(module)
-    return found
+    return f"its {weight.shape[0]} rows are not a multiple of {shards} shards" if weight.shape[0] % shards else ""
 
 
 def _fsdp_module(model: nn.Module, name: str) -> nn.Module:
@@ -139,7 +127,7 @@ class _GatheredWeight:
 
     def __init__(self, name: str, layer: Linear, unit: _Unit) -> None:
         self.name, self.layer, self.unit, self.compute = name, layer, unit, layer.compute
-        self.shard = _torch.local_shard(layer.weight)
+        self.shard = torch_names.local_shard(layer.weight)
         self.shard.fsdp_pre_all_gather = self.fsdp_pre_all_gather  # type: ignore[attr-defined]
         self.shard.fsdp_post_all_gather = self.fsdp_post_all_gather  # type: ignore[attr-defined]
 
@@ -153,7 +141,7 @@ class _GatheredWeight:
                 "is gathered as the first one's codes.",
                 "Leave narrow gathers out of a recipe with phases.",
             )
-        in_backward = _torch.runs_backward()
+        in_backward = torch_names.runs_backward()
         slot, amax, dtype = self.slot(in_backward), None, mp_policy.param_dtype
         if self.spans_shards(in_backward):
             amax = self.unit.amax(self, in_backward, dtype, mesh.get_group())
@@ -181,8 +169,8 @@ class _GatheredWeight:
         scales = gathered[1].view(torch.float32) if outer is None and len(gathered) > 1 else outer
         dtype = slot_dtype(self.compute, slot, codes.device)
         key = (self.compute.casts[slot], SLOTS[slot].dim)
-        casts: dict[Any, Callable[[], Operand]] = {key: partial(_operand, codes, scales, dtype)}
-        give_casts(weight, casts, f"the weight of '{self.name}' was gathered as the codes of '{slot}' alone.")
+        message = f"the weight of '{self.name}' was gathered as the codes of '{slot}' alone."
+        give_casts(weight, {key: lambda: Operand(codes.to(dtype), scales)}, message)
         return (weight, (weight,)) if out is None else None
 
     def slot(self, in_backward: bool) -> str:
@@ -190,19 +178,15 @@ class _GatheredWeight:
         return gathering.backward if in_backward else gathering.forward
 
     def spans_shards(self, in_backward: bool) -> bool:
-        """Whether a scale of the cast covers rows of several shards."""
+        """Return whether a scale of the cast covers rows of several shards."""
         return not _scales_rows(self.compute, self.slot(in_backward))
 
     def own_amax(self, in_backward: bool, dtype: torch.dtype | None) -> Tensor:
-        """The amax values of this rank's rows, shaped as the cast takes them."""
+        """Return the amax values of this rank's rows, shaped as the cast takes them."""
         along = (0, 1) if self.compute.casts[self.slot(in_backward)].granularity == "tensor" else (0,)
         return self.shard.to(dtype or self.shard.dtype).abs().amax(along, keepdim=True).float()
 
 
 def _scales_rows(compute: Compute, slot: str) -> bool:
-    """Whether a cast of ``[out, in]`` has a scale for each of its rows."""
+    """Return whether a cast of ``[out, in]`` has a scale for each of its rows."""
     return compute.casts[slot].granularity == ("row" if SLOTS[slot].dim == 1 else "column")
-
-
-def _operand(codes: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Operand:
-    return Operand(codes.to(dtype), scales)

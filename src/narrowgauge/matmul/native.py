@@ -23,9 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge import _torch
-from narrowgauge.matmul.operand import PAIRS, Operand, block_values
-from narrowgauge.numerics.code_layouts import (
+from narrowgauge import torch_names
+from narrowgauge.matmul.operand import CODES, PAIRS, Operand, block_values
+from narrowgauge.numerics.quantization import (
     four_bit_codes,
     packed_pairs,
     scales_in_columns,
@@ -35,7 +35,6 @@ from narrowgauge.numerics.code_layouts import (
 from narrowgauge.spec.computes import BLOCKS, Cast, Product
 from narrowgauge.spec.kernels import Kernel, kernel_for
 
-CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
 _SIDE = 16
 """Rows, columns and bytes of the contraction come in multiples of this, as PyTorch's checks ask."""
 _NAN, _MAGNITUDE = -128, 127
@@ -56,7 +55,7 @@ class Sums(NamedTuple):
 
 
 def kernel_here(product: Product, device: torch.device) -> Kernel | None:
-    """The kernel of a device that multiplies the codes of a product; ``None`` where it has none that works."""
+    """Return the kernel of a device that multiplies the codes of a product; ``None`` where it has none that works."""
     architecture = architecture_of(device)
     if architecture is None:
         return None
@@ -77,7 +76,7 @@ def architecture_of(device: torch.device) -> str | None:
 
 
 def takes(kernel: Kernel, left: Operand, right: Operand) -> bool:
-    """Whether two operands are as the kernel reads them: not where a cast is shared with an emulated product."""
+    """Return whether two operands are as the kernel reads them: not where a cast is shared with an emulated product."""
     dtypes = (torch.float32,) if kernel.name == "tfloat32" else CODES
     return left.data.dtype in dtypes and right.data.dtype in dtypes
 
@@ -85,7 +84,7 @@ def takes(kernel: Kernel, left: Operand, right: Operand) -> bool:
 def multiply_codes(
     kernel: Kernel, left: Operand, right: Operand, dims: tuple[int, int], dtype: torch.dtype, *, fast: bool = False
 ) -> Sums:
-    """The product of two operands that the kernel takes.
+    """Return the product of two operands that the kernel takes.
 
     Args:
         dims: the dimension of each that is contracted.
@@ -101,7 +100,7 @@ def multiply_codes(
 
 
 def _turned(operand: Operand, dim: int) -> Operand:
-    """The operand as ``[side, contraction]``."""
+    """Return the operand as ``[side, contraction]``."""
     if dim == 1:
         return operand
     return operand._replace(data=operand.data.t(), inner=None if operand.inner is None else operand.inner.t())
@@ -143,7 +142,7 @@ def _float8_fnuz(left: Operand, right: Operand, dtype: torch.dtype, fast: bool) 
 
 
 def _as_fnuz(operand: Operand) -> Operand:
-    """The same values in the float8 of AMD's gfx942, whose exponents are larger by one: the bits stand for half as much.
+    """Return the same values in the float8 of AMD's gfx942, whose exponents are larger by one: the bits stand for half as much.
 
     Its only NaN is the code of the other kind's negative zero.
     """
@@ -231,36 +230,26 @@ _FUNCTIONS: dict[str, Callable[[Operand, Operand, torch.dtype, bool], Sums]] = {
 }
 
 
-class _Switch:
-    """How many threads want float32 matmuls on tensor cores now, and what was set before the first of them."""
-
-    lock = threading.Lock()
-    num_users = 0
-    before = ""
+_SWITCH = threading.Lock()
 
 
 @contextmanager
 def tensor_cores() -> Iterator[None]:
     """Within it, float32 matmuls of CUDA may round their operands to tfloat32, which changes nothing about operands so rounded.
 
-    PyTorch has one switch for the process. Threads that are in here at the same time share it, and the last one out puts back
-    what the first one found. A float32 matmul that *another* thread starts meanwhile may be rounded, too; the window is the
-    launch of one kernel. Where the user has set the switch already, it is not touched.
+    PyTorch has one switch for the process, so one thread at a time is in here. A float32 matmul that another thread starts
+    meanwhile may be rounded, too; the window is the launch of one kernel.
     """
     switch = torch.backends.cuda.matmul
-    with _Switch.lock:
-        if not _Switch.num_users:
-            _Switch.before = switch.fp32_precision
-            if _Switch.before != "tf32":
-                switch.fp32_precision = "tf32"
-        _Switch.num_users += 1
-    try:
-        yield
-    finally:
-        with _Switch.lock:
-            _Switch.num_users -= 1
-            if not _Switch.num_users and _Switch.before != "tf32":
-                switch.fp32_precision = _Switch.before
+    with _SWITCH:
+        before = switch.fp32_precision
+        if before != "tf32":
+            switch.fp32_precision = "tf32"
+        try:
+            yield
+        finally:
+            if before != "tf32":
+                switch.fp32_precision = before
 
 
 # ── the trial of a kernel ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -284,11 +273,11 @@ def _side(cast: Cast) -> _Side:
 
 @lru_cache(None)
 def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> bool:
-    """Whether a kernel multiplies two small matrices without error.
+    """Return whether a kernel multiplies two small matrices without error.
 
     It waits for the device, once: not to be asked for the first time while a CUDA graph is captured.
     """
-    with _torch.no_modes(), torch.device("cpu"), torch.no_grad():
+    with torch_names.no_modes(), torch.device("cpu"), torch.no_grad():
         a, b = (specimen(side, rows, _TERMS) for side, rows in zip((left, right), _ROWS, strict=True))
         exactly = _values(a) @ _values(b).t()
         there = [Operand(*(None if part is None else part.to(device) for part in each)) for each in (a, b)]  # type: ignore[arg-type]
@@ -305,7 +294,7 @@ def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> b
 
 
 def specimen(side: _Side, rows: int, terms: int) -> Operand:
-    """A small operand ``[rows, terms]`` on the CPU: codes of up to 2 and scales of 1/2, 1 and 2.
+    """Return a small operand ``[rows, terms]`` on the CPU: codes of up to 2 and scales of 1/2, 1 and 2.
 
     All sums of their products are multiples of 2^-4 and below 2^17, so that each is exact in float32 in whatever order.
     """

@@ -1,9 +1,9 @@
-"""Operands: a matrix cast to what a matmul kernel takes.
+"""Operands: a matrix cast to what a matmul kernel takes, and the random bits of stochastic casts.
 
-The arithmetic is :mod:`narrowgauge.numerics.quantization`, compiled once per cast and dimension for any shape. The result depends
-on the kernel: int8, float8 and four-bit *codes* where it takes them or where they are kept for backward, else bfloat16 *values*,
-code times the scale of its block, which is exact in bfloat16. The scale of a row or a tensor is returned separately and is
-applied after the matmul; so are the scales of blocks beside codes, which the kernel multiplies into its sums.
+The arithmetic is :mod:`narrowgauge.numerics.quantization`. In eager mode it is compiled once per cast and dimension; under
+``torch.compile`` its operations are part of the model's graph. Where a kernel takes codes, or where they are kept for backward,
+the result is int8, float8 or four-bit *codes*; else it is bfloat16 *values*, code times the scale of its block, which is exact.
+The scale of a row or a tensor is returned separately and multiplies the product; so do the scales of blocks beside codes.
 """
 
 from __future__ import annotations
@@ -16,17 +16,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import fused
 from narrowgauge.numerics import quantization
-from narrowgauge.numerics.code_layouts import four_bit_codes, four_bit_values, packed_pairs, unpacked_pairs
-from narrowgauge.numerics.fusion import fused
-from narrowgauge.numerics.quantization import blocked, padded, random_signs, sides_of, smoothing, spread, words_of
+from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.quantization import (
+    blocked,
+    four_bit_codes,
+    four_bit_values,
+    packed_pairs,
+    padded,
+    random_signs,
+    sides_of,
+    smoothing,
+    spread,
+    unpacked_pairs,
+    words_of,
+)
 from narrowgauge.numerics.rounding import random_bits
-from narrowgauge.spec.computes import PLACES, Cast, Rotation
+from narrowgauge.spec.computes import PLACES, ROTATION_SIZE, Cast
 
 Words = tuple[Tensor, Tensor]
 PAIRS = torch.uint8
 """The dtype of four-bit codes, two to a byte."""
-_CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, PAIRS)
+"""Dtypes of codes that only some kernels multiply."""
 _SCALE_DTYPES = {"float8_e8m0fnu": torch.float8_e8m0fnu, "float8_e4m3fn": torch.float8_e4m3fn}
 
 
@@ -42,7 +55,7 @@ class Operand(NamedTuple):
     """
 
     data: Tensor
-    outer: Tensor | None
+    outer: Tensor | None = None
     inner: Tensor | None = None
 
 
@@ -58,7 +71,7 @@ def cast_matrix(
 ) -> Operand:
     """Cast a matrix for a matmul that contracts its dimension ``dim``.
 
-    Invariant: the same bits compiled and not (int8 codes of a group whose scale is NaN are unspecified).
+    Invariant: the same bits compiled and not; int8 codes of a group whose scale is NaN are 0.
 
     Args:
         dtype: of the result: int8, a float8 or ``PAIRS`` for codes, else a dtype that holds the values.
@@ -67,24 +80,25 @@ def cast_matrix(
         amax: float32 ``[1, 1]``: the amax to scale by instead of the tensor's own.
     """
     if cast.is_wide and cast.format != "tfloat32":
-        return Operand(x.detach().to(dtype), None)
+        return Operand(x.detach().to(dtype))
     x = padded(x.detach(), cast, dim)
-    if not x.numel():
-        return _nothing(x, cast, dim, dtype)
+    size = x.numel()
+    if not size:
+        return _cast_nothing(x, cast, dim, dtype)
     if cast.smooth:
-        fold, amax = fused(x.numel(), _smoothing(cast), x)
+        fold, amax = fused(size, _definition(_smooth, cast), x)
     if cast.block is None:
-        data, scale = fused(x.numel(), _whole(cast, dim, dtype), x, *(words or (None, None)), fold, amax)
-        return Operand(data, scale / fold if cast.smooth else scale)
+        data, *scale = fused(size, _definition(_whole, cast, dim, dtype), x, *(words or (None, None)), fold, amax)
+        return Operand(data, (scale[0] / fold if cast.smooth else scale[0]) if scale else None)
     if fold is not None:
         x = x.float() * fold
     if cast.rotation != "none":
-        x = fused(x.numel(), _rotation(dim, cast.rotation), x)
+        x = fused(size, _definition(_rotate, cast, dim), x)
     sides = sides_of(cast, dim)
     chances = (None, None) if words is None else (blocked(words[0], (sides[0], 1)), blocked(words[1], (1, sides[1])))
-    data, outer, inner, _ = fused(x.numel(), _blocks(cast, dtype), blocked(x, sides), *chances, amax)
-    data = data.view(x.shape)
-    if dtype not in _CODES:
+    data, inner, _, *scale = fused(size, _definition(_blocks, cast, dim, dtype), blocked(x, sides), *chances, amax)
+    data, outer = data.view(x.shape), scale[0] if scale else None
+    if dtype not in CODES:
         return Operand(data, outer)
     data = packed_pairs(data, dim) if dtype == PAIRS else data
     return Operand(data, outer, inner.flatten(0, 1).flatten(1, 2).to(_SCALE_DTYPES.get(cast.scale, torch.float32)))
@@ -94,144 +108,167 @@ def block_values(operand: Operand, dim: int) -> Tensor:
     """``data * inner`` of the codes of a cast in blocks, in bfloat16, where it is exact."""
     assert operand.inner is not None
     codes = four_bit_values(unpacked_pairs(operand.data, dim)) if operand.data.dtype == PAIRS else operand.data.float()
-    return (
-        (codes * spread(operand.inner.float(), codes.shape)).to(torch.bfloat16) if codes.numel() else codes.bfloat16()
-    )
+    if codes.numel():
+        codes = codes * spread(operand.inner.float(), codes.shape)
+    return codes.to(torch.bfloat16)
 
 
-def has_outer_scale(cast: Cast) -> bool:
-    return not (cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn"))
-
-
-def outer_dim(cast: Cast, dim: int) -> int | None:
-    """The dimension of the matrix along which the outer scale has a value for each index; ``None`` for a single value."""
-    return 1 if cast.smooth else {"row": 1 - dim, "column": dim}.get(cast.granularity)
-
-
-def outer_shape(shape: torch.Size, cast: Cast, dim: int) -> tuple[int, int] | None:
-    """The shape of the outer scale of an operand, whose ``shape`` is padded to whole blocks; ``None`` without a scale."""
-    if not has_outer_scale(cast):
-        return None
-    along = outer_dim(cast, dim)
-    return (shape[0] if along == 0 else 1, shape[1] if along == 1 else 1)
-
-
-def empty_operand(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
-    """What a cast of ``x`` returns, without values."""
-    shape = padded(x, cast, dim).shape
-    data_shape, outer, inner = list(shape), outer_shape(shape, cast, dim), None
-    if dtype == PAIRS:
-        data_shape[dim] //= 2
-    if cast.block is not None and dtype in _CODES:
-        blocks = [size // side for size, side in zip(shape, sides_of(cast, dim), strict=True)]
-        inner = x.new_empty(blocks, dtype=_SCALE_DTYPES.get(cast.scale, torch.float32))
-    return Operand(
-        x.new_empty(data_shape, dtype=dtype), None if outer is None else x.new_empty(outer, dtype=torch.float32), inner
-    )
-
-
-def _nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
-    operand = empty_operand(x, cast, dim, dtype)
-    return operand._replace(outer=None if operand.outer is None else torch.ones_like(operand.outer))
+# The definitions that casts are compiled from: of a cast, a dimension and a dtype, then of tensors.
 
 
 @lru_cache(None)
+def _definition(make: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
+    """Return one function object for equal settings, so that it is compiled once."""
+    made: Callable[..., Any] = make(*settings)
+    return made
+
+
+def _words(by_row: Tensor | None, by_column: Tensor | None) -> Words | None:
+    return None if by_row is None or by_column is None else (by_row, by_column)
+
+
 def _whole(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
     def cast_whole(
         x: Tensor, by_row: Tensor | None, by_column: Tensor | None, fold: Tensor | None, amax: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        words = None if by_row is None or by_column is None else (by_row, by_column)
-        codes, outer = quantization.quantize_whole(x, cast, dim, words, fold, amax)
-        return codes.to(dtype), outer
+    ) -> tuple[Tensor, ...]:
+        codes, outer = quantization.quantize_whole(x, cast, dim, _words(by_row, by_column), fold, amax)
+        if dtype == torch.int8:
+            codes = torch.where(codes == codes, codes, 0.0)  # processors convert NaN in their own ways
+        return (codes.to(dtype),) if outer is None else (codes.to(dtype), outer)
 
     return cast_whole
 
 
-@lru_cache(None)
-def _smoothing(cast: Cast) -> Callable[..., Any]:
+def _smooth(cast: Cast) -> Callable[..., Any]:
     def channel_factors(x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return smoothing(x, cast)
 
     return channel_factors
 
 
-@lru_cache(None)
-def _rotation(dim: int, rotation: Rotation) -> Callable[..., Any]:
+def _rotate(cast: Cast, dim: int) -> Callable[..., Any]:
     def rotate_blocks(x: Tensor) -> Tensor:
-        return quantization.rotate(x, dim, rotation)
+        return quantization.rotate(x, dim, cast.rotation)
 
     return rotate_blocks
 
 
-@lru_cache(None)
-def _blocks(cast: Cast, dtype: torch.dtype) -> Callable[..., Any]:
+def _blocks(cast: Cast, dim: int, dtype: torch.dtype) -> Callable[..., Any]:
     def cast_blocks(
         x: Tensor, by_row: Tensor | None, by_column: Tensor | None, amax: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        words = None if by_row is None or by_column is None else (by_row, by_column)
-        codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, words, amax)
-        if dtype == PAIRS:
-            return four_bit_codes(codes), outer, inner, inverse
-        return (codes if dtype in _CODES else codes * inner).to(dtype), outer, inner, inverse
+    ) -> tuple[Tensor, ...]:
+        codes, inner, inverse, outer = quantization.quantize_blocks(x, cast, _words(by_row, by_column), amax)
+        data = four_bit_codes(codes) if dtype == PAIRS else (codes if dtype in CODES else codes * inner).to(dtype)
+        return (data, inner, inverse) if outer is None else (data, inner, inverse, outer)
 
     return cast_blocks
+
+
+def _cast_nothing(x: Tensor, cast: Cast, dim: int, dtype: torch.dtype) -> Operand:
+    """Cast a matrix without rows or without columns; its outer scales are 1."""
+    shape, sides = list(x.shape), sides_of(cast, dim)
+    inner = None
+    if cast.block is not None and dtype in CODES:
+        blocks = [size // side for size, side in zip(shape, sides, strict=True)]
+        inner = x.new_zeros(blocks, dtype=_SCALE_DTYPES.get(cast.scale, torch.float32))
+    outer = None
+    if not (cast.is_wide or cast.scaling == "static" or (cast.block is not None and cast.scale != "float8_e4m3fn")):
+        along = 1 if cast.smooth else {"row": 1 - dim, "column": dim}.get(cast.granularity)
+        outer = x.new_ones([shape[side] if side == along else 1 for side in (0, 1)], dtype=torch.float32)
+    if dtype == PAIRS:
+        shape[dim] //= 2
+    return Operand(x.new_zeros(shape, dtype=dtype), outer, inner)
 
 
 # ── random bits of stochastic casts ────────────────────────────────────────────────────────────────────────────────────
 #
 # A pure function of seed, step, layer, operand and logical position. Equal gradients must not round equally, so the bits cannot
 # come from the values, as the optimizer's do; they come from counters. The row counter counts tokens of the whole batch,
-# wherever they are computed: a layer's state holds the index of the first sequence of the micro-batch.
+# wherever they are computed: the clock holds the index of the first sequence of the micro-batch.
+
+STEP_SEED, STEP, FIRST_SEQUENCE = range(3)
+"""Places in the words of a clock."""
 
 
-# Rows of a layer's int32 state: seed of the step, step, index of the batch's first sequence, key of the layer.
-STEP_SEED, STEP, FIRST_SEQUENCE, LAYER = range(4)
+class Keys(NamedTuple):
+    """The keys of a layer's random bits.
+
+    Attributes:
+        clock: int32 ``[3]``: seed of the step, step, index of the batch's first sequence; see :class:`Clock`.
+        layer: int32 ``[]``: from the layer's name.
+    """
+
+    clock: Tensor
+    layer: Tensor
 
 
-def new_state(names: Sequence[str], device: torch.device | None = None) -> Tensor:
-    """Int32 ``[4, names]`` at step 0 and seed 0; a layer's key comes from its name."""
-    state = torch.zeros(4, len(names), dtype=torch.int32)
+class Clock:
+    """The seed, the step and the first sequence of a micro-batch, shared by the narrow layers of a model.
+
+    It is written to a device when it changes, once for all layers, and only where a layer reads it.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed, self.step, self.first_sequence = seed, 0, 0
+        self._words: dict[torch.device, Tensor] = {}
+
+    def set(self, *, step: int | None = None, seed: int | None = None, first_sequence: int | None = None) -> None:
+        """Set what is given."""
+        before = self._numbers()
+        self.step = self.step if step is None else step
+        self.seed = self.seed if seed is None else seed
+        self.first_sequence = self.first_sequence if first_sequence is None else first_sequence
+        if self._words and self._numbers() != before:
+            with torch.inference_mode(False):
+                for words in self._words.values():
+                    words.copy_(torch.tensor(self._numbers(), dtype=torch.int32), non_blocking=True)
+
+    def words(self, device: torch.device) -> Tensor:
+        """Return the tensor on a device that always holds these numbers, see :attr:`Keys.clock`."""
+        if device not in self._words:
+            with torch.inference_mode(False):
+                self._words[device] = torch.tensor(self._numbers(), dtype=torch.int32, device=device)
+        return self._words[device]
+
+    def _numbers(self) -> list[int]:
+        return [step_seed(self.seed, self.step), self.step, self.first_sequence]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_words": {}}  # a copy of a layer asks for them again
+
+
+def layer_keys(names: Sequence[str], device: torch.device | None = None) -> Tensor:
+    """Return the key of each layer of these names, int32 ``[names]``."""
     digests = [hashlib.sha256(name.encode()).digest()[:4] for name in names]
     keys = [int.from_bytes(digest, "little", signed=True) for digest in digests]
-    state[LAYER] = torch.tensor(keys, dtype=torch.int32)
-    return state.to(device)
+    return torch.tensor(keys, dtype=torch.int32, device=device)
 
 
-def random_words(cast: Cast, x: Tensor, dim: int, state: Tensor, operand: int, sequence_length: int) -> Words | None:
-    """The random words of a cast of ``x [rows, columns]``; ``None`` where it rounds to nearest.
+def random_words(cast: Cast, x: Tensor, dim: int, keys: Keys, operand: int, sequence_length: int) -> Words | None:
+    """Return the random words of a cast of ``x [rows, columns]``; ``None`` where it rounds to nearest.
 
     ``operand`` is the slot's ``random_key``, ``sequence_length`` the number of rows per sequence.
     """
     if cast.rounding == "nearest":
         return None
     rows, columns = (-(-size // side) * side for size, side in zip(x.shape, sides_of(cast, dim), strict=True))
-    row, column = _counters(rows, x.device), _counters(columns, x.device)
-    other, length = _number(operand, x.device), _number(sequence_length, x.device)
-    words: Words = fused(x.numel(), state_words, row, column, state, other, length)
-    return words
+    row, column = (torch.arange(size, dtype=torch.int32, device=x.device) for size in (rows, columns))
+    return words_of(row, column, key_of(keys, operand), keys.clock[FIRST_SEQUENCE] * sequence_length)
 
 
-def drawn_signs(cast: Cast, size: int, dim: int, state: Tensor | None, matmul: str) -> Tensor | None:
-    """The signs that a rotation takes anew in each step, along ``size`` places; ``None`` for rotations that draw none.
+def key_of(keys: Keys, operand: int) -> Tensor:
+    """Mix seed, step, layer and operand into the key of a cast's random bits: int32 ``[]``."""
+    other = (operand * 0x3C6EF372 + (1 << 31)) % (1 << 32) - (1 << 31)
+    return random_bits(keys.layer + other, keys.clock[STEP_SEED])
+
+
+def drawn_signs(cast: Cast, size: int, dim: int, keys: Keys | None, matmul: str) -> Tensor | None:
+    """Return the signs that a rotation takes anew in each step, along ``size`` places; ``None`` for rotations that draw none.
 
     They belong to the step and the matmul, not to the layer: layers that share a weight share its cast.
     """
-    if cast.rotation != "hadamard-drawn" or state is None:
+    if cast.rotation != "hadamard-drawn" or keys is None:
         return None
-    return random_signs(size, dim, random_bits(_number(PLACES.index(matmul), state.device), state[STEP_SEED]))
-
-
-def state_words(row: Tensor, column: Tensor, state: Tensor, operand: Tensor, sequence_length: Tensor) -> Words:
-    """Random words from row and column counters; everything is int32."""
-    key = random_bits(state[LAYER] + operand * 0x3C6EF372, state[STEP_SEED])
-    return words_of(row, column, key, state[FIRST_SEQUENCE] * sequence_length)
-
-
-@lru_cache(64)
-def _counters(size: int, device: torch.device) -> Tensor:
-    return torch.arange(size, dtype=torch.int32, device=device)
-
-
-@lru_cache(64)
-def _number(value: int, device: torch.device) -> Tensor:
-    return torch.tensor(value, dtype=torch.int32, device=device)
+    size += -size % ROTATION_SIZE
+    place = torch.full_like(keys.layer, PLACES.index(matmul))
+    return random_signs(size, dim, random_bits(place, keys.clock[STEP_SEED]))

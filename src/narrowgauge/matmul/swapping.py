@@ -5,59 +5,73 @@ from __future__ import annotations
 import fnmatch
 import weakref
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._torch import leave_out_of_ddp, plain_name
 from narrowgauge.errors import RecipeError
-from narrowgauge.machine.processor import care_for
-from narrowgauge.matmul import experts, operand
+from narrowgauge.machine import care_for, require_float64
+from narrowgauge.matmul import experts
 from narrowgauge.matmul.cast_cache import after_every_step
 from narrowgauge.matmul.delayed_scaling import count_overflows, join_histories
 from narrowgauge.matmul.experts import GroupedLinear
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import Linear, NarrowLayer, is_linear, narrowed
-from narrowgauge.numerics.devices import require_float64
-from narrowgauge.numerics.widening import is_widened, widen_attention
+from narrowgauge.matmul.operand import Clock
+from narrowgauge.numerics.widening import is_widened
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, Compute, first_of_input
 from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_names import leave_out_of_ddp, plain_name
 
 Layer = Linear | GroupedLinear
+Choice = str | Compute | Callable[[str], str | Compute | None]
+"""A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer alone."""
+COMPILE_OPTIONS = {"emulate_precision_casts": True}
+"""Options of ``torch.compile`` for eager's bits: otherwise fused operations do not round the values between them."""
 
 
 class NarrowLayers:
-    """The narrow layers of a model, and the step that they are at.
+    """The narrow layers of a model, and the clock that they share.
 
-    The step seeds stochastic casts and orders delayed scales. It advances with every step of any optimizer, or only of the one
-    given to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
+    The seed and the step key stochastic casts; the step orders delayed scales. It advances with every step of any optimizer, or
+    only of the one given to :meth:`follow` (``prepare`` does that). A training loop that resumes sets it.
 
     Attributes:
         layers: the layers by name.
-        seed: of the stochastic casts.
+        clock: seed, step, and first sequence of the micro-batch.
     """
 
-    def __init__(self, layers: Mapping[str, Layer], seed: int) -> None:
-        self.layers, self.seed = dict(layers), seed
+    def __init__(self, layers: Mapping[str, Layer], clock: Clock) -> None:
+        self.layers, self.clock = dict(layers), clock
         self._hook: Any = None
-        self.step = self.step
+        for layer in self.layers.values():
+            if layer.clock is not clock:
+                layer.set_clock(clock)
+
+    @property
+    def seed(self) -> int:
+        """Of the stochastic casts."""
+        return self.clock.seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self.clock.set(seed=seed)
 
     @property
     def step(self) -> int:
         """Optimizer steps done."""
-        return next(iter(self.layers.values())).step
+        return self.clock.step
 
     @step.setter
     def step(self, step: int) -> None:
-        for layer in self.layers.values():
-            layer.set_step(step, self.seed)
+        self.clock.set(step=step)
 
     def set_first_sequence(self, index: int) -> None:
         """Set the index of the next micro-batch's first sequence in the whole batch, which keys its random bits."""
-        for layer in self.layers.values():
-            layer.state[operand.FIRST_SEQUENCE] = index
+        self.clock.set(first_sequence=index)
 
     def set_compute(self, choose: Callable[[str], Compute]) -> None:
         """Continue in other computes: ``choose`` gets each layer's name."""
@@ -73,28 +87,20 @@ class NarrowLayers:
             if owner is not layer and None not in (owner.amax_history, layer.amax_history):
                 layer.scale_owner = (owner,)
 
-    def follow_any(self) -> None:
-        """Count the steps of every optimizer, until :meth:`follow` gets one."""
-        after_every_step(_advance)
-        _FOLLOW_ANY.update(self.layers.values())
-
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
         """Count only this optimizer's steps."""
         if self._hook is not None:
             self._hook.remove()
-        _FOLLOW_ANY.difference_update(self.layers.values())
-
-        def advance(*_: Any) -> None:
-            self.step += 1
-
-        self._hook = optimizer.register_step_post_hook(advance)
+        _UNTIED.discard(self.clock)
+        # A partial, which a copy of the optimizer has too.
+        self._hook = optimizer.register_step_post_hook(partial(_advance, self.clock))
 
     def overflows(self, step: int | None = None) -> dict[str, list[int]]:
         """How many values of input, weight and gradient exceeded a delayed scale: in a step, or in all steps that are held."""
         return {name: count_overflows(history, step).tolist() for name, history in self.histories().items()}
 
     def histories(self) -> dict[str, Tensor]:
-        """The layers' amax histories, which a checkpoint must hold to continue with the same bits."""
+        """Return the layers' amax histories, which a checkpoint must hold to continue with the same bits."""
         return {name: layer.amax_history for name, layer in self.layers.items() if layer.amax_history is not None}
 
     def join_histories(self, largest: Callable[[Tensor], Tensor]) -> None:
@@ -103,7 +109,7 @@ class NarrowLayers:
             join_histories(histories, largest)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs for the same bits: the step that keys random bits, and copies of the amax histories."""
+        """Return what a resumed run needs for the same bits, besides the seed: the step, and copies of the amax histories."""
         histories = {name: history.clone() for name, history in self.histories().items()}
         return {"matmul_step": self.step, "amax_histories": histories}
 
@@ -121,23 +127,17 @@ class NarrowLayers:
         self.share_histories()
 
 
-# Layers that count the steps of every optimizer.
-_FOLLOW_ANY: weakref.WeakSet[Layer] = weakref.WeakSet()
+# Clocks that count the steps of every optimizer.
+_UNTIED: weakref.WeakSet[Clock] = weakref.WeakSet()
 
 
-def _advance(*_: Any) -> None:
-    for layer in list(_FOLLOW_ANY):
-        layer.set_step(layer.step + 1, layer.seed)
+def _advance(clock: Clock, *_: Any) -> None:
+    clock.set(step=clock.step + 1)
 
 
-Linears = NarrowLayers
-"""Its name in version 0.1.0."""
-
-# ── swapping ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-Choice = str | Compute | Callable[[str], str | Compute | None]
-"""A compute, its name, or a function from a layer's name to one of these; ``None`` leaves the layer alone."""
+def _advance_untied(*_: Any) -> None:
+    for clock in list(_UNTIED):
+        _advance(clock)
 
 
 def swap_linears(
@@ -154,7 +154,8 @@ def swap_linears(
 
     Args:
         model: any module with ``nn.Linear``, transformers' ``Conv1D`` or its mixtures' experts.
-        compute: a compute, its name, or a function from a layer's name to either (``None`` leaves it alone).
+        compute: a compute, its name, or a function from a layer's name to either (``None`` leaves it alone). A projection of
+            experts is called ``….experts.down_proj``.
         keep: patterns of names (shell wildcards) of layers to leave alone; ``None`` uses the compute's own, which is the
             language model's head.
         seed: of stochastic casts.
@@ -184,14 +185,16 @@ def swap_linears(
             f"{type(model).__name__} has no linear layer to compute narrowly.",
             "Its layers must be nn.Linear or transformers' Conv1D, and not all be kept.",
         )
-    left = _swap_slow_layers(model)
-    if is_widened(torch.bfloat16, next(iter(layers.values())).state.device.type):
-        widen_attention()
+    device = next(iter(layers.values())).key.device
+    slow = _swap_slow_layers(model)
+    for each in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
+        warn_if_emulated(each, device)
+    if is_widened(torch.bfloat16, device.type):
         care_for("bfloat16")
-    linears = _handle(layers, seed, left)
+    linears = NarrowLayers(layers, Clock(seed))
     linears.share_histories()
-    for layer in left:
-        layer.set_step(linears.step, seed)
+    after_every_step(_advance_untied)
+    _UNTIED.add(linears.clock)
     return linears
 
 
@@ -199,50 +202,12 @@ def keep_ranks_apart(model: nn.Module) -> None:
     """Let DistributedDataParallel, which will wrap the model, ignore the buffers of narrow layers, which differ by rank."""
     layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, NarrowLayer)}
     if layers:
-        leave_out_of_ddp(model, [f"{name}.{own}" for name in layers for own in ("state", "amax_history")])
-
-
-def swap_experts(
-    model: nn.Module,
-    compute: Choice,
-    *,
-    keep: tuple[str, ...] | None = None,
-    seed: int = 0,
-) -> NarrowLayers:
-    """Let only the experts of a transformers model compute in a compute of ``COMPUTES``, in place.
-
-    An expert's values are those of a linear layer of the compute on that expert's tokens. Parameters, names and
-    ``state_dict`` stay.
-
-    Args:
-        model: with experts as transformers 5 stores them.
-        compute: a compute, its name, or a function from a projection's name (``…experts.down_proj``) to either, or ``None``.
-        keep: patterns of names to leave alone; ``None`` uses the compute's own.
-        seed: of stochastic casts.
-    Returns:
-        A handle on the swapped projections.
-    Raises:
-        RecipeError: no such compute; no experts to swap; experts of a kind that cannot be swapped, or that are sharded.
-    Cost: as :func:`~narrowgauge.matmul.experts.grouped_linear`.
-    Example:
-        >>> from transformers import MixtralConfig, MixtralForCausalLM
-        >>> small = MixtralConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1,
-        ...                       num_attention_heads=2, num_key_value_heads=2, num_local_experts=4)
-        >>> sorted(swap_experts(MixtralForCausalLM(small), "int8-row").layers)
-        ['model.layers.0.mlp.experts.down_proj', 'model.layers.0.mlp.experts.gate_up_proj']
-    """
-    require_float64(model.parameters())
-    layers: dict[str, Layer] = {**experts.grouped_layers(model, chooser(compute, keep))}
-    if not layers:
-        raise RecipeError(
-            f"{type(model).__name__} has no experts to compute narrowly.",
-            "They must be stored in one 3-D parameter as in transformers 5, and not all be kept.",
-        )
-    return _handle(layers, seed)
+        buffers = ("key", "clock_words", "amax_history")
+        leave_out_of_ddp(model, [f"{name}.{buffer}" for name in layers for buffer in buffers])
 
 
 def linears_of(model: nn.Module) -> NarrowLayers | None:
-    """A handle on the narrow layers of a model, for code that has only the model.
+    """Return a handle on the narrow layers of a model, for code that has only the model.
 
     Args:
         model: any module.
@@ -254,11 +219,11 @@ def linears_of(model: nn.Module) -> NarrowLayers | None:
     """
     layers: dict[str, Layer] = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     layers |= experts.grouped_layers_of(model)
-    return NarrowLayers(layers, next(iter(layers.values())).seed) if layers else None
+    return NarrowLayers(layers, next(iter(layers.values())).clock) if layers else None
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """The names of linear layers, and of the projections of mixtures' experts."""
+    """Return the names of linear layers, and of the projections of mixtures' experts."""
     return [*(name for name, module in model.named_modules() if is_linear(module)), *experts.projections(model)]
 
 
@@ -275,16 +240,6 @@ def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Co
         return None if kept else computes.at_layer(chosen, name)
 
     return choose
-
-
-def _handle(layers: dict[str, Layer], seed: int, others: list[Linear] | None = None) -> NarrowLayers:
-    """The handle on swapped layers, which count every optimizer's steps; warns of computes that are emulated."""
-    device = next(iter(layers.values())).state.device
-    for compute in {layer.compute.name: layer.compute for layer in (*layers.values(), *(others or ()))}.values():
-        warn_if_emulated(compute, device, stacklevel=4)
-    linears = NarrowLayers(layers, seed)
-    linears.follow_any()
-    return linears
 
 
 def _swap_slow_layers(model: nn.Module) -> list[Linear]:

@@ -1,1 +1,1 @@
-from narrowgauge.numerics.checksums import fingerprint as fingerprint
+from .hashing import fingerprint as fingerprint

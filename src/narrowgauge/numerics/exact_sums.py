@@ -1,44 +1,207 @@
-"""Elementwise sums of many tensors that do not depend on their order.
+"""Sums that do not depend on order: the norm of many tensors, and their elementwise sum.
 
-Floats on a fixed grid are integers in disguise: as long as a sum of multiples of 2^-74 stays below 2^53 of them, float64 adds it
-without rounding, in any order and on any number of ranks. 53 bits are too few for gradients, so a value is cut in two, and each
-half is summed in a float64 *word* of its own:
+Floating-point addition is not associative, so a sum in another order is another number. Integer addition is associative. Both
+sums therefore write values as whole numbers of steps of a fixed grid.
+
+**The norm** reads values twice. The first pass finds the largest magnitude. The second writes each square as a whole number of
+steps of a coarse grid, and the remainder as steps of a fine one; both are summed in int64. The grids follow from the largest
+magnitude and from the number ``n`` of values, so that neither sum overflows. No order, chunk, shard, thread or rank enters, and
+ranks merge with one MAX and one SUM all-reduce. With ``w = 63 - n.bit_length()`` (36 for a hundred million) a square is off by at
+most ``2^(-2w)`` times the largest square. One grid alone would read squares below ``2^-w`` of the largest as zero.
+
+**The elementwise sum** uses float64 as an integer: a sum of multiples of 2^-74 below 2^53 of them is exact. 53 bits are too few
+for gradients, so a value is split into two float64 words:
 
     x  =  upper + lower        upper a multiple of 2^-23,    |x| <= 2^18
                                lower a multiple of 2^-74,    |lower| <= 2^-24
 
-The adder does the cutting. Next to 1.5 · 2^29 float64 has a spacing of 2^-23, so (x + 1.5 · 2^29) - 1.5 · 2^29 is x rounded to
-``upper``, to the nearest, ties to even; what was rounded off is exact, and 1.5 · 2^-22 rounds it to ``lower`` in the same way.
+Next to 1.5 · 2^29 float64 has an ulp of 2^-23, so (x + 1.5 · 2^29) - 1.5 · 2^29 is x rounded to ``upper``, ties to even. The
+remainder is exact, and 1.5 · 2^-22 rounds it to ``lower``. 4,096 addends have |upper| <= 4,096 · 2^18 = 2^53 · 2^-23: each
+partial sum of the upper word is exact. The lower word holds 2^53 · 2^-74 = 8 · 2^-24, more than six addends and a remainder.
+After each six its multiple of 2^-23 is *carried* to the upper word. Which multiple that is may depend on the order; both words
+together do not.
 
-Why it is exact. 4,096 addends have |upper| <= 4,096 · 2^18 = 2^53 · 2^-23: each partial sum of the upper word is a float64. The
-lower word holds 2^53 · 2^-74 = 8 · 2^-24: more than six addends and a rest. After each six its multiple of 2^-23 is *carried*
-to the upper word, by the same adder, and a rest of at most 2^-24 stays. Which multiple that is may depend on the order, but what
-both words stand for together does not.
-
-What is lost. A value below 2^-50 in magnitude has bits below the grid: it is rounded to it by itself, in no order, by at most
-2^-75, which squares to half of float32's smallest number: zero. NaN and infinities make an element's words NaN for good, and
-so does a value beyond 2^18: a step with one is skipped, in any order.
-
-The total is rounded once, to the nearest float32, ties to even. The float64 nearest to ``upper + lower`` may be a tie of float32
-where the sum is none, so where that addition rounds it is first corrected to *odd*: the last bit is set, as a sign that something
-follows. An odd float64 is no tie.
+Values below 2^-50 in magnitude have bits below the grid: each is rounded to it, by at most 2^-75. The total is rounded once to
+float32, ties to even. The float64 nearest to ``upper + lower`` may be a tie of float32 where the sum is not. Where that addition
+rounds, it is therefore first corrected to *odd*: an odd float64 is not a tie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import COMPILE_ELEMENTS, can_compile, compiled_for_pattern
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics.summation import chunk_size
+from narrowgauge.numerics.chunks import chunk_size, flat_chunks
+from narrowgauge.numerics.dtensor import add_up, by_group, local_of
+from narrowgauge.numerics.rounding import sqrt
+
+JOINED_ELEMENTS, JOINED_TOTAL = 1 << 16, 1 << 22
+"""Tensors of at most so many elements are copied into buffers of at most so many: one call then serves many tensors."""
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Return the largest absolute value, float32 0-d: NaN if one is NaN, else infinity if one is infinite; 0 for no values.
+
+    Example:
+        >>> largest_magnitude(torch.tensor([1.0, -3.0, 2.0])).item()
+        3.0
+    """
+    if not x.numel():
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    # One pass and no temporary, 14 times as fast on a CPU as the maximum of abs(x).
+    low, high = torch.aminmax(x.detach())
+    return torch.maximum(low.abs(), high.abs()).float()
+
+
+def grid_scales(largest: Tensor, count: int) -> Tensor:
+    """Return what squares are multiplied by on the coarse grid, and their remainders on the fine one: float64 ``[2]``.
+
+    With ``w = 63 - count.bit_length()`` and ``e`` the least with ``largest² < 2^e`` the scales are ``2^(w-e)`` and ``2^w``, so
+    that ``count`` addends stay below 2^63. Nothing waits for the device.
+
+    Args:
+        largest: float32, 0-d: the largest magnitude over *all* tensors and ranks.
+        count: how many elements all tensors and ranks have, 1 … 2^40.
+    Raises:
+        FormatError: for any other count.
+    Example:
+        >>> grid_scales(torch.tensor(1.5), count=1000).log2().tolist()
+        [51.0, 53.0]
+    """
+    if not 1 <= count <= 1 << 40:
+        raise FormatError(f"Cannot sum the squares of {count} elements: a grid takes 1 … 2^40.")
+    width = 63 - count.bit_length()
+    square = largest.double() * largest.double()
+    # The least positive float32 squares to 2^-298; zero is treated as that.
+    exponent = (square.view(torch.int64) >> 52).clamp(min=1023 - 298) - 1022
+    bits = torch.stack([width + 1023 - exponent, torch.full_like(exponent, width + 1023)])
+    return (bits << 52).view(torch.float64)
+
+
+def _steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    # In float64 a float32's square is exact, and so are its product with a power of two and the remainder after rounding: the
+    # only roundings are the two that are written.
+    values = x.double()
+    scaled = values * values * scales[0]
+    coarse = scaled.round()
+    fine = ((scaled - coarse) * scales[1]).round()
+    return coarse.to(torch.int64), fine.to(torch.int64)
+
+
+def grid_steps(x: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum the squares of ``x`` in steps of the coarse and of the fine grid, int64 0-d each.
+
+    Sums of parts add up to those of the whole. With NaN or infinity in ``x`` they are meaningless but harmless.
+    """
+    coarse, fine = _steps(x, scales)
+    return coarse.sum(), fine.sum()
+
+
+def grid_steps_of_words(words: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """Do :func:`grid_steps` for bfloat16 values read as int32 words of two neighbours: compiled, six times as fast."""
+    even = _steps((words << 16).view(torch.float32), scales)
+    odd = _steps((words & -65536).view(torch.float32), scales)
+    return (even[0] + odd[0]).sum(), (even[1] + odd[1]).sum()
+
+
+def exact_norm(tensors: Sequence[Tensor], *, compile: bool = True) -> Tensor:
+    """Return the L2 norm of all tensors taken as one vector: float32 0-d, NaN or infinite where a value is.
+
+    Of DTensors it is the norm of the whole. All ranks of their meshes call it with the same tensors in the same order, and get
+    the bits of one process that holds all.
+
+    Cost: two reads of what this rank holds, and two small messages.
+    Example:
+        >>> exact_norm([torch.tensor([3.0]), torch.tensor([[4.0]])])
+        tensor(5.)
+    """
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32)
+    return sqrt(exact_squares(tensors, compile=compile)[0]).float()
+
+
+@torch.no_grad()
+def exact_squares(
+    tensors: Sequence[Tensor],
+    part: Tensor | None = None,
+    *,
+    peaks: Sequence[Tensor] | None = None,
+    compile: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of squares of all tensors, at least one, and that of ``part``, one of them: float64 0-d, or ``None``.
+
+    The sum of ``part`` uses the grids of all, and so has their absolute error.
+
+    Args:
+        peaks: the largest magnitude of each local tensor, where they are known.
+        compile: compile the second pass for large tensors.
+    """
+    device = local_of(tensors[0]).device
+    groups = by_group(tensor for tensor in tensors if tensor is not part)
+    split = len(groups)
+    groups += [] if part is None else by_group([part])
+    pieces = [_pieces([local_of(tensor) for tensor in members]) for _, members in groups]
+    maxima = []
+    peak_of = dict(zip(map(id, tensors), peaks, strict=True)) if peaks is not None else {}
+    for (ranks, members), parts in zip(groups, pieces, strict=True):
+        all_peaks = [peak_of[id(m)] for m in members] if peak_of else [largest_magnitude(part) for part in parts]
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        maxima.append(add_up(torch.stack([zero, *all_peaks]).amax(), ranks, "max"))
+    largest = torch.stack(maxima).amax()
+    scales = grid_scales(largest, max(1, sum(tensor.numel() for tensor in tensors)))
+    steps = []
+    for (ranks, _), parts in zip(groups, pieces, strict=True):
+        zeros = torch.zeros(2, dtype=torch.int64, device=device)
+        steps.append(add_up(sum((_sum_steps(part, scales, compile) for part in parts), zeros), ranks, "sum"))
+
+    def squares(sums: Iterable[Tensor]) -> Tensor:
+        coarse, fine = sum(sums, torch.zeros(2, dtype=torch.int64, device=device)).double()
+        return torch.where(largest.isfinite(), (coarse + fine / scales[1]) / scales[0], largest.double())
+
+    return squares(steps), None if part is None else squares(steps[split:])
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return all elements in few tensors: contiguous large ones flat, small ones joined, the rest in chunks."""
+    pieces: list[Tensor] = []
+    small: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        if 0 < tensor.numel() <= JOINED_ELEMENTS:
+            small.setdefault(tensor.dtype, []).append(tensor.reshape(-1) if tensor.ndim != 1 else tensor)
+        elif tensor.is_contiguous():
+            pieces += [tensor.view(-1)] if tensor.numel() else []
+        else:
+            pieces += [chunk for (chunk,) in flat_chunks(tensor)]
+    for members in small.values():
+        fits = sum(member.numel() for member in members) <= JOINED_TOTAL
+        count = len(members) if fits else JOINED_TOTAL // JOINED_ELEMENTS
+        for start in range(0, len(members), count):
+            joined = torch.cat(members[start : start + count])
+            pieces.append(torch.cat([joined, joined.new_zeros(1)]) if len(joined) % 2 else joined)
+    return pieces
+
+
+def _sum_steps(flat: Tensor, scales: Tensor, compile: bool) -> Tensor:
+    """Return :func:`grid_steps` of a 1-D tensor as int64 ``[2]``: compiled where that pays, else a chunk at a time."""
+    if compile and len(flat) >= COMPILE_ELEMENTS and can_compile("cpu" if flat.is_cpu else "gpu"):
+        if flat.dtype is torch.bfloat16 and not (len(flat) % 2 or flat.data_ptr() % 4):
+            return torch.stack(compiled_for_pattern(grid_steps_of_words, flat.view(torch.int32), scales))
+        return torch.stack(compiled_for_pattern(grid_steps, flat, scales))
+    sums = [torch.stack(grid_steps(chunk, scales)) for (chunk,) in flat_chunks(flat)]
+    return torch.stack(sums).sum(0)
+
+
+# ── elementwise ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 LARGEST = 2.0**18
 """The largest magnitude of an addend."""
 MOST_ADDENDS = 4096
 """How many addends a sum takes."""
-# 1.5 · 2^52 of the spacings 2^-23 and 2^-74.
+# 1.5 · 2^52 of the ulps 2^-23 and 2^-74.
 _UPPER, _LOWER = 1.5 * 2.0**29, 1.5 * 2.0**-22
 _BETWEEN_CARRIES = 6
 _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
@@ -47,9 +210,9 @@ _SUMMABLE = (torch.bfloat16, torch.float16, torch.float32)
 class ExactSums:
     """The elementwise sums of up to 4,096 tensors, in any order.
 
-    Invariant: :meth:`total` depends on nothing but the multiset of values that each element was given. It is the float32 nearest
-    (ties to even) to the exact sum of these, each rounded to a multiple of 2^-74 (ties to even); values of at least 2^-50 in
-    magnitude, and all of float16, are such multiples. NaN where a value was NaN, infinite, or beyond 2^18. A sum of zero is +0.
+    Invariant: :meth:`total` depends only on the multiset of values that each element was given. It is the float32 nearest
+    (ties to even) to the exact sum of these, each rounded to a multiple of 2^-74 (ties to even). It is NaN where a value was NaN,
+    infinite, or beyond 2^18. A sum of zero is +0.
 
     Cost: 16 bytes per element; to add, 2.5 ns an element on one CPU thread, to round the total once 4 ns.
 
@@ -83,7 +246,7 @@ class ExactSums:
         """
         rows = values if values.ndim == 2 else values.unsqueeze(0)
         _check(rows, self._words.shape[1], self._num_addends + rows.shape[0])
-        scratch = _scratch(rows)
+        scratch = _scratch(rows, 4)
         for start, stop in _spans(rows):
             words = self._words[:, start:stop]
             _add(rows[:, start:stop], words, scratch, is_first=self._num_addends == 0)
@@ -92,13 +255,13 @@ class ExactSums:
 
     @torch.no_grad()
     def total(self, output: Tensor | None = None, divisor: int = 1) -> Tensor:
-        """The sums, rounded once to float32, then divided, and rounded to the dtype of ``output`` ``[numel]``, which is returned.
+        """Return the sums in ``output`` ``[numel]``: rounded once to float32, then divided, then rounded to its dtype.
 
-        ``None`` makes a float32 tensor.
+        Without ``output``, make a float32 tensor.
         """
         if output is None:
             output = torch.empty(self._words.shape[1], dtype=torch.float32, device=self._words.device)
-        scratch = _scratch(self._words)
+        scratch = _scratch(self._words, 4)
         if self._num_addends == 0:
             self._words.zero_()
         for start, stop in _spans(self._words):
@@ -112,7 +275,7 @@ class ExactSums:
 
 @torch.no_grad()
 def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
-    """:class:`ExactSums` of the rows of one tensor, divided and written to ``output``; the words do not outlive a chunk.
+    """Write :class:`ExactSums` of the rows of one tensor, divided, to ``output``; the words do not outlive a chunk.
 
     ``rows`` is ``[rows, numel]`` in bfloat16, float16 or float32; ``output``, of any floating-point dtype, may be the only row.
 
@@ -131,33 +294,29 @@ def sum_rows(rows: Tensor, output: Tensor, divisor: int = 1) -> Tensor:
 
 def _check(rows: Tensor, numel: int, num_addends: int) -> None:
     if rows.dtype not in _SUMMABLE or rows.shape[1] != numel:
+        shape = tuple(rows.shape)
         raise FormatError(
-            f"exact sums of {numel} elements were given {tuple(rows.shape)} of {rows.dtype}.",
+            f"Cannot add {shape} of {rows.dtype} to exact sums of {numel} elements.",
             "They take bfloat16, float16 and float32.",
         )
     if num_addends > MOST_ADDENDS:
-        raise FormatError(
-            f"exact sums were given {num_addends} addends, and hold {MOST_ADDENDS}.", "Use larger micro-batches."
-        )
-
-
-def _size(rows: Tensor) -> int:
-    return min(chunk_size(rows.device), rows.shape[1])
+        raise FormatError(f"Cannot add {num_addends} addends exactly: {MOST_ADDENDS} fit.", "Try larger micro-batches.")
 
 
 def _on_cpu(tensor: Tensor) -> bool:
-    """Whether reading a value needs no wait for a device."""
-    return tensor.device.type == "cpu"
+    """Return whether reading a value needs no wait for a device."""
+    return tensor.is_cpu
 
 
-def _scratch(rows: Tensor, count: int = 4) -> Tensor:
+def _scratch(rows: Tensor, count: int) -> Tensor:
     # One allocation for all chunks: fresh ones cost more in page faults than the sum itself.
-    return torch.empty(count, _size(rows), dtype=torch.float64, device=rows.device)
+    size = min(chunk_size(rows.device), rows.shape[1])
+    return torch.empty(count, size, dtype=torch.float64, device=rows.device)
 
 
 def _spans(rows: Tensor) -> Iterator[tuple[int, int]]:
-    """Starts and stops of the elements that are worked on at a time."""
-    numel, size = rows.shape[1], max(1, _size(rows))
+    """Yield starts and stops of the elements that are worked on at a time."""
+    numel, size = rows.shape[1], chunk_size(rows.device)
     return ((start, min(start + size, numel)) for start in range(0, numel, size))
 
 
@@ -194,7 +353,7 @@ def _carry(words: Tensor, scratch: Tensor) -> None:
 
 
 def _in_range(rows: Tensor) -> Tensor:
-    """The rows with NaN in place of values that are too large. (NaN and infinities become NaN anyway.)"""
+    """Return the rows with NaN in place of values that are too large. (NaN and infinities become NaN in the sum.)"""
     if _on_cpu(rows) and rows.numel() > 0:
         least, largest = (value.item() for value in torch.aminmax(rows))
         if least >= -LARGEST and largest <= LARGEST:
@@ -203,7 +362,7 @@ def _in_range(rows: Tensor) -> Tensor:
 
 
 def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None:
-    """Write what the words stand for, as the nearest float32, divided and in the format of ``output``."""
+    """Write the sum of the words as the nearest float32, divided and in the format of ``output``."""
     upper, lower = words
     total, part, error, result = scratch[:, : upper.numel()]
     # What the addition rounds off, exactly (Knuth).
@@ -224,6 +383,6 @@ def _round(words: Tensor, scratch: Tensor, output: Tensor, divisor: int) -> None
 
 
 def _odd(total: Tensor, error: Tensor) -> Tensor:
-    """``total + error``, of which ``total`` is the nearest float64, rounded to odd where there is an error."""
+    """Round ``total + error`` to odd, where ``total`` is the nearest float64."""
     bits = total.view(torch.int64) - (error * total < 0).long()  # toward zero
     return (bits | (error != 0).long()).view(torch.float64)

@@ -3,11 +3,12 @@
 The values that share a scale are a *group*: a tensor, a row, a column, a block. The scale takes the group's largest magnitude
 to the end of the format, each value divided by it is rounded, and value ≈ code × scale. These few lines are the definition
 and, compiled, the kernel: floats only, each operation exact or correctly rounded, so that eager and compiled, CPU and GPU
-give the same bits. A code is computed as the float32 that it stands for. Rounding never looks at bits, which is slow beside
-bfloat16 loads on a CPU: it adds and subtracts a number so large that only the format's bits survive.
+give the same bits. A code is computed as the float32 that it stands for.
 
 Special values: a group with a NaN or an infinity gets the scale NaN, and so becomes NaN throughout, never
-silently finite; magnitudes below 2^-100 count as 2^-100 when a scale is made; zeros may lose their sign.
+silently finite; magnitudes below 2^-100 count as 2^-100 when a scale is computed; zeros may lose their sign.
+
+The last section arranges codes and scales as a GPU's matmul kernels read them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from narrowgauge.errors import FormatError
-from narrowgauge.numerics.rounding import EXPONENT, bits_of, float_of, power_below, random_bits
+from narrowgauge.numerics.rounding import (
+    EXPONENT,
+    binade,
+    bits_of,
+    float_of,
+    power_below,
+    random_bits,
+    round_nearest,
+    round_stochastic,
+)
 from narrowgauge.spec.computes import ROTATION_SIZE, Cast, Rotation
 from narrowgauge.spec.formats import Format, get_format
 
@@ -28,7 +38,7 @@ TINY = 2.0**-100
 _E4M3 = get_format("float8_e4m3fn")
 _ROOMY_END = 256.0
 """The largest e4m3 scale of a cast that may make it larger later: by a half (``least-error``), or as ``eden`` needs."""
-_OTHER = 0x2545F491
+_COLUMNS = 0x2545F491
 
 
 class Quantized(NamedTuple):
@@ -46,11 +56,11 @@ class Quantized(NamedTuple):
     outer: Tensor | None
 
     def operand(self) -> Tensor:
-        """``codes * inner`` in float32: what is multiplied where the codes themselves cannot be."""
+        """Return ``codes * inner`` in float32: what is multiplied where the codes themselves cannot be."""
         return self.codes if self.inner is None else self.codes * spread(self.inner, self.codes.shape)
 
     def values(self) -> Tensor:
-        """The matrix it stands for, in float32."""
+        """Return the matrix that it stands for, in float32."""
         return self.operand() if self.outer is None else self.operand() * self.outer
 
 
@@ -84,7 +94,7 @@ def quantize(
         tensor([[  64., -127.,   19.]])
     """
     if cast.rounding != "nearest" and words is None:
-        raise FormatError(f"a cast to {cast} was requested without random words.", "Give words = random_words(…).")
+        raise FormatError(f"Cannot cast to {cast} without random words.", "Give words = random_words(…).")
     values = x if fold is None else x.float() * fold
     if cast.rotation != "none":
         values = rotate(values, dim, cast.rotation)
@@ -106,7 +116,7 @@ def quantize_whole(
     fold: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`quantize` for a cast without blocks: codes and the outer scale."""
+    """Return :func:`quantize`'s codes and outer scale for a cast without blocks."""
     values = x.float() if fold is None else x.float() * fold
     inverse, outer = _whole_scale(values, cast, dim, amax)
     return _codes(values, inverse, cast, words), outer
@@ -118,10 +128,10 @@ def quantize_blocks(
     words: tuple[Tensor, Tensor] | None = None,
     amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """:func:`quantize` for a cast in blocks, on a matrix that is rotated already and cut by :func:`blocked`, as the words are.
+    """Quantize in blocks a matrix that is rotated already and cut by :func:`blocked`, as the words are.
 
-    A compiler that gets the blocks' sides as the tensor's own makes loops of constant length of them, and one that must
-    hand out the scales and their inverses computes them once, not again at each value: that is four times faster.
+    Given the blocks' sides as the tensor's own, a compiler makes loops of constant length of them. Since scales and their
+    inverses are returned, it computes them once, not again at each value: that is four times faster.
 
     Args:
         blocks: ``[row blocks, rows, column blocks, columns]``.
@@ -130,7 +140,7 @@ def quantize_blocks(
         Codes shaped like ``blocks``, inner scales ``[row blocks, 1, column blocks, 1]``, what values were multiplied by, and
         the outer scale or ``None``.
     Raises:
-        FormatError: a stochastic cast was to choose between two scales, or ``eden`` to correct one that is no e4m3 number.
+        FormatError: a stochastic cast would choose between two scales, or ``eden`` would correct one that is not e4m3.
     """
     values = blocks.float()
     inverse, inner, outer = _block_scales(values, cast, amax)
@@ -145,7 +155,7 @@ def quantize_blocks(
 def _better_scale(
     values: Tensor, codes: Tensor, inner: Tensor, inverse: Tensor, outer: Tensor | None, cast: Cast
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and their inverses of each block under these scales or larger ones, whichever gives the smaller error.
+    """Choose for each block between these scales and larger ones: codes, scales and inverses with the smaller error.
 
     The errors are counted in squares of the smaller scale, to 2^-20 of one for each value. Ties stay.
 
@@ -153,34 +163,34 @@ def _better_scale(
     """
     if cast.rounding == "stochastic":
         raise FormatError(
-            f"a cast to {cast} was requested: the smaller of two random errors is biased.",
+            f"Cannot cast to {cast}: the smaller of two random errors is biased.",
             "Round to nearest, or take fit='end'.",
         )
     ratio: Tensor | float = 2.0
     if outer is None:
         larger = inner * 2
-        other = larger.reciprocal()
+        larger_inverse = larger.reciprocal()
     else:
         # The amax goes to the format's next smaller number: to 4 of e2m1's 6.
         row, largest = cast.element, values.abs().amax((1, 3), keepdim=True)
         second = row.max - row.spacing(row.max)
         larger = _e4m3_scale(largest * (1 / second) * outer.view(-1, 1, 1, 1).reciprocal(), up=False)
-        other = (larger * outer.view(-1, 1, 1, 1)).reciprocal()
+        larger_inverse = (larger * outer.view(-1, 1, 1, 1)).reciprocal()
         ratio = larger * inner.reciprocal()
-    again = _codes(values, other, cast, None)
-    before, after = values * inverse - codes, (values * other - again) * ratio
+    again = _codes(values, larger_inverse, cast, None)
+    before, after = values * inverse - codes, (values * larger_inverse - again) * ratio
     is_better = _sum_of_block(after * after) < _sum_of_block(before * before)
     return (
         torch.where(is_better, again, codes),
         torch.where(is_better, larger, inner),
-        torch.where(is_better, other, inverse),
+        torch.where(is_better, larger_inverse, inverse),
     )
 
 
 def _lengthened_scale(
     scaled: Tensor, codes: Tensor, inner: Tensor, cast: Cast, words: tuple[Tensor, Tensor] | None
 ) -> Tensor:
-    """E4m3 scales under which codes, projected on what they were rounded from, are on average as long as that.
+    """Return e4m3 scales under which codes, projected on the values before rounding, are on average as long as those.
 
     With v the scaled values of a block and q its codes, the scale is multiplied by |v|² / (v · q) and rounded
     stochastically, so that the mean of scale · (v · q) is the first scale · |v|²: rounding shrinks nothing. What of q is not
@@ -190,31 +200,31 @@ def _lengthened_scale(
     """
     if cast.scale != "float8_e4m3fn" or words is None:
         raise FormatError(
-            f"a cast to {cast} was requested: 'eden' corrects e4m3 scales of blocks, with random words.",
+            f"Cannot cast to {cast}: 'eden' corrects e4m3 scales of blocks, with random words.",
             "Take a cast with scale='float8_e4m3fn', as nvfp4's.",
         )
     along, length = _sum_of_block(scaled * codes), _sum_of_block(scaled * scaled)
     factor = torch.where(along > 0, length.float() * along.float().reciprocal(), 1.0)
-    meant = (inner * factor).clamp_max(_E4M3.max)
-    return round_stochastic(meant, _E4M3, uniform((words[0][:, :1], words[1][:, :, :, :1])))
+    return round_stochastic(
+        (inner * factor).clamp_max(_E4M3.max), _E4M3, uniform((words[0][:, :1], words[1][:, :, :, :1]))
+    )
 
 
 def _sum_of_block(x: Tensor) -> Tensor:
-    """Sums over the blocks of ``[row blocks, rows, column blocks, columns]``, int32, in units of 2^-20 cut off toward zero.
+    """Sum over the blocks of ``[row blocks, rows, column blocks, columns]``, int32, in units of 2^-20 cut off toward zero.
 
     Sums of integers do not depend on their order, so every build gives the same bits. Magnitudes up to 64, and blocks of up to
     32 values, do not overflow; larger magnitudes and NaN count as 64.
     """
-    held = torch.where(x.abs() < 64.0, x, 64.0)
-    return (held * 2.0**20).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
+    limited = torch.where(x.abs() < 64.0, x, 64.0)
+    return (limited * 2.0**20).to(torch.int32).sum((1, 3), keepdim=True, dtype=torch.int32)
 
 
 def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
-    """What a smooth cast of ``[rows, channels]`` multiplies channels by, and the largest magnitude it then scales by.
+    """Return the factors of channels in a smooth cast of ``[rows, channels]``, and the largest magnitude to scale by.
 
-    Invariant: afterwards the largest of each channel is in [1, 2). Codes have the significant bits that they have
-    without, since the scale keeps the mantissa of the tensor's own largest magnitude; only the bits that were
-    lost to the format's subnormals are kept.
+    Invariant: afterwards the largest of each channel is in [1, 2). Codes have the same significant bits as without, since the
+    scale keeps the mantissa of the tensor's largest magnitude; only bits are gained that the format's subnormals lost.
 
     Returns:
         Float32 powers of two ``[1, channels]``, 1 for channels of zeros or subnormals or with an infinity or a NaN, and
@@ -223,7 +233,7 @@ def smoothing(x: Tensor, cast: Cast, amax: Tensor | None = None) -> tuple[Tensor
     if not cast.smooth:
         return None, amax
     largest = x.abs().amax(0, keepdim=True).float()
-    return _power_of(largest).reciprocal(), 2 * (whole := largest.amax(1, keepdim=True)) / _power_of(whole)
+    return _power_of(largest).reciprocal(), 2 * (peak := largest.amax(1, keepdim=True)) / _power_of(peak)
 
 
 def _power_of(magnitude: Tensor) -> Tensor:
@@ -232,13 +242,13 @@ def _power_of(magnitude: Tensor) -> Tensor:
 
 
 def sides_of(cast: Cast, dim: int) -> tuple[int, int]:
-    """Rows and columns of a block of a matrix that is contracted along ``dim``."""
+    """Return rows and columns of a block of a matrix that is contracted along ``dim``."""
     sides = cast.block or (1, 1)
     return sides if dim == 1 else sides[::-1]
 
 
 def _whole_scale(values: Tensor, cast: Cast, dim: int, amax: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What values of a tensor, row or column are multiplied by, and its inverse, the scale."""
+    """Return the multiplier of values of a tensor, row or column, and its inverse, the scale."""
     if cast.is_wide or cast.scaling == "static":
         return None, None
     along = {"tensor": (0, 1), "row": (dim,), "column": (1 - dim,)}[cast.granularity]
@@ -248,15 +258,15 @@ def _whole_scale(values: Tensor, cast: Cast, dim: int, amax: Tensor | None) -> t
 
 
 def _block_scales(blocks: Tensor, cast: Cast, amax: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What values of ``[row blocks, rows, column blocks, columns]`` are multiplied by, and the scales of both levels."""
+    """Return the multiplier of ``[row blocks, rows, column blocks, columns]``, and the scales of both levels."""
     largest = blocks.abs().amax((1, 3), keepdim=True)
     unbiased = cast.rounding == "stochastic"
     if cast.scale != "float8_e4m3fn":
         inner = power_of_two_scale(largest, cast.element, up=unbiased or cast.scale == "power-of-two")
         return inner.reciprocal(), inner, None
-    whole = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
+    peak = largest.amax((0, 2), keepdim=True) if amax is None else amax.view(-1, 1, 1, 1)
     end = _E4M3.max if cast.fit == "end" and cast.rounding != "eden" else _ROOMY_END
-    outer = _or_nan(whole.clamp_min(TINY) * (1 / (end * cast.element.max)), whole)
+    outer = _or_nan(peak.clamp_min(TINY) * (1 / (end * cast.element.max)), peak)
     inner = _e4m3_scale(largest * (1 / cast.element.max) * outer.reciprocal(), up=unbiased)
     return (inner * outer).reciprocal(), inner, outer.view(-1, 1)
 
@@ -269,14 +279,14 @@ def _codes(values: Tensor, inverse: Tensor | None, cast: Cast, words: tuple[Tens
 
 
 def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int = 0) -> tuple[Tensor, Tensor]:
-    """Random words from counters: one for each row, one for each column; see :func:`uniform`.
+    """Return random words from counters: one for each row, one for each column; see :func:`uniform`.
 
-    Invariant: a pure function of the key and the logical indices, so any chunk of rows, begun at its own ``first_row``, gets the
-    words it has in the whole.
+    A pure function of the key and the logical indices: a chunk of rows that begins at ``first_row`` gets the words that it has in
+    the whole.
 
     Args:
-        key: 0-d int32: what is particular to the seed, the step, the layer and the operand, well mixed: of two keys that
-            differ in low bits only, one has the other's words in another order.
+        key: 0-d int32, particular to the seed, the step, the layer and the operand, and well mixed: keys that differ in low bits
+            only have the same words in another order.
     Returns:
         float32 in [0, 1): ``[rows, 1]`` of 16 bits and ``[1, columns]`` of 16 bits and half a last one.
     """
@@ -285,9 +295,9 @@ def random_words(rows: int, columns: int, key: Tensor, first_row: Tensor | int =
 
 
 def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tuple[Tensor, Tensor]:
-    """:func:`random_words` for int32 counters of rows and columns."""
-    other = random_bits(torch.full_like(key, _OTHER), key)
-    by_row, by_column = random_bits(row + first_row, key), random_bits(column, other)
+    """Return :func:`random_words` for int32 counters of rows and columns."""
+    column_key = random_bits(torch.full_like(key, _COLUMNS), key)
+    by_row, by_column = random_bits(row + first_row, key), random_bits(column, column_key)
     return (
         ((by_row >> 16) & 0xFFFF).float()[:, None] * 2.0**-16,
         ((by_column >> 16) & 0xFFFF).float()[None, :] * 2.0**-16 + 2.0**-17,
@@ -295,98 +305,20 @@ def words_of(row: Tensor, column: Tensor, key: Tensor, first_row: Tensor) -> tup
 
 
 def uniform(words: tuple[Tensor, Tensor]) -> Tensor:
-    """A uniform number in [0, 1) for each place of a matrix: the sum of its row's and its column's, modulo 1.
+    """Return a uniform number in [0, 1) for each place of a matrix: the sum of its row's and its column's, modulo 1.
 
-    One of the 65,536 middles of equal parts: their mean is 1/2, and any of them added to a whole number up to 127 is exact in
-    float32, so that what needs no rounding is never moved.
+    It is one of the 65,536 middles of equal parts. Their mean is 1/2, and each added to a whole number up to 127 is exact in
+    float32, so that values of the format never move.
 
-    Of any two places the numbers are independent, whatever the values there; so a dot product's rounding error has the
-    variance of independent roundings. (Four at the corners of a rectangle are not; a hash for each place costs three times
-    the cast.)
+    Numbers at any two places are independent, so a dot product's rounding error has the variance of independent roundings. (Four
+    at the corners of a rectangle are not; a hash for each place costs three times the cast.)
     """
     total = words[0] + words[1]
     return total - total.floor()
 
 
-def round_nearest(v: Tensor, row: Format) -> Tensor:
-    """Float32 values rounded to a format's own, ties to even; past its end they become its end (from 16 bits up: infinity).
-
-    Invariant: equals ``round_to``, saturated for narrow formats, except for the sign of zero. NaN stays NaN even in
-    formats without one. Integers end at -max, so that there are as many on both sides.
-    """
-    if row.name in ("float32", "float64"):
-        return v
-    if row.name in ("bfloat16", "tfloat32"):
-        # Not by conversion: a compiler drops one that is undone at once.
-        dropped = 23 - row.mantissa_bits
-        bits = bits_of(v)
-        half = (1 << (dropped - 1)) - 1 + ((bits >> dropped) & 1)
-        return torch.where(v.isfinite(), float_of((bits + half) & -(1 << dropped)), v)
-    if row.kind == "int":
-        return torch.round(v.clamp(-row.max, row.max))
-    if row.name == "float16":
-        near = _nearest(v.clamp(2 * row.min, 2 * row.max), row)
-        return torch.where(near.abs() > row.max, near * torch.inf, near)
-    return _nearest(v.clamp(row.min, row.max), row)
-
-
-def _nearest(held: Tensor, row: Format) -> Tensor:
-    """The nearest number of a format whose largest value does not matter."""
-    # 1.5 × 2^k added and subtracted leaves multiples of the smallest spacing.
-    magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
-    subnormal = (held + magic) - magic
-    return torch.where(held.abs() < 2.0**row.min_exponent, subnormal, _shortened(held, row))
-
-
-def _shortened(v: Tensor, row: Format) -> Tensor:
-    """Rounded to the format's significant bits, ties to even, as if its exponents had no end.
-
-    Source: Dekker 1971, Veltkamp's splitting; it needs a product that is rounded before it is subtracted, which a GPU's
-    fused multiply-add is not, so there the binade is read from the bits.
-    """
-    if v.is_cuda:
-        magic = _binade(v, row) * (1.5 * 2.0 ** (23 - row.mantissa_bits))
-        return (v + magic) - magic
-    product = v * (2.0 ** (23 - row.mantissa_bits) + 1)
-    return product - (product - v)
-
-
-def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
-    """Float32 values rounded to one of their two neighbours, without bias to 2^-16 of a spacing.
-
-    The values lie within the format's range, the format has at most 8 bits, and ``u`` comes from :func:`uniform`.
-    """
-    if row.kind == "int":
-        return torch.floor(v + u).clamp(-row.max, row.max)
-    binade, inverse = _binade_by_steps(v, row) if row.exponent_bits < 3 else _binade_by_bits(v, row)
-    steps = torch.floor(v * (inverse * 2.0**row.mantissa_bits) + u)
-    return (steps * (binade * 2.0**-row.mantissa_bits)).clamp(row.min, row.max)
-
-
-def _binade(v: Tensor, row: Format) -> Tensor:
-    """The power of two at or below each magnitude, at least the format's smallest normal number."""
-    return power_below(v).clamp_min(2.0**row.min_exponent)
-
-
-def _binade_by_bits(v: Tensor, row: Format) -> tuple[Tensor, Tensor]:
-    """:func:`_binade` and its inverse."""
-    binade = _binade(v, row)
-    return binade, binade.reciprocal()
-
-
-def _binade_by_steps(v: Tensor, row: Format) -> tuple[Tensor, Tensor]:
-    """The same for a format of few exponents, by comparing: bits are slow to read beside bfloat16 loads on a CPU."""
-    magnitude = v.abs()
-    binade = torch.full_like(v, 2.0**row.min_exponent)
-    inverse = torch.full_like(v, 2.0**-row.min_exponent)
-    for exponent in range(row.min_exponent + 1, row.max_exponent + 1):
-        binade = torch.where(magnitude < 2.0**exponent, binade, 2.0**exponent)
-        inverse = torch.where(magnitude < 2.0**exponent, inverse, 2.0**-exponent)
-    return binade, inverse
-
-
 def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
-    """The power of two by which a group with this largest magnitude is divided, for elements of format ``row``.
+    """Return the power of two by which a group with this largest magnitude is divided, for elements of format ``row``.
 
     With ``up`` it is the smallest at which nothing saturates; else the OCP rule, the exponent of ``amax`` less the format's.
     """
@@ -396,11 +328,11 @@ def power_of_two_scale(amax: Tensor, row: Format, *, up: bool) -> Tensor:
 
 
 def _e4m3_scale(ratio: Tensor, *, up: bool) -> Tensor:
-    """The e4m3 number nearest to ``ratio``, or the least that is not below it; never zero."""
+    """Return the e4m3 number nearest to ``ratio``, or the least that is not below it; never zero."""
     smallest = 2.0**_E4M3.finest_exponent
     scale = round_nearest(ratio, _E4M3)
     if up:
-        spacing = _binade(ratio, _E4M3) * 2.0**-_E4M3.mantissa_bits
+        spacing = binade(ratio, _E4M3) * 2.0**-_E4M3.mantissa_bits
         scale = torch.where(scale < ratio, scale + spacing, scale).clamp_max(_E4M3.max)
     return scale.clamp_min(smallest)
 
@@ -410,18 +342,17 @@ def _or_nan(scale: Tensor, amax: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
-    """Each 16 consecutive places along ``dim`` mixed by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
+    """Mix each 16 consecutive places along ``dim`` by a Hadamard matrix: ``H(signs · x) / 4``, orthogonal.
 
-    The signs of ``hadamard`` are random numbers that repeat every 16 places and never change, as in the published recipe. The
-    other rotations have none here: those of ``hadamard-drawn`` are multiplied into ``x`` first, see :func:`random_signs`. Two
-    operands that are both rotated multiply to what they did before. The dimension must be a multiple of 16 long (see
-    :func:`padded`).
+    The signs of ``hadamard`` repeat every 16 places and never change, as in the published recipe. Signs of ``hadamard-drawn`` are
+    multiplied into ``x`` first, see :func:`random_signs`. The product of two rotated operands is unchanged. The dimension must be
+    a multiple of 16 long (see :func:`padded`).
 
     Source: NVIDIA 2025 (2509.25149), section 4.2; Ashkboos et al. 2024 (2404.00456).
     """
     if x.shape[dim] % ROTATION_SIZE:
         raise FormatError(
-            f"a matrix of {x.shape[0]} × {x.shape[1]} was to be rotated by {ROTATION_SIZE} places along dim {dim}.",
+            f"Cannot rotate a matrix of {x.shape[0]} × {x.shape[1]} by {ROTATION_SIZE} places along dim {dim}.",
             "Fill it up with zeros: padded(x, cast, dim).",
         )
     blocks = x.float().unflatten(dim, (-1, ROTATION_SIZE))
@@ -440,7 +371,8 @@ def rotate(x: Tensor, dim: int, rotation: Rotation = "hadamard") -> Tensor:
 
 
 def random_signs(size: int, dim: int, key: Tensor) -> Tensor:
-    """Random signs of a rotation, the same for each 16 places: float32 ``[1, size]`` along dim 1, ``[size, 1]`` along dim 0.
+    """Return random signs of a rotation, the same for each 16 places: float32 ``[1, size]`` along dim 1, ``[size, 1]`` along dim
+    0.
 
     Args:
         key: 0-d int32, as for :func:`random_words`; the same for both operands of a product.
@@ -455,7 +387,7 @@ _NEGATED = frozenset(place for place in range(ROTATION_SIZE) if not 0x9E37 >> pl
 
 
 def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
-    """``x`` padded with zeros to whole blocks, and to whole rotations."""
+    """Pad ``x`` with zeros to whole blocks, and to whole rotations."""
     sides = list(sides_of(cast, dim))
     if cast.rotation != "none":
         sides[dim] = math.lcm(sides[dim], ROTATION_SIZE)
@@ -464,16 +396,91 @@ def padded(x: Tensor, cast: Cast, dim: int) -> Tensor:
 
 
 def spread(inner: Tensor, shape: torch.Size) -> Tensor:
-    """A scale for each place of a matrix, from a scale for each block."""
+    """Return a scale for each place of a matrix, from a scale for each block."""
     sides = [size // count for size, count in zip(shape, inner.shape, strict=True)]
     return inner.repeat_interleave(sides[0], 0).repeat_interleave(sides[1], 1)
 
 
 def blocked(x: Tensor, sides: tuple[int, int]) -> Tensor:
-    """``[row blocks, rows, column blocks, columns]`` of a matrix."""
+    """View a matrix as ``[row blocks, rows, column blocks, columns]``."""
     if x.shape[0] % sides[0] or x.shape[1] % sides[1]:
         raise FormatError(
-            f"a matrix of {x.shape[0]} × {x.shape[1]} was to be cut into blocks of {sides[0]} × {sides[1]}.",
+            f"Cannot cut a matrix of {x.shape[0]} × {x.shape[1]} into blocks of {sides[0]} × {sides[1]}.",
             "Fill it up with zeros: padded(x, cast, dim).",
         )
     return x.view(x.shape[0] // sides[0], sides[0], x.shape[1] // sides[1], sides[1])
+
+
+# ── what a GPU's matmul kernels read ────────────────────────────────────────────────────────────────────────────────────
+
+TILE_ROWS, TILE_SCALES, _GROUP_ROWS = 128, 4, 32
+SQUARE_ALIGNMENT = 4
+"""Scales of square blocks: the length of a column is a multiple of this."""
+# The magnitudes of e2m1, doubled, by code; the sign is the fourth bit.
+_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
+
+
+def four_bit_codes(values: Tensor) -> Tensor:
+    """Return the codes 0 … 15 of float numbers of e2m1, uint8 of the same shape. Zeros lose their sign."""
+    doubled = (values.abs() * 2).to(torch.int32)
+    index = doubled.clamp_max(4) + (doubled >= 6) + (doubled >= 8) + (doubled >= 12)
+    return torch.where(values < 0, index + 8, index).to(torch.uint8)
+
+
+def four_bit_values(codes: Tensor) -> Tensor:
+    """Return the float32 numbers of e2m1 codes 0 … 15."""
+    table = torch.tensor([*_DOUBLED, *(-doubled for doubled in _DOUBLED)], dtype=torch.float32, device=codes.device) / 2
+    return table[codes.to(torch.int32)]
+
+
+def packed_pairs(codes: Tensor, dim: int) -> Tensor:
+    """Pack codes 0 … 15 two to a byte along ``dim``, which has an even length: the even place in the low half.
+
+    Source: PyTorch, ``torch.float4_e2m1fn_x2``; cuBLAS, ``CUDA_R_4F_E2M1``.
+    Example:
+        >>> packed_pairs(torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8), 1)
+        tensor([[33, 15]], dtype=torch.uint8)
+    """
+    pairs: Tensor = codes.unflatten(dim, (-1, 2))
+    return pairs.select(dim + 1, 0) | (pairs.select(dim + 1, 1) << 4)
+
+
+def unpacked_pairs(packed: Tensor, dim: int) -> Tensor:
+    """Invert :func:`packed_pairs`."""
+    return torch.stack([packed & 15, packed >> 4], dim + 1).flatten(dim, dim + 1)
+
+
+def tiled_scales(scales: Tensor) -> Tensor:
+    """Arrange one-byte scales ``[rows, blocks]`` in tiles of 128 × 4, flat, as the matmuls of Blackwell read them.
+
+    The scale of row ``r`` and block ``b`` is at ``512 * tile + (r % 32) * 16 + (r % 128 // 32) * 4 + b % 4``, where the tile
+    ``(r // 128, b // 4)`` is counted row by row. Zeros fill up the last tiles.
+
+    Source: cuBLAS, "1D Block Scaling Factors Layout": ``offset = (outer % 32) * 16 + (outer / 32) * 4 + inner`` within a tile;
+    PyTorch, ``SwizzleType.SWIZZLE_32_4_4``.
+    Example:
+        >>> tiled_scales(torch.arange(1, 129, dtype=torch.uint8)[:, None])[:17:4]
+        tensor([ 1, 33, 65, 97,  2], dtype=torch.uint8)
+    """
+    rows, blocks = scales.shape
+    padded_scales = F.pad(scales.view(torch.uint8), (0, -blocks % TILE_SCALES, 0, -rows % TILE_ROWS))
+    tiles = padded_scales.view(
+        -1, TILE_ROWS // _GROUP_ROWS, _GROUP_ROWS, padded_scales.shape[1] // TILE_SCALES, TILE_SCALES
+    )
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).view(scales.dtype)
+
+
+def scales_in_columns(scales: Tensor) -> Tensor:
+    """Store scales ``[rows, blocks]`` of blocks of 128 values column by column, as Hopper reads them.
+
+    Source: cuBLAS, "Scaling factors layouts" of 128-element blocks: M-major for A, N-major for B.
+    """
+    return scales.t().contiguous().t()
+
+
+def square_scales_in_columns(scales: Tensor) -> Tensor:
+    """Store scales ``[row blocks, blocks]`` of square blocks as ``[blocks, row blocks]``, column by column, padded to 4.
+
+    Source: as of :func:`scales_in_columns`: K-major, "the stride between the consecutive columns must be a multiple of 4".
+    """
+    return F.pad(scales, (0, -scales.shape[1] % SQUARE_ALIGNMENT)).contiguous().t()

@@ -1,28 +1,24 @@
 """Rounding a tensor to the values of any number format, on the integer bits.
 
-A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers: adding half of what will be
-dropped and clearing the rest rounds to the nearest, ties away from zero; adding a uniform random integer instead rounds
-stochastically, without bias; adding nothing rounds toward zero. A carry runs into the exponent by itself. Optimizers drop a
-fixed number of bits in this way: :func:`round_to_bfloat16`, :func:`round_to_float16`.
+A float32 read as an int32 is sign and magnitude, and magnitudes are ordered like integers. Adding half of the bits to drop and
+clearing them rounds to nearest, ties away from zero; adding a uniform random integer rounds stochastically, without bias; adding
+nothing rounds toward zero. A carry runs into the exponent. Optimizers drop a fixed number of bits in this way: :func:`cut`.
 
-:func:`round_to` serves every format, floats, integers and scales, with the same few operations. A float is a whole number of
-steps: its 24 significant bits times a power of two. A narrower format has longer steps, so rounding drops low bits of that
-whole number. The format gives how many: the difference of the mantissas, and more below the smallest normal value, where the
-steps stop shrinking.
+:func:`round_to` serves every format, floats, integers and scales, in float64, where each operation is exact.
+:func:`round_nearest` and :func:`round_stochastic` are its fast variants for casts of matmul operands: floats only, since reading
+bits is slow beside bfloat16 loads on a CPU. They add and subtract a number so large that only the format's bits survive.
 
-Nothing here is rounded by ``.to(bfloat16)``: compilers remove such casts inside fused kernels, and then nothing is rounded at
-all. Integer operations are not removed, flushed or fused, so eager and compiled code give the same bits.
+Nothing here is rounded by ``.to(bfloat16)``: compilers remove such casts inside fused kernels. They neither remove, flush nor
+fuse integer operations, so eager and compiled code give the same bits.
 
-Special values, unless a function says otherwise: a zero keeps its sign; a subnormal is cut like any other value; an infinity
-stays one; a finite value that rounds past the largest becomes infinite, as IEEE 754 asks; a NaN becomes the one quiet NaN of
-its format. It has no sign: x86 makes negative NaNs, CUDA positive ones of other bits, and both would be stored (see
-:func:`canonical_bits`).
+Special values, unless a function says otherwise: a zero keeps its sign; a subnormal is rounded like any other value; an infinity
+stays one; a finite value that rounds past the largest becomes infinite (IEEE 754); a NaN becomes the one quiet NaN of its format,
+without a sign: x86 makes negative NaNs, CUDA positive ones of other bits, and both would be stored (:func:`canonical_bits`).
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -36,25 +32,25 @@ QUIET_NAN = 0x7FC00000
 MAGNITUDE = 0x7FFFFFFF
 QUIET_NANS = {torch.float32: QUIET_NAN, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
 QUIET_NAN64 = 0x7FF8 << 48
-# The exponent bits of a float32: what is left of a number when its mantissa is cleared.
+# The exponent bits of a float32.
 EXPONENT = 0x7F800000
 
 
 def bits_of(x: Tensor) -> Tensor:
-    """The int32 bits of a float32 tensor (a view)."""
+    """View a float32 tensor as int32 bits."""
     return x.view(torch.int32)
 
 
 def float_of(bits: Tensor) -> Tensor:
-    """The float32 value of int32 bits (a view)."""
+    """View int32 bits as a float32 tensor."""
     return bits.view(torch.float32)
 
 
 def canonical_bits(x: Tensor) -> Tensor:
-    """The int32 bits of a float32 tensor, in which every NaN is the one quiet NaN, positive and without a payload.
+    """Return the int32 bits of a float32 tensor with every NaN as the one quiet NaN, positive and without a payload.
 
     IEEE 754 leaves open which NaN an operation makes: on x86 it is negative or that of an operand, on CUDA positive and all ones.
-    What is kept of a value must not depend on that. All ones would also carry into the sign when they are cut.
+    Stored values must not depend on that. All ones would also carry into the sign when they are rounded.
     """
     # Compiled loops of a CPU are not vectorized with `isnan`, and on CUDA it takes fewer instructions. `where` would copy the
     # number from the host there, and wait.
@@ -62,15 +58,15 @@ def canonical_bits(x: Tensor) -> Tensor:
 
 
 def canonical_bits64(x: Tensor) -> Tensor:
-    """:func:`canonical_bits` of a float64 tensor, int64."""
+    """Return :func:`canonical_bits` of a float64 tensor, int64."""
     return x.view(torch.int64).masked_fill(x != x, QUIET_NAN64)
 
 
 def rounded_to_odd(x: Tensor) -> Tensor:
-    """Float64 values in float32, so that rounding these to fewer bits gives what rounding ``x`` itself would give.
+    """Convert float64 to float32 so that rounding the result to fewer bits gives what rounding ``x`` itself would give.
 
-    A value between two float32 becomes the one whose last bit is odd, which lies between the values and the ties of every format
-    that has two mantissa bits less. Rounded to the nearest, a value just beside such a tie would become the tie.
+    A value between two float32 becomes the one whose last bit is odd. That lies between the values and the ties of every format
+    with two mantissa bits less. Rounded to nearest, a value just beside such a tie would become the tie.
 
     Example:
         >>> near_a_tie = torch.tensor([1 + 2**-8 + 2**-40], dtype=torch.float64)
@@ -87,7 +83,7 @@ def rounded_to_odd(x: Tensor) -> Tensor:
 
 
 def power_below(x: Tensor) -> Tensor:
-    """The largest power of two not above each of these positive float32 numbers; 0 for subnormals.
+    """Return the largest power of two not above each of these positive float32 numbers; 0 for subnormals.
 
     Example:
         >>> power_below(torch.tensor([1.0, 5.0, 0.3]))
@@ -97,7 +93,7 @@ def power_below(x: Tensor) -> Tensor:
 
 
 def random_bits(key: Tensor, seed: Tensor) -> Tensor:
-    """32 hashed bits per element of ``key`` (int32, particular to each element) under ``seed`` (0-d int32, particular to a step).
+    """Return 32 hashed bits per element of ``key`` (int32, particular to each element) under ``seed`` (0-d int32).
 
     A pure function of key and seed, so shards, chunks and flattenings of a tensor get the same bits and there is no
     generator to save. Right shifts are masked, since those of an int32 copy the sign.
@@ -110,17 +106,8 @@ def random_bits(key: Tensor, seed: Tensor) -> Tensor:
     return h ^ ((h >> 16) & 0xFFFF)
 
 
-def step_seed(seed: int, step: int) -> int:
-    """32 well mixed bits of (seed, step), as a signed number: the first word of splitmix64's stream."""
-    z = (seed * 0xD1342543DE82EF95 + step * 0x9E3779B97F4A7C15) % 2**64
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
-    word = (z ^ (z >> 31)) & 0xFFFFFFFF
-    return word - 2**32 if word >= 2**31 else word
-
-
 def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
-    """A random addend for :func:`cut`, int32 in ``[0, 2**dropped)``, from ``count`` bits of ``random`` at bit ``start``.
+    """Return a random addend for :func:`cut`, int32 in ``[0, 2**dropped)``, from ``count`` bits of ``random`` at bit ``start``.
 
     Fewer random bits than dropped ones would round down on average: the mean of the addend must be half of the dropped
     range. The missing low bits are therefore set to their middle (without that, 12 bits for 20 lose 1 % of a second
@@ -128,35 +115,40 @@ def dither(random: Tensor, start: int, count: int, dropped: int) -> Tensor:
     """
     used = min(count, dropped)
     missing = dropped - used
-    left = missing - start
-    moved = random << left if left > 0 else random >> -left if left < 0 else random
+    shift = missing - start
+    moved = random << shift if shift > 0 else random >> -shift if shift < 0 else random
     value = moved & (((1 << used) - 1) << missing)
     return value + half(missing) if missing else value
 
 
 def quiet(x: Tensor) -> Tensor:
-    """``x`` with every NaN replaced by the one quiet NaN; everything else, signed zeros included, is unchanged."""
+    """Replace every NaN by the one quiet NaN; everything else, signed zeros included, is unchanged."""
     return float_of(canonical_bits(x))
 
 
 def cut(x: Tensor, dropped: int, addend: Tensor | int) -> Tensor:
-    """The :func:`canonical_bits` of ``x`` with their ``dropped`` lowest ones rounded off to zero.
+    """Return the :func:`canonical_bits` of ``x`` with their ``dropped`` lowest ones rounded off to zero.
 
     Args:
         dropped: 0 to 22; with 23 no mantissa is left, and a NaN becomes infinite.
-        addend: :func:`half` rounds to the nearest, ties away from zero; a :func:`dither` rounds stochastically.
+        addend: :func:`half` rounds to nearest, ties away from zero; a :func:`dither` rounds stochastically.
     """
     bits = canonical_bits(x)
     return (bits + addend) & -(1 << dropped) if dropped else bits
 
 
 def half(dropped: int) -> int:
-    """The addend that rounds to the nearest when ``dropped`` bits are cut."""
+    """Return the addend that rounds to nearest when ``dropped`` bits are cut."""
     return 1 << dropped >> 1
 
 
+def cut_to_even(bits: Tensor, dropped: int) -> Tensor:
+    """Round off the ``dropped`` lowest int32 bits, one or more, to nearest, ties to even."""
+    return (bits + (half(dropped) - 1 + ((bits >> dropped) & 1))) & -(1 << dropped)
+
+
 def sqrt(x: Tensor) -> Tensor:
-    """The correctly rounded square root of float32 or float64 values.
+    """Return the correctly rounded square root of float32 or float64 values.
 
     Eager ``torch.sqrt`` on a CPU is one ulp off for a fifth of all float32 values and 1 % of float64 ones, compiled it is right;
     a detour through float64 is right everywhere, but costs a compiled optimizer step a fifth of its time. NumPy's is right.
@@ -170,14 +162,14 @@ def sqrt(x: Tensor) -> Tensor:
 
 
 def round_to_bfloat16(x: Tensor) -> Tensor:
-    """The nearest bfloat16 of each float32 or float64, ties away from zero (``Tensor.to`` rounds ties to even)."""
+    """Round float32 or float64 to the nearest bfloat16, ties away from zero (``Tensor.to`` rounds ties to even)."""
     if x.dtype is torch.float64:
         x = rounded_to_odd(x)
     return narrowed(float_of(cut(x.contiguous(), 16, half(16))), torch.bfloat16)
 
 
 def round_to_float16(x: Tensor) -> Tensor:
-    """The nearest float16 of each float32 or float64, ties away from zero; below 2^-14 within 2^-14 of a spacing."""
+    """Round float32 or float64 to the nearest float16, ties away from zero; below 2^-14 within 2^-14 of an ulp."""
     if x.dtype is torch.float64:
         x = rounded_to_odd(x)
     # Scaled by 2^-112 a float32 has float16's own exponents, subnormals included.
@@ -186,7 +178,7 @@ def round_to_float16(x: Tensor) -> Tensor:
 
 
 def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Float32 values that a float format holds, in that format, and every NaN as its quiet one.
+    """Convert float32 values to a float format that holds them, with every NaN as the quiet one.
 
     PyTorch's conversion gives a NaN other bits on CUDA than on a CPU, and there others in vector instructions than elsewhere.
     """
@@ -197,53 +189,83 @@ def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).view(torch.int16).masked_fill(x != x, QUIET_NANS[dtype]).view(dtype)
 
 
-Rounding = Literal["nearest", "stochastic", "toward_zero"]
-
-
-@dataclass(frozen=True)
-class _Carrier:
-    """The IEEE type whose bits are worked on: at least as wide as the input, so nothing is rounded twice."""
-
-    format: Format
-    floating: torch.dtype
-    integer: torch.dtype
-    # The most bits ever dropped: more than a significand has, and yet a sum with such a step fits the integer.
-    most_dropped: int
-
-    @property
-    def mantissa_bits(self) -> int:
-        return self.format.mantissa_bits
-
-    @property
-    def infinity(self) -> int:
-        return self.format.encode(math.inf)
-
-    @property
-    def quiet_nan(self) -> int:
-        return self.format.encode(math.nan)
-
-    @property
-    def sign_bit(self) -> int:
-        """The top bit alone, as a signed integer of this type."""
-        return -(1 << (self.format.bits - 1))
-
-    def bits(self, value: float) -> int:
-        """The bits of a nonnegative value that this type holds exactly."""
-        return self.format.encode(value)
-
-
-_SINGLE = _Carrier(get_format("float32"), torch.float32, torch.int32, most_dropped=30)
-_DOUBLE = _Carrier(get_format("float64"), torch.float64, torch.int64, most_dropped=61)
-
-
 def at_least_float32(x: Tensor) -> Tensor:
-    """The same values in float32, or in float64 where they are.
-
-    Example:
-        >>> [at_least_float32(torch.ones(1, dtype=d)).dtype for d in (torch.bfloat16, torch.float64)]
-        [torch.float32, torch.float64]
-    """
+    """Convert to float32, and leave float64 as it is."""
     return x if x.dtype is torch.float64 else x.float()
+
+
+# ── fast, in floats ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def round_nearest(v: Tensor, row: Format) -> Tensor:
+    """Round float32 values to a format, ties to even; past its end they become its end (from 16 bits up: infinity).
+
+    Invariant: equals ``round_to``, saturated for formats of fewer than 16 bits, except for the sign of zero. NaN stays NaN even
+    in formats without one. Integers end at -max, so that there are as many on both sides.
+    """
+    if row.name in ("float32", "float64"):
+        return v
+    if row.name in ("bfloat16", "tfloat32"):
+        # Not by conversion: a compiler drops one that is undone at once.
+        return torch.where(v.isfinite(), float_of(cut_to_even(bits_of(v), 23 - row.mantissa_bits)), v)
+    if row.kind == "int":
+        return torch.round(v.clamp(-row.max, row.max))
+    if row.name == "float16":
+        near = _nearest(v.clamp(2 * row.min, 2 * row.max), row)
+        return torch.where(near.abs() > row.max, near * torch.inf, near)
+    return _nearest(v.clamp(row.min, row.max), row)
+
+
+def _nearest(v: Tensor, row: Format) -> Tensor:
+    """Round to nearest in a format whose largest value does not matter."""
+    # 1.5 × 2^k added and subtracted leaves multiples of the smallest ulp.
+    magic = 1.5 * 2.0 ** (23 + row.finest_exponent)
+    subnormal = (v + magic) - magic
+    return torch.where(v.abs() < 2.0**row.min_exponent, subnormal, _shortened(v, row))
+
+
+def _shortened(v: Tensor, row: Format) -> Tensor:
+    """Round to the format's significant bits, ties to even, as if its exponents had no end.
+
+    Source: Dekker 1971, Veltkamp's splitting. It needs a product that is rounded before it is subtracted. A GPU's fused
+    multiply-add does not round it, so there the binade is read from the bits.
+    """
+    if v.is_cuda:
+        magic = binade(v, row) * (1.5 * 2.0 ** (23 - row.mantissa_bits))
+        return (v + magic) - magic
+    product = v * (2.0 ** (23 - row.mantissa_bits) + 1)
+    return product - (product - v)
+
+
+def binade(v: Tensor, row: Format) -> Tensor:
+    """Return the power of two at or below each magnitude, at least the format's smallest normal number."""
+    return power_below(v).clamp_min(2.0**row.min_exponent)
+
+
+def round_stochastic(v: Tensor, row: Format, u: Tensor) -> Tensor:
+    """Round float32 values to one of their two neighbours, without bias to 2^-16 of an ulp.
+
+    The values lie within the format's range, the format has at most 8 bits, and ``u`` is uniform in [0, 1), of 16 bits.
+    """
+    if row.kind == "int":
+        return torch.floor(v + u).clamp(-row.max, row.max)
+    if row.exponent_bits >= 3:
+        power = binade(v, row)
+        inverse = power.reciprocal()
+    else:
+        # Few exponents are compared: bits are slow to read beside bfloat16 loads on a CPU.
+        magnitude = v.abs()
+        power, inverse = torch.full_like(v, 2.0**row.min_exponent), torch.full_like(v, 2.0**-row.min_exponent)
+        for exponent in range(row.min_exponent + 1, row.max_exponent + 1):
+            power = torch.where(magnitude < 2.0**exponent, power, 2.0**exponent)
+            inverse = torch.where(magnitude < 2.0**exponent, inverse, 2.0**-exponent)
+    steps = torch.floor(v * (inverse * 2.0**row.mantissa_bits) + u)
+    return (steps * (power * 2.0**-row.mantissa_bits)).clamp(row.min, row.max)
+
+
+# ── any format ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Rounding = Literal["nearest", "stochastic", "toward_zero"]
 
 
 def round_to(
@@ -255,12 +277,12 @@ def round_to(
     saturate: bool = False,
     offset: int = 0,
 ) -> Tensor:
-    """The values of ``x`` rounded to a number format, in float32.
+    """Round the values of ``x`` to a number format, in float32.
 
-    Every result is a value of the format, and a value of the format is left as it is. What happens to the rest:
+    Every result is a value of the format, and a value of the format is unchanged. For the rest:
 
-    * ``nearest``: ties go to the even mantissa (for a scale, which has none, up, and so does all that lies between its
-      two smallest powers, as in PyTorch and ml_dtypes).
+    * ``nearest``: ties go to the even mantissa. Of a scale, which has none, ties go up, as do all values between its two
+      smallest powers, as in PyTorch and ml_dtypes.
     * ``toward_zero``: the neighbour nearer to zero; finite values never leave the range.
     * ``stochastic``: one of the two neighbours, each more probable the nearer it is, so that the mean is the value, to
       2^-30 of a step. The random bits are a hash of the seed, the element's logical index and its bits: the same in any memory
@@ -277,8 +299,8 @@ def round_to(
         x: floating-point tensor of any shape; float64 is rounded once, not through float32.
         format: a format that float32 can hold, or its name.
         rounding: see above.
-        seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor; compiled code is compiled
-            again for a new int, and not for a new tensor.
+        seed: for ``stochastic``: an int (taken modulo 2^32) or a 0-d int32 or int64 tensor; a new int recompiles
+            compiled code, a new tensor does not.
         saturate: see overflow.
         offset: for ``stochastic``: the logical index of the first element of ``x``, when it is a chunk of a tensor.
     Returns:
@@ -296,68 +318,65 @@ def round_to(
     """
     row = get_format(format)
     _check(x, row, rounding, seed)
-    carrier = _DOUBLE if x.dtype == torch.float64 else _SINGLE
-    bits = x.detach().to(carrier.floating).view(carrier.integer)
-    magnitude = bits & ~carrier.sign_bit
+    values = x.detach().double()
+    magnitude, negative, is_nan = values.abs(), values.signbit(), values.isnan()
+    # A magnitude is a whole number of steps: powers of two, which stop shrinking at the smallest normal value.
     floor = row.nearest_floor if rounding == "nearest" else row.finest_exponent
-    dropped, significand = _steps(magnitude, row.mantissa_bits, floor, carrier)
+    exponent = (magnitude.view(torch.int64) >> 52) - 1023
+    step = (exponent - row.mantissa_bits).clamp(floor, _LARGEST_STEP)
+    steps = magnitude * _power(-step)
     if rounding == "nearest":
-        # One less than half a step, and one more where the count of steps is odd: so a tie ends on the even one.
-        mask = (1 << dropped) - 1
-        addend = (mask >> 1) + ((significand >> dropped) & mask & 1)
-    elif seed is not None and rounding == "stochastic":
-        addend = _random_addend(bits, dropped, seed, offset)
+        count = steps.round()
     else:
-        addend = torch.zeros_like(magnitude)
-    rounded = _drop(magnitude, significand, dropped, addend, floor, carrier)
-    finite_stays = rounding == "toward_zero"
-    rounded = _fit(rounded, magnitude, bits < 0, row, carrier, saturate=saturate, finite_stays=finite_stays)
-    return _with_sign(rounded, magnitude, bits < 0, row, carrier).view(carrier.floating).float()
+        count = steps.floor()
+        if rounding == "stochastic" and seed is not None:
+            count = count + (steps - count >= 1 - _uniform(x, seed, offset))
+    rounded = _fit(count * _power(step), magnitude, negative, row, saturate, finite_stays=rounding == "toward_zero")
+    rounded = torch.where(is_nan, math.nan if row.nans else 0.0, rounded)
+    if row.signed:
+        has_sign = negative & ~is_nan & ~rounded.isnan() & ((rounded > 0) | row.negative_zero)
+        rounded = torch.where(has_sign, -rounded, rounded)
+    return quiet(rounded.float())
 
 
-def _check(x: Tensor, row: Format, rounding: str, seed: int | Tensor | None) -> None:
-    known = ", ".join(get_args(Rounding))
-    if rounding not in get_args(Rounding):
-        raise FormatError(f"rounding {rounding!r} was requested of round_to.", f"Use one of {known}.")
-    if not x.is_floating_point():
-        raise FormatError(
-            f"round_to was given a tensor of {x.dtype}, which is not floating-point.", "Convert it first."
-        )
-    if row.finest_exponent < _SINGLE.format.finest_exponent or row.max > _SINGLE.format.max:
-        raise FormatError(
-            f"round_to was requested for {row.name}; its result is float32, which cannot hold those values.",
-            "Use x.double().",
-        )
-    if rounding == "stochastic" and seed is None:
-        raise FormatError(
-            "stochastic rounding was requested of round_to without a seed.", "Give seed=, new in each step."
-        )
+_LARGEST_STEP = 200
+"""A larger value overflows in every format, and its power of two is still a float64."""
 
 
-def _steps(magnitude: Tensor, mantissa_bits: int, floor: int, carrier: _Carrier) -> tuple[Tensor, Tensor]:
-    """How many low bits of each significand the format lacks, and the significand as a whole number."""
-    bias, width = carrier.format.bias, carrier.mantissa_bits
-    field = magnitude >> width
-    normal = (field > 0).to(carrier.integer)
-    significand = (magnitude & ((1 << width) - 1)) | (normal << width)
-    # The significand counts units of 2^(max(field, 1) - bias - width); the format's neighbours are 2^step apart.
-    step = (field - (bias + mantissa_bits)).clamp(min=floor)
-    dropped = step - (field + (1 - normal)) + (bias + width)
-    # Past this many, a value is so far below one step that only its size matters, so the rest may be shifted out.
-    excess = (dropped - carrier.most_dropped).clamp(min=0, max=width + 1)
-    return dropped.clamp(min=0, max=carrier.most_dropped), significand >> excess
+def _power(exponent: Tensor) -> Tensor:
+    """Return 2^exponent, float64."""
+    return ((exponent + 1023) << 52).view(torch.float64)
 
 
-def _random_addend(bits: Tensor, dropped: Tensor, seed: int | Tensor, offset: int) -> Tensor:
-    """A uniform integer in [0, 2^dropped), of which 31 bits are random: the upper ones, where more are dropped."""
+def _fit(
+    rounded: Tensor, magnitude: Tensor, negative: Tensor, row: Format, saturate: bool, *, finite_stays: bool
+) -> Tensor:
+    """Replace magnitudes outside the format's range."""
+    limit = torch.where(negative, -row.min if row.signed else 0.0, row.max).double()
+    outside = limit
+    if not saturate and row.nans:
+        outside = torch.full_like(rounded, math.inf if row.infinities else math.nan)
+        outside = torch.where(magnitude < math.inf, limit, outside) if finite_stays else outside
+    rounded = torch.where(rounded > limit, outside, rounded)
+    if not row.zero:
+        nothing_below = negative | (magnitude == 0)
+        rounded = torch.where(nothing_below, row.min if saturate else math.nan, rounded.clamp(min=row.min))
+    return rounded
+
+
+def _uniform(x: Tensor, seed: int | Tensor, offset: int) -> Tensor:
+    """Return a uniform number of 31 bits in [0, 1) for each element: a hash of the seed, its index and its bits."""
     if not isinstance(seed, Tensor):
-        seed = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=bits.device)
-    seed = _low_word(seed.to(bits.device, torch.int64))
-    index = torch.arange(bits.numel(), dtype=torch.int64, device=bits.device).view(bits.shape) + offset
+        seed = torch.full((), seed & 0xFFFFFFFF, dtype=torch.int64, device=x.device)
+    seed = _low_word(seed.to(x.device, torch.int64))
+    index = torch.arange(x.numel(), dtype=torch.int64, device=x.device).view(x.shape) + offset
     place = random_bits(_low_word(index ^ ((index >> 32) * 0x9E3779B1)), seed)
-    own = _low_word(bits ^ (bits >> 32)) if bits.dtype == torch.int64 else bits
-    word = (random_bits(place ^ own, seed) & MAGNITUDE).to(bits.dtype)
-    return (word << (dropped - 31).clamp(min=0)) >> (31 - dropped).clamp(min=0)
+    if x.dtype is torch.float64:
+        bits = x.detach().contiguous().view(torch.int64)
+        bits = _low_word(bits ^ (bits >> 32))
+    else:
+        bits = bits_of(x.detach().float())
+    return (random_bits(place ^ bits, seed) & MAGNITUDE).double() * 2.0**-31
 
 
 def _low_word(x: Tensor) -> Tensor:
@@ -365,53 +384,15 @@ def _low_word(x: Tensor) -> Tensor:
     return (((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000).to(torch.int32)
 
 
-def _drop(
-    magnitude: Tensor, significand: Tensor, dropped: Tensor, addend: Tensor, floor: int, carrier: _Carrier
-) -> Tensor:
-    """The magnitude's bits after adding and dropping, still unbounded above."""
-    mantissa = (1 << carrier.mantissa_bits) - 1
-    # In the packed bits a carry runs into the exponent by itself. The bounds only keep NaNs and the lanes not taken
-    # from overflowing, which compiled C++ leaves undefined.
-    packed = (magnitude.clamp(max=carrier.infinity) + (addend & mantissa)) & (-1 << dropped)
-    # Where even the leading bit is dropped, what is left is one smallest step or nothing.
-    one_step = carrier.bits(math.ldexp(1.0, floor))
-    below = ((significand + addend) >> dropped) * one_step
-    return torch.where(dropped > carrier.mantissa_bits, below, packed)
-
-
-def _fit(
-    rounded: Tensor,
-    magnitude: Tensor,
-    negative: Tensor,
-    row: Format,
-    carrier: _Carrier,
-    *,
-    saturate: bool,
-    finite_stays: bool,
-) -> Tensor:
-    """What overflow and NaN become."""
-    largest = carrier.bits(row.max)
-    least = carrier.bits(-row.min) if row.signed else 0
-    limit = torch.where(negative, least, largest).to(carrier.integer)
-    outside = rounded > limit
-    beyond = carrier.infinity if row.infinities else carrier.quiet_nan
-    if saturate or not row.nans:
-        rounded = torch.where(outside, limit, rounded)
-    elif finite_stays:
-        rounded = torch.where(outside, torch.where(magnitude < carrier.infinity, limit, beyond), rounded)
-    else:
-        rounded = torch.where(outside, beyond, rounded)
-    if not row.zero:
-        smallest = carrier.bits(row.min)
-        nothing_there = negative | (magnitude == 0)
-        rounded = torch.where(nothing_there, smallest if saturate else carrier.quiet_nan, rounded.clamp(min=smallest))
-    return torch.where(magnitude > carrier.infinity, carrier.quiet_nan if row.nans else 0, rounded)
-
-
-def _with_sign(rounded: Tensor, magnitude: Tensor, negative: Tensor, row: Format, carrier: _Carrier) -> Tensor:
-    if not row.signed:
-        return rounded
-    keeps = negative & (magnitude <= carrier.infinity) & (rounded <= carrier.infinity)
-    if not row.negative_zero:
-        keeps = keeps & (rounded > 0)
-    return torch.where(keeps, rounded | carrier.sign_bit, rounded)
+def _check(x: Tensor, row: Format, rounding: str, seed: int | Tensor | None) -> None:
+    if rounding not in get_args(Rounding):
+        raise FormatError(f"Cannot round by {rounding!r}.", f"Use one of {', '.join(get_args(Rounding))}.")
+    if not x.is_floating_point():
+        raise FormatError(f"Cannot round a tensor of {x.dtype}: it is not floating-point.", "Convert it first.")
+    single = get_format("float32")
+    if row.finest_exponent < single.finest_exponent or row.max > single.max:
+        raise FormatError(
+            f"Cannot round to {row.name}: the result is float32, which does not hold its values.", "Use x.double()."
+        )
+    if rounding == "stochastic" and seed is None:
+        raise FormatError("Cannot round stochastically without a seed.", "Give seed=, new in each step.")

@@ -9,31 +9,30 @@ added exactly. Only tiles of the operands are widened at a time, in memory that 
 format. Elsewhere, and where a weight is narrower than what it is multiplied with (bfloat16 weights in a float32 compute), one
 operator serves all three matmuls; it keeps the operands for backward as they came.
 
-Models call PyTorch's fused attention themselves, so its CPU kernel is wrapped: it multiplies tiles of queries, keys and values in
-their own format, and its backward pass is 5 to 20 times slower in bfloat16 than in float32 on a processor without bfloat16
-instructions. The kernel gets widened operands and its results are rounded. What is kept for backward stays bfloat16.
+Models call PyTorch's fused attention themselves; :func:`float32_attention` widens it within a context.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from narrowgauge._torch import wrap_cpu_kernel
-from narrowgauge.machine.processor import multiplies
+from narrowgauge.machine import multiplies
 from narrowgauge.spec.formats import dtype_name
+from narrowgauge.torch_names import cpu_kernel_wrapped
 
 EXACT_TERMS = 1 << 10
 """The number of products of 128 × 128 whose sum fits float32's 24 bits."""
 INT32_TERMS = 1 << 16
 """The number of them whose sum fits int32."""
-# Elements of a widened operand: 32 MiB. Fewer make thin matmuls, and widen the other operand more often.
+# Elements of a widened operand, and of a product: 32 MiB. Fewer make thin matmuls, and widen the other operand more often.
 _TILE_ELEMENTS = 1 << 23
 _LEAST_SIDE = 256
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -43,7 +42,7 @@ Tile = tuple[slice, slice]
 
 
 def is_widened(dtype: torch.dtype, device_type: str) -> bool:
-    """Whether products of two operands of this dtype are computed as float32 on this type of device."""
+    """Return whether products of two operands of this dtype are computed as float32 on this type of device."""
     return device_type == "cpu" and not multiplies(dtype_name(dtype))
 
 
@@ -52,7 +51,7 @@ def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
 
     The operands may have any layout. The memory of a tile's values is overwritten by the next tile.
     """
-    side = max(_TILE_ELEMENTS // max(a.shape[1], 1), _LEAST_SIDE)
+    side = min(max(_TILE_ELEMENTS // max(a.shape[1], 1), _LEAST_SIDE), math.isqrt(_TILE_ELEMENTS))
     for top in range(0, a.shape[0], side):
         rows = slice(top, min(top + side, a.shape[0]))
         left = _widened("left", a[rows])
@@ -63,7 +62,7 @@ def float32_tiles(a: Tensor, b: Tensor) -> Iterator[tuple[Tile, Tensor]]:
 
 
 def sum_integers(a: Tensor, b: Tensor) -> Tensor:
-    """The exact product of int8 matrices, rounded to float32, in memory that the next call overwrites."""
+    """Return the exact product of int8 matrices, rounded to float32, in memory that the next call overwrites."""
     values = SCRATCH.take("values", torch.float32, a.shape[0], b.shape[1])
     if a.shape[1] <= EXACT_TERMS:
         torch.mm(_widened("left", a), _widened("right", b), out=values)
@@ -79,7 +78,7 @@ def sum_integers(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _widened(name: str, x: Tensor) -> Tensor:
-    """The matrix in float32, with the same memory order."""
+    """Return the matrix in float32, with the same memory order."""
     if x.dtype == torch.float32:
         return x
     if x.stride(0) == 1 and x.stride(1) != 1:
@@ -94,6 +93,10 @@ class _Scratch(threading.local):
         self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, dtype: torch.dtype, rows: int, columns: int) -> Tensor:
+        probe = torch.empty(0, dtype=dtype)
+        if type(probe) is not Tensor or not probe.is_cpu:
+            # FakeTensorMode, or another default device: such a buffer must not outlive it.
+            return torch.empty(rows, columns, dtype=dtype)
         buffer = self.buffers.get((name, dtype))
         if buffer is None or buffer.numel() < rows * columns:
             # A tensor that is made in inference mode cannot be written outside of it.
@@ -105,22 +108,27 @@ class _Scratch(threading.local):
 SCRATCH = _Scratch()
 
 
-@lru_cache(None)
-def widen_attention() -> None:
-    """Let fused attention of 16-bit operands compute in float32 wherever the processor does not multiply bfloat16.
+@contextmanager
+def float32_attention() -> Iterator[None]:
+    """Within it, fused attention of 16-bit operands computes in float32, on a CPU that does not multiply bfloat16.
+
+    Enter it around forward and backward: the backward pass of the kernel is 5 to 20 times slower in bfloat16 than in float32
+    there. The kernel gets widened operands, and its results are rounded; what is kept for backward stays bfloat16.
 
     Invariant: float32 operands, and all operands on a processor that multiplies bfloat16, give the same bits as before.
-
     Cost: float32 copies of one call's operands while it runs.
     """
-    for name in (_ATTENTION, f"{_ATTENTION}_backward"):
-        wrap_cpu_kernel(f"aten::{name}", _in_float32)
+    with ExitStack() as stack:
+        if not multiplies("bfloat16"):
+            for name in (_ATTENTION, f"{_ATTENTION}_backward"):
+                stack.enter_context(cpu_kernel_wrapped(f"aten::{name}", _in_float32))
+        yield
 
 
 def _in_float32(kernel: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """A kernel on widened operands, its results rounded to their format; log-sums and the like stay float32."""
+    """Return a kernel on widened operands, its results rounded to their format; log-sums and the like stay float32."""
     dtype = next(each.dtype for each in args if isinstance(each, Tensor))
-    if dtype not in _NARROW or multiplies("bfloat16") or not is_widened(dtype, "cpu"):
+    if dtype not in _NARROW:
         return kernel(*args, **options)
     results = kernel(*map(_as_float32, args), **{name: _as_float32(value) for name, value in options.items()})
     is_forward = len(results) == 2  # output and log-sums; backward gives three gradients
@@ -187,16 +195,19 @@ def _(a: Tensor, b: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]), dtype=dtype)
 
 
-@torch.library.custom_op("narrowgauge::bias_gradient", mutates_args=())
 def bias_gradient(grad: Tensor) -> Tensor:
-    """The gradient ``[out]`` of a bias: the sum of the output's gradient ``[rows, out]``.
+    """Return the gradient ``[out]`` of a bias: the sum of the output's gradient ``[rows, out]``."""
+    # Opaque to a compiler, which would sum values that it has not rounded yet, and in another order.
+    total: Tensor = _sum_of_rows(grad) if torch.compiler.is_compiling() else grad.sum(0)
+    return total
 
-    An operator of its own, since a compiler would sum values that it has not rounded yet, unless something else reads them.
-    """
+
+@torch.library.custom_op("narrowgauge::bias_gradient", mutates_args=())
+def _sum_of_rows(grad: Tensor) -> Tensor:
     return grad.sum(0)
 
 
-@bias_gradient.register_fake
+@_sum_of_rows.register_fake
 def _(grad: Tensor) -> Tensor:
     return grad.new_empty(grad.shape[1])
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from narrowgauge._public import offer
+import lazy_loader
 
-__getattr__, __dir__ = offer(__name__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

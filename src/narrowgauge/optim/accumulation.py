@@ -1,108 +1,87 @@
 """Summing the gradients of micro-batches: in which format, for how many bytes, and what each loses.
 
-A batch too large for the memory is computed in k parts, and their gradients are added. Left alone, autograd adds them in
-the gradient's own format. In bfloat16 a sum of equal gradients then stops at 256 of them: 256 + 1 = 257 lies in the
-middle of 256 and 258, and goes back to 256. The rows of :data:`ACCUMULATIONS` keep the sum elsewhere, in one or two
-*planes* shaped like the parameter, and round it once, at the end.
+A batch too large for the memory is computed in k micro-batches, and their gradients are added. Autograd adds them in the
+gradient's own format: in bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. The rows of
+:data:`ACCUMULATIONS` keep the sum in one or two *buffers* shaped like the parameter, and round it once, at the end.
 
-How far a sum may be off: let A be the sum of the k gradients' *magnitudes*, and r the most that one addition loses, as a
-share of its result (``row.addition``). The first gradient is taken as it is, and each of the other k - 1 adds r:
+Let A be the sum of the k gradients' *magnitudes*, and r the most that one addition loses, relative to its result
+(``row.addition``). The first gradient is taken as it is, and each of the other k - 1 adds r:
 
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
-If the sum was wider than the gradient, the last rounding adds half a spacing, 2^-8 of the sum for bfloat16 and 2^-11 for
-float16. Compared with the exact gradient there is an error that no accumulation removes: each micro-batch's gradient
-is rounded to its 16 bits before it is added, 2^-8 · A. A batch in one piece has this error too, once.
+If the sum has more bits than the gradient, the last rounding adds half an ulp, 2^-8 of the sum for bfloat16 and 2^-11 for
+float16. Each micro-batch's gradient is also rounded to its 16 bits before it is added, 2^-8 · A: no accumulation removes that.
 
-A stochastic sum is bounded so as well, but its errors are random and without bias: their standard deviation is at most
-2^-8 · sqrt(k-1) · A, and they average out over elements and steps. Its random bits are a hash of (seed, step,
-micro-batch, the mantissas of sum and gradient): no generator, no position. So a sum does not depend on chunks or shards,
-and gradients scaled by a power of two give the sum scaled by it, bit for bit.
+Errors of a stochastic sum are without bias: their standard deviation is at most 2^-8 · sqrt(k-1) · A. Its random bits are a hash
+of (seed, step, micro-batch, the mantissas of sum and gradient). So a sum does not depend on chunks or shards, and gradients
+scaled by a power of two give the sum scaled by it, bit for bit.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from narrowgauge.compile import COMPILE_ELEMENTS, compiled
 from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.machine import require_float64
 from narrowgauge.numerics import rounding
-from narrowgauge.numerics.devices import require_float64
-from narrowgauge.numerics.fusion import COMPILE_ELEMENTS
-from narrowgauge.numerics.rounding import (
-    bits_of,
-    cut,
-    dither,
-    float_of,
-    half,
-    narrowed,
-    random_bits,
-    rounded_to_odd,
-    step_seed,
-)
+from narrowgauge.numerics.chunks import flat_chunks
+from narrowgauge.numerics.dtensor import local_of, placed_like
+from narrowgauge.numerics.exact_sums import largest_magnitude
+from narrowgauge.numerics.hashing import step_seed
+from narrowgauge.numerics.rounding import bits_of, cut, dither, float_of, half, narrowed, random_bits, rounded_to_odd
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.numerics.shards import local_of, placed_like
-from narrowgauge.numerics.summation import flat_chunks
-from narrowgauge.optim.codec import decode, dropped_bits, encode, multipliers
-from narrowgauge.optim.compilation import (
-    Compiled,
-    Definition,
-    compiled,
-    edge_words,
-    example_words,
-    normal_words,
-    run_each,
-)
-from narrowgauge.optim.kernel import INDEXABLE
-from narrowgauge.optim.state import as_words
+from narrowgauge.optim.codes import decode, dropped_bits, encode, multipliers
 from narrowgauge.optim.validation import gradient_of, refuse_capture
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import Code
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation
 
 MANTISSA, INFINITY, UPPER = 0x7FFFFF, rounding.EXPONENT, -65536
+SMALL, JOINED = 1 << 13, 1 << 17
+"""Gradients of at most ``SMALL`` elements are joined up to ``JOINED``: one call adds many of them."""
 
 
 class AccumulationWarning(UserWarning):
     """So many micro-batches are summed in a narrow format that the sum loses more than the storage does."""
 
 
-# ── one addition, of float32 values: the definitions that are compiled ────────────────────────────────────────────────
+# ── one addition, of float32 values ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def add_stochastic(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    """A bfloat16 sum plus a gradient, cut stochastically: the list of its one plane, int32 bits whose lower half is zero.
+def add_stochastic(gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+    """Add a gradient to a bfloat16 sum, rounded stochastically: its one buffer, int32 bits whose lower half is zero.
 
-    ``gradient`` and ``planes`` are float32 values of bfloat16; ``seed`` is 0-d int32, this micro-batch's own.
+    ``gradient`` and ``buffers`` are float32 values of bfloat16; ``seed`` is 0-d int32, this micro-batch's own.
     """
-    total = planes[0] + gradient
-    # Mantissas only, so that scaling by a power of two changes nothing; shifted apart, so that neither masks the other.
+    total = buffers[0] + gradient
+    # Mantissas only, so that scaling by a power of two changes nothing; shifted, so that neither masks the other.
     key = (bits_of(total) & MANTISSA) ^ (bits_of(gradient) << 9)
     return [cut(total, 16, dither(random_bits(key, seed), 0, 16, 16))]
 
 
-def add_kahan(gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    """:func:`add_stochastic` for a sum of two bfloat16: the nearest, and the nearest to what that rounded off."""
-    total = (planes[0] + planes[1]) + gradient
+def add_kahan(gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
+    """Do :func:`add_stochastic` for a sum of two bfloat16: the nearest, and the nearest to its rounding error."""
+    total = (buffers[0] + buffers[1]) + gradient
     high = cut(total, 16, half(16))
-    # The difference is exact, unless the sum is infinite or NaN: then only the first plane is.
-    rest = cut(total - float_of(high), 16, half(16))
-    return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, rest, 0)]
+    # The difference is exact, unless the sum is infinite or NaN: then only the first buffer is.
+    low = cut(total - float_of(high), 16, half(16))
+    return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, low, 0)]
 
 
 def add_scaled(
-    code: Code, gradient: Tensor, plane: Tensor, weight: Tensor, scales: Sequence[Tensor], seed: Tensor
+    code: Code, gradient: Tensor, buffer: Tensor, weight: Tensor, scales: Sequence[Tensor], seed: Tensor
 ) -> Tensor:
-    """A sum in a code with a scale plus a gradient: int32, the bits of the code.
+    """Add a gradient to a sum in a code with a scale: int32, the bits of the code.
 
-    ``scales`` are the multiplier out of the code's window as the plane has it, and the one into the window of the sum. The
-    first gradient is rounded too, and has 128 mantissas: the ``weight`` that it belongs to tells elements apart.
+    ``scales`` are the multiplier out of the code's window as the buffer has it, and the one into the window of the sum. The
+    first gradient is rounded too, and has 128 mantissas: its ``weight`` makes the random bits of elements differ.
     """
-    total = sum_of_scaled(code, gradient, plane, scales[0])
+    total = sum_of_scaled(code, gradient, buffer, scales[0])
     dropped = dropped_bits(code)
     addend: Tensor | int = half(dropped)
     if code.rounding == "stochastic":
@@ -111,73 +90,58 @@ def add_scaled(
     return encode(code, total, addend, 0, scales[1])
 
 
-def sum_of_scaled(code: Code, gradient: Tensor, plane: Tensor, back: Tensor) -> Tensor:
-    """The sum itself, float32, before it is cut."""
-    return decode(code, plane.view(torch.int8).to(torch.int32), 0, back) + gradient
+def sum_of_scaled(code: Code, gradient: Tensor, buffer: Tensor, back: Tensor) -> Tensor:
+    """Return the sum itself, float32, before it is rounded."""
+    return decode(code, buffer.view(torch.int8).to(torch.int32), 0, back) + gradient
 
 
 Addition = Callable[[Tensor, Sequence[Tensor], Tensor], list[Tensor]]
-ADDITIONS: dict[str, Addition] = {"bfloat16-stochastic": add_stochastic, "kahan": add_kahan}
 
 
-def in_words(addition: Addition) -> Callable[..., Tensor]:
-    """An addition over int32 words of two bfloat16 each: bitcasts are free there and slow beside bfloat16 loads.
+def in_words(addition: Addition) -> Callable[..., None]:
+    """Return an addition ``(gradient, *buffers, seed)`` in place, over int32 words of two bfloat16 each.
 
-    It takes ``(gradient, *planes, seed, *outputs)`` and writes the new planes to ``outputs``, which are the planes again.
+    Bitcasts are free in a compiled loop over words, and slow beside bfloat16 loads.
     """
 
-    def add(gradient: Tensor, *rest: Tensor) -> Tensor:
-        count = len(rest) // 2
-        words, seed, outputs = (gradient, *rest[:count]), rest[count], rest[count + 1 :]
+    def add_words(gradient: Tensor, *rest: Tensor) -> None:
+        *buffers, seed = rest
+        words = (gradient, *buffers)
         even, odd = [float_of(word << 16) for word in words], [float_of(word & UPPER) for word in words]
-        sums = [addition(values[0], values[1:], seed) for values in (even, odd)]
-        joined = [((low >> 16) & 0xFFFF) | high for low, high in zip(*sums, strict=True)]
-        for output, value in zip(outputs, joined, strict=True):
-            output.copy_(value)
-        return gradient.new_zeros(0)
+        sums = zip(*(addition(values[0], values[1:], seed) for values in (even, odd)), strict=True)
+        for buffer, (low, high) in zip(buffers, sums, strict=True):
+            buffer.copy_(((low >> 16) & 0xFFFF) | high)
 
-    return add
+    return add_words
 
 
-def define_addition(row: Accumulation, device: torch.device) -> Definition:
-    """What :func:`in_words` compiles for a row's addition."""
-    count, size = 1 + len(row.planes), example_words(device)
-    lengths: list[tuple[int, ...]] = [*[(0,)] * count, (), *[(0,)] * (count - 1)]
-    seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
-
-    # No tensor twice: the compiler would take it for one argument.
-    def drawn(draw: Callable[..., Tensor]) -> list[Tensor]:
-        return [draw(torch.bfloat16, (size,), device, k) if own else seed.clone() for k, own in enumerate(lengths)]
-
-    outputs = tuple(range(1, count))
-    return Definition(
-        in_words(ADDITIONS[row.name]), drawn(normal_words), lengths, edges=lambda: drawn(edge_words), outputs=outputs
-    )
+ADDITIONS: dict[str, Addition] = {"bfloat16-stochastic": add_stochastic, "kahan": add_kahan}
+_IN_WORDS = {name: in_words(addition) for name, addition in ADDITIONS.items()}
 
 
 def scale_out(code: Code, bound: Tensor) -> Tensor:
-    """The multiplier out of the window of a sum whose largest magnitude is ``bound`` (0-d): NaN where that is not finite.
+    """Return the multiplier out of the window of a sum whose largest magnitude is ``bound`` (0-d): NaN where that is not finite.
 
-    Neither is what lies above the largest window, 2^30: a sum that would saturate makes the optimizer skip.
+    It is also NaN above the largest window, 2^30: a sum that would saturate makes the optimizer skip.
     """
     return torch.where(bound <= 2.0**-code.lowest, multipliers(code, bound)[1], torch.nan)
 
 
-def nearest(planes: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """What the planes hold, rounded once to the gradient's format: to the nearest, ties of 16-bit ones away from zero.
+def nearest(buffers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Round the sum in the buffers once to the gradient's format: to nearest, ties of 16-bit ones away from zero.
 
-    Of a 16-bit gradient the result is a float32 that its format holds.
+    For a 16-bit gradient the result is a float32 that its format holds.
     """
-    if planes[0].dtype is dtype and len(planes) == 1:
-        return planes[0]
+    if buffers[0].dtype is dtype and len(buffers) == 1:
+        return buffers[0]
     if dtype is torch.float32:
-        return planes[0].float()
-    if planes[0].dtype is torch.float64:
-        planes = [rounded_to_odd(planes[0])]
+        return buffers[0].float()
+    if buffers[0].dtype is torch.float64:
+        buffers = [rounded_to_odd(buffers[0])]
     # Sums of float16 values are whole numbers of 2^-24: among float16's subnormals there is nothing to round, and 13 bits
     # are right in all of its range.
     dropped = 13 if dtype is torch.float16 else 16
-    total = planes[0] if len(planes) == 1 else planes[0].float() + planes[1].float()
+    total = buffers[0] if len(buffers) == 1 else buffers[0].float() + buffers[1].float()
     return float_of(cut(total, dropped, half(dropped)))
 
 
@@ -190,13 +154,13 @@ class GradientAccumulator:
     Invariant: the sum of an element is a function of (seed, step, its gradients in their order) alone, within
     ``ACCUMULATIONS[dtype].bound(k)``; one micro-batch comes back bit for bit (in ``kahan`` -0 as +0, in 8 bits rounded).
     An infinity or a NaN stays not finite, so that the optimizer skips. A sum with a scale per tensor takes the power of two
-    above its own largest magnitude, anew in each addition: there is no history to save, and nothing overflows. That
-    scale is of this rank's shard; it decides only what lies under 2^-30 of the largest.
+    above its own largest magnitude, anew in each addition: nothing overflows. That scale is of this rank's shard; it decides only
+    what lies under 2^-30 of the largest.
 
     Args:
         parameters: a tied one counts once, frozen ones and those without a gradient are skipped.
-        dtype: a row of ``ACCUMULATIONS``. Parameters whose gradients no plane of the row keeps more of are left to autograd:
-            float64 ones, and float32 ones except in ``float64``.
+        dtype: a row of ``ACCUMULATIONS``. Autograd sums gradients for which the row has no buffer: float64 ones, and float32 ones
+            except in ``float64``.
         seed: of the stochastic rounding.
         num_micro_batches: how many there will be, for a warning before the first; ``None``: warn when too many came.
         compile: compile the addition; ``None`` decides by size.
@@ -207,7 +171,7 @@ class GradientAccumulator:
     Raises:
         RecipeError: an unknown row, or a parameter in a format the row is not for.
 
-    Cost: ``bytes_per_param`` of memory, kept from the first call on; under 16 MiB more while it works.
+    Cost: ``bytes_per_param`` of memory, from the first call on; under 16 MiB more while it works.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -235,23 +199,19 @@ class GradientAccumulator:
         self.row, self.seed, self.step = ACCUMULATIONS[dtype], seed, 0
         self.parameters = list(dict.fromkeys(parameters))
         require_float64(self.parameters)
-        # Those whose gradients are summed here and not by autograd.
-        self._mine = [p for p in self.parameters if _takes(self.row, p)]
-        self._planes: dict[Tensor, list[Tensor]] = {}
-        self._bounds: dict[Tensor, Tensor] = {}  # of sums that have a scale, their largest magnitude: float32, 0-d
+        # The parameters whose gradients are summed here and not by autograd.
+        self._summed = [p for p in self.parameters if _takes(self.row, p)]
+        self._buffers: dict[Tensor, list[Tensor]] = {}
+        self._bounds: dict[Tensor, Tensor] = {}  # largest magnitudes of sums that have a scale: float32, 0-d
         self._filled: set[Tensor] = set()
         self._micro_step, self._warned = 0, False
-        self._compile = compile if compile is not None else sum(p.numel() for p in self._mine) >= COMPILE_ELEMENTS
+        self._compile = compile is not False
         self._warn(num_micro_batches or 0)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Accumulators that were pickled before sums had scales have no ``_bounds``."""
-        self.__dict__.update({"_bounds": {}, **state})
-
     def allocate(self) -> None:
-        for parameter in self._mine:
+        for parameter in self._summed:
             if parameter.requires_grad:
-                self._planes_of(parameter, local_of(parameter.detach()))
+                self._buffers_of(parameter, local_of(parameter.detach()))
         self._filled.clear()
 
     @torch.no_grad()
@@ -261,34 +221,29 @@ class GradientAccumulator:
         Raises:
             RecipeError: a gradient is sparse, or not in its parameter's format; nothing has been added then.
         """
-        for device in {p.device for p in self._mine}:
+        for device in {p.device for p in self._summed}:
             refuse_capture(device)
-        pairs = [(p, local_of(gradient_of(p).detach())) for p in self._mine if p.grad is not None]
+        pairs = [(p, local_of(gradient_of(p).detach())) for p in self._summed if p.grad is not None]
         number = step_seed(step_seed(self.seed, self.step) % 2**32, self._micro_step)
         self._micro_step += 1
         self._warn(self._micro_step)
         seeds = {d: torch.full((), number, dtype=torch.int32, device=d) for d in {g.device for _, g in pairs}}
-        together: dict[Compiled, list[list[Tensor]]] = {}
+        small: list[list[Tensor]] = []
         for parameter, gradient in pairs:
-            planes, seed = self._planes_of(parameter, gradient), seeds[gradient.device]
-            words = self._words(gradient, planes)
-            run = self._kernel(seed.device) if words else None
-            if run is not None and gradient.is_cpu:
-                run([*words, seed, *words[1:]])  # one after the other, so that each gradient is freed
-            elif run is not None:
-                pieces = zip(*(word.tensor_split(-(-len(words[0]) // INDEXABLE)) for word in words), strict=True)
-                together.setdefault(run, []).extend([*piece, seed, *piece[1:]] for piece in pieces)
-            elif self.row.name in ADDITIONS:
-                self._add(ADDITIONS[self.row.name], gradient, planes, seed)
-            elif self.row.code is not None:
+            buffers, seed = self._buffers_of(parameter, gradient), seeds[gradient.device]
+            if self.row.code is not None:
                 weight = local_of(parameter.detach())
-                self._add_scaled(self.row.code, gradient, planes[0], weight, self._bounds[parameter], seed)
+                self._add_scaled(self.row.code, gradient, buffers[0], weight, self._bounds[parameter], seed)
+            elif self.row.name not in ADDITIONS:
+                for buffer, chunk in flat_chunks(*buffers, gradient):
+                    buffer += chunk
+            elif gradient.numel() <= SMALL:
+                small.append([gradient, *buffers])
             else:
-                for plane, chunk in flat_chunks(*planes, gradient):
-                    plane += chunk
+                self._add(gradient, buffers, seed)
             parameter.grad = None
-        for run, batch in together.items():
-            run_each(run, batch)
+        for batch in _batches(small):
+            self._add_joined(batch, seeds[batch[0][0].device])
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -296,13 +251,13 @@ class GradientAccumulator:
 
         A gradient that has not been accumulated yet is taken in first.
         """
-        if any(p.grad is not None for p in self._mine):
+        if any(p.grad is not None for p in self._summed):
             self.accumulate()
-        for parameter in self._mine:
+        for parameter in self._summed:
             if parameter in self._filled:
-                planes, code = self._planes[parameter], self.row.code
-                gradient = torch.empty(planes[0].shape, dtype=parameter.dtype, device=planes[0].device)
-                for chunk, *parts in flat_chunks(gradient, *planes):
+                buffers, code = self._buffers[parameter], self.row.code
+                gradient = torch.empty(buffers[0].shape, dtype=parameter.dtype, device=buffers[0].device)
+                for chunk, *parts in flat_chunks(gradient, *buffers):
                     if code is not None:
                         back = scale_out(code, self._bounds[parameter])
                         parts = [decode(code, parts[0].view(torch.int8).to(torch.int32), 0, back)]
@@ -320,59 +275,63 @@ class GradientAccumulator:
         self._micro_step = 0
 
     def bytes_per_param(self) -> float:
-        """Bytes per parameter of the planes, counted from live tensors."""
-        tensors = [t for planes in self._planes.values() for t in planes] + list(self._bounds.values())
-        kept = sum(t.numel() * t.element_size() for t in tensors)
-        return kept / max(1, sum(local_of(p).numel() for p in self.parameters))
+        """Return the bytes per parameter of the buffers, counted from live tensors."""
+        tensors = [t for buffers in self._buffers.values() for t in buffers] + list(self._bounds.values())
+        size = sum(t.numel() * t.element_size() for t in tensors)
+        return size / max(1, sum(local_of(p).numel() for p in self.parameters))
 
-    def _planes_of(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
-        """The planes of a parameter; where they hold no sum, they are filled with -0, which changes no addend."""
-        if parameter not in self._planes:
+    def _buffers_of(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
+        """Return the buffers of a parameter; without a sum they are filled with -0, which changes no addend."""
+        if parameter not in self._buffers:
             formats = [getattr(torch, name) for name in self.row.planes]
-            self._planes[parameter] = [torch.empty(like.shape, dtype=f, device=like.device) for f in formats]
+            self._buffers[parameter] = [torch.empty(like.shape, dtype=f, device=like.device) for f in formats]
             if self.row.code is not None:
                 self._bounds[parameter] = torch.zeros((), dtype=torch.float32, device=like.device)
         if parameter not in self._filled:
             self._filled.add(parameter)
             if self.row.code is not None:
                 self._bounds[parameter].zero_()
-            for plane in self._planes[parameter]:
-                plane.fill_(-0.0)
-        return self._planes[parameter]
+            for buffer in self._buffers[parameter]:
+                buffer.fill_(-0.0)
+        return self._buffers[parameter]
 
-    def _words(self, gradient: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
-        """The gradient and the planes as a kernel takes them; none where they are added without one."""
-        if not self._compile or self.row.name not in ADDITIONS:
-            return []
-        words = [word for tensor in (gradient, *planes) if (word := as_words(tensor)) is not None]
-        return words if len(words) == 1 + len(planes) and words[0].numel() > 1 else []
-
-    def _kernel(self, device: torch.device) -> Compiled | None:
-        return compiled(f"accumulate {self.row.name}", device, lambda: define_addition(self.row, device))
-
-    @staticmethod
-    def _add(addition: Addition, gradient: Tensor, planes: Sequence[Tensor], seed: Tensor) -> None:
-        """Add a gradient to its planes, a chunk at a time."""
-        for chunk, *parts in flat_chunks(gradient, *planes):
-            for part, bits in zip(parts, addition(chunk.float(), [p.float() for p in parts], seed), strict=True):
+    def _add(self, gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> None:
+        """Add a gradient to its buffers: compiled where that pays, else a chunk at a time."""
+        tensors = [gradient, *buffers]
+        is_whole = all(t.is_contiguous() and not (t.numel() % 2 or t.data_ptr() % 4) for t in tensors)
+        if is_whole and self._compile and gradient.numel() >= COMPILE_ELEMENTS:
+            words = [*(t.view(-1).view(torch.int32) for t in tensors), seed]
+            if (run := compiled(_IN_WORDS[self.row.name], words, one_loop=True)) is not None:
+                run(*words)
+                return
+        for chunk, *parts in flat_chunks(*tensors):
+            sums = ADDITIONS[self.row.name](chunk.float(), [part.float() for part in parts], seed)
+            for part, bits in zip(parts, sums, strict=True):
                 part.copy_(narrowed(float_of(bits), part.dtype))
 
+    def _add_joined(self, batch: Sequence[Sequence[Tensor]], seed: Tensor) -> None:
+        """Add many small gradients, each with its buffers, in one call."""
+        gradient, *buffers = (torch.cat([t.reshape(-1) for t in tensors]) for tensors in zip(*batch, strict=True))
+        self._add(gradient, buffers, seed)
+        sizes = [members[0].numel() for members in batch]
+        for place, joined in enumerate(buffers):
+            parts = [members[1 + place] for members in batch]
+            torch._foreach_copy_(parts, [v.view_as(p) for v, p in zip(joined.split(sizes), parts, strict=True)])
+
     @staticmethod
-    def _add_scaled(code: Code, gradient: Tensor, plane: Tensor, weight: Tensor, bound: Tensor, seed: Tensor) -> None:
-        """:meth:`_add` for a plane with a scale: the largest magnitude of the sum is found first, and is the new ``bound``."""
+    def _add_scaled(code: Code, gradient: Tensor, buffer: Tensor, weight: Tensor, bound: Tensor, seed: Tensor) -> None:
+        """Add to a buffer with a scale: the largest magnitude of the sum is found first, and is the new ``bound``."""
         back = scale_out(code, bound)
         peaks = [
-            sum_of_scaled(code, chunk.float(), part, back).abs().amax()
-            for part, chunk in flat_chunks(plane, gradient)
-            if chunk.numel()
+            largest_magnitude(sum_of_scaled(code, chunk.float(), part, back))
+            for part, chunk in flat_chunks(buffer, gradient)
         ]
         if not peaks:
             return
         bound.copy_(torch.stack(peaks).amax())
         scales = back, multipliers(code, bound)[0]
-        for part, chunk, own in flat_chunks(plane, gradient, weight):
-            bits = add_scaled(code, chunk.float(), part, own.float(), scales, seed)
-            part.view(torch.int8).copy_(bits)
+        for part, chunk, weights in flat_chunks(buffer, gradient, weight):
+            part.view(torch.int8).copy_(add_scaled(code, chunk.float(), part, weights.float(), scales, seed))
 
     def _warn(self, num_micro_batches: int) -> None:
         row, limit = self.row, self.row.most_micro_batches
@@ -392,14 +351,27 @@ class GradientAccumulator:
         )
 
 
+def _batches(members: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
+    """Split gradients, each with its buffers, into batches of one device and at most ``JOINED`` elements."""
+    batches: list[list[list[Tensor]]] = []
+    for tensors in sorted(members, key=lambda tensors: str(tensors[0].device)):
+        last = batches[-1] if batches else []
+        fits = sum(t[0].numel() for t in last) + tensors[0].numel() <= JOINED
+        if last and fits and last[0][0].device == tensors[0].device:
+            last.append(tensors)
+        else:
+            batches.append([tensors])
+    return batches
+
+
 def backward_in_parts(
     losses: Iterable[Tensor], accumulator: GradientAccumulator | None = None, scaler: LossScaler | None = None
 ) -> Tensor:
     """Differentiate the losses of micro-batches one after the other, and leave the sum of gradients in ``p.grad``.
 
     Args:
-        losses: each micro-batch's share of the loss, at least one; a generator keeps one micro-batch in memory at a time.
-        accumulator: what sums the gradients; ``None`` leaves it to autograd.
+        losses: each micro-batch's part of the loss, at least one; a generator keeps one micro-batch in memory at a time.
+        accumulator: sums the gradients; ``None`` leaves it to autograd.
     Returns:
         The sum of the losses, unscaled and detached.
 
@@ -420,14 +392,14 @@ def backward_in_parts(
             accumulator.discard()  # half a batch must not be added to the next
         raise
     if total is None:
-        raise ValueError("backward_in_parts was given no losses")
+        raise ValueError("Cannot differentiate without a loss. Give at least one.")
     if accumulator is not None:
         accumulator.finish()
     return total
 
 
 def _takes(row: Accumulation, parameter: Tensor) -> bool:
-    """Whether the row's planes sum a parameter's gradients; it must support those of 16-bit floats."""
+    """Return whether the row sums a parameter's gradients; it must support those of 16-bit floats."""
     name = dtype_name(parameter.dtype)
     if parameter.element_size() == 2 and parameter.is_floating_point() and name not in row.gradients:
         raise RecipeError(

@@ -38,9 +38,11 @@ class Release:
         self._optimizer.release = None
 
     def before_step(self) -> None:
-        """Step the parameters whose gradients have waited."""
+        """Step the parameters whose gradients have waited; make their states together, so that small ones share a bucket."""
         _check(self._optimizer)
         if not self._begun:
+            for group in self._optimizer.param_groups:
+                self._optimizer.make_missing(group, [p for p in group["params"] if p in self._arrived])
             for parameter in self._arrived:
                 self._step(parameter)
             self._begun = bool(self._arrived)
@@ -59,9 +61,9 @@ class Release:
             self._step(parameter)
 
     def _step(self, parameter: Tensor) -> None:
-        group = self._optimizer._registry.group_of(parameter)
-        if group is not None and parameter.grad is not None:  # one that was removed is not stepped
-            self._optimizer.step_alone(group, parameter)
+        for group in self._optimizer.param_groups:  # one that was removed is not stepped
+            if parameter.grad is not None and any(parameter is p for p in group["params"]):
+                self._optimizer.step_alone(group, parameter)
 
 
 def _check(optimizer: Optimizer) -> None:
@@ -93,11 +95,11 @@ def release_gradients(optimizer: Optimizer) -> Release:
 
     Example:
         >>> import torch, narrowgauge as ng
-        >>> layer = torch.nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
+        >>> layer = torch.nn.Linear(160, 160, bias=False, dtype=torch.bfloat16)
         >>> optimizer = ng.AdamW(layer.parameters(), storage="word")
         >>> handle = ng.optim.release_gradients(optimizer)
         >>> for _ in range(2):
-        ...     layer(torch.ones(1, 128, dtype=torch.bfloat16)).sum().backward()
+        ...     layer(torch.ones(1, 160, dtype=torch.bfloat16)).sum().backward()
         ...     print(layer.weight.grad is None)
         ...     optimizer.step()
         False
@@ -106,6 +108,5 @@ def release_gradients(optimizer: Optimizer) -> Release:
         6.0
     """
     _check(optimizer)
-    optimizer._registry.follow()  # states of parameters that were replaced pass on before these are stepped
     optimizer.release = handle = Release(optimizer)
     return handle

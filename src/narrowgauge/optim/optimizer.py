@@ -1,8 +1,8 @@
 """The one optimizer: a rule joined with a storage, behind the interface of ``torch.optim.Optimizer``.
 
-Nothing here knows a format or a formula. A step asks the registry for the :class:`~narrowgauge.optim.state.ParameterState`
-of every parameter, hands its words to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to
-skip a step with a non-finite gradient are two scalars that the kernel reads; the host reads the decision after the fact.
+Nothing here knows a format or a formula. A step makes or looks up the :class:`~narrowgauge.optim.state.ParameterState` of every
+parameter, hands its words to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to skip a step
+with a non-finite gradient are two scalars that the kernel reads; the host reads the decision after the fact.
 """
 
 from __future__ import annotations
@@ -10,70 +10,72 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from narrowgauge._torch import plain_name
-from narrowgauge._torch.transfers import Reading
+from narrowgauge.compile import COMPILE_ELEMENTS
 from narrowgauge.errors import ChipError, RecipeError
-from narrowgauge.numerics.devices import require_float64
+from narrowgauge.machine import require_float64
+from narrowgauge.numerics.dtensor import local_of, placed_like
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.numerics.shards import local_of, placed_like
+from narrowgauge.optim import layout
 from narrowgauge.optim.audit import Alarm, Auditor, warn_of
 from narrowgauge.optim.clip import Finite, StepControl, control_scalars
-from narrowgauge.optim.codec import value_dtype
-from narrowgauge.optim.kernel import StepKernel
-from narrowgauge.optim.reconcile import Registry, check_in_use, snapshot_adopted, snapshot_after_step
-from narrowgauge.optim.rules.elementwise import Rule
-from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states
+from narrowgauge.optim.codes import value_dtype
+from narrowgauge.optim.kernel import Kernel, MatrixKernel, StepKernel
+from narrowgauge.optim.loading import make_loaded_states, seed_of, show_states, take_states
+from narrowgauge.optim.rules.elementwise import ADAMW, Rule
+from narrowgauge.optim.rules.matrix import MatrixRule, shapes_of_states, states_beside
 from narrowgauge.optim.state import NO_GRADIENT, ParameterState, read_leading
-from narrowgauge.optim.state_dict import (
-    StateView,
-    load_states,
-    numbered,
-    save_states,
-    seed_of,
-    show_states,
-    take_states,
-)
 from narrowgauge.optim.step import Stepper
 from narrowgauge.optim.validation import (
+    FLAGS,
     USUAL_STORAGE,
+    check_fits,
+    check_in_use,
     check_one_device,
     check_options,
     check_real,
+    check_replaced,
     check_rule,
+    check_same_rule,
     check_step,
     check_visible,
-    expected_row,
+    gradient_of,
     known_row,
     refuse_capture,
     warn_of_slow_matmuls,
 )
-from narrowgauge.spec.storages import Storage
+from narrowgauge.spec.storages import Storage, for_vectors
 from narrowgauge.spec.update_rules import Range
+from narrowgauge.torch_names import HostCopy, plain_name
 
+Group = dict[str, Any]
 Returned = TypeVar("Returned")
 
 
 def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
-    """``torch.compiler.disable`` at the first call: its import takes a second, and a step's kernels are compiled already."""
-
-    whole: list[Callable[..., Returned]] = []
+    """Apply ``torch.compiler.disable`` at the first call: its import takes a second."""
+    disabled: list[Callable[..., Returned]] = []
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Returned:
-        if not whole:
-            whole.append(torch.compiler.disable(function))
-        return whole[0](*args, **kwargs)
+        if not disabled:
+            disabled.append(torch.compiler.disable(function))
+        return disabled[0](*args, **kwargs)
 
     return call
 
 
 _OPTIONS = ("rule", "max_grad_norm", "audit_every", "compile", "loss_scaler", "rows")
+_HOOKS = (
+    "step_pre", "step_post", "state_dict_pre", "state_dict_post", "load_state_dict_pre", "load_state_dict_post",
+)  # fmt: skip
 
 
 class Options(TypedDict, total=False):
@@ -101,14 +103,17 @@ class Optimizer(torch.optim.Optimizer):
     whole matrices, are excepted. Parameters of one dimension are stored as the storage's ``vectors`` says (``master`` for
     ours), since they cost nothing and fail first; this includes a model flattened into one long vector.
 
+    ``state`` holds a :class:`~narrowgauge.optim.state.ParameterState` for each parameter. :meth:`state_dict` returns plain
+    copies; :meth:`load_state_dict` and :meth:`adopt` change states. Weights may be written at any time: a tail moves a written
+    weight by half an ulp at most, and a master gives way to it.
+
     Args:
         params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; a group may set ``storage``, and
             ``rule="adamw"`` where the optimizer's is a matrix rule. Parameters are already in the storage's visible
             format (``narrowgauge.prepare`` does that, without losing the bits that it cuts).
         rule: the update rule.
         defaults: the options of the rule, which groups may override.
-        storage: a storage of ``narrowgauge.spec.STORAGES``, or its name. Left out it is that of the recipe for which a
-            framework's plugin has converted the parameters, else ``word``.
+        storage: a storage of ``narrowgauge.spec.STORAGES``, or its name; ``None`` is ``word``.
         max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not. With it, a step whose norm
             is not finite changes nothing and is counted in ``num_skipped``.
         seed: seed of the stochastic rounding.
@@ -118,13 +123,13 @@ class Optimizer(torch.optim.Optimizer):
         loss_scaler: the scaler of the loss: gradients are divided by its scale, a step with a gradient that is not finite
             is skipped, and the scaler is updated. A step is refused if the scaler has scaled no loss since the last one.
             ``torch.amp.GradScaler`` works too, without being passed here.
-        amsgrad, fused, foreach, capturable, differentiable: for callers of ``torch.optim``; false or ``None``.
+        flags: ``amsgrad``, ``fused``, ``foreach``, ``capturable``, ``differentiable`` of ``torch.optim``; false or ``None``.
 
     Raises:
         RecipeError: an option out of range, an unknown storage, or parameters in another format than the storage's visible
             one, or a storage whose arithmetic the rule cannot be computed in.
 
-    Cost: see ``docs/log/storages.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
+    Cost: see ``RESULTS.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
     """
 
     def __init__(
@@ -140,14 +145,11 @@ class Optimizer(torch.optim.Optimizer):
         compile: bool | None = None,
         maximize: bool = False,
         loss_scaler: LossScaler | None = None,
-        amsgrad: bool | None = None,
-        fused: bool | None = None,
-        foreach: bool | None = None,
-        capturable: bool | None = None,
-        differentiable: bool | None = None,
+        **flags: bool | None,
     ) -> None:
-        flags = {"fused": fused, "foreach": foreach, "capturable": capturable, "differentiable": differentiable}
-        check_options({**defaults, **flags, "amsgrad": amsgrad}, rule)
+        if unknown := flags.keys() - FLAGS.keys():
+            raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
+        check_options({**defaults, **flags}, rule)
         Range().check("audit_every", audit_every)
         if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps whose norm is not finite
             Range(above=True).check("max_grad_norm", max_grad_norm)
@@ -160,7 +162,6 @@ class Optimizer(torch.optim.Optimizer):
             loss_scaler=loss_scaler,
             rows={row.name: row},
         )
-        self._names_storage = storage is not None
         super().__init__(params, {**defaults, "storage": row.name, "seed": seed, "maximize": maximize})
 
     def _start(
@@ -192,24 +193,17 @@ class Optimizer(torch.optim.Optimizer):
         # The handle of gradient release, while there is one, and the parameters it has stepped.
         self.release: Any = None
         self.released: set[Tensor] = set()
-        self._names_storage = True
-        # Parameters in groups for which no storage was named: a recipe decides.
-        self._left_to_recipe: set[Tensor] = set()
-        self._names: dict[Tensor, str] = {}
         self._model: Callable[[], nn.Module | None] = lambda: None
-        self._registry = Registry(
-            self.rule, self.rows, self.compile, lambda: self.param_groups, self._names, self._look_up_names
-        )
-        self._states = StateView(self._registry, self.settle)
-        self._control = StepControl(self._registry.worth_compiling)
+        self._kernels: dict[tuple[str, Storage], Kernel] = {}
+        self._control = StepControl(self._is_worth_compiling)
         self.loss_scaler = loss_scaler
         self._stepped = False
-        # Of the last step: whether it was skipped; its states; and what tells whose gradients were finite.
-        self._pending: tuple[Reading | None, list[ParameterState], Finite | None] | None = None
+        # After a step: whether it was skipped, its states, and what tells whose gradients were finite.
+        self._pending: tuple[HostCopy | None, list[ParameterState], Finite | None] | None = None
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """What scales the loss, if anything does; frameworks that make the scaler later set it before the first step."""
+        """Return what scales the loss; frameworks that make the scaler later set it before the first step."""
         return self._control.loss_scaler
 
     @loss_scaler.setter
@@ -218,23 +212,20 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
+        """Return whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
 
-        Only where a loss is scaled for this optimizer, or must be: frameworks do not clip the gradients of an optimizer that
-        has this property. Float16 gradients are such a case, since GradScaler refuses to unscale those itself.
-
-        Raises:
-            RecipeError: gradients are released as they arrive.
+        Frameworks do not clip the gradients of such an optimizer, so it is true only where it must be: GradScaler refuses to
+        unscale float16 gradients itself.
         """
         if self.release is not None:
             raise RecipeError(
-                "gradients are released as they arrive, and a torch.amp.GradScaler, or a framework that clips, needs all of "
-                "them first.",
-                "Train in bfloat16 without one, or keep the gradients: call remove() on the handle of release_gradients.",
+                "Cannot release gradients as they arrive beside a torch.amp.GradScaler, or a framework that clips: both need all "
+                "gradients first.",
+                "Train in bfloat16 without one, or call remove() on the handle of release_gradients.",
             )
-        return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._registry.parameters())
+        return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add parameters, as in ``torch.optim``; the group may name its own ``storage``.
 
         Raises:
@@ -242,31 +233,209 @@ class Optimizer(torch.optim.Optimizer):
                 visible one.
             ChipError: a parameter on a device without float64.
         """
-        named = "storage" in param_group or self._names_storage
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        _name_each_once(group)
+        _remove_repeated(group)
         try:
             require_float64(group["params"])
             check_options(group, self.rule)
-            row = expected_row(group["params"], group["storage"] if named else None, self.rows)
+            row = known_row(group["storage"], self.rows)
             self.rows[row.name], group["storage"] = row, row.name
             for parameter in group["params"]:
-                storage = self._registry.storage_of(group, parameter)
+                storage = self._storage_in(group, parameter)
                 check_real(parameter)
                 check_visible(parameter, storage)
-                check_rule(self._registry.rule_of(group, parameter), storage)
+                check_rule(self.rule_in(group, parameter), storage)
         except (ChipError, RecipeError):
             self.param_groups.pop()
             raise
-        if not named:
-            self._left_to_recipe.update(group["params"])
-        self._look_up_names()
-        self._registry.align_names()
 
-    def names_storage(self, group: Mapping[str, Any]) -> bool:
-        """Whether the maker of a param group named its storage, so that no recipe may replace it."""
-        return not self._left_to_recipe.issuperset(group["params"])
+    # ── what belongs to a parameter ─────────────────────────────────────────────────────────────────────────────────
+
+    def _parameters(self) -> Iterator[Tensor]:
+        return (p for group in self.param_groups for p in group["params"])
+
+    def state_of(self, parameter: Tensor) -> ParameterState | None:
+        """Return the stored state of a parameter, to be read only; ``None`` before its first step."""
+        state = self.state.get(parameter)
+        return state if isinstance(state, ParameterState) else None
+
+    def group_of(self, parameter: Tensor) -> Group:
+        """Return the param group of a parameter.
+
+        Raises:
+            KeyError: it is not one of the optimizer's.
+        """
+        group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
+        if group is None:
+            raise KeyError("this tensor is not one of the optimizer's parameters")
+        return group
+
+    def storage_of(self, parameter: Tensor) -> Storage:
+        """Return the storage of one of the optimizer's parameters."""
+        return self._storage_in(self.group_of(parameter), parameter)
+
+    def rule_of(self, parameter: Tensor) -> str:
+        """Return the name of the rule that steps a parameter: AdamW's where the optimizer's own needs a matrix and this is none.
+
+        Raises:
+            KeyError: it is not one of the optimizer's.
+        """
+        return self.rule_in(self.group_of(parameter), parameter).name
+
+    def _storage_in(self, group: Group, parameter: Tensor) -> Storage:
+        row = known_row(group["storage"], self.rows)
+        return for_vectors(row) if parameter.ndim < 2 else row
+
+    def rule_in(self, group: Group, parameter: Tensor, states: Collection[str] = ()) -> Rule | MatrixRule:
+        """Return the rule that steps a parameter under a group's options; ``states`` names those that it has already."""
+        plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
+        rule = ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
+        return rule if isinstance(rule, MatrixRule) else rule.under(group, states)
+
+    def parameter_names(self) -> dict[Tensor, str]:
+        """Return the name of each parameter: as given, else as its model has it, else ``"param 0"``, ``"param 1"`` …"""
+        model = self._model()
+        of_model = {} if model is None else {p: plain_name(name) for name, p in model.named_parameters()}
+        names: dict[Tensor, str] = {}
+        for group in self.param_groups:
+            listed = dict(zip(group["params"], group.get("param_names", ()), strict=False))
+            for parameter in group["params"]:
+                names[parameter] = listed.get(parameter) or of_model.get(parameter) or f"param {len(names)}"
+        return names
+
+    def name_parameters(self, model: nn.Module) -> None:
+        """Use a model's names, in alarms and metrics, for parameters that were given without."""
+        self._model = weakref.ref(model)
+
+    # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def make_states(
+        self, group: Group, parameters: Iterable[Tensor], names: Mapping[Tensor, Collection[str]] | None = None
+    ) -> dict[Tensor, ParameterState]:
+        """Return new states of parameters under a group's options, none of which the optimizer has yet.
+
+        ``names`` are those of states about to be loaded. Small parameters that are made together share a bucket.
+        """
+        states: dict[Tensor, ParameterState] = {}
+        alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
+        for parameter in parameters:
+            row, extras = self._storage_in(group, parameter), {}
+            require_float64([parameter])
+            check_visible(parameter, row)
+            rule = self.rule_in(group, parameter, (names or {}).get(parameter, ()))
+            if isinstance(rule, MatrixRule):
+                needed = rule.states(tuple(parameter.shape), group)
+                extras = {name: (s.shape, s.role) for name, s in needed.items() if not s.beside}
+                beside = states_beside(needed)
+            else:
+                beside = rule.kept
+            row = row.keeping(beside)
+            kernel = self._kernel(rule, row)
+            states[parameter] = state = ParameterState(parameter, row, kernel, group["storage"], extras)
+            alike.setdefault((kernel, state.parameter.device), []).append(state)
+        for (kernel, _), members in alike.items():
+            layout.allocate_all(members, joined=isinstance(kernel, StepKernel))
+            for state in members:
+                state.begin()
+        return states
+
+    def _kernel(self, rule: Rule | MatrixRule, storage: Storage) -> Kernel:
+        key = rule.name, storage
+        if key not in self._kernels:
+            everyone = [(g, p) for g in self.param_groups for p in g["params"]]
+            if isinstance(rule, MatrixRule):
+                compile = self._is_worth_compiling(sum(p.numel() for _, p in everyone))
+                self._kernels[key] = MatrixKernel(rule, storage, compile=compile)
+            else:
+                alike = [p for g, p in everyone if self._storage_in(g, p).keeping(rule.kept) == storage]
+                compile = self._is_worth_compiling(sum(p.numel() for p in alike))
+                self._kernels[key] = StepKernel(rule, storage, compile=compile)
+        return self._kernels[key]
+
+    def _is_worth_compiling(self, num_elements: int) -> bool:
+        return self.compile if self.compile is not None else num_elements >= COMPILE_ELEMENTS
+
+    def adopt(
+        self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
+    ) -> None:
+        """Store float32 weights, and perhaps states: parameters become the visible part of the weights.
+
+        Args:
+            values: the float32 or float64 weight of each parameter, of its shape; rounded to the nearest.
+            states: the states, float32 or float64, of each parameter by name, and under ``step`` the number of steps taken. A
+                code that rounds stochastically does so here: rounded to the nearest, many equal values would have the same
+                error.
+        """
+        for group in self.param_groups:
+            members = [p for p in group["params"] if p in values]
+            with torch.no_grad():
+                self.make_missing(group, members)
+            for index, parameter in enumerate(members):
+                state, entry = self.state[parameter], (states or {}).get(parameter, {})
+                state.adopt(local_of(values[parameter]))
+                state.step = int(entry.get("step", state.step))
+                seed = seed_of(group, state, index)
+                for name, value in entry.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        state.put(name, local_of(value), seed)
+
+    def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
+        """Make the states of parameters that have none."""
+        state = self.state
+        if missing := [p for p in parameters if not isinstance(state.get(p), ParameterState)]:
+            self.state.update(self.make_states(group, missing))
+
+    def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
+        """Return the stored value, as float32; as float64 where the storage keeps that.
+
+        Args:
+            parameter: one of the optimizer's parameters.
+            name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
+        Returns:
+            tensor of the parameter's shape, a copy (a DTensor where the parameter is one). Before the first step
+            the weight is the parameter itself and moments are zero.
+        Raises:
+            KeyError: the parameter or the name is unknown.
+        """
+        state = self.state_of(parameter)
+        if state is not None and (name == "weight" or name in state.shapes_of_states):
+            return state.stored(name) if name in state.extras else placed_like(parameter, state.stored(name))
+        group = self.group_of(parameter)
+        rule = self.rule_in(group, parameter, (name,))
+        known = shapes_of_states(rule, parameter.shape, group)
+        if name != "weight" and name not in known:
+            raise KeyError(f"rule '{rule.name}' has {('weight', *known)}, not '{name}'")
+        dtype = value_dtype(self._storage_in(group, parameter))
+        return parameter.detach().to(dtype, copy=True) if name == "weight" else torch.zeros_like(parameter, dtype=dtype)
+
+    def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
+        """Return the first ``count`` values of :meth:`stored` of some parameters, or of their shards here.
+
+        Returns:
+            float32 ``[count]`` for each, fewer where there are fewer, or ``None`` where nothing is stored under that name yet.
+        """
+        states = [self.state_of(parameter) for parameter in parameters]
+        known = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
+        values = dict(zip(known, read_leading(known, count, name), strict=True))
+        return [None if state is None else values.get(state) for state in states]
+
+    def num_steps(self, parameter: Tensor) -> int:
+        """Return the number of steps that a parameter has taken; 0 before the first. Waits for the last step."""
+        self.settle()
+        state = self.state_of(parameter)
+        return 0 if state is None else state.step
+
+    def bytes_per_param(self) -> float:
+        """Return bytes of weights, gradients (in the parameters' format) and states per parameter, of live tensors.
+
+        Gradients that :func:`narrowgauge.optim.release_gradients` releases as they arrive are not counted.
+        """
+        parameters = [local_of(p) for p in self._parameters()]
+        gradients = [local_of(p) for p in self._parameters() if p not in self.released]
+        states = [t for state in map(self.state_of, self._parameters()) if state is not None for t in state.tensors()]
+        total = sum(t.numel() * t.element_size() for t in [*parameters, *gradients, *states])
+        return total / max(1, sum(p.numel() for p in parameters))
 
     # ── the step ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -279,9 +448,12 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if there is one.
         Raises:
-            RecipeError: in a first step, or in one without any gradient: a parameter was replaced by another in its model.
+            RecipeError: a gradient that is sparse or of another format; a parameter whose storage, shape, format or device
+                has changed since its state was made; in a first step, parameters that were replaced after that, or that the
+                model does not hold.
 
-        Cost: at most 64 MiB of transient memory, for any model.
+        Cost: transient memory. Elementwise rules take at most 64 MiB, for any model. Matrix rules take float32 copies of the
+            largest matrix: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
         """
         loss = None
         if closure is not None:
@@ -293,15 +465,15 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self) -> None:
         self.settle()
-        self._discard_orphans()
         for group in self.param_groups:
             check_step(group, self.rule)
+        if not self._stepped:
+            check_replaced(self.state, list(self._parameters()))
+            check_in_use(self.parameter_names(), self._model())
         if self.release is not None:
             self.release.before_step()
         work = [(group, self._with_gradient(group)) for group in self.param_groups]
         states = [state for _, members in work for state in members]
-        if not (states and self._stepped):
-            check_in_use(self.parameter_names(), self._model())
         if not states:
             if self.reduction is not None:
                 self.reduction.require_stepped()
@@ -328,66 +500,66 @@ class Optimizer(torch.optim.Optimizer):
         self.grad_norm = self.grad_norm if norm is None else norm
         for group, members in work:
             self._advance(group, members, control)
-        on_cpu = control.device.type == "cpu"
         may_skip = norm is not None or found_inf is not None
-        self._pending = (Reading(control[1]) if may_skip else None, states, decision.finite)
-        if on_cpu:
+        self._pending = (HostCopy(control[1]) if may_skip else None, states, decision.finite)
+        if control.device.type == "cpu":
             self.settle()  # nothing to wait for
         for state in states:
             state.gradient = NO_GRADIENT
 
     def _begin(self, device: torch.device) -> None:
         self._stepped = True
-        self._left_to_recipe.clear()  # too late for one, and others may replace these parameters
         warn_of_slow_matmuls(self.param_groups)
-        for kernel in self._registry.kernels.values() if self.audit_every else ():
-            if isinstance(kernel, StepKernel):
-                kernel.compile_audit_elsewhere(device)
 
-    def _discard_orphans(self) -> None:
-        if orphans := self._registry.orphans():
-            self._states.discard(orphans)
-            self.auditor.forget(orphans)
+    def step_alone(self, group: Group, parameter: Tensor) -> None:
+        """Step one parameter that has a gradient now, and release that.
 
-    def step_alone(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Step one parameter that has a gradient now, and release that; one that shares a bucket waits for :meth:`step`."""
+        A parameter in a bucket waits for :meth:`step`. So does one without a state: small parameters that begin together share
+        a bucket.
+        """
+        state = self.state_of(parameter)
+        if state is None or state.bucket is not None:
+            return
         with torch.no_grad():
             states = self._with_gradient({**group, "params": [parameter]})
-            if any(state in bucket.members for bucket in self._registry.buckets for state in states):
-                return
-            refuse_capture(states[0].parameter.device)
-            self._advance(group, states, control_scalars(None, None, states[0].parameter.device))
-        states[0].gradient, parameter.grad = NO_GRADIENT, None
+            refuse_capture(state.parameter.device)
+            self._advance(group, states, control_scalars(None, None, state.parameter.device))
+        state.gradient, parameter.grad = NO_GRADIENT, None
         self.released.add(parameter)
 
-    def _advance(self, group: dict[str, Any], states: list[ParameterState], control: Tensor) -> None:
-        Stepper(group, control, self.auditor, self.audit_every).step(states, self._registry.buckets)
+    def _advance(self, group: Group, states: list[ParameterState], control: Tensor) -> None:
+        Stepper(group, control, self.auditor, self.audit_every).step(states)
         for state in states:
             state.step += 1
-        snapshot_after_step(states, self.audit_every)
 
-    def _with_gradient(self, group: dict[str, Any]) -> list[ParameterState]:
-        """The states of a group's parameters that have a gradient, fit for a step and with their gradients set."""
-        if self._states.handed:
-            self._states.flush()
+    def _with_gradient(self, group: Group) -> list[ParameterState]:
+        """Return the states of a group's parameters that have a gradient, which is set."""
         parameters = [p for p in group["params"] if p.grad is not None]
-        states = self._registry.for_step(group, parameters, self.audit_every)
+        self.make_missing(group, parameters)
+        may_change = isinstance(self.rule, MatrixRule) or self.rule.reduces is not None
+        states: list[ParameterState] = [self.state[p] for p in parameters]
         for state, parameter in zip(states, parameters, strict=True):
-            assert parameter.grad is not None
-            state.gradient = local_of(parameter.grad)
+            state.gradient = gradient_of(parameter)
+            if state.parameter is not parameter:
+                state.gradient, state.parameter = local_of(state.gradient), local_of(parameter)
+            check_fits(state, group["storage"])
+            if may_change:
+                rule = self.rule_in(group, parameter, state.shapes_of_states)
+                check_same_rule(state, rule.name, shapes_of_states(rule, parameter.shape, group))
         return states
 
     def settle(self) -> None:
         """Finish the last step: read from the device whether it was skipped and what its audit found, and raise alarms."""
         if self._pending is None:
             return
-        (skip, states, told), self._pending, self.last_audit = self._pending, None, None
+        (skip, states, finite), self._pending, self.last_audit = self._pending, None, None
         if skip is not None and skip.item() != 0.0:
             self.num_skipped += 1
             names = self.parameter_names()
-            finite = told() if told is not None else [bool(s.gradient.isfinite().all()) for s in states]
-            over = [s.owner for s, fine in zip(states, finite, strict=True) if not fine]
-            self.last_overflow = [names[parameter] for parameter in over if parameter in names]
+            is_finite = finite() if finite is not None else [bool(s.gradient.isfinite().all()) for s in states]
+            self.last_overflow = [
+                names[s.owner] for s, fine in zip(states, is_finite, strict=True) if not fine and s.owner in names
+            ]
             for state in states:
                 state.step -= 1
             self.auditor.discard()
@@ -402,173 +574,22 @@ class Optimizer(torch.optim.Optimizer):
         if not auditor.fresh:
             return
         self.last_audit = self.auditor.collect()
-        storages = {parameter: state.storage for parameter, state in self._registry.states.items()}
-        if alarms := self.auditor.alarms(self.parameter_names(), storages):
+        names = self.parameter_names()
+        storages = {p: state.storage for p in names if (state := self.state_of(p)) is not None}
+        if alarms := self.auditor.alarms(names, storages):
             self.on_alarm(alarms)
-
-    # ── the state, as torch.optim's users know it ───────────────────────────────────────────────────────────────────
-
-    @property  # type: ignore[override]
-    def state(self) -> StateView:
-        """The state of each parameter, as in ``torch.optim``; see :mod:`narrowgauge.optim.state_dict`."""
-        return self._states
-
-    @state.setter
-    def state(self, given: Mapping[Any, Any]) -> None:
-        if given is not self._states:
-            entries = {key: dict(value) if isinstance(value, Mapping) else value for key, value in given.items()}
-            self._states.clear()
-            self._states.update(entries)
-
-    def refresh(self) -> None:
-        """Adopt weights that were modified unnoticed: through ``.data``, or in memory that they share.
-
-        Other writes to a parameter (``load_state_dict``, ``copy_``, ``clamp_`` under ``no_grad``) are noticed before the
-        next step and need no call. The stored weight of an element whose visible bits are not those that the last step
-        left becomes the visible one, exactly; others stay as they are. Where a large matrix has tails and no copy of the
-        visible weight, those elements are unknown, and all of its tails are discarded.
-
-        Raises:
-            RecipeError: a parameter has another shape, dtype or device than its states were made for.
-
-        Example:
-            >>> import torch, narrowgauge as ng
-            >>> weight = torch.nn.Parameter(torch.ones(8, 8, dtype=torch.bfloat16))
-            >>> optimizer = ng.AdamW([weight], lr=1e-3, storage="word")
-            >>> weight.grad = torch.ones_like(weight)
-            >>> optimizer.step()
-            >>> weight.data.fill_(3.0)[0, 0].item(), optimizer.refresh()
-            (3.0, None)
-            >>> optimizer.stored(weight)[0, 0].item()
-            3.0
-        """
-        with torch.no_grad():
-            self._registry.adopt(list(self._registry.states.values()))
-
-    def adopt(
-        self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
-    ) -> None:
-        """Store float32 weights, and perhaps states: parameters become the visible part of the weights.
-
-        Args:
-            values: the float32 or float64 weight of each parameter, of its shape; cut to the nearest.
-            states: the states, float32 or float64, of each parameter by name, and under ``step`` the number of steps taken. A
-                code that rounds stochastically does so here: rounded to the nearest, many equal values would have the same
-                error.
-        """
-        self._registry.follow()
-        for group in self.param_groups:
-            mine = [p for p in group["params"] if p in values]
-            self._registry.make(group, mine)
-            for index, parameter in enumerate(mine):
-                state, given = self._registry.states[parameter], (states or {}).get(parameter, {})
-                state.adopt(local_of(values[parameter]))
-                snapshot_adopted(state)
-                state.step = int(given.get("step", state.step))
-                seed = seed_of(group, state, index)
-                for name, value in given.items():
-                    if isinstance(value, Tensor) and name != "step":
-                        state.put(name, local_of(value), seed)
-
-    def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
-        """The stored value, as float32; as float64 where the storage keeps that.
-
-        Args:
-            parameter: one of the optimizer's parameters.
-            name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
-        Returns:
-            tensor of the parameter's shape, a copy (a DTensor where the parameter is one). Before the first step
-            the weight is the parameter itself and moments are zero.
-        Raises:
-            KeyError: the parameter or the name is unknown.
-        """
-        self._states.take_writes()
-        state = self._registry.get(parameter)
-        if state is not None and (name == "weight" or name in state.shapes_of_states):
-            return state.stored(name) if name in state.extras else placed_like(parameter, state.stored(name))
-        group = self._registry.group_of(parameter)
-        if group is None:
-            raise KeyError("this tensor is not one of the optimizer's parameters")
-        rule = self._registry.rule_of(group, parameter, (name,))
-        known = shapes_of_states(rule, parameter.shape, group)
-        if name != "weight" and name not in known:
-            raise KeyError(f"rule '{rule.name}' has {('weight', *known)}, not '{name}'")
-        dtype = value_dtype(self._registry.storage_of(group, parameter))
-        return parameter.detach().to(dtype, copy=True) if name == "weight" else torch.zeros_like(parameter, dtype=dtype)
-
-    def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
-        """The first ``count`` values of :meth:`stored` of some parameters, or of their shards here, without reading the others.
-
-        Returns:
-            float32 ``[count]`` for each, fewer where there are fewer, or ``None`` where nothing is stored under that name yet.
-        """
-        states = [self._registry.states.get(parameter) for parameter in parameters]
-        known = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
-        values = dict(zip(map(id, known), read_leading(known, count, name), strict=True))
-        return [values.get(id(state)) for state in states]
-
-    def packed_state(self, parameter: Tensor) -> ParameterState | None:
-        """The codes and words in which a parameter is stored, to be read only; ``None`` before its first step."""
-        return self._registry.get(parameter)
-
-    def rule_of(self, parameter: Tensor) -> str:
-        """The name of the rule that steps a parameter: AdamW's where the optimizer's own needs a matrix and this is none.
-
-        Args:
-            parameter: one of the optimizer's parameters.
-        Raises:
-            KeyError: it is none of them.
-        """
-        group = self._registry.group_of(parameter)
-        if group is None:
-            raise KeyError("this tensor is not one of the optimizer's parameters")
-        return self._registry.rule_of(group, parameter).name
-
-    def num_steps(self, parameter: Tensor) -> int:
-        """Steps that a parameter has taken; 0 before the first."""
-        state = self._registry.states.get(parameter)
-        return 0 if state is None else state.step
-
-    def bytes_per_param(self) -> float:
-        """Bytes of weights, gradients (in the parameters' format) and states per parameter, counted from live tensors.
-
-        Gradients that :func:`narrowgauge.optim.release_gradients` releases as they arrive are not counted.
-        """
-        everyone = self._registry.parameters()
-        parameters = [local_of(p) for p in everyone]
-        gradients = [local_of(p) for p in everyone if p not in self.released]
-        kept = [tensor for state in self._registry.states.values() for tensor in state.tensors()]
-        total = sum(t.numel() * t.element_size() for t in [*parameters, *gradients, *kept])
-        return total / max(1, sum(p.numel() for p in parameters))
-
-    def parameter_names(self) -> dict[Tensor, str]:
-        """The name of each parameter: as given, else as its model has it, else ``"param 0"``, ``"param 1"`` …"""
-        return self._registry.parameter_names()
-
-    def name_parameters(self, model: nn.Module) -> None:
-        """Use a model's names, in alarms and metrics, for parameters that were given without; and remember the model.
-
-        Names of other parameters are not kept: what holds a name holds its parameter, and the model may replace it.
-        """
-        self._model = weakref.ref(model)
-        own = set(self._registry.parameters())
-        self._names.update({p: plain_name(name) for name, p in model.named_parameters() if p in own})
-
-    def _look_up_names(self) -> None:
-        if (model := self._model()) is not None:
-            self.name_parameters(model)
 
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, lossless and packed: each plane as a tensor of the parameter's shape.
+        """Return the state, lossless and packed: each plane as a tensor of the parameter's shape, a copy.
 
         Returns:
             As in ``torch.optim``; a state that is a plain tensor has torch's key (``exp_avg``), others are ``tail``,
             ``master`` (float32), ``weight_low`` and ``packed``, and ``…_bound`` is the scale of each row. ``step`` is a 0-d
             float32 tensor. DTensors where the parameter is one.
         """
-        self._discard_orphans()
+        self.settle()  # a step that was skipped on a device has not taken its count back yet
         handle = self.register_state_dict_post_hook(show_states, prepend=True)  # before hooks of others see it
         try:
             result: dict[str, Any] = super().state_dict()
@@ -577,9 +598,9 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The part of :meth:`state_dict` that belongs to each parameter."""
-        self._discard_orphans()
-        return save_states(self._registry)
+        """Return the part of :meth:`state_dict` that belongs to each parameter."""
+        self.settle()
+        return {p: state.saved() for p in self._parameters() if (state := self.state_of(p)) is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore a state from :meth:`state_dict`; nothing is cast, and a state that is refused changes nothing.
@@ -606,28 +627,49 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.
         """
-        load_states(self._registry, self.param_groups, entries, groups or self.param_groups)
-        self._states.handed.clear()
-        self._pending, self.auditor = None, Auditor(join=self.auditor.join)
+        states = make_loaded_states(self, entries, groups or self.param_groups)
+        self.__setstate__({"state": defaultdict(dict, {**self._free(), **states})})
 
     def __getstate__(self) -> dict[str, Any]:
-        options = {name: getattr(self, name) for name in _OPTIONS}
-        kept = {"options": options, "saved": numbered(self.states(), self._registry), "state": dict(self._states.free)}
-        return {**super().__getstate__(), **kept}
+        """Return what a copy and a pickle have.
+
+        A hook that is a ``functools.partial`` is copied, with the model that it holds: so ``narrowgauge.prepare`` ties the two.
+        """
+        numbers = {p: number for number, p in enumerate(self._parameters())}
+        return {
+            **super().__getstate__(),
+            "state": self._free(),
+            "saved": {numbers[p]: entry for p, entry in self.states().items()},
+            "options": {name: getattr(self, name) for name in _OPTIONS},
+            "hooks": {n: [h for h in self._hooks(n).values() if isinstance(h, functools.partial)] for n in _HOOKS},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        options, saved, free = (state.pop(name, None) for name in ("options", "saved", "state"))
-        if options is not None:
-            self._start(**options)
+        if "saved" not in state:  # of load_state_dict
+            super().__setstate__(state)
+            self._pending, self.auditor = None, Auditor(join=self.auditor.join)
+            return
+        self._start(**state.pop("options"))
+        saved, hooks = state.pop("saved"), state.pop("hooks")
         super().__setstate__(state)
-        self._states.free = dict(free or {})
-        if saved is not None:
-            parameters = self._registry.parameters()
-            self.load_states({parameters[number]: entry for number, entry in saved.items()})
+        parameters = list(self._parameters())
+        self.load_states({parameters[number]: entry for number, entry in saved.items()})
+        for name in _HOOKS:
+            ours = self._hooks(name)
+            ours.update({RemovableHandle(ours).id: hook for hook in hooks[name]})
+
+    def _free(self) -> dict[Any, Any]:
+        """Return what hooks and users keep in ``state`` beside the states of parameters."""
+        state: dict[Any, Any] = self.state
+        return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+
+    def _hooks(self, name: str) -> OrderedDict[int, Any]:
+        hooks: OrderedDict[int, Any] = getattr(self, f"_optimizer_{name}_hooks")
+        return hooks
 
 
-def _name_each_once(group: dict[str, Any]) -> None:
-    """A tied weight that is given twice is one parameter, under its first name; torch has warned of it."""
+def _remove_repeated(group: Group) -> None:
+    """Remove a tied weight that is given twice: it is one parameter, under its first name. Torch has warned of it."""
     first: dict[Tensor, int] = {}
     for place, parameter in enumerate(group["params"]):
         first.setdefault(parameter, place)

@@ -8,24 +8,28 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError, suggestion
-from narrowgauge.machine.processor import care_for, is_left_slow
+from narrowgauge.machine import care_for, is_left_slow
 from narrowgauge.optim.rules.elementwise import ADAM, ADAMW, Rule
 from narrowgauge.optim.rules.matrix import MatrixRule
 from narrowgauge.optim.rules.subspaces import USUAL_PROJECTION
+from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, Storage, find
 from narrowgauge.spec.update_rules import UPDATE_RULES, Laws, Range, refuse_matrix_rule
+from narrowgauge.torch_names import fsdp_groups, fsdp_parameters, plain_name, was_taken_by_fsdp
+
+if TYPE_CHECKING:
+    from narrowgauge.optim.state import ParameterState
 
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
 """What the options of each rule may be; a rule that is not here checks its own."""
 
-_FLAGS = {
+FLAGS = {
     "amsgrad": "No rule here stores the largest second moment; leave it out.",
     "fused": "Every step here is one fused kernel; leave it out.",
     "foreach": "Every step here is one fused kernel; leave it out.",
@@ -40,24 +44,20 @@ _DECOUPLED = {ADAM.name: False, ADAMW.name: True}
 
 
 def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """Refuse options, of a param group or the defaults of all, that a rule cannot obey.
-
-    Raises:
-        RecipeError: one that is out of range, that no rule here has, that belongs to the optimizer and not to a group, or
-            another rule than the group may have.
-    """
+    """Refuse options of a param group, or the defaults of all, that are out of range or that the rule cannot obey."""
     for name in _OF_THE_OPTIMIZER:
         if name in options:
             raise RecipeError(
-                f"a param group sets {name} = {options[name]}.", "Pass it to the optimizer: it applies to all groups."
+                f"Cannot set {name} = {options[name]} in a param group because it applies to all groups.",
+                "Pass it to the optimizer.",
             )
     check_step(options, rule)
     _check_values(options, LAWS.get(rule.name, {}))
 
 
 def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """:func:`check_options` of what may have been set since; a schedule may make a rate slightly negative."""
-    for name, advice in _FLAGS.items():
+    """Refuse options that were set since; a schedule may make a rate slightly negative."""
+    for name, advice in FLAGS.items():
         if options.get(name):
             raise RecipeError(f"{name} = {options[name]} was requested, which this optimizer does not have.", advice)
     decoupled = options.get("decoupled_weight_decay")
@@ -77,29 +77,21 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
 
 
 def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
-    """The device of all parameters of a step.
-
-    Raises:
-        RecipeError: they are on several.
-    """
+    """Return the device of all parameters of a step; refuse several."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise RecipeError(
-            f"one step was requested of parameters on {' and '.join(sorted(map(str, devices)))}.",
+            f"Cannot step parameters on {' and '.join(sorted(map(str, devices)))} together.",
             "Make an optimizer for the parameters of each device.",
         )
     return devices.pop()
 
 
 def refuse_capture(device: torch.device) -> None:
-    """Refuse a step that a CUDA graph records.
-
-    Raises:
-        RecipeError: a graph is being captured.
-    """
+    """Refuse a step that a CUDA graph records."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RecipeError(
-            "a CUDA graph is being captured, and each replay would repeat this step's learning rate and random bits.",
+            "Cannot step while a CUDA graph is captured: each replay would repeat this step's learning rate and random bits.",
             "Capture the forward and backward passes alone, and call optimizer.step() after each replay.",
         )
 
@@ -114,15 +106,11 @@ def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
 
 
 def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
-    """The row that ``storage`` names or is; ``own`` are rows that are not in the table, by name.
-
-    Raises:
-        RecipeError: no such name, or a row that has the name of another.
-    """
+    """Return the row that ``storage`` names or is; ``own`` are rows that are not in the table, by name."""
     if isinstance(storage, Storage):
         if STORAGES.get(storage.name, storage) != storage:
             raise RecipeError(
-                f"a storage of other codes was given under the name '{storage.name}' of the table's own row.",
+                f"Cannot use a storage of other codes under the name '{storage.name}' of the table's own row.",
                 "Give it a name of its own: dataclasses.replace(row, name=…).",
             )
         return storage
@@ -135,38 +123,8 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
     return row
 
 
-# By model and name: PyTorch does not move a DTensor that has a weak reference.
-EXPECTED: WeakKeyDictionary[nn.Module, dict[str, Storage]] = WeakKeyDictionary()
-"""How a framework's recipe stores the parameters of a model that it has converted and whose optimizer its user makes."""
 USUAL_STORAGE = "word"
-"""The storage of parameters for which neither the optimizer's user nor a recipe names one."""
-
-
-def expected_row(parameters: Iterable[Tensor], named: str | Storage | None, rows: Mapping[str, Storage]) -> Storage:
-    """The storage of a param group: as its maker ``named`` it, else as a recipe has converted its parameters for, else the usual.
-
-    Raises:
-        RecipeError: the recipe stores them otherwise, or in more than one storage.
-    """
-    members = set(parameters)
-    models = [(rows, model.named_parameters()) for model, rows in EXPECTED.items() if rows]
-    wanted = {rows[n].name: rows[n] for rows, named in models for n, p in named if p in members and n in rows}
-    row = None if named is None else known_row(named, rows)
-    if len(wanted) > 1:
-        raise RecipeError(f"a param group holds parameters that their recipe stores as {_listed(wanted)}.", OF_RECIPE)
-    if row is not None and wanted and row.name not in wanted:
-        raise RecipeError(
-            f"the optimizer was built with storage '{row.name}', and the recipe of its parameters stores {_listed(wanted)}.",
-            "Leave storage out of the optimizer, or name the same one in the recipe.",
-        )
-    return row or next(iter(wanted.values()), None) or STORAGES[USUAL_STORAGE]
-
-
-OF_RECIPE = "Take the groups of the recipe: return None from configure_optimizers, or the plugin's optimizer(module)."
-
-
-def _listed(rows: Iterable[str]) -> str:
-    return " and ".join(f"'{name}'" for name in sorted(rows))
+"""The storage of parameters for which no other is named."""
 
 
 def check_visible(parameter: Tensor, storage: Storage) -> None:
@@ -186,7 +144,7 @@ def check_real(parameter: Tensor) -> None:
     """Refuse a parameter that has no values."""
     if parameter.is_meta:
         raise RecipeError(
-            f"a parameter of shape {tuple(parameter.shape)} is on the meta device, where it has no values to store.",
+            f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta device.",
             "Give the model its memory (to_empty) and values first, and build the optimizer after.",
         )
 
@@ -198,24 +156,94 @@ def check_rule(rule: object, storage: Storage) -> None:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """A parameter's gradient, refused where the kernels could not take it."""
+    """Return a parameter's gradient; refuse one that the kernels cannot take."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
         raise RecipeError(
-            "a gradient is sparse, and the update rules take dense ones.", "Build the embedding with sparse=False."
+            "Cannot step because a gradient is sparse and the update rules take dense ones.",
+            "Build the embedding with sparse=False.",
         )
     if gradient.dtype is not parameter.dtype:
         raise RecipeError(
-            f"a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is {parameter.dtype}.",
+            f"Cannot step because a gradient is {gradient.dtype} and its parameter of shape {tuple(parameter.shape)} is "
+            f"{parameter.dtype}.",
             "Leave gradients in their parameter's format.",
         )
     if gradient.numel() != parameter.numel():  # autograd keeps both equal until .data is another tensor
         raise RecipeError(
-            f"a gradient has the shape {tuple(gradient.shape)}, and its parameter {tuple(parameter.shape)}.",
+            f"Cannot step because a gradient has the shape {tuple(gradient.shape)}, and its parameter "
+            f"{tuple(parameter.shape)}.",
             "Drop the gradients (zero_grad) when a parameter is resized.",
         )
     return gradient
+
+
+# ── states and their parameters ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def check_fits(state: ParameterState, storage: str) -> None:
+    """Refuse a parameter whose storage, shape, dtype or device is not that of its state."""
+    if state.requested != storage:
+        raise RecipeError(
+            f"Cannot step because a group's storage was changed to '{storage}', and its states are in '{state.requested}'.",
+            "Build a new optimizer with that storage and convert the state with ng.convert, or clear optimizer.state.",
+        )
+    weight = state.parameter
+    if (weight.shape, weight.dtype, weight.device) != state.made_for:
+        now, then = (
+            f"{dtype_name(dtype)} of shape {tuple(shape)} on {device}"
+            for shape, dtype, device in ((weight.shape, weight.dtype, weight.device), state.made_for)
+        )
+        raise RecipeError(
+            f"Cannot step because a parameter is {now}, and its state was made for {then}.",
+            "Change or move a model before its optimizer is built. After a move, "
+            "optimizer.load_state_dict(optimizer.state_dict()) moves the states.",
+        )
+
+
+def check_same_rule(state: ParameterState, rule: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse options under which a parameter needs another rule, or states that it does not have."""
+    name, present = state.kernel.rule.name, state.shapes_of_states
+    missing = {state: tuple(shape) for state, shape in shapes.items() if present.get(state) != tuple(shape)}
+    if missing or (isinstance(state.kernel.rule, MatrixRule) and rule != name):
+        raise RecipeError(
+            f"Cannot step because an option now asks for rule '{rule}' with states {missing or dict(shapes)}, and the "
+            f"parameter has those of '{name}': {present}.",
+            "Set such options (momentum, rank, rule …) before the first step, or build a new optimizer.",
+        )
+
+
+def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -> None:
+    """Refuse a first step after parameters with a state were replaced by others, as Accelerate's FSDP2 does."""
+    members = set(parameters)
+    if any(isinstance(p, Tensor) and p not in members for p in states) and not all(p in states for p in parameters):
+        raise RecipeError(
+            "Cannot step because parameters were replaced after ng.prepare stored the bits of their weights.",
+            "Call narrowgauge.integrations.accelerate.pass_states_on(optimizer) after accelerator.prepare, or prepare the model "
+            "after it was changed.",
+        )
+
+
+def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
+    """Refuse parameters that never get a gradient, since others have taken their places in the model."""
+    held: dict[str, Tensor] = {}
+    own: set[Tensor] = set()
+    if model is not None:
+        held = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        # FSDP2's own shards, which are out of the modules while their whole parameters are gathered.
+        own = {p for _, group in fsdp_groups(model) for p in fsdp_parameters(group)}
+    for parameter, name in names.items():
+        if not parameter.requires_grad or parameter.grad is not None:
+            continue
+        is_replaced = held.get(name, parameter) is not parameter and parameter not in own
+        if is_replaced or was_taken_by_fsdp(parameter):
+            raise RecipeError(
+                f"parameter '{name}' of the optimizer has no gradient and never gets one: another has taken its place in the "
+                "model.",
+                "Change the model first (fully_shard, resize_token_embeddings), and make the optimizer or call "
+                "narrowgauge.prepare then; model.reshard() puts back what FSDP2 has gathered in a forward pass.",
+            )
 
 
 class SlowMatmulNotice(UserWarning):
@@ -238,12 +266,7 @@ def warn_of_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
-    """Refuse saved param groups of other sizes, storages or rules, and fill in what those of plain ``torch.optim`` lack.
-
-    Raises:
-        ValueError: the sizes differ, as in ``torch.optim``.
-        RecipeError: a storage differs, or an option that the rule cannot obey.
-    """
+    """Refuse saved param groups of other sizes, storages or rules, and fill in what those of plain ``torch.optim`` lack."""
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
     for mine, theirs in zip(groups, saved, strict=True):
@@ -251,7 +274,7 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
             theirs.setdefault("proj_type", USUAL_PROJECTION)  # a group of ours leaves it out
         if theirs.setdefault("storage", mine["storage"]) != mine["storage"]:
             raise RecipeError(
-                f"a state of storage '{theirs['storage']}' was given to an optimizer of storage '{mine['storage']}'.",
+                f"Cannot load a state of storage '{theirs['storage']}' into an optimizer of storage '{mine['storage']}'.",
                 "Build the optimizer with the storage the state was saved from, or take it over with ng.convert.",
             )
         for flag in HOW_TORCH_STEPS:

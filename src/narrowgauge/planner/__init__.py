@@ -1,7 +1,8 @@
-"""What a training run needs and how long it takes, from formulas with sources: nothing is trained, and nothing needs PyTorch.
+"""What a training run needs and how long it takes, from formulas with sources: nothing is trained.
 
-A plan starts from ``inputs``: the shape of a model, the machines and what they reach of their printed rates, and a layout of
-the one over the other. ``memory`` and ``time`` say what a layout costs, term by term (``terms``); ``search`` finds the best
-layouts, ``plan`` answers a question with them, and ``plan_report`` puts the answer into words. ``measured`` goes the other
-way, from measured times to what is behind them.
+A plan starts from ``model`` (with ``built_models``), ``clusters``, ``efficiency`` and ``layouts``. What a layout needs is in
+``model_state``, ``activations`` and ``memory``; how long it takes in ``roofline``, ``layer_times``, ``collectives`` and
+``step_time``, term by term (``terms``). ``search`` tries every layout, ``plan`` answers a question with them, and
+``plan_tables`` prints the answer. ``scaling_laws`` and ``launches`` go the other way, from measured times to what is behind
+them. Only a ``config.json`` needs PyTorch.
 """

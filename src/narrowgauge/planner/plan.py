@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from narrowgauge.errors import ChipError, NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.planner.inputs.architectures import Adapters, Architecture, of_size
-from narrowgauge.planner.inputs.clusters import (
-    HERE,
-    Cluster,
-    between_sizes,
-    clusters_asked_for,
-    multiples_of,
-    numbers_of,
-    parts_of,
-    sizes_up_to,
-)
-from narrowgauge.planner.inputs.efficiency import Shares
-from narrowgauge.planner.inputs.jobs import Job
-from narrowgauge.planner.inputs.layouts import NAMED_LAYOUTS, Layout
-from narrowgauge.planner.inputs.model_configs import read_architecture
-from narrowgauge.planner.memory.activations import LayerCounter
-from narrowgauge.planner.memory.rank_memory import memory_terms
-from narrowgauge.planner.memory.state_bytes import is_stepped, with_optimizer
-from narrowgauge.planner.plan_report import MOST_SHARED, Plan
-from narrowgauge.planner.question import OURS, Option, Question
-from narrowgauge.planner.search import MOST_CHIPS, MOST_OPTIONS, SearchCache, search, smallest_changes
+from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
+from narrowgauge.planner.clusters import Cluster, between_sizes, clusters_asked_for, counts_of, parts_of, with_nodes
+from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout
+from narrowgauge.planner.memory import memory_terms
+from narrowgauge.planner.model import Adapters, Architecture, of_size, read_model
+from narrowgauge.planner.model_state import is_stepped, with_optimizer
+from narrowgauge.planner.option import OURS, Option, Question
+from narrowgauge.planner.plan_tables import MOST_SHARED, Plan
+from narrowgauge.planner.roofline import describe_support
+from narrowgauge.planner.search import MOST_CHIPS, MOST_OPTIONS, search, smallest_changes
+from narrowgauge.planner.step_time import Job
 from narrowgauge.planner.terms import Terms
-from narrowgauge.planner.time.roofline import describe_support
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.models import MODELS
@@ -42,41 +31,37 @@ from narrowgauge.spec.storages import STORAGES
 LONGEST_DAYS = 120.0
 """The deadline where the fewest chips are asked for without one: BLOOM's run, one of the longest published, took 117 days (arXiv
 2211.05100)."""
-_COSTS_VARY = 1.25
 LARGEST = ("context", "batch")
-ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
-"""The layout of adapters: FSDP2 shards PEFT's layers, or they are replicated; no other axis divides them."""
-_MOST_POSITIONS, _STEP_OF_LENGTH, _MOST_SEQUENCES = 1 << 24, 1024, 1 << 16
+USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
+                 "bfloat16/word/reproducible")  # fmt: skip
+"""The README's recipes, which are compared where none is named."""
 OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "days": lambda option: 1.0 / (option.tokens_per_second or 1.0),
     "cost": lambda option: (option.dollars_per_hour or option.num_chips) / (option.tokens_per_second or 1.0),
     "chips": lambda option: float(option.num_chips),
-    "memory": lambda option: option.memory.total / (option.capacity_bytes or 1.0),
 }
 """What the best option has least of."""
+# FSDP2 shards PEFT's layers, or they are replicated; no other axis divides them.
+_ADAPTED: dict[str, Any] = {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1}
+# Equal in one configuration for several clusters; replicas and micro-batches follow from the number of chips.
 _PINNED = ("shard", "zero", "tensor", "pipeline", "context", "expert", "micro_batch", "recompute", "offload",
-           "sequence_parallel", "expert_tensor", "accumulation_dtype", "keeps_gradients")  # fmt: skip
-"""What one configuration for several clusters has in common; replicas and micro-batches follow from the number of chips."""
+           "accumulation_dtype")  # fmt: skip
 _BATCH = ("micro_batch", "micro_batches", "recompute", "offload")
-_MOST_LAYOUTS = 8
 _TUNING = ("int8-outlier", "int8-outlier-codes")
-_SEQUENCE_LENGTH = 4096
 _STATE = ("weights", "gradients", "optimizer")
+_MOST_POSITIONS, _STEP_OF_LENGTH, _MOST_SEQUENCES = 1 << 24, 1024, 1 << 16
+_SEQUENCE_LENGTH, _MOST_LAYOUTS, _COSTS_VARY = 4096, 8, 1.25
 
 
 def plan(
     model: str | Path | Architecture | None = None,
     *,
     params: float | None = None,
-    recipes: Sequence[str | Recipe] = (),
+    recipes: Sequence[str | Recipe] | Literal["all"] = (),
     chip: str | Chip | Sequence[str | Chip] = (),
     chips: int | Sequence[int] = (),
     cluster: Cluster | str | Path | Sequence[Cluster | str | Path] = (),
     chips_per_node: int | None = None,
-    interconnect_gbit_per_second: float | None = None,
-    dollars_per_hour: float | None = None,
-    host_memory_gb: float | None = None,
-    software: str | None = None,
     sequence_length: int | None = None,
     tokens_per_step: int | None = None,
     tokens: float | None = None,
@@ -88,26 +73,20 @@ def plan(
     base: str = "bfloat16",
     minimize: str | None = None,
     layout: Mapping[str, Any] | None = None,
-    shares: Shares | None = None,
-    counted: LayerCounter | None = None,
+    **rates: Any,
 ) -> Plan:
-    """Say what fits, how fast, in which layout, and why.
+    """Say what fits, how fast, in which layout, and why; nothing is trained and nothing needs PyTorch.
 
-    Nothing is trained and nothing needs PyTorch: memory and time are sums of terms with formulas and sources. Without ``model``
-    or without machines, the state alone is counted: weights, gradients and optimizer states.
+    Without ``model`` or without machines, the state alone is counted: weights, gradients and optimizer states.
 
     Args:
         model: a preset's name, a Hugging Face ``config.json`` or its folder, or an architecture.
         params: number of parameters, instead of a model.
-        recipes: names, files or recipes; none means all that suit the chips.
-        chip: one or more names of chips (``narrowgauge show chips``), or ``"here"``: this machine, as calibrated.
-        chips: how many; several numbers are compared.
+        recipes: names, files or recipes; none means those of :data:`USUAL_RECIPES` that the chips multiply natively, and
+            ``"all"`` every recipe that they do.
+        chip, chips: names (``narrowgauge show chips``) and numbers; several are compared.
         cluster: files or values, instead of ``chip`` and ``chips``.
-        chips_per_node, interconnect_gbit_per_second: of the nodes of ``chip``; the rate is that of a node's whole network.
-        dollars_per_hour: price of one chip; None leaves costs out.
-        host_memory_gb: of one node of ``chip``, in 2^30 bytes; if given, layouts that offload to it are searched too.
-        software: a row of :data:`~narrowgauge.planner.inputs.efficiency.SOFTWARE` whose speed is planned; None for what is
-            usual on the chip, with wide intervals.
+        chips_per_node: of ``chip``; None for its usual node.
         sequence_length: in tokens; None for the model's longest, at most 4096.
         tokens_per_step: tokens of an optimizer step; chosen if None.
         tokens: of the whole run, for days and cost.
@@ -116,26 +95,22 @@ def plan(
         largest: ``"context"`` or ``"batch"``: the longest sequences, or the most sequences at once, that fit for certain.
         optimizer: whose states are counted: ``"adamw"``, ``"adam"``, ``"lion"``, ``"muon"`` or ``"adafactor"``.
         lora: rank of adapters over a frozen model, which alone are trained; None trains all parameters.
-        base: how the frozen layers are kept: a key of :data:`~narrowgauge.planner.inputs.architectures.BASE_BYTES`; ``"nf4"`` is
-            QLoRA.
-        minimize: ``"days"``, ``"cost"``, ``"chips"`` or ``"memory"``; None for ``"chips"`` with a deadline, else ``"days"``.
+        base: how the frozen layers are stored: a key of :data:`~narrowgauge.planner.model.BASE_BYTES`; ``"nf4"`` is QLoRA.
+        minimize: ``"days"``, ``"cost"`` or ``"chips"``; None for ``"chips"`` with a deadline, else ``"days"``.
         layout: fields of the layout that must have these values.
-        shares: of the chips' printed rates; None for the published ones, or for ``"here"`` the calibrated ones.
-        counted: what a layer keeps, counted in the model's own modules (``narrowgauge.profiling.exact_memory.LayerCounts``); None
-            for the formulas.
+        rates: further fields of :class:`~narrowgauge.planner.clusters.Nodes` for ``chip``: ``interconnect_gbit_per_second``,
+            ``dollars_per_hour``, ``host_memory_gb``, ``software``.
     Returns:
-        The options, best first, and what follows from them.
+        The options, the best first.
     Raises:
         NarrowgaugeError: the question contradicts itself, or a model, chip, recipe or cluster is not known.
-    Cost: up to a second, for all recipes over all layouts of a large cluster.
 
     Example:
-        >>> found = plan(params=10e9, recipes=["bfloat16/master", "bfloat16/word", "bfloat16/states8"])
-        >>> [option.memory.total / 1e9 for option in found.options]
+        >>> answer = plan(params=10e9, recipes=["bfloat16/master", "bfloat16/word", "bfloat16/states8"])
+        >>> [option.memory.total / 1e9 for option in answer.options]
         [60.0, 80.0, 160.0]
     """
-    if minimize is None:
-        minimize = "days" if days is None else "chips"
+    minimize = minimize or ("days" if days is None else "chips")
     if minimize not in OBJECTIVES:
         raise NarrowgaugeError(
             f"minimize = {minimize!r} was requested.",
@@ -143,191 +118,132 @@ def plan(
         )
     architecture = _architecture(model, params)
     if lora is not None:
-        architecture = _with_adapters(architecture, Adapters(lora, base))
-        layout = {**ADAPTED, **(layout or {})}
-    chip, calibrated = _known_chips(chip)
-    places = clusters_asked_for(
-        cluster, chip, chips, chips_per_node, interconnect_gbit_per_second=interconnect_gbit_per_second,
-        dollars_per_hour=dollars_per_hour, host_memory_gb=host_memory_gb, software=software,
-    )  # fmt: skip
-    largest = _largest(largest, days, budget, sequence_length, tokens_per_step, layout or {})
-    if params is not None or not places:
-        _refuse_without_machines(days, budget, largest, lora)
+        if not architecture.has_shape:
+            raise NarrowgaugeError("Cannot plan adapters of a number of parameters.", "Name a model.")
+        architecture = replace(architecture, adapters=Adapters(lora, base))
+        layout = {**_ADAPTED, **(layout or {})}
+    places = clusters_asked_for(cluster, chip, chips, chips_per_node, **rates)
     # Without a deadline, the fewest chips would take forever.
     is_deadline_assumed = minimize == "chips" and days is None and tokens is not None
     question = Question(
         architecture,
         str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
-        tuple(places),
+        places,
         _sequence_length(architecture, sequence_length),
         num_tokens=tokens,
         minimize=minimize,
         fixed=dict(layout or {}),
-        shares=calibrated if shares is None else shares,
-        counted=counted,
         tokens_per_step=tokens_per_step,
         deadline_days=LONGEST_DAYS if is_deadline_assumed else days,
         budget=budget,
         is_deadline_assumed=is_deadline_assumed,
         largest=largest,
         optimizer=optimizer,
+        has_all_recipes=recipes == "all",
     )
-    _check_limits(tokens, days, budget)
-    if budget is not None and places and any(place.dollars_per_hour is None for place in places):
-        raise NarrowgaugeError(
-            f"a budget of {budget:,.0f} dollars was requested, and no price of a chip is known.",
-            "Give dollars_per_hour (--price), or write it into the cluster's file.",
-        )
-    known = tuple(with_optimizer(parse(recipe), optimizer) for recipe in recipes)
-    if params is not None or not places:
-        stepped = (recipe for recipe in _storages() if is_stepped(recipe.storage, optimizer))
-        stored = known or tuple(with_optimizer(recipe, optimizer) for recipe in stepped)
-        return _ranked(question, list(_state_options(question, stored, numbers_of(chips))))
+    is_state_only = params is not None or not places
+    _refuse_contradictions(question, sequence_length, is_state_only)
+    named = () if recipes == "all" else tuple(with_optimizer(parse(recipe), optimizer) for recipe in recipes)
+    if is_state_only:
+        stepped = (recipe for recipe in _of_storages() if is_stepped(recipe.storage, optimizer))
+        stored = named or tuple(with_optimizer(recipe, optimizer) for recipe in stepped)
+        return _ranked(question, list(_state_options(question, stored, counts_of(chips))))
     if question.largest:
-        return _ranked(question, [option for place in places for option in _largest_options(question, place, known)])
+        return _ranked(question, [option for place in places for option in _largest_options(question, place, named)])
     if question.is_bounded:
-        is_free = not (cluster or chips)
-        tried: dict[str, Cluster] = {}
-        nodes = [(chips_per_node or place.groups[0].chip.chips_per_node) if is_free else None for place in places]
-        options = [o for p, node in zip(places, nodes, strict=True) for o in _within(question, p, known, node, tried)]
-        question = replace(question, clusters=tuple(tried.values()))
+        nodes = [None if cluster or chips else chips_per_node or p.groups[0].chip.chips_per_node for p in places]
+        tried = [t for p, node in zip(places, nodes, strict=True) for t in _within(question, p, named, node)]
+        question = replace(question, clusters=tuple({size.name: size for size, _ in tried}.values()))
     else:
-        options = [
-            option for place in _tried(question) for option in _searched(question, place, known, tokens_per_step)
-        ]
-    found = _ranked(question, options, is_by_size=question.is_bounded and not known)
-    found = replace(found, trainable=_trainable(found, tokens_per_step), names_recipes=bool(known))
+        tried = [(place, _searched(question, place, named)) for place in _tried(question)]
+    options = [option for _, of_size_ in tried for option in of_size_]
+    answer = _ranked(question, options, is_by_size=question.is_bounded and not named)
+    answer = replace(answer, trainable=_trainable(answer))
     is_shared = len({place.chip_names for place in places}) > 1 and len(places) <= MOST_SHARED
-    return replace(found, shared=_shared(found, tokens_per_step)) if is_shared else found
+    return replace(answer, shared=_shared(answer)) if is_shared else answer
 
 
-def _known_chips(chip: str | Chip | Sequence[str | Chip]) -> tuple[list[str | Chip], Shares | None]:
-    """The named chips, and the calibrated shares where this machine is the one named; None for the published ones."""
-    names = [chip] if isinstance(chip, str | Chip) else list(chip)
-    if HERE not in names:
-        return names, None
-    if len(names) > 1:
-        raise ChipError("this machine and other chips were requested together.", "Plan for them one after the other.")
-    # Imported late: reading runs takes as long to load as all the rest.
-    from narrowgauge.planner.measured.calibration import kept
-
-    found = kept(HERE)
-    return [found.chip], found.shares
-
-
-def _check_limits(tokens: float | None, days: float | None, budget: float | None) -> None:
-    for name, value in (("days", days), ("budget", budget)):
-        if value is not None and not 0 < value < math.inf:
-            raise NarrowgaugeError(f"{name} = {value:g} was requested.", "Use a number above 0.")
-        if value is not None and tokens is None:
-            raise NarrowgaugeError(
-                f"{name} = {value:g} was requested for a run whose tokens are not known.",
-                "Give tokens (--tokens 300e9).",
-            )
-
-
-def _refuse_without_machines(days: float | None, budget: float | None, largest: str, lora: int | None) -> None:
-    """Refuse what a count of the state alone would ignore."""
-    for name, value in {"days": days, "budget": budget, "largest": largest or None, "lora": lora}.items():
-        if value is not None:
-            raise NarrowgaugeError(
-                f"{name} = {value} was requested without machines, where the state of a whole model alone is counted.",
-                "Name the model and its chips (--model llama-8b --chip H100-SXM).",
-            )
-
-
-def _largest(
-    what: str,
-    days: float | None,
-    budget: float | None,
-    sequence_length: int | None,
-    tokens_per_step: int | None,
-    layout: Mapping[str, Any],
-) -> str:
-    """What is to be the largest; refused where another argument already fixes it."""
+def _refuse_contradictions(question: Question, sequence_length: int | None, is_state_only: bool) -> None:
+    what, tokens, adapters = question.largest, question.num_tokens, question.architecture.adapters
+    limits = {"days": None if question.is_deadline_assumed else question.deadline_days, "budget": question.budget}
     if what and what not in LARGEST:
         raise NarrowgaugeError(
             f"largest = {what!r} was requested.", suggestion(what, LARGEST) or f"It is one of {', '.join(LARGEST)}."
         )
-    if what and (days is not None or budget is not None):
+    if what and any(value is not None for value in limits.values()):
         raise NarrowgaugeError(
             f"the largest {what} and a deadline or a budget were requested together.", "Ask one after the other."
         )
-    said: dict[str, Any] = {"sequence_length": sequence_length} if what == "context" else {}
-    if what == "batch":
-        said = {"tokens_per_step": tokens_per_step} | {
-            each: layout.get(each) for each in ("micro_batch", "micro_batches")
-        }
-    for name, value in said.items():
-        if value is not None:
+    answers = {
+        "context": {"sequence_length": sequence_length},
+        "batch": {"tokens_per_step": question.tokens_per_step, **question.fixed},
+        "": {},
+    }[what]
+    for name in ("sequence_length", "tokens_per_step", "micro_batch", "micro_batches"):
+        if answers.get(name) is not None:
             raise NarrowgaugeError(
-                f"the largest {what} was requested, and {name} = {value} as well.",
+                f"the largest {what} was requested, and {name} = {answers[name]} as well.",
                 f"Leave {name} out: it is the answer.",
             )
-    return what
-
-
-def _trainable(found: Plan, tokens_per_step: int | None) -> Option | RecipeError | None:
-    """The trainer's best option where the best of all is not one of its own, or the error that says why it has none."""
-    best, question = found.best, found.question
-    if not best.fits or best.runs_with == OURS or question.is_bounded:
-        return None
-    cluster = next((place for place in _tried(question) if place.name == best.cluster), None)
-    if cluster is None:
-        return None
-    # A number of ranks that was requested together with other axes says nothing about a layout without these.
-    batch = {name: value for name, value in question.fixed.items() if name in _BATCH}
-    try:
-        return _search(question, best.recipe, cluster, {**batch, **NAMED_LAYOUTS["fsdp2"]}, tokens_per_step)[0]
-    except RecipeError as error:
-        return error
+    for name, value in {**limits, "largest": what or None, "lora": adapters and adapters.rank}.items():
+        if is_state_only and value is not None:
+            raise NarrowgaugeError(
+                f"{name} = {value} was requested without machines, where the state of a whole model alone is counted.",
+                "Name the model and its chips (--model llama-8b --chip H100-SXM).",
+            )
+    for name, limit in limits.items():
+        if limit is not None and not 0 < limit < math.inf:
+            raise NarrowgaugeError(f"{name} = {limit:g} was requested.", "Use a number above 0.")
+        if limit is not None and tokens is None:
+            raise NarrowgaugeError(
+                f"{name} = {limit:g} was requested for a run whose tokens are not known.",
+                "Give tokens (--tokens 300e9).",
+            )
+    if question.budget is not None and any(place.dollars_per_hour is None for place in question.clusters):
+        raise NarrowgaugeError(
+            f"a budget of {question.budget:,.0f} dollars was requested, and no price of a chip is known.",
+            "Give dollars_per_hour (--price), or write it into the cluster's file.",
+        )
 
 
 def _architecture(model: str | Path | Architecture | None, params: float | None) -> Architecture:
     if (model is None) == (params is None):
-        raise NarrowgaugeError(
-            "a model and a number of parameters were requested together."
-            if model is not None
-            else "no model was named.",
-            "Give a model, or a number of parameters for its state alone.",
+        problem = (
+            "no model was named." if model is None else "a model and a number of parameters were requested together."
         )
-    if params is not None:
-        if not 1 <= params < 1e18:
-            raise NarrowgaugeError(f"{params:g} parameters were requested.", "Give a number above 1, such as 10e9.")
-        return of_size(int(params))
-    return model if isinstance(model, Architecture) else read_architecture(str(model))
+        raise NarrowgaugeError(problem, "Give a model, or a number of parameters for its state alone.")
+    if params is None:
+        return model if isinstance(model, Architecture) else read_model(str(model))
+    if not 1 <= params < 1e18:
+        raise NarrowgaugeError(f"{params:g} parameters were requested.", "Give a number above 1, such as 10e9.")
+    return of_size(int(params))
 
 
-def _with_adapters(architecture: Architecture, adapters: Adapters) -> Architecture:
-    if not architecture.has_shape:
-        raise NarrowgaugeError(
-            "adapters were requested for a number of parameters.", "Name a model: adapters follow from its matrices."
-        )
-    return replace(architecture, adapters=adapters)
-
-
-def _sequence_length(architecture: Architecture, wanted: int | None) -> int:
+def _sequence_length(architecture: Architecture, length: int | None) -> int:
     preset = MODELS.get(architecture.name)
-    longest = architecture.max_positions or (preset.max_positions if preset is not None else None)
-    if wanted is None:
+    longest = architecture.positions or (preset.max_positions if preset is not None else None)
+    if length is None:
         return min(longest or _SEQUENCE_LENGTH, _SEQUENCE_LENGTH)
     # Rotary positions extend beyond those that a model was trained with; learned ones do not.
-    if architecture.max_positions is not None and wanted > architecture.max_positions:
+    if architecture.positions and length > architecture.positions:
         raise NarrowgaugeError(
-            f"sequences of {wanted:,} tokens were requested for {architecture.name}, which has {architecture.max_positions:,} "
+            f"sequences of {length:,} tokens were requested for {architecture.name}, which has {architecture.positions:,} "
             "positions.",
             "Use shorter sequences.",
         )
-    return wanted
+    return length
 
 
-def _storages() -> Iterator[Recipe]:
-    """A recipe for each storage of bfloat16 weights, the widest first."""
+# ── state alone ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _of_storages() -> list[Recipe]:
+    """Return a recipe for each storage of bfloat16 weights, the widest first."""
     named = [parse(f"bfloat16/{name}") for name in STORAGES if "/" not in name]
-    return iter(sorted(named, key=lambda recipe: -recipe.bytes_per_param))
+    return sorted(named, key=lambda recipe: -recipe.bytes_per_param)
 
 
-def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Sequence[int]) -> Iterator[Option]:
+def _state_options(question: Question, recipes: Iterable[Recipe], numbers: Sequence[int]) -> Iterator[Option]:
     # With a shape, memory_terms would return the worst moment, at which not all gradients exist.
     size = of_size(question.architecture.num_parameters)
     places: list[tuple[Cluster | None, int | None]] = [(cluster, cluster.num_chips) for cluster in question.clusters]
@@ -345,7 +261,7 @@ def _state_options(question: Question, recipes: Sequence[Recipe], numbers: Seque
 
 
 def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
-    """The requested layout of a state, which the remaining chips shard."""
+    """Return the requested layout of a state, which the remaining chips shard."""
     layout = Layout(**fixed)
     if number is None or number == layout.num_ranks:
         return layout
@@ -357,100 +273,111 @@ def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
     return replace(layout, shard=shard)
 
 
-def _ranked(question: Question, options: Sequence[Option], *, is_by_size: bool = False) -> Plan:
-    objective = OBJECTIVES[question.minimize]
+# ── searches ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def rank(option: Option) -> tuple[float, ...]:
-        if option.step is None:
-            return option.num_chips, option.memory.total
-        room = option.headroom_bytes or 0.0
-        # A recipe whose updates are lost is no answer, however fast, and what may run out of memory comes after what does not.
-        safety: tuple[float, ...] = (
-            not option.fits,
-            not option.recipe.storage.keeps_updates,
-            option.is_certain is False,
-        )
-        if question.is_bounded:
-            is_met = question.meets(option)
-            # Of those that miss the limits the fastest is the nearest, whatever is minimized.
-            safety = (*safety, not is_met)
-            if not is_met and option.fits:
-                return (
-                    *safety,
-                    OBJECTIVES["days" if question.deadline_days is not None else "cost"](option),
-                    0.0,
-                    -room,
-                )
-        if question.largest:
-            safety = (
-                *safety,
-                -(option.sequence_length if question.largest == "context" else option.layout.num_sequences),
-            )
-        return (*safety, *((objective(option), OBJECTIVES["days"](option)) if option.fits else ()), -room)
 
-    ordered = sorted(options, key=rank)
-    is_one = len({option.recipe for option in ordered}) == 1 and len({option.cluster for option in ordered}) <= 1
-    groups: dict[Any, list[Option]] = {}
-    for option in ordered:
-        place = option.num_chips if option.step is None else 0
-        row = (option.cluster,) if is_by_size else (option.recipe, option.cluster, place)
-        groups.setdefault(None if is_one and place == 0 else row, []).append(option)
-    listed = ordered[:_MOST_LAYOUTS] if is_one and len(groups) == 1 else [group[0] for group in groups.values()]
-    return Plan(question, tuple(listed))
+def _search(
+    question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any] | None = None, most: int = 1
+) -> list[Option]:
+    """Return the best layouts of a recipe; ``fixed`` replaces the question's fields of a layout."""
+    fixed = question.fixed if fixed is None else fixed
+    asked = question.architecture, recipe, cluster, question.sequence_length, question.tokens_per_step
+    return search(*asked, fixed=fixed, most=most)
+
+
+def _fitting(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option | None:
+    try:
+        return next((option for option in _search(question, recipe, cluster, fixed) if option.fits), None)
+    except RecipeError:  # the chips cannot be divided like that
+        return None
+
+
+def _searched(question: Question, cluster: Cluster, recipes: Sequence[Recipe]) -> list[Option]:
+    """Return the best layouts of the only recipe, or of each of many recipes the best one."""
+    compared = recipes or _compared(question, cluster)
+    most = MOST_OPTIONS if len(compared) == 1 else 1
+    return [option for recipe in compared for option in _search(question, recipe, cluster, most=most)]
+
+
+def _compared(question: Question, cluster: Cluster) -> Sequence[Recipe]:
+    """Return the recipes that are compared where none is named."""
+    suited = list(_suited(cluster, question.optimizer))
+    pairs = {(recipe.compute, recipe.storage) for recipe in suited}
+    usual = [with_optimizer(parse(name), question.optimizer) for name in USUAL_RECIPES if suited]
+    usual = [recipe for recipe in usual if (recipe.compute, recipe.storage) in pairs]
+    return usual if usual and not question.has_all_recipes else suited
+
+
+def _suited(cluster: Cluster, optimizer: str) -> Iterator[Recipe]:
+    """Yield every storage of 16-bit weights, and every other compute with its own storage, that all chips multiply natively.
+
+    Computes that change the whole model, or are for fine-tuning, are for those who ask for them.
+    """
+    chips = {group.chip.name: group.chip for group in cluster.groups}.values()
+    wide = "bfloat16" if all("bfloat16" in chip.peak_tflops for chip in chips) else "float16"
+    names = [recipe.name for recipe in _of_storages()] if wide == "bfloat16" else []
+    names += [name for name in STORAGES if name.startswith(f"{wide}/")]
+    names += [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
+    for recipe in map(parse, dict.fromkeys(names)):
+        is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
+        is_left_out = recipe.compute.transform or recipe.compute.name in _TUNING
+        if is_native and not is_left_out and is_stepped(recipe.storage, optimizer):
+            yield with_optimizer(recipe, optimizer)
 
 
 def _tried(question: Question) -> Iterator[Cluster]:
-    """The clusters that were asked for, and parts of them where fewer chips may be better."""
+    """Yield the clusters that were asked for, and parts of them where fewer chips may be better."""
     for cluster in question.clusters:
         yield from parts_of(cluster) if question.minimize in ("cost", "chips") else (cluster,)
 
 
 def _within(
-    question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None, looked_at: dict[str, Cluster]
-) -> Iterator[Option]:
-    """The layouts on as few chips as a deadline allows, or on as many as a budget does, and on other numbers beside these.
+    question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None
+) -> list[tuple[Cluster, list[Option]]]:
+    """Search as few chips as a deadline allows, or as many as a budget does, and other numbers beside these.
 
-    ``node`` is the size of the nodes of clusters of any size; None tries parts of ``cluster``. What is tried is added to
-    ``looked_at``, by name.
+    ``node`` is the size of the nodes of clusters of any size; None tries parts of ``cluster``.
     """
-    tried = parts_of(cluster) if node is None else sizes_up_to(cluster, node, MOST_CHIPS)
-    sizes = sorted(tried, key=lambda size: size.num_chips)
+    whole = cluster if node is None else with_nodes(cluster, 1 << ((MOST_CHIPS // node).bit_length() - 1), chips=node)
+    sizes = sorted(parts_of(whole), key=lambda size: size.num_chips)
     sizes = [size for size in sizes if _could_end(question, size)] or sizes[-1:]
     has_deadline = question.deadline_days is not None
     is_usual = question.minimize == ("chips" if has_deadline else "days")
+    tried: list[tuple[Cluster, list[Option]]] = []
     met: list[int] = []  # places of the sizes that meet the limits
+
+    def try_size(size: Cluster) -> bool:
+        tried.append((size, _searched(question, size, recipes)))
+        return any(_is_safe(option) and question.meets(option) for option in tried[-1][1])
+
     for place, size in enumerate(sizes):
-        found = list(_searched(question, size, recipes, question.tokens_per_step))
-        yield from found
-        met += [place] if any(map(question.meets, filter(_is_safe, found))) else []
-        looked_at[size.name] = size
+        met += [place] if try_size(size) else []
         # More chips only shorten a run; what they cost goes up and down by some per cent.
-        if is_usual and met and (has_deadline or not _could_cost(question, found)):
+        if is_usual and met and (has_deadline or not _could_cost(question, tried[-1][1])):
             break
-    edges = (met[0] - 1, met[0]) if met and has_deadline else (met[-1], met[-1] + 1) if met else (-1, 0)
-    if not is_usual or edges[0] < 0 or edges[1] == len(sizes) or sizes[edges[1]].name not in looked_at:
-        return
-    for between in between_sizes(sizes[edges[0]], sizes[edges[1]]):
-        looked_at[between.name] = between
-        found = list(_searched(question, between, recipes, question.tokens_per_step))
-        yield from found
-        if has_deadline and any(map(question.meets, filter(_is_safe, found))):
-            return
+    if not is_usual or not met:
+        return tried
+    few, many = (met[0] - 1, met[0]) if has_deadline else (met[-1], met[-1] + 1)
+    if few >= 0 and many < len(tried):
+        for between in between_sizes(sizes[few], sizes[many]):
+            if try_size(between) and has_deadline:
+                break
+    return tried
 
 
 def _is_safe(option: Option) -> bool:
-    """Whether an option fits for certain and keeps updates."""
-    return bool(option.fits) and bool(option.is_certain) and option.recipe.storage.keeps_updates
+    """Tell whether an option fits for certain and keeps updates."""
+    return bool(option.fits and option.is_certain) and option.recipe.storage.keeps_updates
 
 
-def _could_cost(question: Question, options: Sequence[Option]) -> bool:
-    """Whether a larger cluster than that of these options could still keep the budget."""
+def _could_cost(question: Question, options: Iterable[Option]) -> bool:
+    """Tell whether a larger cluster than that of these options could still keep the budget."""
     costs = [option.cost(question.num_tokens or 0.0) or 0.0 for option in options if option.fits]
     return question.budget is None or min(costs, default=0.0) <= _COSTS_VARY * question.budget
 
 
 def _could_end(question: Question, cluster: Cluster) -> bool:
-    """Whether a run could end in time if nothing but multiplying in the fastest format took time."""
+    """Tell whether a run could end in time if nothing but multiplying in the fastest format took time."""
     if question.deadline_days is None or question.num_tokens is None:
         return True
     flops = question.num_tokens * question.architecture.flops_per_token(question.sequence_length)
@@ -459,47 +386,28 @@ def _could_end(question: Question, cluster: Cluster) -> bool:
 
 
 def _largest_options(question: Question, cluster: Cluster, recipes: Sequence[Recipe]) -> Iterator[Option]:
-    """Of each recipe the option with the longest sequences, or the most at once, that fits for certain."""
-    near = 0
-    for recipe in list(recipes or _suited(cluster, question.optimizer)):
+    """Yield for each recipe the option with the longest sequences, or the most at once, that fits for certain."""
+    for recipe in recipes or _compared(question, cluster):
         if question.largest == "context":
-            most = question.architecture.max_positions or _MOST_POSITIONS
-            sizes = _sizes(min(_STEP_OF_LENGTH, most), most)
-            found, near = _largest_of(_of_length(question, cluster, recipe), sizes, near)
-        else:
-            sizes = _sizes(1, _MOST_SEQUENCES)
-            # What this project's trainer runs, unless other layouts were asked for or these do not fit.
-            own = {**NAMED_LAYOUTS["fsdp2"], **question.fixed}
-            found, near = _largest_of(_of_batch(question, cluster, recipe, own), sizes, near)
-            if not found.fits:
-                found, near = _largest_of(_of_batch(question, cluster, recipe, question.fixed), sizes, near)
-        yield found
+            most = question.architecture.positions or _MOST_POSITIONS
+            lengths = _sizes(min(_STEP_OF_LENGTH, most), most)
+            asked = (replace(question, sequence_length=length) for length in lengths)
+            yield _largest_of([(length, question.fixed) for length in asked], recipe, cluster)
+            continue
+        # What this project's trainer runs, unless other layouts were asked for or these do not fit.
+        option = _largest_batch(question, recipe, cluster, {**NAMED_LAYOUTS["fsdp2"], **question.fixed})
+        yield option if option.fits else _largest_batch(question, recipe, cluster, question.fixed)
 
 
-def _of_length(question: Question, cluster: Cluster, recipe: Recipe) -> Callable[[int], Option]:
-    """The best option as a function of the sequence length."""
-
-    def of(length: int) -> Option:
-        asked = replace(question, sequence_length=length)
-        return _search(asked, recipe, cluster, question.fixed, question.tokens_per_step)[0]
-
-    return of
-
-
-def _of_batch(
-    question: Question, cluster: Cluster, recipe: Recipe, fixed: Mapping[str, Any]
-) -> Callable[[int], Option]:
-    """The best option as a function of the number of sequences at once, without accumulation."""
-
-    def of(micro_batch: int) -> Option:
-        asked = {**fixed, "micro_batch": micro_batch, "micro_batches": 1}
-        return _search(question, recipe, cluster, asked, None)[0]
-
-    return of
+def _largest_batch(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option:
+    free, batches = replace(question, tokens_per_step=None), _sizes(1, _MOST_SEQUENCES)
+    return _largest_of(
+        [(free, {**fixed, "micro_batch": size, "micro_batches": 1}) for size in batches], recipe, cluster
+    )
 
 
 def _sizes(least: int, most: int) -> list[int]:
-    """Multiples of ``least`` up to ``most``, each at least a sixteenth larger than the one before.
+    """Return multiples of ``least`` up to ``most``, each at least a sixteenth larger than the one before.
 
     Example:
         >>> _sizes(1024, 8192), _sizes(1, 24)[-6:]
@@ -511,105 +419,77 @@ def _sizes(least: int, most: int) -> list[int]:
     return sizes
 
 
-def _largest_of(of: Callable[[int], Option], sizes: Sequence[int], near: int) -> tuple[Option, int]:
-    """The option of the largest size that fits for certain, and its place; that of the least size if none does.
+def _largest_of(sizes: Sequence[tuple[Question, Mapping[str, Any]]], recipe: Recipe, cluster: Cluster) -> Option:
+    """Return the option of the largest size that fits for certain, or of the least; what fits also fits in smaller sizes."""
+    options: dict[int, Option] = {}
 
-    What fits is taken to fit in smaller sizes too, so this is a bisection of the ascending ``sizes``. It begins at ``near``, such
-    as the place of another recipe; the answer does not depend on it.
-    """
-    fitting: dict[int, Option] = {}
-    low, high, stride, place = -1, len(sizes), 1, max(0, min(near, len(sizes) - 1))
-    while high - low > 1:
-        option = of(sizes[place])
-        if option.fits and option.is_certain:
-            low, fitting[place] = place, option
-        else:
-            high = place
-        stride *= 2
-        if low < 0:
-            place = max(0, high - stride)
-        elif high == len(sizes):
-            place = min(high - 1, low + stride)
-        else:
-            place = (low + high) // 2
-    return (fitting[low], low) if low >= 0 else (of(sizes[0]), 0)
+    def is_too_large(place: int) -> bool:
+        question, fixed = sizes[place]
+        option = options[place] = _search(question, recipe, cluster, fixed)[0]
+        return not (option.fits and option.is_certain)
+
+    place = max(0, bisect_left(range(len(sizes)), True, key=is_too_large) - 1)
+    if place not in options:
+        is_too_large(place)
+    return options[place]
 
 
-def _searched(
-    question: Question, cluster: Cluster, recipes: Sequence[Recipe], tokens_per_step: int | None
-) -> Iterator[Option]:
-    """The best layouts of the only recipe, or of each of many recipes the best one."""
-    known, common = list(recipes or _suited(cluster, question.optimizer)), SearchCache()
-    most = MOST_OPTIONS if len(known) == 1 else 1
-    for recipe in known:
-        yield from _search(question, recipe, cluster, question.fixed, tokens_per_step, common, most)
+# ── from options to an answer ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _search(
-    question: Question,
-    recipe: Recipe,
-    cluster: Cluster,
-    fixed: Mapping[str, Any],
-    tokens_per_step: int | None,
-    common: SearchCache | None = None,
-    most: int = 1,
-) -> list[Option]:
-    given = question.architecture, recipe, cluster, question.sequence_length, tokens_per_step
-    same: dict[str, Any] = {"minimize": question.minimize, "shares": question.shares, "counted": question.counted}
-    return search(*given, fixed=fixed, **same, common=common, most=most)
+def _ranked(question: Question, options: Sequence[Option], *, is_by_size: bool = False) -> Plan:
+    ordered = sorted(options, key=lambda option: _rank(question, option))
+    is_one = len({option.recipe for option in ordered}) == 1 and len({option.cluster for option in ordered}) <= 1
+    if is_one and (ordered[0].step is not None or len({option.num_chips for option in ordered}) == 1):
+        return Plan(question, tuple(ordered[:_MOST_LAYOUTS]))
+    first: dict[Any, Option] = {}
+    for option in ordered:
+        chips = option.num_chips if option.step is None else 0
+        first.setdefault((option.cluster,) if is_by_size else (option.recipe, option.cluster, chips), option)
+    return Plan(question, tuple(first.values()))
 
 
-def _suited(cluster: Cluster, optimizer: str = "adamw") -> Iterator[Recipe]:
-    """Every storage of 16-bit weights, and every other compute with its own storage, that all chips multiply natively.
-
-    Computes that change the whole model, or are for fine-tuning, are for those who ask for them.
-    """
-    chips = {group.chip.name: group.chip for group in cluster.groups}.values()
-    wide = "bfloat16" if all("bfloat16" in chip.peak_tflops for chip in chips) else "float16"
-    names = [recipe.name for recipe in _storages()] if wide == "bfloat16" else []
-    names += [name for name in STORAGES if name.startswith(f"{wide}/")]
-    names += [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
-    for recipe in map(parse, dict.fromkeys(names)):
-        is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
-        is_left_out = recipe.compute.transform or recipe.compute.name in _TUNING
-        if is_native and not is_left_out and is_stepped(recipe.storage, optimizer):
-            yield with_optimizer(recipe, optimizer)
-
-
-def _shared(found: Plan, tokens_per_step: int | None) -> tuple[Option, ...]:
-    """The first configuration that fits on every cluster: on all the same recipe, division of the model and micro-batch."""
-    for option in found.options:
-        pinned = {name: getattr(option.layout, name) for name in _PINNED}
-        everywhere = [
-            _fitting(found.question, option.recipe, cluster, pinned, tokens_per_step)
-            for cluster in found.question.clusters
-        ]
-        if option.fits and None not in everywhere:
-            return tuple(each for each in everywhere if each is not None)
-    return ()
-
-
-def _fitting(
-    question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any], tokens_per_step: int | None
-) -> Option | None:
-    try:
-        found = _search(question, recipe, cluster, fixed, tokens_per_step)
-    except RecipeError:  # the chips cannot be divided like that
-        return None
-    return next((option for option in found if option.fits), None)
-
-
-def sizes_of(found: Plan, most: int = 8) -> list[Option]:
-    """The best recipe's best option on smaller and larger clusters, up to four times the chips; none for states alone."""
-    best, question = found.best, replace(found.question, sequence_length=found.best.sequence_length)
+def _rank(question: Question, option: Option) -> tuple[float, ...]:
+    """Return what options are sorted by: safety, then limits, then the objective, then room."""
+    if option.step is None:
+        return option.num_chips, option.memory.total
+    room = option.headroom_bytes or 0.0
+    # A recipe whose updates are lost is no answer, however fast, and what may run out of memory comes after what does not.
+    rank = [float(not option.fits), not option.recipe.storage.keeps_updates, option.is_certain is False]
     if question.is_bounded:
-        return sorted((o for o in found.options if o.fits and o.recipe == best.recipe), key=lambda o: o.num_chips)
-    if best.step is None or not best.fits or len(question.clusters) != 1 or len(question.clusters[0].groups) != 1:
-        return []
-    free = {name: value for name, value in question.fixed.items() if name not in ("data", "shard")}
-    sizes = [*parts_of(question.clusters[0]), *multiples_of(question.clusters[0])]
-    options = []
-    for cluster in sizes[-most:]:
-        option = _fitting(question, best.recipe, cluster, free, best.tokens_per_step)
-        options += [option] if option is not None else []
-    return options
+        is_met = question.meets(option)
+        rank.append(not is_met)
+        if not is_met and option.fits:
+            # Of those that miss the limits the fastest is the nearest, whatever is minimized.
+            nearest = OBJECTIVES["days" if question.deadline_days is not None else "cost"]
+            return (*rank, nearest(option), 0.0, -room)
+    if question.largest:
+        rank.append(-(option.sequence_length if question.largest == "context" else option.layout.num_sequences))
+    rank += [OBJECTIVES[name](option) for name in (question.minimize, "days") if option.fits]
+    return (*rank, -room)
+
+
+def _trainable(answer: Plan) -> Option | RecipeError | None:
+    """Return the trainer's best option where the best of all is not one, or the error that says why it has none."""
+    best, question = answer.best, answer.question
+    if not best.fits or best.runs_with == OURS or question.is_bounded:
+        return None
+    cluster = next((place for place in _tried(question) if place.name == best.cluster), None)
+    if cluster is None:
+        return None
+    # A number of ranks that was requested together with other axes says nothing about a layout without these.
+    batch = {name: value for name, value in question.fixed.items() if name in _BATCH}
+    try:
+        return _search(question, best.recipe, cluster, {**batch, **NAMED_LAYOUTS["fsdp2"]})[0]
+    except RecipeError as error:
+        return error
+
+
+def _shared(answer: Plan) -> tuple[Option, ...]:
+    """Return the first configuration that fits on every cluster: the same recipe, division of the model and micro-batch."""
+    for option in filter(lambda option: option.fits, answer.options):
+        pinned = {name: getattr(option.layout, name) for name in _PINNED}
+        everywhere = [_fitting(answer.question, option.recipe, c, pinned) for c in answer.question.clusters]
+        if None not in everywhere:
+            return tuple(filter(None, everywhere))
+    return ()

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from narrowgauge.matmul.layer_matmuls import scales_to_fold, without_outliers
 from narrowgauge.matmul.linear import is_linear, is_transposed
-from narrowgauge.numerics.tensor_stats import cast_and_sum, cast_loss
-from narrowgauge.planner.time.roofline import setting_of
-from narrowgauge.profiling.layer_plan import plain_recipe
-from narrowgauge.profiling.profile_report import Loss
+from narrowgauge.numerics.metrics import cast_and_sum, cast_loss
+from narrowgauge.planner.roofline import setting_of
+from narrowgauge.profiling.layers import plain_recipe
 from narrowgauge.spec.computes import SLOTS, casts_made, named, slot_of_cast
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
@@ -33,8 +32,28 @@ from narrowgauge.trainer.step import train_step
 NUM_BATCHES = 3
 
 
+@dataclass(frozen=True)
+class Loss:
+    """What one cast of one layer loses.
+
+    Args:
+        cast: its slot, ``output.left`` … ``grad_weight.right``.
+        operand: ``input``, ``weight`` or ``gradient``.
+        sqnr_db: signal to quantization noise, decibels.
+        overflow: the share of values beyond the format's largest.
+        underflow: the share of nonzero values that become zero.
+    """
+
+    layer: str
+    cast: str
+    operand: str
+    sqnr_db: float
+    overflow: float
+    underflow: float
+
+
 def loss_of(sums: Tensor, layer: str, slot: str) -> Loss:
-    """What a cast loses, from its sums over batches: see :data:`narrowgauge.numerics.tensor_stats.CAST_SUMS`."""
+    """Return what a cast loses, from its sums over batches: see :data:`narrowgauge.numerics.metrics.CAST_SUMS`."""
     return Loss(layer, slot, SLOTS[slot].tensor, *cast_loss(sums))
 
 
@@ -93,7 +112,7 @@ class CastErrorHooks:
         self.largest[layer, tensor] = amax if before is None else torch.maximum(before, amax)
 
     def _fold(self, layer: str, name: str, slot: str) -> Tensor | None:
-        """The right operand's scales, where they are multiplied into the left one."""
+        """Return the right operand's scales, where they are multiplied into the left one."""
         matmul, compute = SLOTS[slot].matmul, named(name)
         if SLOTS[slot].side == "right":
             return None
@@ -101,35 +120,32 @@ class CastErrorHooks:
 
 
 def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, ...]]:
-    """What each recipe's casts lose on the first batches of a training run, worst first; ``config.recipe`` is not used."""
-    found: dict[Recipe, tuple[Loss, ...]] = {}
+    """Return what each recipe's casts lose on the first batches of a training run, worst first; ``config.recipe`` is not used."""
+    lost: dict[Recipe, tuple[Loss, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        vocabulary = vocabulary_size(config.model)
-        data = prepare_data(config.data, Path(folder), vocab_size=vocabulary, seed=config.seed)
+        data = prepare_data(config.data, vocab_size=vocabulary_size(config.model), seed=config.seed)
         for plain in dict.fromkeys(map(plain_recipe, recipes)):
-            own = [recipe for recipe in recipes if plain_recipe(recipe) == plain]
+            same = [recipe for recipe in recipes if plain_recipe(recipe) == plain]
             session = build(replace(config, recipe=plain, compile=False, audit_every=0), Path(folder), data)
-            found |= _losses_in(session, own)
-    return [found[recipe] for recipe in recipes]
+            lost |= _losses_in(session, same)
+    return [lost[recipe] for recipe in recipes]
 
 
 def _losses_in(session: Session, recipes: Sequence[Recipe]) -> dict[Recipe, tuple[Loss, ...]]:
     layers = [name for name, module in session.model.named_modules() if is_linear(module)]
-    chosen = {recipe: _computes(layers, recipe) for recipe in recipes}
-    tried = {name: list(dict.fromkeys(own[name] for own in chosen.values() if own[name])) for name in layers}
+    settings = {recipe: {layer: setting_of(layer, recipe) for layer in layers} for recipe in recipes}
+    # The name of each layer's compute, empty where it is plain.
+    computes = {
+        r: {n: "" if s.is_plain else s.compute for n, s in by_layer.items()} for r, by_layer in settings.items()
+    }
+    tried = {n: list(dict.fromkeys(by_layer[n] for by_layer in computes.values() if by_layer[n])) for n in layers}
     hooks = CastErrorHooks(tried)
     with hooks.attached(session.model):
         for _ in range(NUM_BATCHES):
             train_step(session)
-    return {recipe: _worst_first(hooks, own) for recipe, own in chosen.items()}
-
-
-def _computes(layers: Sequence[str], recipe: Recipe) -> dict[str, str]:
-    """The name of each layer's compute, empty where it is plain."""
-    settings = {layer: setting_of(layer, recipe) for layer in layers}
-    return {layer: "" if setting.is_plain else setting.compute for layer, setting in settings.items()}
-
-
-def _worst_first(hooks: CastErrorHooks, computes: dict[str, str]) -> tuple[Loss, ...]:
-    found = [loss_of(s, layer, slot) for (layer, name, slot), s in hooks.sums.items() if computes[layer] == name]
-    return tuple(sorted(found, key=lambda loss: loss.sqnr_db))
+    lost: dict[Recipe, tuple[Loss, ...]] = {}
+    for recipe, by_layer in computes.items():
+        sums = hooks.sums.items()
+        casts = [loss_of(s, layer, slot) for (layer, name, slot), s in sums if by_layer[layer] == name]
+        lost[recipe] = tuple(sorted(casts, key=lambda loss: loss.sqnr_db))
+    return lost

@@ -1,6 +1,7 @@
 """Memory against the plan: what runs counted, beside what the planner predicts from their settings.
 
-Both are bytes of tensors, so they can be compared on every machine; the memory of a process holds much else.
+Both are bytes of tensors, so they can be compared on every machine: no driver, no libraries and nothing that an allocator keeps
+are in them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from statistics import fmean
 
 from narrowgauge.analysis.comparison.intervals import MINUS
 from narrowgauge.errors import DataError, NarrowgaugeError
-from narrowgauge.planner.measured.recorded_memory import PlannedMemory, planned_memory
+from narrowgauge.planner.launches import layout_of
+from narrowgauge.planner.memory import FIXED, LARGE_VOCABULARY, memory_terms, state_terms
+from narrowgauge.planner.model import read_model
+from narrowgauge.planner.model_state import with_optimizer
 from narrowgauge.planner.terms import Terms
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.report.recipe_tables import Cell, Line, RecipeTable, tensor_bytes
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import SUMMARY, finite_number
+from narrowgauge.spec.recipes import Recipe
 
 _COLUMNS = {
     "State": SUMMARY["state_bytes"].help,
@@ -29,19 +34,14 @@ _COLUMNS = {
 
 @dataclass(frozen=True)
 class MemorySection:
-    """The section of a page.
-
-    Args:
-        table: ``None`` where no recipe has both a plan and what was counted.
-        lines: why a recipe is not in it, a sentence each.
-    """
+    """A table, None where no recipe has both a plan and what was counted; and why a recipe is not in it."""
 
     table: RecipeTable | None
     lines: Sequence[str]
 
 
 def memory_beside_plan(groups: Sequence[Group]) -> MemorySection:
-    """What each recipe's runs counted beside their plan; runs of a recipe differ in their seed alone, so one plan is theirs."""
+    """Return what each recipe's runs counted beside their plan; runs of a recipe differ in their seed alone."""
     lines, reasons = [], []
     for group in groups:
         state, peak = (_mean(group, name) for name in ("state_bytes", "peak_tensor_bytes"))
@@ -49,32 +49,46 @@ def memory_beside_plan(groups: Sequence[Group]) -> MemorySection:
             reasons.append(f"{group.label}: no memory is recorded. Runs of narrowgauge train and compare count it.")
             continue
         try:
-            plan = _plan_of(group)
+            plans = _planned(group.runs[0], group.stats[0].recipe)
         except NarrowgaugeError as error:
             reasons.append(f"{group.label}: no plan can be made, because {error.message.rstrip('.')}.")
             continue
-        lines.append(Line(group.label, group.index, _cells(state, peak, plan)))
+        cells = []
+        for name, count, plan in zip(("State", "Peak of tensors"), (state, peak), plans, strict=True):
+            planned = f"{name.partition(' ')[0]} planned"
+            low, high = plan.interval
+            interval = "" if low == high else f"{tensor_bytes(low)} to {tensor_bytes(high)}"
+            cells += [_counted(name, count, plan), Cell(planned, tensor_bytes(plan.total), plan.total, interval)]
+        lines.append(Line(group.label, group.index, cells))
     return MemorySection(RecipeTable(_COLUMNS, lines) if lines else None, reasons)
 
 
-def _plan_of(group: Group) -> PlannedMemory:
-    recipe = group.stats[0].recipe
-    if recipe is None:
-        raise DataError(f"{group.label} is no recipe's name.", "narrowgauge show recipes lists all.")
-    return planned_memory(group.runs[0], recipe)
+def _planned(run: Run, recipe: Recipe | None) -> tuple[Terms, Terms]:
+    """Plan a run's state and peak from its settings and its number of ranks alone, without overhead.
 
-
-def _cells(state: float | None, peak: float | None, plan: PlannedMemory) -> list[Cell]:
-    counted_state, planned_state, counted_peak, planned_peak = _COLUMNS
-    low, high = plan.peak.interval
-    return [
-        _counted(counted_state, state, plan.state),
-        Cell(planned_state, tensor_bytes(plan.state.total), plan.state.total),
-        _counted(counted_peak, peak, plan.peak),
-        Cell(
-            planned_peak, tensor_bytes(plan.peak.total), plan.peak.total, f"{tensor_bytes(low)} to {tensor_bytes(high)}"
-        ),
-    ]
+    Layers are Hugging Face's modules, or where the run compiled them, fused kernels, which keep about as much.
+    """
+    config = run.config
+    missing = [name for name in ("model", "batch_size", "sequence_length") if config.get(name) is None]
+    if recipe is None or missing:
+        raise DataError(f"its settings do not say {(missing or ['recipe'])[0]}.", "Those of narrowgauge train do.")
+    if config.get("offload"):
+        raise DataError("with --offload its state moves between the host and the device.", "Nothing is counted there.")
+    length, ranks = config["sequence_length"], int(run.run.get("machine", {}).get("ranks", 1))
+    if type(length) is not int or length < 1:
+        raise DataError(f"its sequences are of {length!r} tokens.", "A plan needs a whole number above zero.")
+    architecture, layout = read_model(str(config["model"])), layout_of(config, ranks, str(run.path))
+    recipe = with_optimizer(recipe, str(config.get("rule") or "adamw"))
+    peak = memory_terms(
+        architecture,
+        recipe,
+        layout,
+        length,
+        is_loss_chunked=architecture.vocab_size >= LARGE_VOCABULARY and not recipe.keep,
+        kernels="fused" if config.get("compile") else None,
+        fixed=dict.fromkeys(FIXED, 0.0),
+    )
+    return state_terms(architecture, recipe, layout), peak
 
 
 def _counted(column: str, value: float | None, plan: Terms) -> Cell:
@@ -86,13 +100,10 @@ def _counted(column: str, value: float | None, plan: Terms) -> Cell:
 
 
 def _mean(group: Group, name: str) -> float | None:
-    found = [value for run in group.runs if (value := _of(run, name)) is not None]
-    return fmean(found) if found else None
-
-
-def _of(run: Run, name: str) -> float | None:
-    """A finished run's figure; of one that is under way the least that its steps counted, which is what its summary will have."""
-    if run.summary is not None:
-        return finite_number(run.summary.get(name))
-    found = [value for row in run.steps if (value := finite_number(row.get(name))) is not None]
-    return min(found, default=None)
+    """Return a figure of finished runs; of one that is under way the least that its steps counted, as its summary will have."""
+    values = []
+    for run in group.runs:
+        rows = [run.summary] if run.summary is not None else run.steps
+        known = [value for row in rows if (value := finite_number(row.get(name))) is not None]
+        values += [min(known)] if known else []
+    return fmean(values) if values else None

@@ -4,22 +4,16 @@ Everything is inside: tables as plain HTML, which need no script; figures as dat
 forbids the page to fetch anything and to run any script but the two of this package, named by their digests. Templates escape
 everything that comes from a run, so the name of a tensor is never markup, and data is encoded so that nothing in it means
 anything to HTML.
-
-Plotly is five megabytes of JavaScript, and compressing it takes as long as the rest of a small report. It is the same for
-every page, so its compressed bytes are cached. They are decompressed and compared before they are used, so a damaged or foreign
-file is made again.
 """
 
 from __future__ import annotations
 
 import base64
-import contextlib
 import functools
 import gzip
 import hashlib
 import json
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from importlib import resources
 from pathlib import Path
@@ -28,8 +22,7 @@ from typing import Any, NamedTuple
 import jinja2
 import markupsafe
 
-from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.machine.cache_folder import cache_folder
+from narrowgauge.errors import require_package
 from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, dash_of, symbol_of
 from narrowgauge.report.figures.traces import Figure
 from narrowgauge.runs.atomic_io import AGAIN, write_whole
@@ -44,7 +37,7 @@ class Script(NamedTuple):
 
 
 def digest_of(script: str) -> str:
-    """The source expression of a script in a content security policy.
+    """Return the source expression of a script in a content security policy.
 
     Example:
         >>> digest_of("")
@@ -71,41 +64,18 @@ def packed(value: Any) -> str:
         >>> gzip.decompress(base64.b64decode(packed([1.5, None])))
         b'[1.5,null]'
     """
-    return _encoded(_compressed(json.dumps(value, allow_nan=False, separators=(",", ":")).encode()))
+    return _encoded(gzip.compress(json.dumps(value, allow_nan=False, separators=(",", ":")).encode(), 9, mtime=0))
 
 
 @functools.cache
 def plotly_script() -> Script:
-    """Plotly's JavaScript.
+    """Plotly's JavaScript."""
+    require_package("plotly")
+    from plotly.offline import get_plotlyjs
 
-    Cost: 0.2 s the first time on a machine, 0.06 s in later processes.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError as error:
-        raise NarrowgaugeError(
-            "The report draws its figures with plotly, which is not installed here.", "pip install plotly"
-        ) from error
     source: str = get_plotlyjs()
-    return Script(_encoded(_cached_compressed(source.encode())), digest_of(source))
-
-
-def _cached_compressed(content: bytes) -> bytes:
-    """Compressed bytes, from the cache where they are there and intact; a cache that cannot be written is not used."""
-    file = cache_folder() / "pages" / f"{hashlib.sha256(content).hexdigest()[:32]}.gz"
-    with contextlib.suppress(OSError, EOFError, zlib.error):
-        cached = file.read_bytes()
-        if gzip.decompress(cached) == content:
-            return cached
-    made = _compressed(content)
-    with contextlib.suppress(OSError, NarrowgaugeError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, made)
-    return made
-
-
-def _compressed(content: bytes) -> bytes:
-    return gzip.compress(content, 9, mtime=0)
+    # Five megabytes: the highest level takes twice as long for a hundredth less.
+    return Script(_encoded(gzip.compress(source.encode(), 6, mtime=0)), digest_of(source))
 
 
 def _encoded(content: bytes) -> str:
@@ -123,21 +93,21 @@ def document(
     strip: Row | None = None,
     ranges: Sequence[Row] = (),
     gauges: Sequence[Row] = (),
-    live: Any = None,
+    live: bool = False,
     **words: Any,
 ) -> str:
-    """A page as one HTML document, which fetches nothing, or if it is live, only what is new, from where it came.
+    """Return a page as one HTML document, which fetches nothing, or if it is live, only what is new, from where it came.
 
     Args:
         drawn: its figures.
         strip: the figure of events.
         ranges: of the formats of histograms.
         gauges: the samples of each run's gauges.
-        live: the state of runs that are being written, for the template; ``None`` for a page that stays as it is.
+        live: whether the page loads itself again when its runs have grown.
         words: what the template shows.
     """
     script, plotly = asset("page.js"), plotly_script()
-    live_script = "" if live is None else asset("live.js")
+    live_script = asset("live.js") if live else ""
     data = {"figures": {figure.name: spec_of(figure) for figure in drawn}, "strip": strip, "formats": ranges}
     page = template(template_name).render(
         **words,
@@ -167,14 +137,14 @@ def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
 
 
 def spec_of(figure: Figure) -> Row:
-    """A figure in the form that the page's script takes."""
+    """Return a figure in the form that the page's script takes."""
     view = figure.views[0][0] if figure.views else None
     return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
 
 
 @functools.cache
 def template(name: str) -> jinja2.Template:
-    """A template of this package, which escapes everything."""
+    """Return a template of this package, which escapes everything."""
     return _environment().get_template(name)
 
 
@@ -203,12 +173,8 @@ def _breakable(text: Any) -> markupsafe.Markup:
     return markupsafe.Markup(re.sub(r"(?<=\w)([._/])(?=[A-Za-z_])", r"\1<wbr>", str(markupsafe.escape(text))))
 
 
-def capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def asset(name: str) -> str:
-    """A file of ``templates/``."""
+    """Return a file of ``templates/``."""
     return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()
 
 

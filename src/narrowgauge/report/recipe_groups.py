@@ -20,7 +20,7 @@ import numpy as np
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.run_stats import RunStats
-from narrowgauge.analysis.diagnosis.diagnosis import Diagnosis, diagnose
+from narrowgauge.analysis.diagnose import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS, MOST_TENSORS, MetricValues
 from narrowgauge.report.figures.series import Series, column
@@ -42,13 +42,13 @@ class Group:
 
     @property
     def samples(self) -> tuple[Samples, ...]:
-        """What the page keeps of each run's gauges."""
+        """Return what the page keeps of each run's gauges."""
         return tuple(samples for samples, _ in self._read)
 
     @property
     def diagnoses(self) -> tuple[Diagnosis | str, ...]:
-        """The diagnosis of each run, or why there is none."""
-        return tuple(found for _, found in self._read)
+        """Return the diagnosis of each run, or why there is none."""
+        return tuple(diagnosis for _, diagnosis in self._read)
 
     @cached_property
     def _read(self) -> tuple[tuple[Samples, Diagnosis | str], ...]:
@@ -60,16 +60,23 @@ class Group:
 
     @property
     def named(self) -> list[tuple[Run, str]]:
-        """The runs, each with a name of its own on the page: the label, and the seed where there are several."""
+        """Return the runs, each with a name of its own on the page: the label, and the seed where there are several."""
         several = len(self.stats) > 1
         return [(one.run, f"{self.label} · seed {one.seed}" if several else self.label) for one in self.stats]
 
     def lines(self, table: str, y: str, of: Callable[[Series], Series] = _same) -> list[Series]:
-        """One column of ``steps`` or ``evals`` of every run, or what ``of`` makes of each whole line."""
-        return [of(column(getattr(run, table), y)) for run in self.runs]
+        """Return one column of ``steps`` or ``evals`` of every run, or what ``of`` makes of each whole line."""
+        if (table, y) not in self._columns:
+            self._columns[table, y] = [column(getattr(run, table), y) for run in self.runs]
+        return [of(line) for line in self._columns[table, y]]
+
+    @cached_property
+    def _columns(self) -> dict[tuple[str, str], list[Series]]:
+        """Hold each column that was read; several figures draw the same one."""
+        return {}
 
     def longest(self, table: str, y: str) -> int:
-        """The number of points of the longest of these lines."""
+        """Return the number of points of the longest of these lines."""
         return max((len(line) for line in self.lines(table, y)), default=0)
 
     def seeds(self) -> dict[int, Run]:
@@ -77,14 +84,14 @@ class Group:
 
 
 def _read_once(run: Run) -> tuple[Samples, Diagnosis | str]:
-    """What a page takes from a run's gauges, which are the longest of its tables: read once, then released."""
+    """Return what a page takes from a run's gauges, which are the longest of its tables: read once, then released."""
     with gauges_for_now(run):
-        found = diagnosed(run)
-        return read_samples(run), found
+        diagnosis = diagnosed(run)
+        return read_samples(run), diagnosis
 
 
 def diagnosed(run: Run) -> Diagnosis | str:
-    """A run's diagnosis, or why there is none: the page can be written whatever the record holds."""
+    """Return a run's diagnosis, or why there is none: the page can be written whatever the record holds."""
     try:
         return diagnose(run)
     except NarrowgaugeError as error:
@@ -93,8 +100,8 @@ def diagnosed(run: Run) -> Diagnosis | str:
         return f"{type(error).__name__}: {error}"
 
 
-def groups_of(found: Comparison) -> list[Group]:
-    """The recipes of a comparison, in its order.
+def groups_of(comparison: Comparison) -> list[Group]:
+    """Return the recipes of a comparison, in its order.
 
     Example:
         >>> from pathlib import Path
@@ -103,7 +110,7 @@ def groups_of(found: Comparison) -> list[Group]:
         >>> [(group.label, len(group.runs)) for group in groups_of(compare_runs(made))]
         [('bfloat16/word', 2)]
     """
-    return [Group(label, index, one.runs) for index, (label, one) in enumerate(found.classes.items())]
+    return [Group(label, index, one.runs) for index, (label, one) in enumerate(comparison.classes.items())]
 
 
 def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
@@ -111,7 +118,7 @@ def run_names(groups: Iterable[Group]) -> list[tuple[Run, str]]:
 
 
 def final_loss(run: Run) -> float | None:
-    """The validation loss of a finished run; of an unfinished one, that of its last evaluation."""
+    """Return the validation loss of a finished run; of an unfinished one, that of its last evaluation."""
     last = run.evals[-1] if run.evals else {}
     return finite_number((run.summary or {}).get("val_loss", last.get("val_loss")))
 
@@ -175,7 +182,7 @@ def spread(rows: Sequence[Row], most: int) -> list[Row]:
 
 def _sampled(rows: Sequence[Row]) -> Samples:
     steps = sorted({step for row in rows if (step := finite_number(row.get("step"))) is not None})
-    metrics = {metric: found for table in METRICS for metric, found in _metric_values(rows, steps, table).items()}
+    metrics = {metric: values for table in METRICS for metric, values in _metric_values(rows, steps, table).items()}
     counted = [
         {"step": int(step), "histograms": counts}
         for row in rows
@@ -198,22 +205,22 @@ def _sampled(rows: Sequence[Row]) -> Samples:
 
 
 def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> dict[str, MetricValues]:
-    """The metrics of a table; tensors without any finite value of a metric are left out of it."""
+    """Return the metrics of a table; tensors without any finite value of a metric are left out of it."""
     fields = {
         name: list(METRICS[table]).index(metric.field) for name, metric in HEAT_MAPS.items() if metric.table == table
     }
     columns = {step: column for column, step in enumerate(steps)}
     tensors = {name: line for line, name in enumerate(dict.fromkeys(name for _, name, _ in _lists(rows, table)))}
-    found = np.full((len(fields), len(tensors), len(steps)), np.nan)
+    cells = np.full((len(fields), len(tensors), len(steps)), np.nan)
     for step, tensor, values in _lists(rows, table):
         for metric, index in enumerate(fields.values()):
             if index < len(values) and (value := finite_number(values[index])) is not None:
-                found[metric, tensors[tensor], columns[step]] = value
+                cells[metric, tensors[tensor], columns[step]] = value
     names = np.array(list(tensors), object)
-    is_taken = (~np.isnan(found)).any(axis=2)
+    is_taken = (~np.isnan(cells)).any(axis=2)
     return {
         metric: MetricValues(names[taken].tolist(), values[taken], int(taken.sum()))
-        for metric, values, taken in zip(fields, found, is_taken, strict=True)
+        for metric, values, taken in zip(fields, cells, is_taken, strict=True)
         if taken.any()
     }
 
@@ -221,21 +228,21 @@ def _metric_values(rows: Sequence[Row], steps: Sequence[float], table: str) -> d
 def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[Any]]]:
     """Step, tensor and values of a table's rows, where the values are a list."""
     for row in rows:
-        step, found = finite_number(row.get("step")), row.get(table)
-        if step is not None and isinstance(found, dict):
-            for name, values in found.items():
+        step, entries = finite_number(row.get("step")), row.get(table)
+        if step is not None and isinstance(entries, dict):
+            for name, values in entries.items():
                 if isinstance(values, list):
                     yield step, name, values
 
 
-def _worst(steps: Sequence[float], found: MetricValues | None) -> dict[float, tuple[str, float]]:
+def _worst(steps: Sequence[float], metric: MetricValues | None) -> dict[float, tuple[str, float]]:
     """By step the tensor with the largest value; a step without any is left out."""
-    if found is None:
+    if metric is None:
         return {}
-    values = np.where(np.isnan(found.values), -np.inf, found.values)
+    values = np.where(np.isnan(metric.values), -np.inf, metric.values)
     rows, highest = values.argmax(axis=0), values.max(axis=0)
     return {
-        step: (found.names[row], value)
+        step: (metric.names[row], value)
         for step, row, value in zip(steps, rows.tolist(), highest.tolist(), strict=True)
         if value > -np.inf
     }
@@ -248,13 +255,13 @@ def _lowest_edq(rows: Sequence[Row]) -> float:
 
 
 def _counts(row: Row) -> dict[str, list[float]]:
-    """The histograms of a row; a bin without a valid count is empty."""
-    found = row.get("histograms")
-    if not isinstance(found, dict):
+    """Return the histograms of a row; a bin without a valid count is empty."""
+    histograms = row.get("histograms")
+    if not isinstance(histograms, dict):
         return {}
     return {
         kind: [max(0, count) if type(count) is int else max(0.0, finite_number(count) or 0.0) for count in counts]
-        for kind, counts in found.items()
+        for kind, counts in histograms.items()
         if kind in TENSOR_KINDS and isinstance(counts, list)
     }
 

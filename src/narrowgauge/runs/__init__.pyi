@@ -1,2 +1,1 @@
-from narrowgauge.runs.finding import Finding as Finding
-from narrowgauge.runs.writer import RunWriter as RunWriter
+from .writer import RunWriter as RunWriter

@@ -10,7 +10,7 @@ They are short texts, equal where the bits are::
     threads = "2"
 
     [arithmetic.results]
-    "sum of rows" = "32 strided sums (sequential), joined irregularly, depth 8 #9ce46445"
+    "sum of rows" = "bits #9ce46445"
 """
 
 from __future__ import annotations
@@ -35,11 +35,6 @@ _PYTORCH = ("torch", "threads", *VECTORS, *ON_GPU)
 _MATMUL = (*LIBRARIES, "threads", "processor", "instruction sets", "ATEN_CPU_CAPABILITY", *ON_GPU, "matmul precision")
 _HALF = (*_MATMUL, "reduced sums of bfloat16")
 
-_FPREV = "FPRev, arXiv 2411.00442"
-_GOLDBERG = "Goldberg 1991, What every computer scientist should know about floating-point arithmetic"
-_PYTORCH_NOTE = "PyTorch, Numerical accuracy"
-_HANDBOOK = "Muller et al., Handbook of Floating-Point Arithmetic"
-
 
 @dataclass(frozen=True, slots=True)
 class Probe:
@@ -49,8 +44,7 @@ class Probe:
         name: what it is called in ``run.toml`` and in every table.
         affects: how a difference between two machines shows in a run.
         settings: versions, variables and switches that may change it, by their names in a fingerprint.
-        source: of the method.
-        is_sum: whether it is an order of additions, which a number of threads may change.
+        is_sum: whether it adds many terms, whose order a number of threads may change.
         in_runs: whether a run measures it where no measurement is cached; else only ``narrowgauge show arithmetic`` does.
     """
 
@@ -58,19 +52,18 @@ class Probe:
     measures: str
     affects: str
     settings: tuple[str, ...]
-    source: str
     is_sum: bool = False
     in_runs: bool = True
 
 
-def _sum(name: str, measures: str, affects: str, settings: tuple[str, ...] = _PYTORCH, source: str = _FPREV) -> Probe:
-    return Probe(name, measures, affects, settings, source, is_sum=True)
+def _sum(name: str, measures: str, affects: str, settings: tuple[str, ...] = _PYTORCH) -> Probe:
+    return Probe(name, measures, affects, settings, is_sum=True)
 
 
 def _function(name: str, affects: str) -> Probe:
     return Probe(
         f"function {name}", f"{name}: largest error, hash of the bits, results that differ outside of a vector",
-        affects, tuple(dict.fromkeys((*_PYTORCH, *LIBRARIES))), _HANDBOOK,
+        affects, tuple(dict.fromkeys((*_PYTORCH, *LIBRARIES))),
     )  # fmt: skip
 
 
@@ -83,28 +76,28 @@ _ROWS = (
     Probe(
         "subnormals", "whether elementwise products, in one thread and in all, keep numbers below 2^-126",
         "values below 2^-126 become zero: second moments, small gradients and scaled casts differ by a value, not by a bit",
-        ("subnormals set", "threads", *_PYTORCH), _GOLDBERG,
+        ("subnormals set", "threads", *_PYTORCH),
     ),
     Probe(
         "subnormals in matmuls", "whether float32 matmuls take and give numbers below 2^-126",
-        "products of very small gradients become zero on one of them", _MATMUL, _GOLDBERG,
+        "products of very small gradients become zero on one of them", _MATMUL,
     ),
     Probe(
         "matmul inputs", "how many significant bits of float32 operands a matmul uses",
         "one multiplies in TF32 or bfloat16: matmuls differ in the 3rd or 4th digit from the first step on",
-        ("matmul precision", "NVIDIA_TF32_OVERRIDE", *ON_GPU, *LIBRARIES), _PYTORCH_NOTE,
+        ("matmul precision", "NVIDIA_TF32_OVERRIDE", *ON_GPU, *LIBRARIES),
     ),
     Probe(
         "matmul accumulator", "how far sums of 4,096 ones count in bfloat16 matmuls, float32 matmuls and bfloat16 sums",
-        "one adds in a narrow format: long sums lose their small terms", _HALF, _PYTORCH_NOTE,
+        "one adds in a narrow format: long sums lose their small terms", _HALF,
     ),
     Probe(
         "fused multiply-add", "whether matmuls, addcmul, addcdiv and lerp round a product before they add it",
-        "matmuls and optimizer updates differ in last bits, with equal order of sums", (*_MATMUL, "capability"), _HANDBOOK,
+        "matmuls and optimizer updates differ in last bits, with equal order of sums", (*_MATMUL, "capability"),
     ),
     Probe(
         "rounding to 16 bits", "ties and subnormals in float32 to bfloat16 and float16",
-        "weights and activations differ by whole spacings of the narrow format", _PYTORCH, _GOLDBERG,
+        "weights and activations differ by whole spacings of the narrow format", _PYTORCH,
     ),
     # functions: thousands of values each
     _function("division", "normalized values, losses and updates differ in last bits"),
@@ -119,59 +112,59 @@ _ROWS = (
     _function("gelu", _ACTIVATIONS),
     _function("sin", "rotary embeddings differ in last bits"),
     _function("cos", "rotary embeddings differ in last bits"),
-    # orders of sums
+    # sums: bits that hang on the order of additions
     _sum(
-        "sum of rows", "order of torch.sum over the last dimension, 128 terms",
+        "sum of rows", "bits of torch.sum over the last dimension, 128 terms",
         "losses, norms of layers and gradients of biases differ in last bits",
     ),
     _sum(
-        "sum of columns", "order of torch.sum over the first dimension, 64 terms",
+        "sum of columns", "bits of torch.sum over the first dimension, 64 terms",
         "gradients of biases and norm gains, and sums of micro-batches, differ in last bits",
     ),
     _sum(
-        "mean of rows", "order of torch.mean over the last dimension, 64 of 1,024 terms (RMS norms)",
+        "mean of rows", "bits of torch.mean over the last dimension, 1,024 terms (RMS norms)",
         "outputs of norms differ in last bits from the first layer on",
     ),
     _sum(
-        "layer norm", "order of the mean in layer_norm, 64 of 1,024 terms",
+        "layer norm", "bits of layer_norm, 1,024 terms",
         "outputs of layer norms differ in last bits from the first layer on",
     ),
     _sum(
-        "softmax", "order of the sum of exponentials, 32 of 512 terms",
+        "softmax", "bits of softmax, 512 terms",
         "attention weights differ in last bits from the first layer on",
     ),
-    _sum("log softmax", "order of the sum of exponentials, 24 of 4,096 terms", _LOSS),
+    _sum("log softmax", "bits of log_softmax, 4,096 terms", _LOSS),
     _sum(
-        "linear float32", "order of x @ W.T, 64 of 1,024 terms, 256 rows",
+        "linear float32", "bits of x @ W.T, 1,024 terms, 256 rows",
         "outputs of linear layers differ in last bits from the first layer on", _MATMUL,
     ),
     _sum(
-        "small linear float32", "order of x @ W.T, 64 terms, 16 rows",
+        "small linear float32", "bits of x @ W.T, 64 terms, 16 rows",
         "outputs of small layers, of short sequences and single tokens differ in last bits", _MATMUL,
     ),
     _sum(
-        "weight gradient float32", "order of grad.T @ x, 64 of 1,024 terms",
+        "weight gradient float32", "bits of grad.T @ x, 1,024 terms",
         "gradients of weights differ in last bits, with equal losses in the first step", _MATMUL,
     ),
     _sum(
-        "batched matmul float32", "order of torch.bmm, 64 terms, 8 matrices",
+        "batched matmul float32", "bits of torch.bmm, 64 terms, 8 matrices",
         "scores of attention and experts differ in last bits", _MATMUL,
     ),
     _sum(
-        "attention", "order of scaled_dot_product_attention over the keys, 64 of 1,024",
+        "attention", "bits of scaled_dot_product_attention over 1,024 keys",
         "outputs of attention differ in last bits from the first layer on", _MATMUL,
     ),
     _sum(
-        "linear bfloat16", "order of x @ W.T in bfloat16, 64 of 1,024 terms, 64 rows",
+        "linear bfloat16", "bits of x @ W.T in bfloat16, 1,024 terms, 64 rows",
         "outputs of linear layers differ by a spacing of bfloat16 here and there", _HALF,
     ),
     _sum(
-        "sum of a tensor", "order of torch.sum over all of 65,536 values, 16 terms, which threads share",
+        "sum of a tensor", "bits of torch.sum over all of 262,144 values, which threads share",
         "total losses and norms differ in last bits",
     ),
     Probe(
-        "sums by threads", "which of these sums 1 and 2 threads add in another order",
-        "the number of threads decides a run's bits on one of them alone", _PYTORCH, _FPREV, is_sum=True, in_runs=False,
+        "sums by threads", "which of these sums have other bits with 1 and 2 threads",
+        "the number of threads decides a run's bits on one of them alone", _PYTORCH, is_sum=True, in_runs=False,
     ),
 )  # fmt: skip
 
@@ -197,7 +190,7 @@ class Arithmetic:
     results: Mapping[str, str] = field(default_factory=dict)
 
     def to_toml(self) -> dict[str, dict[str, str]]:
-        """The table of ``run.toml``, and the object that ``narrowgauge show arithmetic --json`` prints."""
+        """Return the table of ``run.toml``, and the object that ``narrowgauge show arithmetic --json`` prints."""
         return {"settings": dict(self.settings), "results": dict(self.results)}
 
     @classmethod
@@ -240,26 +233,19 @@ class ArithmeticDifference:
 def differences(
     one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | Arithmetic
 ) -> list[ArithmeticDifference]:
-    """The probes whose results differ between two machines, in the order of the table.
+    """Return the probes whose results differ between two machines, in the order of the table.
 
     Probes that only one side has measured are left out (see :func:`not_compared`).
 
     Args:
         one, other: measured arithmetics, or the contents of two ``run.toml``; without the table nothing is compared.
-
-    Example:
-        >>> found = differences(
-        ...     Arithmetic({"threads": "1"}, {"sum of a tensor": "sequential", "layer norm": "pairwise"}),
-        ...     Arithmetic({"threads": "2"}, {"sum of a tensor": "pairwise", "layer norm": "pairwise"}))
-        >>> [difference.text() for difference in found]
-        ['sum of a tensor: sequential and pairwise (threads 1 and 2)']
     """
     one, other = _arithmetic_in(one), _arithmetic_in(other)
     found = []
     for name in [*PROBES, *sorted(set(one.results) - set(PROBES))]:
         left, right = one.results.get(name, UNAVAILABLE), other.results.get(name, UNAVAILABLE)
         if left != right and not (left.startswith(UNAVAILABLE) or right.startswith(UNAVAILABLE)):
-            probe = PROBES.get(name) or Probe(name, "", "", tuple(sorted({*one.settings, *other.settings})), "")
+            probe = PROBES.get(name) or Probe(name, "", "", tuple(sorted({*one.settings, *other.settings})))
             found.append(ArithmeticDifference(probe, left, right, changed_settings(one, other, probe.settings)))
     return found
 
@@ -269,11 +255,6 @@ def origin(found: list[ArithmeticDifference]) -> str:
 
     ``versions`` where libraries differ; ``sums`` where nothing but orders of additions differs, as with another number of
     threads; ``machine`` where functions or roundings do too, as with other vector instructions; empty without a difference.
-
-    Example:
-        >>> one, other = (Arithmetic({"threads": n}, {"sum of a tensor": order}) for n, order in (("1", "a"), ("2", "b")))
-        >>> origin(differences(one, other))
-        'sums'
     """
     if any(name in VERSIONS for difference in found for name, *_ in difference.settings):
         return "versions"
@@ -285,7 +266,7 @@ def origin(found: list[ArithmeticDifference]) -> str:
 def changed_settings(
     one: Arithmetic, other: Arithmetic, names: tuple[str, ...] = ()
 ) -> tuple[tuple[str, str, str], ...]:
-    """Those of the named settings that differ, or of all without names: name and both values."""
+    """Return those of the named settings that differ, or of all without names: name and both values."""
     values = [
         (name, one.settings.get(name, "not set"), other.settings.get(name, "not set"))
         for name in names or dict.fromkeys([*one.settings, *other.settings])
@@ -319,7 +300,7 @@ def _parsed(text: str, path: Path) -> Any:
         raise RecordError(f"{path} is neither JSON nor TOML: {error}.", _MEASURE) from None
 
 
-def _arithmetic_in(found: Mapping[str, Any] | Arithmetic) -> Arithmetic:
-    if isinstance(found, Arithmetic):
-        return found
-    return Arithmetic.from_toml(found[TABLE], "run.toml") if TABLE in found else Arithmetic()
+def _arithmetic_in(content: Mapping[str, Any] | Arithmetic) -> Arithmetic:
+    if isinstance(content, Arithmetic):
+        return content
+    return Arithmetic.from_toml(content[TABLE], "run.toml") if TABLE in content else Arithmetic()

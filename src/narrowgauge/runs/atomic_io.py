@@ -36,56 +36,25 @@ AGAIN = "give the same command again"
 
 
 def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
-    """An error of the operating system as a ``RecordError``: what, where, and on a full disk the free bytes.
-
-    Example:
-        >>> import errno
-        >>> print(disk_error(Path("run.toml"), PermissionError(errno.EACCES, "Permission denied")).message)
-        Cannot use run.toml: Permission denied.
-    """
+    """Return an error of the operating system as a ``RecordError``, on a full disk with the free bytes."""
     if error.errno not in _FULL:
         return RecordError(f"Cannot use {path}: {error.strerror or error}.", "Check the path and who may write there.")
+    place = next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+    free = shutil.disk_usage(place).free
     return RecordError(
-        f"Cannot write {path}: the disk is full ({free_bytes(path):,} bytes free).",
-        f"Free some space, then {then}.",
+        f"Cannot write {path}: the disk is full ({free:,} bytes free).", f"Free some space, then {then}."
     )
 
 
 def hidden_error(error: Exception) -> OSError:
-    """The operating system's error that another one's message quotes: safetensors reports a full disk only in that way.
-
-    Example:
-        >>> hidden_error(ValueError("I/O error: No space left on device (os error 28)")).errno == errno.ENOSPC
-        True
-    """
+    """The operating system's error that another one's message quotes: safetensors reports a full disk only in that way."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes free on the disk that holds ``path``, which need not exist yet.
-
-    Example:
-        >>> free_bytes(Path("not/here/yet")) > 0
-        True
-    """
-    place = path.absolute()
-    while not place.exists():
-        place = place.parent
-    return shutil.disk_usage(place).free
-
-
 @contextlib.contextmanager
 def disk_errors(path: Path, then: str = RESUME) -> Iterator[None]:
-    """Turn every ``OSError`` of the block into the ``RecordError`` of :func:`disk_error`.
-
-    Example:
-        >>> with disk_errors(Path("there")):
-        ...     raise OSError(errno.EIO, "Input/output error")
-        Traceback (most recent call last):
-        ...
-        narrowgauge.errors.RecordError: Cannot use there: Input/output error. Check the path and who may write there.
-    """
+    """Turn every ``OSError`` of the block into the ``RecordError`` of :func:`disk_error`."""
     try:
         yield
     except OSError as error:
@@ -112,27 +81,16 @@ def sync_folder(path: Path) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """A temporary name in the same folder, distinct per process."""
+    """Return a temporary name in the same folder, distinct per process."""
     return path.with_name(f"{TEMPORARY}{path.name}-{os.getpid()}")
 
 
 def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
-    """Replace a file so that any reader, at any moment, sees the old bytes or the new ones; its folder must exist.
+    """Replace a file so that any reader, at any moment and after a crash, sees the old bytes or the new ones.
 
-    Invariant: after a crash ``path`` holds its old content or ``data``, never a mixture.
-
-    Raises:
-        RecordError: the operating system refused, or ``path`` is a folder, a device or a pipe, which a rename would remove;
-            ``path`` is unchanged.
+    Its folder must exist. A folder, a device or a pipe, which a rename would remove, is refused.
 
     Cost: two fsyncs, a few milliseconds.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_whole(Path(folder, "a"), b"whole")
-        ...     Path(folder, "a").read_bytes(), len(os.listdir(folder))
-        (b'whole', 1)
     """
     temporary = temporary_name(path)
     with disk_errors(path, then):
@@ -145,6 +103,12 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
             sync_folder(path.parent)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def read_bytes(path: Path) -> bytes | None:
+    """Return all bytes of a file, or ``None`` if there is none."""
+    with disk_errors(path):
+        return path.read_bytes() if path.exists() else None
 
 
 def append_whole(descriptor: int, path: Path, data: bytes) -> None:
@@ -163,14 +127,7 @@ def append_whole(descriptor: int, path: Path, data: bytes) -> None:
 
 
 def load_json(text: bytes | str) -> Any:
-    """Parse JSON; too deep a nesting, where Python raises ``RecursionError``, is a ``ValueError`` like any other damage.
-
-    Example:
-        >>> load_json("[" * 100_000)
-        Traceback (most recent call last):
-        ...
-        ValueError: maximum recursion depth exceeded...
-    """
+    """Parse JSON; too deep a nesting, where Python raises ``RecursionError``, is a ``ValueError`` like any other damage."""
     try:
         return json.loads(text)
     except RecursionError as error:
@@ -186,30 +143,11 @@ def digest(path: Path) -> str:
     return state.hexdigest()
 
 
-@contextlib.contextmanager
-def held_folder(path: Path) -> Iterator[bool]:
-    """Lock an existing folder for this process during the block; nothing is written.
-
-    Yields whether it is locked (see :func:`lock`): ``False`` also where the folder was removed or replaced meanwhile.
-    """
-    if sys.platform == "win32":
-        yield True
-        return
-    with disk_errors(path):
-        descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield lock(descriptor, wait=False) and path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-    finally:
-        os.close(descriptor)
-
-
 def lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open file for this process and return whether it is locked; the system releases the lock when the process ends.
+    """Lock an open file for this process and return whether it is locked; the lock ends with the process.
 
-    Where the file system has no locks the answer is ``True``: nothing can be known there.
-
-    Not ``filelock``: it locks a file of its own by name, which would add files to run folders and cannot lock a folder or an
-    open file of rows; and where the file system has no locks it falls back to a file that a killed process leaves behind.
+    Where the file system has no locks the answer is ``True``. ``filelock`` would lock a file of its own, which a killed process
+    leaves behind.
     """
     if sys.platform == "win32":
         return True

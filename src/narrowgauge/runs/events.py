@@ -12,14 +12,13 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 
 from narrowgauge.errors import suggestion
-from narrowgauge.runs.finding import Finding, sentences
+from narrowgauge.runs.finding import sentences
 from narrowgauge.runs.schema import Row
 
 KINDS: dict[str, str] = {
     "start": "the run began",
     "resume": "the run resumed from a checkpoint",
     "stop": "the run was stopped before its last step, by request or signal",
-    "lost": "a rank, or the process that started the ranks, was killed or did not answer, which ended the run",
     "finish": "the last step was done",
     "note": "a default or a change that the user may want to know of",
     "warning": "a loss of accuracy that has no kind of its own",
@@ -45,7 +44,6 @@ KINDS: dict[str, str] = {
     "dead_layer": "a layer no longer learns",
     "nonfinite": "a tensor holds values that are not finite",
     "corruption": "memory or arithmetic of a rank is damaged, and the run stopped before it used the damage",
-    "straggler": "one rank is slower than the others, which wait for it in most steps",
     "checkpoint": "a checkpoint was written",
     "checkpoint_damaged": "a checkpoint did not match its manifest and was not used",
 }
@@ -53,16 +51,14 @@ KINDS: dict[str, str] = {
 
 RAISED_BY: dict[str, str] = {
     "audit": "the optimizer's audit: a storage loses part of the updates, beyond the audit's own uncertainty",
-    "straggler": "the arrival times of the ranks: one is the last in nearly all steps of a window",
     "replicas": "the comparison of what several ranks hold or apply alike: it differs",
     "rest": "the checksums of memory before and after the time between two updates: they differ",
     "recomputation": "the gradients of one micro-batch that all ranks computed: they differ",
     "replay": "the repetition of a step that failed, with every operation traced",
-    "standing-still": "the end of a recorded loop: a trained weight is, to the bit, what it was at the start",
     "changed-settings": "a resume, with other settings than the run had",
     "changed-software": "a resume, with other versions or on another machine",
 }
-"""What raises events beside the detectors of :mod:`narrowgauge.analysis.monitor.detectors` and the checks of ``ng.check``."""
+"""What raises events beside the detectors of :mod:`narrowgauge.analysis.detectors` and the checks of ``ng.check``."""
 
 _LISTENERS: list[Callable[[Event], object]] = []
 
@@ -80,9 +76,10 @@ class Event:
         tensor, rank: the parameter, and the process of several, that it is about.
         value, threshold: what was measured, and what that was compared with, in the unit that the message names.
         advice: what to do.
-        detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, a departure of a step computed
-            again (:mod:`narrowgauge.runs.departure_table`), or a key of :data:`RAISED_BY`;
+        detector: the id of what raised it: a detector of the monitor, a check of ``ng.check``, a reading of a compared
+            step (:mod:`narrowgauge.analysis.kinds`), or a key of :data:`RAISED_BY`;
             empty where nothing was judged.
+        expected, stage: of a reading: what the value should be, and the stage of the step.
         phase, operation: of a first bad value, where the step made it, and by which operation
             (:attr:`narrowgauge.gauges.BadValue.phase`).
 
@@ -105,31 +102,25 @@ class Event:
     detector: str = ""
     phase: str = ""
     operation: str = ""
+    expected: float | None = None
+    stage: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ValueError(f"no event kind is named {self.kind!r}. {suggestion(self.kind, KINDS)}".strip())
 
     def row(self) -> Row:
-        """The event as a row of ``events.jsonl``; empty columns are left out."""
+        """Return the event as a row of ``events.jsonl``; empty columns are left out."""
         return {name: value for name, value in asdict(self).items() if value is not None and value != ""}
 
     @property
     def sentence(self) -> str:
-        """What happened and what to do, without the last full stop."""
+        """Return what happened and what to do, without the last full stop."""
         return sentences(self.message, self.advice).removesuffix(".")
 
     @classmethod
-    def of(cls, kind: str, step: int, finding: Finding) -> Event:
-        """The event of kind ``kind`` that a finding raises, after ``step`` optimizer steps."""
-        return cls(
-            kind, step, finding.message, finding.where or None, finding.value, finding.threshold, finding.advice,
-            finding.rank, finding.name,
-        )  # fmt: skip
-
-    @classmethod
     def from_row(cls, row: Row) -> Event:
-        """The event of a row; columns that an event does not have are ignored."""
+        """Return the event of a row; columns that an event does not have are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in {"message": "", **row}.items() if name in known})
 

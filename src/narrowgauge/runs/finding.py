@@ -1,16 +1,8 @@
-"""A finding: one thing that is wrong, whoever found it, and what to do about it.
-
-Detectors of the monitor, checks of ``ng.check`` and causes of the diagnosis are rows of three tables, each with an id, a message
-and advice; a plan says why a layout does not fit, and what would. All of them produce this one type, which is put into words here
-alone: :meth:`Finding.filled` fills a row's templates with the values that were measured, and :func:`sentences` joins a message
-and its advice for a console, a page or a logger. Code reads the fields and never the words.
-"""
+"""How findings are worded: their severity, and numbers, names and durations in sentences."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Iterable
 
 SEVERITIES: dict[str, str] = {
     "error": "training computes something else than it says, or stands still",
@@ -19,73 +11,9 @@ SEVERITIES: dict[str, str] = {
 }
 """How serious a finding is, most serious first."""
 
-AnyFinding = TypeVar("AnyFinding", bound="Finding")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong.
-
-    Args:
-        name: the id of what found it: a detector, a check, a cause.
-        message: what was found.
-        advice: what to do, with the setting or the line to change.
-        where: the parameter, tensor, module or object it is about.
-        severity: a key of :data:`SEVERITIES`.
-        step: the optimizer step at which it shows; ``None`` where it has none.
-        rank: the process it is about; ``None`` where it is about all, or it is not known which.
-        value, threshold: what was measured, and what that was compared with.
-        unit: of both; empty for ratios.
-        source: where the symptom and its threshold are described.
-
-    Example:
-        >>> print(Finding("frozen-parameters", "2 parameters are frozen.", "Unfreeze them.", "lm_head", "note"))
-        note: frozen-parameters (lm_head)
-          2 parameters are frozen.
-          Unfreeze them.
-    """
-
-    name: str
-    message: str
-    advice: str
-    where: str = ""
-    severity: str = "warning"
-    step: int | None = None
-    rank: int | None = None
-    value: float | None = None
-    threshold: float | None = None
-    unit: str = ""
-    source: str = ""
-
-    @classmethod
-    def filled(
-        cls: type[AnyFinding], name: str, message: str, advice: str, values: Mapping[str, Any], **fields: Any
-    ) -> AnyFinding:
-        """A finding whose words are the templates of a table's row, filled with values.
-
-        Args:
-            name: of the row.
-            message, advice: of the row, with a name in braces for each value.
-            values: by name; those that no template names are ignored.
-            fields: the other fields of the finding.
-
-        Example:
-            >>> Finding.filled("overflow", "{value:.0%} of it saturates", "Widen '{module}'.", {"value": 0.2, "module": "a"})
-            Finding(name='overflow', message='20% of it saturates', advice="Widen 'a'.", where='', severity='warning', ...)
-        """
-        return cls(name, message.format(**values), advice.format(**values), **fields)
-
-    @property
-    def label(self) -> str:
-        """The id, and in brackets where it is."""
-        return f"{self.name} ({self.where})" if self.where else self.name
-
-    def __str__(self) -> str:
-        return f"{self.severity}: {self.label}\n  {self.message}\n  {self.advice}"
-
 
 def sentences(message: str, advice: str = "") -> str:
-    """A message and its advice as sentences, each with a full stop.
+    """Return a message and its advice as sentences, each with a full stop.
 
     Example:
         >>> sentences("the loss is not finite", "Go back to a checkpoint."), sentences("the run began.")
@@ -95,7 +23,7 @@ def sentences(message: str, advice: str = "") -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """A number of things.
+    """Return a number of things.
 
     Example:
         >>> counted(1, "run"), counted(2, "run"), counted(1234, "step")
@@ -105,7 +33,7 @@ def counted(number: int, thing: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A waiting time, rounded.
+    """Return a waiting time, rounded.
 
     Example:
         >>> [duration(seconds) for seconds in (0.4, 42, 89, 200, 3599, 3600, 9000, 200_000)]
@@ -133,13 +61,3 @@ def told(names: Iterable[str], most: int = 3) -> str:
     found = list(dict.fromkeys(names))
     rest = len(found) - most
     return ", ".join(found[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
-
-
-def at_step(step: int | None, message: str) -> str:
-    """A message after its step, where it has one.
-
-    Example:
-        >>> at_step(7, "the loss jumped"), at_step(None, "the rate is low")
-        ('step 7: the loss jumped', 'the rate is low')
-    """
-    return message if step is None else f"step {step}: {message}"

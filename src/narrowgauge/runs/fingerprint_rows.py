@@ -27,11 +27,11 @@ def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(rank for rank, value in enumerate(values) if value not in (None, most))
 
 
-def unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
-    """The ranks that clipped nothing where others clipped, by the factors with which each multiplied its gradients.
+def _unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
+    """Return the ranks that clipped nothing where others clipped, by the factors with which each multiplied its gradients.
 
     Example:
-        >>> unclipped_ranks([0.5, 1.0]), unclipped_ranks([1.0, 1.0]), unclipped_ranks([0.5, 0.25])
+        >>> _unclipped_ranks([0.5, 1.0]), _unclipped_ranks([1.0, 1.0]), _unclipped_ranks([0.5, 0.25])
         ((1,), (), ())
     """
     largest = max((factor for factor in factors if factor is not None), default=None)
@@ -55,7 +55,7 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     """
     factors = (row.get("ranks") or {}).get("clip") or []
     if len(set(map(repr, factors))) > 1:
-        unclipped = unclipped_ranks(factors)
+        unclipped = _unclipped_ranks(factors)
         odd = unclipped or odd_ranks(factors)
         told = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
         which = f"; {in_words(odd)} {APPLIED_NO_CLIP}" if unclipped else ""

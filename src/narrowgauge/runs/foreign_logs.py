@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.runs.plain_logs import Value, values_of_csv, values_of_json, values_of_text
 from narrowgauge.runs.schema import EVAL, STEP, Row, is_whole, short, wrong_value
 
 NAMES: dict[str, tuple[str, ...]] = {
@@ -37,125 +38,73 @@ NAMES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The names of each column, the best first, with shell wildcards. Ours, and those of Hugging Face's Trainer, Lightning's
 tutorials and ``LearningRateMonitor``, torchtitan, and PyTorch's TensorBoard tutorial."""
+_STEPS = ("train/global_step", "trainer/global_step", "global_step", "step", "iteration", "iter", "steps", "_step")
+"""The names of a column of steps, the best first: a metric of optimizer steps before W&B's count of calls of ``wandb.log``."""
+SOURCE = "source"
+"""The table of ``Run.run`` that names the log from which a run of another framework was read."""
 
-
-@dataclass
-class Log:
-    """What one log of another framework says.
-
-    Attributes:
-        values: for each name in the log, step to value, in the order logged; the last of one step counts.
-        config: settings that the log states, under our names; most state none.
-        is_finished: whether the run had ended; ``None`` where the log does not say.
-    """
-
-    values: dict[str, dict[int, Any]] = field(default_factory=dict)
-    config: Row = field(default_factory=dict)
-    is_finished: bool | None = None
-
-    def add(self, name: str, step: Any, value: Any) -> None:
-        """Take one value; ``ValueError`` where the step is not a whole number."""
-        if not is_whole(step):
-            raise ValueError(f"{name} has step {short(step)}, which is not a whole number")
-        self.values.setdefault(name, {})[int(step)] = value
-
-    def rows(self, table: str) -> list[Row]:
-        """The rows of ``"steps"`` or ``"evals"``, ascending; a column that was not logged at a step is absent."""
-        columns = [name for name in NAMES if name in (STEP if table == "steps" else EVAL)]
-        found: dict[int, Row] = {}
-        for column in columns:
-            for step, value in self._series(column).items():
-                found.setdefault(step, {"step": step})[column] = value
-        rows = [found[step] for step in sorted(found)]
-        for row in rows:
-            if wrong := wrong_value(table, row):
-                raise ValueError(f"step {row['step']} has {wrong}")
-        return rows
-
-    def _series(self, column: str) -> Mapping[int, Any]:
-        name = named(self.values, column)
-        return {} if name is None else self.values[name]
+Value = tuple[str, Any, Any]
+"""A name, a step, and a value."""
 
 
 def named(names: Iterable[str], column: str) -> str | None:
-    """The best name of a column among those of a log.
+    """Return the best name of a column among those of a log.
 
     Example:
         >>> named(["epoch", "eval_loss", "lr-AdamW"], "val_loss"), named(["epoch", "lr-AdamW"], "lr"), named(["acc"], "loss")
         ('eval_loss', 'lr-AdamW', None)
     """
-    given = list(names)
-    return next((name for pattern in NAMES[column] for name in given if fnmatchcase(name, pattern)), None)
+    candidates = list(names)
+    return next((name for pattern in NAMES[column] for name in candidates if fnmatchcase(name, pattern)), None)
 
 
-# ── Hugging Face: trainer_state.json, which Trainer, TRL's and Accelerate's examples write into every checkpoint ─────────
-
-_TRAINER_STATE = "trainer_state.json"
+# ── formats: each yields the values of a log ────────────────────────────────────────────────────────────────────────
 
 
-def _find_trainer_state(path: Path) -> list[Path]:
-    """The file itself, that of the folder, or that of the folder's latest checkpoint, which holds those before it."""
-    if path.name == _TRAINER_STATE and path.is_file():
+def _trainer_state(path: Path) -> list[Path]:
+    """Find Hugging Face's file: itself, in a folder, or in the folder's latest checkpoint, which holds those before it."""
+    if path.name == "trainer_state.json" and path.is_file():
         return [path]
-    if (path / _TRAINER_STATE).is_file():
-        return [path / _TRAINER_STATE]
-    checkpoints = [
-        (_step(place), place / _TRAINER_STATE)
-        for place in path.glob("checkpoint-*")
-        if (place / _TRAINER_STATE).is_file()
+    files = [
+        path / "trainer_state.json",
+        *sorted(path.glob("checkpoint-*/trainer_state.json"), key=_checkpoint_step)[::-1],
     ]
-    return [max(checkpoints)[1]] if checkpoints else []
+    return [file for file in files if file.is_file()][:1]
 
 
-def _step(checkpoint: Path) -> int:
-    number = checkpoint.name.rpartition("-")[2]
+def _checkpoint_step(file: Path) -> int:
+    number = file.parent.name.rpartition("-")[2]
     return int(number) if number.isdecimal() else -1
 
 
-def _read_trainer_state(files: list[Path]) -> Log:
-    """The rows of ``log_history``; each ``loss`` is the mean of the steps since the one before."""
+def _read_trainer_state(files: list[Path]) -> Iterator[Value]:
+    """Yield ``log_history``; each ``loss`` is the mean of the steps since the one before."""
     state: Any = load_json(files[0].read_bytes())
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list) or not all(isinstance(row, dict) for row in history):
         raise ValueError("it has no list log_history")
-    log = Log()
     for row in history:
-        for name, value in row.items():
-            if name not in ("step", "epoch"):
-                log.add(name, row.get("step"), value)
-    done, wanted = state.get("global_step"), state.get("max_steps")
-    if isinstance(done, int) and isinstance(wanted, int) and wanted > 0:
-        log.config, log.is_finished = {"steps": wanted}, done >= wanted
-    return log
+        yield from ((name, row.get("step"), value) for name, value in row.items() if name not in ("step", "epoch"))
 
 
-# ── Lightning: metrics.csv, which the CSVLogger of its Trainer and of Fabric writes ──────────────────────────────────────
-
-_METRICS_CSV = "metrics.csv"
-
-
-def _find_metrics_csv(path: Path) -> list[Path]:
-    """The file itself, or that of the folder (``lightning_logs/version_0``)."""
-    if path.name == _METRICS_CSV and path.is_file():
-        return [path]
-    return [path / _METRICS_CSV] if (path / _METRICS_CSV).is_file() else []
+def _metrics_csv(path: Path) -> list[Path]:
+    return [file for file in (path, path / "metrics.csv") if file.name == "metrics.csv" and file.is_file()][:1]
 
 
-def _read_metrics_csv(files: list[Path]) -> Log:
-    """The columns; Lightning counts steps from 0 and we from 1, so a row of its step 9 is of our step 10."""
-    table = csv.DictReader(io.StringIO(files[0].read_text(encoding="utf-8"), newline=""), strict=True)
-    if "step" not in (table.fieldnames or ()):
+def _read_metrics_csv(files: list[Path]) -> Iterator[Value]:
+    """Yield the columns of Lightning's CSVLogger, which counts steps from 0: a row of its step 9 is of our step 10."""
+    rows, names = _csv_rows(files[0].read_text(encoding="utf-8"), ",")
+    if "step" not in names:
         raise ValueError("it has no column 'step'")
-    log = Log()
-    for line in _rows(table):
-        step = _number("step", line["step"])
+    for line in rows:
+        step = _strict_number("step", line["step"])
         for name, value in line.items():
             if name not in ("step", "epoch") and value:
-                log.add(name, step + 1, _number(name, value))
-    return log
+                yield name, step + 1, _strict_number(name, value)
 
 
-def _rows(table: csv.DictReader[str]) -> list[dict[str, str]]:
+def _csv_rows(text: str, delimiter: str) -> tuple[list[dict[str, str]], list[str]]:
+    table = csv.DictReader(io.StringIO(text, newline=""), strict=True, delimiter=delimiter)
     try:
         rows = list(table)
     except csv.Error as error:
@@ -163,108 +112,165 @@ def _rows(table: csv.DictReader[str]) -> list[dict[str, str]]:
     for number, row in enumerate(rows, 2):
         if None in row or None in row.values():
             raise ValueError(f"line {number} has not as many values as the first line has names")
-    return rows
+    return rows, list(table.fieldnames or ())
 
 
-def _number(name: str, value: str) -> float:
+def _strict_number(name: str, value: str) -> float:
     try:
         return float(value)
     except ValueError as error:
         raise ValueError(f"column '{name}' holds {value!r}, which is not a number") from error
 
 
-# ── TensorBoard: event files, read without TensorFlow ────────────────────────────────────────────────────────────────────
-
-_PATTERN = "*.tfevents.*"
-
-
-def _find_event_files(path: Path) -> list[Path]:
-    """The file itself, or those of the folder, the oldest first."""
-    if path.is_file() and path.match(_PATTERN):
-        return [path]
-    return sorted(place for place in path.glob(_PATTERN) if place.is_file()) if path.is_dir() else []
+def _event_files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path] if path.match("*.tfevents.*") else []
+    return sorted(file for file in path.glob("*.tfevents.*") if file.is_file())
 
 
-def _read_event_files(files: list[Path]) -> Log:
-    """The scalars; a last record that is cut short, as in a run in progress, is left out."""
-    log = Log()
-    for file in files:
-        for event in _events(file):
-            for value in event.summary.value:
-                if (number := _scalar(value)) is not None:
-                    log.add(value.tag, event.step, number)
-    return _from_one(log)
-
-
-def _from_one(log: Log) -> Log:
-    """The log, its steps counted from 1 where the losses begin at 0."""
-    first = named(log.values, "loss")
-    if first is not None and min(log.values[first]) == 0:
-        log.values = {name: {step + 1: value for step, value in series.items()} for name, series in log.values.items()}
-    return log
-
-
-def _events(file: Path) -> Iterator[Any]:
+def _read_event_files(files: list[Path]) -> Iterator[Value]:
+    """Yield the scalars of TensorBoard; a last record that is cut short, as in a run in progress, is left out."""
     try:
         from tensorboard.compat.proto import event_pb2
         from tensorboard.compat.tensorflow_stub import errors
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+        from tensorboard.util.tensor_util import make_ndarray
     except ImportError as error:
         raise RecordError(
-            f"Cannot read {file}: the package tensorboard is not installed.", "pip install tensorboard."
+            f"Cannot read {files[0]}: the package tensorboard is not installed.", "pip install tensorboard."
         ) from error
-    records = PyRecordReader_New(str(file))
-    try:
-        while True:
-            try:
+    for file in files:
+        records = PyRecordReader_New(str(file))
+        try:
+            while True:
                 records.GetNext()
-            except errors.OutOfRangeError:
-                return
-            except errors.DataLossError as error:
-                if "runcated" in str(error):
-                    return
+                event = event_pb2.Event.FromString(records.record())
+                for value in event.summary.value:
+                    if value.HasField("simple_value"):
+                        yield value.tag, event.step, float(value.simple_value)
+                    elif value.HasField("tensor") and not value.tensor.tensor_shape.dim:
+                        array = make_ndarray(value.tensor)
+                        if array.dtype.kind in "fiu":
+                            yield value.tag, event.step, float(array)
+        except errors.OutOfRangeError:
+            continue
+        except errors.DataLossError as error:
+            if "runcated" not in str(error):
                 raise ValueError(str(error.message).removeprefix(f"{file} ")) from error
-            yield event_pb2.Event.FromString(records.record())
-    finally:
-        records.file_handle.close()
+        finally:
+            records.file_handle.close()
 
 
-def _scalar(value: Any) -> float | None:
-    """The value of a scalar: ``simple_value`` of PyTorch's writer, or a tensor of TensorFlow's; ``None`` of anything else."""
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    if not value.HasField("tensor") or value.tensor.tensor_shape.dim:
-        return None
-    from tensorboard.util.tensor_util import make_ndarray
-
-    array = make_ndarray(value.tensor)
-    return float(array) if array.dtype.kind in "fiu" else None
-
-
-# ── tables, exports of Weights & Biases, and text: files of any name ─────────────────────────────────────────────────────
-
-
-def _find_by(*endings: str) -> Callable[[Path], list[Path]]:
-    """The file itself, by the end of its name; a folder may hold any such file, and none of them need be a log."""
+def _by_ending(*endings: str) -> Callable[[Path], list[Path]]:
+    """Find a file by the end of its name; a folder may hold any such file, and none of them need be a log."""
     return lambda path: [path] if path.suffix.lower() in endings and path.is_file() else []
 
 
-def _read_by(values: Callable[[str], Iterator[Value]]) -> Callable[[list[Path]], Log]:
-    """The values of a file's text; a run that counts its steps from 0 is counted from 1, as those of event files are."""
-
-    def read(files: list[Path]) -> Log:
-        log = Log()
-        for name, step, value in values(files[0].read_text(encoding="utf-8-sig", errors="replace")):
-            log.add(name, step, value)
-        return _from_one(log)
-
-    return read
+def _text(files: list[Path]) -> str:
+    return files[0].read_text(encoding="utf-8-sig", errors="replace")
 
 
-# ── a run from any of them ───────────────────────────────────────────────────────────────────────────────────────────────
+def _read_csv(files: list[Path]) -> Iterator[Value]:
+    """Yield the numbers of a table, or of a chart that Weights & Biases exported."""
+    text = _text(files)
+    head = text.partition("\n")[0]
+    delimiter = "\t" if "\t" in head and "," not in head else ","
+    return _table_values(_csv_rows(text, delimiter)[0])
 
-SOURCE = "source"
-"""The table of ``Run.run`` that names the log from which a run of another framework was read."""
+
+def _read_json(files: list[Path]) -> Iterator[Value]:
+    """Yield the numbers of rows: a list of objects, or an object a line."""
+    text = _text(files)
+    rows = (
+        json.loads(text) if text.lstrip().startswith("[") else [json.loads(x) for x in text.splitlines() if x.strip()]
+    )
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError("it is no list of objects")
+    return _table_values(rows)
+
+
+def _table_values(rows: list[Any]) -> Iterator[Value]:
+    names = list(dict.fromkeys(str(name) for row in rows for name in row))
+    known = {name.strip().lower(): name for name in names}
+    step_name = next((known[name] for name in _STEPS if name in known), None)
+    if step_name is None:
+        raise ValueError(f"it has no column of steps ({', '.join(_STEPS[2:])})")
+    metrics: dict[str, str] = {}
+    for name in names:
+        if name == step_name or name.endswith(("__MIN", "__MAX")):
+            continue
+        metric = name.rpartition(" - ")[2].strip()  # an export of charts puts "NAME OF THE RUN - " before it
+        if metric in metrics.values():
+            raise ValueError(f"it holds several runs with {metric}, and one was asked about: export one")
+        metrics[name] = metric
+    for number, row in enumerate(rows, 2):
+        step = _number(row.get(step_name))
+        if step is None:
+            continue  # a row of another kind: evaluations of a table that counts them apart
+        if step != int(step):
+            raise ValueError(f"line {number} has the step {row.get(step_name)}, which is not a whole number")
+        for name, metric in metrics.items():
+            if (value := _number(row.get(name))) is not None:
+                yield metric, int(step), value
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, or the text of one; ``None`` of anything else: a table may hold times, names and media."""
+    try:
+        return None if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        return None
+
+
+_IN_TEXT: dict[str, tuple[str, ...]] = {
+    "train_loss": (
+        "train loss", "training loss", "train_loss", "train/loss", "lm loss", "loss", "train/crossentropyloss", "train/ce loss",
+    ),
+    "val_loss": (
+        "val loss", "val_loss", "val/loss", "valid loss", "valid_loss", "validation loss", "validation_loss", "eval loss",
+        "eval_loss",
+    ),
+    "lr": ("learning rate", "learning_rate", "lr", "optim/learning_rate_group0"),
+    "grad_norm": (
+        "grad norm", "grad_norm", "gradient norm", "gradient_norm", "gnorm", "norm", "optim/total_grad_norm", "total_grad_norm",
+    ),
+    "loss_scale": ("loss scale", "loss_scale"),
+}  # fmt: skip
+"""What lines of logs call our columns; capitals do not count."""
+_COLUMN_OF = {word: column for column, words in _IN_TEXT.items() for word in words}
+_NUMERAL = r"[-+]?(?:\d+\.?\d*(?:e[-+]?\d+)?|\.\d+(?:e[-+]?\d+)?|nan|inf(?:inity)?)(?![\w.])"
+_WORDS = "|".join(sorted(map(re.escape, _COLUMN_OF), key=len, reverse=True))
+# A name after another word is another one's: "test loss", "aux loss".
+_PAIR = re.compile(rf"(?<![a-z]\s)(?<![\w/])['\"]?({_WORDS})['\"]?\s*[:=]?\s*({_NUMERAL})", re.IGNORECASE)
+_STEP = re.compile(r"(?<![\w/])(?:global_step|iteration|iter|step)['\"]?\s*[:=]?\s*(\d[\d,]*)(?![\w.])", re.IGNORECASE)
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_EVALUATION = re.compile(r"\b(?:val|valid|validation|eval|evaluation)\b", re.IGNORECASE)
+
+
+def _read_text(files: list[Path]) -> Iterator[Value]:
+    """Yield the values that lines of text name, at the step that the line names, or the line above which it is indented under."""
+    step, restarts = None, 0
+    for raw in _text(files).splitlines():
+        line = _COLOURS.sub("", raw)
+        if (match := _STEP.search(line)) is not None:
+            now = int(match[1].replace(",", ""))
+            restarts += step is not None and now < step and re.search(r"\bepoch\b", line, re.IGNORECASE) is not None
+            step = now
+        elif not line[:1].isspace():
+            continue
+        if step is None or re.search(r"\btest\b", line, re.IGNORECASE):
+            continue
+        if restarts > 1:
+            raise ValueError(
+                "its steps begin anew in each epoch, so a step has several rows: log one count of all steps"
+            )
+        is_evaluation = bool(_EVALUATION.search(line)) and not re.search(r"\btrain", line, re.IGNORECASE)
+        for pair in _PAIR.finditer(line):
+            column = _COLUMN_OF[pair[1].lower()]
+            yield "val_loss" if column == "train_loss" and is_evaluation else column, step, float(pair[2])
+
+
+# ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 class LogRun(NamedTuple):
@@ -286,86 +292,98 @@ class LogFormat:
         find: the files of the log in a folder, or of a file; none where there is no such log.
         read: what they hold; raises ``ValueError`` where they are damaged.
         is_of_folder: whether its run is named after the folder; else after the file, of which a folder may hold several.
+        counts_from_0: whether a log whose losses begin at step 0 counts its steps from 0.
     """
 
     name: str
     find: Callable[[Path], list[Path]]
-    read: Callable[[list[Path]], Log]
+    read: Callable[[list[Path]], Iterator[Value]]
     is_of_folder: bool = True
+    counts_from_0: bool = True
 
 
 FORMATS = (
-    LogFormat("Hugging Face trainer_state.json", _find_trainer_state, _read_trainer_state),
-    LogFormat("Lightning metrics.csv", _find_metrics_csv, _read_metrics_csv),
-    LogFormat("TensorBoard events", _find_event_files, _read_event_files),
-    LogFormat(
-        "CSV table or export (.csv, .tsv)", _find_by(".csv", ".tsv"), _read_by(values_of_csv), is_of_folder=False
-    ),
-    LogFormat("JSON rows (.json, .jsonl)", _find_by(".json", ".jsonl"), _read_by(values_of_json), is_of_folder=False),
-    LogFormat(
-        "log of text (.log, .txt, .out)", _find_by(".log", ".txt", ".out"), _read_by(values_of_text), is_of_folder=False
-    ),
+    LogFormat("Hugging Face trainer_state.json", _trainer_state, _read_trainer_state, counts_from_0=False),
+    LogFormat("Lightning metrics.csv", _metrics_csv, _read_metrics_csv, counts_from_0=False),
+    LogFormat("TensorBoard events", _event_files, _read_event_files),
+    LogFormat("CSV table or export (.csv, .tsv)", _by_ending(".csv", ".tsv"), _read_csv, is_of_folder=False),
+    LogFormat("JSON rows (.json, .jsonl)", _by_ending(".json", ".jsonl"), _read_json, is_of_folder=False),
+    LogFormat("log of text (.log, .txt, .out)", _by_ending(".log", ".txt", ".out"), _read_text, is_of_folder=False),
 )
 """Every format, in the order tried: a folder with several is read by the first."""
 
 
 def log_names() -> str:
-    """The logs that can be read, to follow "a": ``Hugging Face trainer_state.json, Lightning metrics.csv or …``."""
+    """Return the logs that can be read, to follow "a": ``Hugging Face trainer_state.json, Lightning metrics.csv or …``."""
     names = [row.name for row in FORMATS]
     return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
-def logs_to_name(folder: Path, most: int = 3) -> str:
-    """A sentence for advice with the files in a folder that are called as logs are and are read by their own name; or nothing.
-
-    Example of what it says: `` It holds log.csv and train.log: name one of them.``
-    """
-    files = sorted(folder.iterdir()) if folder.is_dir() else []
-    # Not .json, .txt: hardly any file of these names is a log.
-    names = [file.name for file in files if file.suffix.lower() in {".csv", ".tsv", ".jsonl", ".log"}]
-    if not names:
-        return ""
-    return f" It holds {' and '.join(names[:most])}: name {'it' if len(names) == 1 else 'one of them'}."
-
-
 def is_log(path: Path) -> bool:
-    """Whether a file or folder is a log of another framework."""
-    return _found(path) is not None
+    """Return whether a file or folder is a log of another framework."""
+    with disk_errors(path):
+        return any(form.find(path) for form in FORMATS)
 
 
 def read_log(path: Path) -> LogRun | None:
-    """The run that a log describes, of a file or folder; ``None`` where neither is a log.
+    """Return the run that a log describes, of a file or folder; ``None`` where neither is a log.
 
     Its summary has the last losses; there is none if the log says that the run has not ended.
     """
-    found = _found(path)
-    if found is None:
-        return None
-    form, files = found
     with disk_errors(path):
+        form, files = next(((form, files) for form in FORMATS if (files := form.find(path))), (None, []))
+        if form is None:
+            return None
         try:
-            log = form.read(files)
-            steps, evals = log.rows("steps"), log.rows("evals")
+            values = _by_name(form.read(files), form.counts_from_0)
+            steps, evals = _rows(values, "steps"), _rows(values, "evals")
+            config, is_finished = _progress(files[0])
         except (ValueError, RecursionError) as error:
             raise RecordError(f"{files[0]} is damaged: {error}.", "Restore the file from a copy.") from error
     if not steps and not evals:
-        names = ", ".join(sorted(log.values)[:8]) or "nothing"
         raise RecordError(
-            f"{files[0]} holds no loss: {form.name} with {names}.",
+            f"{files[0]} holds no loss: {form.name} with {', '.join(sorted(values)[:8]) or 'nothing'}.",
             f"If one of these is the loss, rename it to one of {', '.join(NAMES['loss'][:3])}.",
         )
-    source = {"format": form.name, "file": str(files[-1])}
-    summary = None if log.is_finished is False else _summary(steps, evals)
+    summary: Row = {"steps": max(row["step"] for row in (*steps, *evals))}
+    if evals:
+        summary["val_loss"] = evals[-1].get("val_loss")
     folder = path.parent if path.is_file() and form.is_of_folder else path
-    return LogRun(folder, {SOURCE: source, "config": log.config}, steps, evals, [], summary)
+    source = {"format": form.name, "file": str(files[-1])}
+    return LogRun(folder, {"config": config, SOURCE: source}, steps, evals, [], summary if is_finished else None)
 
 
-def _found(path: Path) -> tuple[LogFormat, list[Path]] | None:
-    with disk_errors(path):
-        return next(((form, files) for form in FORMATS if (files := form.find(path))), None)
+def _progress(file: Path) -> tuple[Row, bool]:
+    """Return the settings that a log states, and whether its run has ended: only Hugging Face's says so."""
+    state = load_json(file.read_bytes()) if file.name == "trainer_state.json" else {}
+    done, planned = state.get("global_step"), state.get("max_steps")
+    if isinstance(done, int) and isinstance(planned, int) and planned > 0:
+        return {"steps": planned}, done >= planned
+    return {}, True
 
 
-def _summary(steps: list[Row], evals: list[Row]) -> Row:
-    summary: Row = {"steps": max(row["step"] for row in [*steps[-1:], *evals[-1:]])}
-    last = next((row["val_loss"] for row in reversed(evals) if row["val_loss"] is not None), None)
-    return summary if last is None else {**summary, "val_loss": last}
+def _by_name(values: Iterator[Value], counts_from_0: bool) -> dict[str, dict[int, Any]]:
+    """Collect the values of each name by step; the last of one step counts."""
+    series: dict[str, dict[int, Any]] = {}
+    for name, step, value in values:
+        if not is_whole(step):
+            raise ValueError(f"{name} has step {short(step)}, which is not a whole number")
+        series.setdefault(name, {})[int(step)] = value
+    first = named(series, "loss")
+    if counts_from_0 and first is not None and min(series[first]) == 0:
+        return {name: {step + 1: value for step, value in steps.items()} for name, steps in series.items()}
+    return series
+
+
+def _rows(values: Mapping[str, Mapping[int, Any]], table: str) -> list[Row]:
+    """Return the rows of ``"steps"`` or ``"evals"``, ascending; a column that was not logged at a step is absent."""
+    by_step: dict[int, Row] = {}
+    for column in NAMES:
+        name = named(values, column) if column in (STEP if table == "steps" else EVAL) else None
+        for step, value in values[name].items() if name is not None else ():
+            by_step.setdefault(step, {"step": step})[column] = value
+    rows = [by_step[step] for step in sorted(by_step)]
+    for row in rows:
+        if wrong := wrong_value(table, row):
+            raise ValueError(f"step {row['step']} has {wrong}")
+    return rows

@@ -10,36 +10,24 @@
     fingerprints.jsonl  a row per step whose tensors were hashed, where that was requested
     summary.json        the metrics of the finished run
     checkpoints/        see checkpoints/saving.py
-    data/               see trainer/data/dataset.py
 
 The columns are in schema.py. Rows are appended whole, with one write each; the other two files are replaced, never edited. So a
-reader at any moment, and the resumed run after any crash, finds valid rows and at worst one torn last line, which is
-dropped. Each row has a checksum (lines.py), and the first row of ``steps.jsonl`` also holds the settings that the run began
-with, so that a resume can detect changes of ``run.toml``. NaN and infinities, which JSON lacks, are stored as ``"nan"``,
-``"inf"`` and ``"-inf"`` and read back as floats.
+reader at any moment, and the resumed run after any crash, finds valid rows and at worst one torn last line, which is dropped.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.archive import read_bytes
-from narrowgauge.runs.atomic_io import disk_errors, load_json
-from narrowgauge.runs.foreign_logs import SOURCE, log_names, logs_to_name, read_log
+from narrowgauge.runs.atomic_io import disk_errors, load_json, read_bytes
+from narrowgauge.runs.foreign_logs import SOURCE, log_names, read_log
 from narrowgauge.runs.lines import read_rows, restored
-from narrowgauge.runs.older_events import with_detector
 from narrowgauge.runs.schema import VERSION, Row, is_whole, short, wrong_value
 from narrowgauge.spec.toml import load_toml
-
-DEFINITION_FILE = "compare.toml"
-"""The file that defines a comparison, in the folder that holds the folders of its runs."""
-
-SETTINGS = "settings"
-"""The column of the first step's row that holds the settings."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +39,6 @@ class Run:
         run: ``run.toml``.
         steps, evals, events: the rows, in the order written.
         summary: the metrics of the finished run; ``None`` while it has none.
-        began_with: the settings of its first step; ``None`` where no row has them.
     """
 
     path: Path
@@ -60,41 +47,30 @@ class Run:
     evals: list[Row] = field(default_factory=list)
     events: list[Row] = field(default_factory=list)
     summary: Row | None = None
-    began_with: Row | None = None
 
     @cached_property
     def gauges(self) -> list[Row]:
-        """The rows of ``gauges.jsonl``, read on first use: they are the longest by far.
-
-        Raises:
-            RecordError: a line in the middle of the file is damaged.
-        """
+        """Return the rows of ``gauges.jsonl``, read on first use: they are the longest by far."""
         return read_rows(self.path / "gauges.jsonl")
 
     @cached_property
     def fingerprints(self) -> list[Row]:
-        """The rows of ``fingerprints.jsonl``, read on first use and refused like those of :attr:`gauges`."""
+        """Return the rows of ``fingerprints.jsonl``, read on first use."""
         return read_rows(self.path / "fingerprints.jsonl")
-
-    def with_fingerprints(self, rows: list[Row]) -> Run:
-        """This run as if these rows of fingerprints had been recorded."""
-        run = replace(self)
-        run.__dict__["fingerprints"] = rows
-        return run
 
     @property
     def is_foreign(self) -> bool:
-        """Whether it was read from another framework's log."""
+        """Return whether it was read from another framework's log."""
         return SOURCE in self.run
 
     @property
     def config(self) -> Row:
-        """The settings: the ``[config]`` table; ``RecordError`` where ``run.toml`` has none."""
+        """Return the settings: the ``[config]`` table; ``RecordError`` where ``run.toml`` has none."""
         return self._table("config")
 
     @property
     def data_fingerprint(self) -> str:
-        """The fingerprint of the tokens that the run began with; ``RecordError`` where ``run.toml`` has none."""
+        """Return the fingerprint of the tokens that the run began with; ``RecordError`` where ``run.toml`` has none."""
         fingerprint = self._table("data").get("fingerprint")
         if not isinstance(fingerprint, str):
             found = "no fingerprint" if fingerprint is None else f"the fingerprint {fingerprint!r}"
@@ -112,19 +88,19 @@ class Run:
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run, finished or not."""
+    """Return whether a folder holds a run, finished or not."""
     with disk_errors(path):
         return (path / "run.toml").is_file()
 
 
 def read_run(path: str | Path) -> Run:
-    """Read a run folder, finished or not, even one that is being written, or one in a zip file (``runs.zip/first``).
+    """Read a run folder, finished or not, even one that is being written.
 
     A torn last line is dropped. A damaged line anywhere else is refused, and so is a row with a value of the wrong type. The log
     of another framework is read too (``runs/foreign_logs.py``); what it does not hold is absent.
 
     Args:
-        path: the run folder, on the disk or in a zip file of ``narrowgauge report --pack``; or a Hugging Face
+        path: the run folder; or a Hugging Face
             ``trainer_state.json``, a Lightning ``metrics.csv`` or TensorBoard event files, or their folder; or a table (CSV, an
             export of Weights & Biases, JSON rows) or a log of text.
 
@@ -149,9 +125,7 @@ def read_run(path: str | Path) -> Run:
         return found
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
-    events = [with_detector(event) for event in events]
-    began_with = steps[0].pop(SETTINGS, None) if steps else None
-    return Run(path, run, steps, evals, events, read_summary(path / "summary.json"), began_with)
+    return Run(path, run, steps, evals, events, read_summary(path / "summary.json"))
 
 
 def read_settings(path: Path) -> Row:
@@ -160,7 +134,7 @@ def read_settings(path: Path) -> Row:
     data = read_bytes(file)
     if data is None:
         found = "the folder has no run.toml" if path.is_dir() else "there is no such folder or file"
-        advice = f"Name the folder that was given as --out, or a {log_names()}.{logs_to_name(path)}"
+        advice = f"Name the folder that was given as --out, or a {log_names()}."
         raise RecordError(f"No run in {path}: {found}.", f"{advice}{latest_runs(path)}")
     try:
         run: Row = load_toml(data.decode())
@@ -184,7 +158,7 @@ def latest_runs(path: Path, most: int = 3) -> str:
 
 
 def latest_folders(place: Path) -> list[Path]:
-    """The run folders in a folder, the newest first; none where it cannot be read."""
+    """Return the run folders in a folder, the newest first; none where it cannot be read."""
     try:
         files = sorted(place.glob("*/run.toml"), key=lambda file: file.stat().st_mtime, reverse=True)
     except OSError:
@@ -198,10 +172,10 @@ def _require_whole(key: str, value: Any) -> None:
 
 
 def _require_known(version: int, path: Path) -> None:
-    if version > VERSION:
+    if version != VERSION:
         raise RecordError(
-            f"The run {path} has record schema {version}; this version reads up to {VERSION}.",
-            "Upgrade with pip install --upgrade narrowgauge.",
+            f"The run {path} has record schema {version}; this version reads {VERSION}.",
+            "Read it with the version that wrote it.",
         )
 
 
@@ -218,5 +192,5 @@ def read_summary(file: Path) -> Row | None:
     except (ValueError, RecursionError) as error:
         advice = "Delete it; narrowgauge resume writes it again."
         raise RecordError(f"{file} is damaged: {error}.", advice) from error
-    _require_known(summary.get("schema_version") or 0, file.parent)
+    _require_known(summary.get("schema_version") or VERSION, file.parent)
     return summary

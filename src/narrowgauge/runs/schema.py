@@ -25,7 +25,7 @@ Row = dict[str, Any]
 """One row of a record: column to value."""
 
 VERSION = 2
-"""The version of the run folder. A newer one is refused; an older one stays readable. Since 2 every row has a checksum."""
+"""The version of the run folder. Another one is refused."""
 
 Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "lists", "numbers"]
 """``step``: the whole number that orders rows. ``recipe``: a name, or a table. ``lists``: name to a list of numbers.
@@ -69,11 +69,11 @@ class Column:
     metrics: tuple[Column, ...] = ()
 
     def text(self, row: Row) -> str:
-        """The label and the row's value as the console prints them."""
+        """Return the label and the row's value as the console prints them."""
         return self.label.format(self.show(row[self.name]))
 
     def cell(self, row: Row) -> str:
-        """The row's value in a table; a dash where it has none."""
+        """Return the row's value in a table; a dash where it has none."""
         return "–" if row.get(self.name) is None else self.show(row[self.name])
 
 
@@ -171,7 +171,6 @@ _COUNTED = (
         "bytes",
     ),
 )
-_CHECKSUM = Column("crc32", "text", "checksum of the text of the row before it; readers remove it", checked=False)
 
 
 def _audit(scope: str, label: str, tag: str) -> tuple[Column, ...]:
@@ -198,6 +197,7 @@ STEP = _table((
     ),
     Column("lr", "number", "learning rate", tag="train/lr", label="lr {}", show="{:.2e}".format),
     Column("grad_norm", "number", "norm of all gradients before clipping, null where it was not computed", tag="train/grad_norm"),
+    Column("embedding_grad_norm", "number", "of it, the norm of the embedding's gradient", tag="train/embedding_grad_norm"),
     _TOKENS,
     Column(
         "tokens_per_second", "number", "training throughput of the step", "tokens/s",
@@ -207,13 +207,7 @@ STEP = _table((
     Column("data_seconds", "number", "of it, how long the step waited for its tokens", "s"),
     Column("gradient_seconds", "number", "of it, forward and backward, communication included, without the wait for tokens", "s"),
     Column("update_seconds", "number", "of it, the optimizer's step", "s"),
-    Column("cpu_seconds", "number", "processor time in it, of all threads together: waiting does not count", "s"),
     Column("batch_crc", "text", "checksum of the step's tokens, of all ranks together: equal for equal batches", checked=False),
-    Column(
-        "unigram_loss", "number", "mean loss of the step's tokens under how often each occurs in the training data, whatever the "
-        "model is: higher for tokens that mean nothing", "nats per token",
-    ),
-    Column("embedding_grad_norm", "number", "norm of the input embedding's gradient before clipping"),
     _MEMORY,
     *_COUNTED,
     Column("skipped", "flag", "the update was not applied"),
@@ -223,27 +217,9 @@ STEP = _table((
     *_audit("on an audited step", "update lost {}", "train"),
     Column("audit_sums", "object", "in a loop of your own: the sums of which the audit's metrics are ratios", checked=False),
     Column(
-        "recomputed", "object", "in a loop of your own, of a step that was computed again: which of its pieces are ``equal`` to "
-        "rounding, which one ``departs``, and why others are ``unchecked``", checked=False,
+        "recomputed", "object", "in a loop of your own, of a step that was compared with the optimizer's rule: how many tensors "
+        "were ``compared``, how many readings are ``beyond`` their bound, and why others are ``unseen``", checked=False,
     ),
-    Column(
-        "communication_bytes", "number", "bytes that a rank sent in the step, the mean of all ranks", "bytes",
-        tag="ranks/communication_bytes",
-    ),
-    Column(
-        "communication_seconds", "number", "time in collectives, waiting included, the mean of all ranks", "s",
-        tag="ranks/communication_seconds", label="communication {}", show="{:.2f} s".format,
-    ),
-    Column(
-        "wait_seconds", "number", "how long the other ranks waited for the slowest one, their mean", "s",
-        tag="ranks/wait_seconds", label="waiting {}", show="{:.2f} s".format,
-    ),
-    Column(
-        "ranks", "object", "every ten steps, or with more ranks every that many: these three, and how often and by how much "
-        "a rank was the last, as lists with a number for each rank", checked=False,
-    ),
-    Column("settings", "object", "in the first row only: the settings that the run began with", checked=False),
-    _CHECKSUM,
 ))  # fmt: skip
 """``steps.jsonl``: a row per optimizer step."""
 
@@ -258,7 +234,6 @@ EVAL = _table((
     Column("evaluation_seconds", "number", "duration of the evaluation", "s"),
     Column("tokens_per_second", "number", "training throughput", "tokens/s"),
     _MEMORY,
-    _CHECKSUM,
 ))  # fmt: skip
 """``evals.jsonl``: a row per evaluation."""
 
@@ -270,13 +245,14 @@ EVENT = _table((
     Column("rank", "count", "the process it is about, of a run on several ranks"),
     Column("value", "number", "what was measured, in the unit that the message names"),
     Column("threshold", "number", "what the value was compared with"),
+    Column("expected", "number", "what the value should be; the threshold is then of their distance"),
+    Column("stage", "text", "the stage of a step at which it was measured"),
     Column("advice", "text", "what to do"),
     Column("detector", "text", "the id of the detector or check that raised it"),
     Column("phase", "text", "of a first bad value: in which part of the step it was made"),
     Column("operation", "text", "of a first bad value: the operation that made it, by PyTorch's name"),
     Column("to_step", "number", "of a rollback: the step that the run went back to", "steps"),
     Column("batches", "number", "of a rollback: batches that are left out from then on", "batches"),
-    _CHECKSUM,
 ))  # fmt: skip
 """``events.jsonl``: a row per event."""
 
@@ -290,7 +266,6 @@ GAUGE = _table((
     Column("block_scales", "lists", "lowest, median and highest exponent of a tensor's block scales, by KIND:NAME"),
     Column("histograms", "lists", "histogram of binary exponents of each kind of tensor", "values", tag="exponents/{}"),
     Column("seconds", "number", "time that the sample took", "s", checked=False),
-    _CHECKSUM,
 ))  # fmt: skip
 """``gauges.jsonl``: a row per sampled step."""
 
@@ -313,7 +288,6 @@ FINGERPRINT = _table((
         "into the sum of the gradients, and the factor of its ``clip``",
     ),
     Column("parted", "lists", "tensors that ranks must hold alike and do not: the hash of each rank"),
-    _CHECKSUM,
 ))  # fmt: skip
 """``fingerprints.jsonl``: a row per step whose tensors were hashed."""
 
@@ -352,11 +326,6 @@ TABLES: dict[str, dict[str, Column]] = {
 """The table of each file, by the file's stem."""
 
 
-def columns_of(*types: Type) -> frozenset[str]:
-    """The names of all columns of these types, in any file."""
-    return frozenset(column.name for table in TABLES.values() for column in table.values() if column.type in types)
-
-
 METRICS: dict[str, dict[str, Column]] = {
     column.name: _table(column.metrics) for column in GAUGE.values() if column.type == "lists" and column.metrics
 }
@@ -379,12 +348,12 @@ def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
 
 
 def number(value: Any) -> float | None:
-    """A number as a float, NaN and infinities too; ``None`` for anything else."""
+    """Return a number as a float, NaN and infinities too; ``None`` for anything else."""
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def finite_number(value: Any) -> float | None:
-    """A number as a float where it is a finite one.
+    """Return a number as a float where it is a finite one.
 
     Example:
         >>> finite_number(True), finite_number(float("nan")), finite_number("fast")
@@ -398,7 +367,7 @@ def finite_number(value: Any) -> float | None:
 
 
 def step_of(row: Row) -> int:
-    """The step of a row; 0 where it has none."""
+    """Return the step of a row; 0 where it has none."""
     step = row.get("step")
     return int(step) if isinstance(step, (int, float)) else 0
 
@@ -423,7 +392,7 @@ _LISTS = {kind: _checked(kind, "lists", "numbers") for kind in TABLES}
 
 
 def wrong_value(kind: str, row: Row) -> str:
-    """The first value in a row that does not have the type of its column, in words; empty where there is none.
+    """Return the first value in a row that does not have the type of its column, in words; empty where there is none.
 
     Values that are not finite may be given by name, as in the file.
 
@@ -468,11 +437,37 @@ def _is_number(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is a whole number, also one written as a float; ``True`` is not."""
+    """Return whether a value is a whole number, also one written as a float; ``True`` is not."""
     return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def short(value: Any) -> str:
-    """A value for a message, cut to forty characters."""
+    """Return a value for a message, cut to forty characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def numbers_of(kind: str, row: Row) -> dict[str, float]:
+    """Return the numbers of a row under their tags, as trackers of experiments draw them.
+
+    Args:
+        kind: ``"steps"``, ``"evals"``, ``"gauges"`` or ``"events"``; an event is its value, or 1.
+        row: one row of that file.
+
+    Example:
+        >>> numbers_of("evals", {"step": 3, "val_loss": 2.5}), numbers_of("gauges", {"step": 1, "logits": {"max": 4.0}})
+        ({'validation/loss': 2.5}, {'logits/max': 4.0})
+    """
+    numbers: dict[str, Any] = {}
+    if kind == "events":
+        numbers = {f"events/{row['kind']}": 1.0 if row.get("value") is None else row["value"]}
+    elif kind == "gauges":
+        for table, metrics in METRICS.items():
+            for metric in (metric for metric in metrics.values() if metric.tag):
+                for tensor in row.get(table, {}):
+                    numbers[metric.tag.format(tensor)] = metric_of(row, table, tensor, metric.name)
+        numbers |= {GAUGE["logits"].tag.format(name): value for name, value in row.get("logits", {}).items()}
+    else:
+        columns = {"steps": STEP, "evals": EVAL}[kind]
+        numbers = {column.tag: row.get(column.name) for column in columns.values() if column.tag}
+    return {tag: float(value) for tag, value in numbers.items() if value is not None}

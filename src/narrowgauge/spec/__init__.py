@@ -1,13 +1,13 @@
 """The specification: formats, computes, storages and recipes as tables that need no PyTorch.
 
 Tables: ``formats``, ``computes`` (with variants and slots), ``storages`` (with codes), ``sums`` (accumulations and reductions),
-``propagation`` (rules of scales), ``chips``, ``models``, ``frameworks``. ``recipes`` combines them and ``notation`` reads recipes
+``propagation`` (rules of scales), ``chips``, ``models``. ``recipes`` combines them and ``notation`` reads recipes
 from text. ``show`` prints them through ``tables``. ``significance`` has Student's t. The optimizer, trainer, documentation and
 tests read the same tables.
 """
 
 from __future__ import annotations
 
-from narrowgauge._public import offer
+import lazy_loader
 
-__getattr__, __dir__ = offer(__name__)
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
-from narrowgauge.spec.four_bit_forms import FORMS, Form
-from narrowgauge.spec.rows import loads_older
 
 Granularity = Literal["none", "tensor", "row", "column", "1x128", "128x128", "1x32", "1x16"]
 Scale = Literal["float32", "power-of-two", "float8_e8m0fnu", "float8_e4m3fn"]
@@ -40,7 +38,6 @@ ROTATION_SIZE = 16
 PLACES = ("output", "grad_input", "grad_weight")
 
 
-@loads_older(dict)
 @dataclass(frozen=True, slots=True)
 class Cast:
     """The cast of one operand of a matmul.
@@ -66,6 +63,11 @@ class Cast:
         fit: which scale a block takes. ``end``: what ``scale`` says. ``least-error``: that, or the one that takes the amax to the
             next smaller number of the format (of e2m1: to 4, not 6), whichever gives the smaller squared error; where scales
             are powers of two, that or its double. Not with stochastic rounding.
+    Attributes:
+        element: the format of the codes.
+        block: the shape ``(rows, contraction)`` of a block; ``None`` without block scales.
+        is_wide: whether the operand is rounded to a 16-, 32- or 64-bit format without a scale.
+        needs_bits: whether it needs random bits, for its rounding or for the signs of its rotation.
     """
 
     format: str
@@ -80,26 +82,17 @@ class Cast:
     smooth: bool = False
     outlier_weights: OutlierWeights = "16 bits"
     fit: Fit = "end"
+    element: Format = field(init=False, compare=False, repr=False)
+    block: tuple[int, int] | None = field(init=False, compare=False, repr=False)
+    is_wide: bool = field(init=False, compare=False, repr=False)
+    needs_bits: bool = field(init=False, compare=False, repr=False)
 
-    @property
-    def needs_bits(self) -> bool:
-        """Whether it needs random bits, for its rounding or for the signs of its rotation."""
-        return self.rounding != "nearest" or self.rotation == "hadamard-drawn"
-
-    @property
-    def element(self) -> Format:
-        """The format of the codes."""
-        return get_format(self.format)
-
-    @property
-    def is_wide(self) -> bool:
-        """Whether the operand is rounded to a 16-, 32- or 64-bit format without a scale."""
-        return self.granularity == "none"
-
-    @property
-    def block(self) -> tuple[int, int] | None:
-        """The shape ``(rows, contraction)`` of a block; ``None`` without block scales."""
-        return BLOCKS.get(self.granularity)
+    def __post_init__(self) -> None:
+        # Set once: each cast of a layer asks for them.
+        object.__setattr__(self, "element", get_format(self.format))
+        object.__setattr__(self, "block", BLOCKS.get(self.granularity))
+        object.__setattr__(self, "is_wide", self.granularity == "none")
+        object.__setattr__(self, "needs_bits", self.rounding != "nearest" or self.rotation == "hadamard-drawn")
 
     @property
     def bits(self) -> float:
@@ -110,7 +103,7 @@ class Cast:
         return self.element.bits + scale_bits / (self.block[0] * self.block[1])
 
     def serves(self, other: Cast) -> bool:
-        """Whether ``other``, a cast of the transposed matrix, gives the same codes, so that these can be reused."""
+        """Tell whether ``other``, a cast of the transposed matrix, gives the same codes, so that these can be reused."""
         turned = {"tensor": "tensor", "128x128": "128x128", "row": "column", "none": "none"}.get(self.granularity)
         return (
             turned == other.granularity
@@ -136,7 +129,6 @@ class Cast:
         return ", ".join(words)
 
 
-@loads_older(dict)
 @dataclass(frozen=True, slots=True)
 class Product:
     """One matmul: ``left [rows, contraction]`` times ``right [columns, contraction]`` transposed.
@@ -153,11 +145,10 @@ class Product:
 
     @property
     def is_wide(self) -> bool:
-        """Whether neither operand has a scale."""
         return self.left.is_wide and self.right.is_wide
 
     def bound(self, num_terms: int) -> float:
-        """An upper bound on the error of a sum, relative to the sum of magnitudes.
+        """Return an upper bound on the error of a sum, relative to the sum of magnitudes.
 
         Source: Hopper's register for fp8 products keeps about 14 bits: DeepSeek-V3, arXiv 2412.19437, section 3.5.2.
         """
@@ -171,8 +162,7 @@ class Product:
         }[self.accumulation]
 
 
-@loads_older(lambda: COMPUTES)
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Compute:
     """The six casts of a linear layer, and the dtype of everything else.
 
@@ -206,52 +196,50 @@ class Compute:
     default_storage: str = "word"
     owns_storages: bool = False
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.name)  # of all fields it takes a tenth of a plan
+
+    @cached_property
     def products(self) -> dict[str, Product]:
-        """The three matmuls by name."""
         return {place: getattr(self, place) for place in PLACES}
 
-    @property
+    @cached_property
     def casts(self) -> dict[str, Cast]:
-        """The six casts by slot, such as ``"grad_input.left"``."""
+        """Return the six casts by slot, such as ``"grad_input.left"``."""
         return {
             f"{p}.{side}": getattr(product, side) for p, product in self.products.items() for side in ("left", "right")
         }
 
-    @property
+    @cached_property
+    def cast_slots(self) -> dict[str, str]:
+        """Return the slot whose cast fills each slot: see :func:`slot_of_cast`."""
+        casts = self.casts
+        return {
+            name: slot.reuses if slot.reuses and casts[slot.reuses].serves(casts[name]) else name
+            for name, slot in SLOTS.items()
+        }
+
+    @cached_property
     def is_wide(self) -> bool:
-        """Whether no operand has a scale."""
         return all(product.is_wide for product in self.products.values())
 
     @property
     def scales_loss(self) -> bool:
-        """Whether gradients need a loss scale to stay in range; tensors with scales of their own do not."""
+        """Tell whether gradients need a loss scale to stay in range; tensors with scales of their own do not."""
         return not self.transform and any(cast.format == "float16" for cast in self.casts.values())
 
-    @property
+    @cached_property
     def is_stochastic(self) -> bool:
-        """Whether any cast needs random bits, for its rounding or its rotation."""
         return any(cast.needs_bits for cast in self.casts.values())
 
-    @property
+    @cached_property
     def is_delayed(self) -> bool:
-        """Whether any cast has a delayed scale."""
         return any(cast.scaling == "delayed" for cast in self.casts.values())
 
-    @property
+    @cached_property
     def keeps_codes(self) -> bool:
-        """Whether ``grad_weight`` reuses the input's codes, so that only these are saved for backward."""
+        """Tell whether ``grad_weight`` reuses the input's codes, so that only these are saved for backward."""
         return not self.is_wide and self.output.left.serves(self.grad_weight.right)
-
-    @property
-    def reuses_weight(self) -> bool:
-        """Whether ``grad_input`` reuses the weight's codes."""
-        return not self.is_wide and self.output.right.serves(self.grad_input.right)
-
-    @property
-    def reuses_grad(self) -> bool:
-        """Whether both matmuls of the backward pass share one cast of the output's gradient."""
-        return not self.is_wide and self.grad_input.left.serves(self.grad_weight.left)
 
     @property
     def kept_bytes(self) -> float:
@@ -320,7 +308,7 @@ _COMPUTES = (
     Compute(
         "float64", *(Product(Cast("float64"), Cast("float64"), "float64"),) * 3, dtype="float64", native="everywhere", keep=(),
         fallback="float64", default_storage="float64", owns_storages=True,
-        purpose="reference runs: the whole model, its loss and its gradients in float64, over float64 weights",
+        purpose="reference runs: weights, matmuls and gradients in float64; what the model itself asks in float32 stays so",
         source="IEEE 754; Lightning's precision 64-true",
     ),
     Compute(
@@ -513,19 +501,18 @@ SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
 
 
 def slot_of_cast(compute: Compute, slot: str) -> str:
-    """The slot whose cast fills a slot: its own, or that of the slot it reuses.
+    """Return the slot whose cast fills a slot: its own, or that of the slot it reuses.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
         >>> slot_of_cast(COMPUTES["int8-row"], "grad_weight.right"), slot_of_cast(COMPUTES["mxfp8"], "grad_weight.right")
         ('output.left', 'grad_weight.right')
     """
-    first = SLOTS[slot].reuses
-    return first if first and compute.casts[first].serves(compute.casts[slot]) else slot
+    return compute.cast_slots[slot]
 
 
 def weight_slots(compute: Compute) -> list[str]:
-    """The slots whose casts of the weight a compute makes, wide ones included.
+    """Return the slots whose casts of the weight a compute makes, wide ones included.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -536,7 +523,7 @@ def weight_slots(compute: Compute) -> list[str]:
 
 
 def casts_made(compute: Compute) -> tuple[str, ...]:
-    """The slots whose casts a compute makes: not those that reuse codes, nor those that only round to 16 or 32 bits.
+    """Return the slots whose casts a compute makes: not those that reuse codes, nor those that only round to 16 or 32 bits.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -550,7 +537,7 @@ _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def first_of_input(layer: str) -> str:
-    """The first of the layers that get the same input as a layer: they share the cast of it, and its delayed scale.
+    """Return the first of the layers that get the same input as a layer: they share the cast of it, and its delayed scale.
 
     It is the layer itself where no other gets its input.
 
@@ -593,12 +580,12 @@ class Gathering:
 
     @property
     def differs(self) -> bool:
-        """Whether the two passes take different casts."""
+        """Tell whether the two passes take different casts."""
         return self.forward != self.backward
 
 
 def gathering_of(compute: Compute) -> Gathering:
-    """How the weights of layers in a compute are gathered.
+    """Return how the weights of layers in a compute are gathered.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -630,7 +617,7 @@ def gathering_of(compute: Compute) -> Gathering:
 
 
 def stores_codes(compute: Compute) -> bool:
-    """Whether a weight can be stored as one byte a value, and an input cast without knowing anything else.
+    """Tell whether a weight can be stored as one byte a value, and an input cast without knowing anything else.
 
     Example:
         >>> [name for name in ("int8-outlier", "float8-delayed", "nvfp4") if stores_codes(COMPUTES[name])]
@@ -642,7 +629,7 @@ def stores_codes(compute: Compute) -> bool:
 
 
 def keeps_outlier_weights(compute: Compute) -> bool:
-    """Whether the weights of outlier columns are multiplied, and so stored, in 16 bits.
+    """Tell whether the weights of outlier columns are multiplied, and so stored, in 16 bits.
 
     Example:
         >>> [keeps_outlier_weights(COMPUTES[name]) for name in ("int8-row", "int8-outlier", "int8-outlier-codes")]
@@ -671,42 +658,135 @@ def stored_bytes(compute: Compute, out_features: int, in_features: int, outlier_
 #
 # ``smooth``: Smooth-SwiGLU. Each channel of a down projection's input is divided by its own power of two before the cast, and
 # the weight's column is multiplied by it after *its* cast. So a channel with outliers neither saturates nor costs the other
-# channels precision. It applies to computes whose input shares one scale; with scales per row or block it brings no measurable
-# gain (docs/ideas/scaled-models.md).
+# channels precision. With scales per row or block it brings no measurable gain (docs/scaled-models.md).
 #
 # ``fresh``: in a compute with delayed scales, weights are scaled by their current amax. A weight changes once per step and its
 # cast is cached for all micro-batches, so a delayed scale saves nothing there. ``smooth`` includes it.
 #
 # ``threshold=4``: the magnitude from which a column of the input is an outlier, in a compute that separates them.
 #
-# ``four-over-six``, ``eden``, ``deterministic`` and others: published forms of the four-bit computes, rows of
-# :data:`narrowgauge.spec.four_bit_forms.FORMS`; ``nvfp4+four-over-six+eden`` is two of them.
+# The others are published forms of the four-bit computes; ``nvfp4+four-over-six+eden`` is two of them.
 
 
 SMOOTHED = ("down_proj", "*.down_proj")
 """Patterns of the layers whose input is the product of a gate and another projection."""
 _SMOOTH, _FRESH, _THRESHOLD = "+smooth", "+fresh", "+threshold="
+Variant = Callable[[Compute], Compute | None]
+
+
+def _smooth(compute: Compute) -> Compute | None:
+    """Smooth the channels in both casts of an input that shares one scale; their factors need it, so scales are current."""
+    left = compute.output.left
+    if compute.transform or left.granularity != "tensor" or left.scaling == "static":
+        return None
+    base = _with_fresh_weights(compute)
+    left, again = (replace(_current(cast), smooth=True) for cast in (left, base.grad_weight.right))
+    return replace(
+        base,
+        output=Product(left, base.output.right, "float32"),
+        grad_weight=replace(base.grad_weight, right=again),
+        purpose=f"{base.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
+        source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {base.source}",
+    )
+
+
+def _fresh(compute: Compute) -> Compute | None:
+    purpose = f"{compute.name} with current scales for weights"
+    return replace(_with_fresh_weights(compute), purpose=purpose) if compute.is_delayed else None
+
+
+def _with_fresh_weights(compute: Compute) -> Compute:
+    return replace(
+        compute,
+        output=replace(compute.output, right=_current(compute.output.right)),
+        grad_input=replace(compute.grad_input, right=_current(compute.grad_input.right)),
+    )
+
+
+def _current(cast: Cast) -> Cast:
+    return replace(cast, scaling="current")
+
+
+def _form(
+    base: str,
+    changes: Mapping[str, Mapping[str, str]],
+    purpose: str,
+    source: str,
+    after: str = "",
+    is_native: bool = True,
+) -> Variant:
+    """Return a form of a four-bit compute: fields of casts that change, by patterns of slots; it may follow ``+after`` too."""
+
+    def variant(compute: Compute) -> Compute | None:
+        if compute.name not in (base, f"{base}+{after}" if after else base):
+            return None
+        casts = dict(compute.casts)
+        for slots, fields in changes.items():
+            for name in fnmatch.filter(casts, slots):
+                casts[name] = replace(casts[name], **fields)  # type: ignore[arg-type]
+        products = {
+            place: replace(product, left=casts[f"{place}.left"], right=casts[f"{place}.right"])
+            for place, product in compute.products.items()
+        }
+        native = compute.native if is_native else ""
+        return replace(compute, purpose=purpose, source=f"{source}; over {compute.source}", native=native, **products)  # type: ignore[arg-type]
+
+    return variant
+
+
+_BETTER_SCALE = {"fit": "least-error"}
+# All casts but those of the gradient, which are stochastic.
+_OF_NEAREST = {"output.*": _BETTER_SCALE, "grad_*.right": _BETTER_SCALE}
+VARIANTS: dict[str, Variant] = {
+    "smooth": _smooth,
+    "fresh": _fresh,
+    "deterministic": _form(
+        "mxfp4", {"grad_weight.*": {"rounding": "nearest", "rotation": "hadamard-plain"}},
+        "mxfp4 with a weight gradient that is rotated without signs and rounded to nearest",
+        "Cim et al. 2026 (2605.09825): which intervention, by its abstract; no signs, by a third party's account of it",
+    ),
+    "two-scales": _form(
+        "mxfp4", _OF_NEAREST, "mxfp4 with blocks that take the better of two powers of two as their scale",
+        "as four-over-six of nvfp4, for the two powers of two between which OCP's rule and saturation lie",
+    ),
+    "four-over-six": _form(
+        "nvfp4", _OF_NEAREST, "nvfp4 with blocks that map their largest value to 6 or to 4, whichever errs less",
+        "Cook et al. 2025, Four Over Six (2512.02010), with mean squared error and scales of up to 256",
+    ),
+    "eden": _form(
+        "nvfp4", {"grad_*": {"rounding": "eden", "rotation": "hadamard-drawn", "fit": "end"}},
+        "nvfp4 with gradients whose randomness is in the rotation and the scales; all four operands of the backward pass",
+        "Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; rotations of 16 here, of 128 there",
+        after="four-over-six",
+    ),
+    "uniform": _form(
+        "nvfp4", {"*": {"format": "int4", "rotation": "hadamard"}},
+        "for studies: equally spaced four-bit numbers, rotated in all three matmuls; no chip multiplies them with such scales",
+        "Zhao et al. 2026, UFP4 (2606.20381), by its abstract; blocks and scales are nvfp4's",
+        is_native=False,
+    ),
+}  # fmt: skip
+"""What each suffix changes of a compute; None where it does not apply."""
 
 
 @lru_cache(None)
 def find(name: str) -> Compute | None:
-    """The compute or variant of that name in full spelling, or ``None``.
+    """Return the compute or variant of that name in full spelling, or ``None``.
 
     Example:
         >>> str(find("float8-delayed+smooth").output.left)
         'float8_e4m3fn, per tensor, channels smoothed'
     """
-    base, plus, word = name.partition("+")
-    compute = COMPUTES.get(base)
+    base, plus, word = name.rpartition("+")
+    compute = find(base) if plus else COMPUTES.get(name)
     if compute is None or not plus:
         return compute
-    if plus + word == _SMOOTH and _can_smooth(compute):
-        return _smoothed(_fresh(compute), name)
-    if plus + word == _FRESH and compute.is_delayed:
-        return replace(_fresh(compute), name=name, purpose=f"{base} with current scales for weights")
-    if (plus + word).startswith(_THRESHOLD) and compute.output.left.outliers:
+    if (plus + word).startswith(_THRESHOLD) and compute.output.left.outliers and base in COMPUTES:
         return _from_threshold(compute, _threshold(word))
-    return _in_forms(compute, word.split("+"))
+    if word not in VARIANTS or (base not in COMPUTES and word != "eden"):
+        return None
+    variant = VARIANTS[word](compute)
+    return None if variant is None else replace(variant, name=name)
 
 
 def refuse_threshold(name: str) -> None:
@@ -738,7 +818,7 @@ def named(name: str) -> Compute:
 
 
 def fallback_of(name: str) -> str:
-    """What an alarm recommends instead of a compute or a variant: ``bfloat16`` for an unknown name.
+    """Return what an alarm recommends instead of a compute or a variant: ``bfloat16`` for an unknown name.
 
     Example:
         >>> fallback_of("float8-delayed+smooth"), fallback_of("float8-row")
@@ -749,13 +829,14 @@ def fallback_of(name: str) -> str:
 
 
 def names() -> list[str]:
-    """All names that :func:`find` knows: computes, then variants."""
-    words = [_SMOOTH, _FRESH, *(f"+{'+'.join(words)}" for form in FORMS for words in form.sequences)]
-    return [*COMPUTES, *(name for compute in COMPUTES for word in words if find(name := compute + word))]
+    """List all names that :func:`find` knows: computes, then variants."""
+    words = [*VARIANTS, "four-over-six+eden"]
+    words.insert(words.index("uniform"), words.pop())
+    return [*COMPUTES, *(name for compute in COMPUTES for word in words if find(name := f"{compute}+{word}"))]
 
 
 def at_layer(compute: Compute, layer: str) -> Compute:
-    """The compute of the linear layer of that dotted name: a smooth compute smooths only the layers of ``SMOOTHED``.
+    """Return the compute of the linear layer of that dotted name: a smooth compute smooths only the layers of ``SMOOTHED``.
 
     Example:
         >>> compute = find("float8-tensor+smooth")
@@ -783,38 +864,8 @@ def _is_smoothed(layer: str) -> bool:
     return any(fnmatch.fnmatchcase(layer, pattern) for pattern in SMOOTHED)
 
 
-def _can_smooth(compute: Compute) -> bool:
-    """Whether the whole input shares one scale, derived from its amax."""
-    return (
-        not compute.transform
-        and compute.output.left.granularity == "tensor"
-        and compute.output.left.scaling != "static"
-    )
-
-
-def _fresh(compute: Compute) -> Compute:
-    return replace(
-        compute,
-        output=replace(compute.output, right=_current(compute.output.right)),
-        grad_input=replace(compute.grad_input, right=_current(compute.grad_input.right)),
-    )
-
-
-def _smoothed(compute: Compute, name: str) -> Compute:
-    """The compute with smoothed channels in both casts of the input. Their factors need the input, so scales are current."""
-    left, kept = (replace(_current(cast), smooth=True) for cast in (compute.output.left, compute.grad_weight.right))
-    return replace(
-        compute,
-        name=name,
-        output=Product(left, compute.output.right, "float32"),
-        grad_weight=replace(compute.grad_weight, right=kept),
-        purpose=f"{compute.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
-        source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {compute.source}",
-    )
-
-
 def _threshold(word: str) -> float:
-    """The threshold after ``+threshold=``; 0 where it is none."""
+    """Return the threshold after ``+threshold=``; 0 where it is none."""
     try:
         value = float(word.removeprefix(_THRESHOLD[1:]))
     except ValueError:
@@ -823,7 +874,7 @@ def _threshold(word: str) -> float:
 
 
 def _from_threshold(compute: Compute, value: float) -> Compute | None:
-    """The compute with another threshold of outliers, under the shortest name; itself with its own threshold."""
+    """Return the compute with another threshold of outliers, under the shortest name; itself with its own threshold."""
     left = compute.output.left
     if not value or value == left.outliers:
         return compute if value else None
@@ -834,39 +885,3 @@ def _from_threshold(compute: Compute, value: float) -> Compute | None:
         output=replace(compute.output, left=replace(left, outliers=value)),
         purpose=f"{compute.name} with columns from {text} on as outliers, and not from {left.outliers:g}",
     )
-
-
-def _in_forms(compute: Compute, words: list[str]) -> Compute | None:
-    """A four-bit compute in the forms of these names, each of which may follow the one before; ``None`` if one may not."""
-    before, known = "", {form.word: form for form in FORMS}
-    for word in words:
-        form = known.get(word)
-        if form is None or form.base != compute.name.partition("+")[0] or before not in form.after:
-            return None
-        compute, before = _in_form(compute, form), word
-    return compute
-
-
-def _in_form(compute: Compute, form: Form) -> Compute:
-    def changed(place: str) -> Product:
-        product = compute.products[place]
-        left, right = (
-            replace(cast, **form.changes_of(f"{place}.{side}"))  # type: ignore[arg-type]
-            for side, cast in (("left", product.left), ("right", product.right))
-        )
-        return replace(product, left=left, right=right)
-
-    return replace(
-        compute,
-        name=f"{compute.name}+{form.word}",
-        purpose=form.purpose,
-        source=f"{form.source}; over {compute.source}",
-        native=compute.native if form.is_native else "",
-        output=changed("output"),
-        grad_input=changed("grad_input"),
-        grad_weight=changed("grad_weight"),
-    )
-
-
-def _current(cast: Cast) -> Cast:
-    return replace(cast, scaling="current")

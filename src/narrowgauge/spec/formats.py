@@ -13,7 +13,7 @@ everywhere.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from narrowgauge.errors import FormatError, suggestion
@@ -49,25 +49,30 @@ class Format:
     source: str
     kind: Kind = "float"
     signed: bool = True
+    max: float = field(init=False, compare=False, repr=False)
+    min: float = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        largest = self._magnitude_value(self._limit(negative=False))
+        least = -self._magnitude_value(self._limit(negative=True)) if self.signed else self._magnitude_value(0)
+        # Set once: definitions of casts ask for them in each call.
+        object.__setattr__(self, "max", largest)
+        object.__setattr__(self, "min", least)
 
     @property
     def infinities(self) -> bool:
-        """Whether it has infinities."""
         return self.specials == "ieee"
 
     @property
     def nans(self) -> bool:
-        """Whether it has NaN."""
         return self.specials != "none"
 
     @property
     def zero(self) -> bool:
-        """Whether it has zero."""
         return self.kind != "scale"
 
     @property
     def negative_zero(self) -> bool:
-        """Whether −0 and +0 are two codes."""
         return self.kind == "float" and self.signed and self.specials != "negative_zero"
 
     @property
@@ -102,32 +107,22 @@ class Format:
         return self.finest_exponent + (0 if self.zero else 1)
 
     @property
-    def max(self) -> float:
-        """The largest finite value."""
-        return self._magnitude_value(self._limit(negative=False))
-
-    @property
-    def min(self) -> float:
-        """The smallest finite value: −max, the most negative integer, 0, or a scale's smallest power."""
-        return self._magnitude_value(0) if not self.signed else -self._magnitude_value(self._limit(negative=True))
-
-    @property
     def smallest_normal(self) -> float | None:
-        """The smallest positive value with a full mantissa; ``None`` for integers."""
+        """Return the smallest positive value with a full mantissa; ``None`` for integers."""
         return None if self.kind == "int" else math.ldexp(1.0, self.min_exponent)
 
     @property
     def smallest_subnormal(self) -> float | None:
-        """The smallest positive value; ``None`` for integers and formats without subnormals."""
+        """Return the smallest positive value; ``None`` for integers and formats without subnormals."""
         return math.ldexp(1.0, self.finest_exponent) if self.kind == "float" else None
 
     @property
     def epsilon(self) -> float:
-        """The distance from 1 to the next larger value."""
+        """Return the distance from 1 to the next larger value."""
         return 1.0 if self.kind == "int" else math.ldexp(1.0, -self.mantissa_bits)
 
     def spacing(self, value: float) -> float:
-        """The distance between adjacent values in the power-of-two interval of ``value``.
+        """Return the distance between adjacent values in the power-of-two interval of ``value``.
 
         Out of range it is the spacing at the end of the range; of NaN it is NaN.
 
@@ -141,7 +136,7 @@ class Format:
         return math.ldexp(1.0, self._step_exponent(magnitude))
 
     def decode(self, code: int) -> float:
-        """The value of a code, exactly; float64 represents all of them.
+        """Return the value of a code, exactly; float64 represents all of them.
 
         Args:
             code: the bits as an unsigned integer.
@@ -169,7 +164,7 @@ class Format:
         return -value if negative else value
 
     def encode(self, value: float, *, saturate: bool = False) -> int:
-        """The code nearest to a value, ties to the even mantissa, as an unsigned integer.
+        """Return the code nearest to a value, ties to the even mantissa, as an unsigned integer.
 
         Values out of range become infinity, or NaN without infinities, or the end of the range without either; with
         ``saturate`` they become the end of the range, infinities included. NaN becomes NaN, or zero in a format without NaN.
@@ -192,7 +187,7 @@ class Format:
         return self._join(negative, magnitude)
 
     def describe(self) -> dict[str, object]:
-        """All properties by name, as ``narrowgauge show format`` prints them."""
+        """Return all properties by name, as ``narrowgauge show format`` prints them."""
         return {name: getattr(self, name) for name in _DESCRIBED}
 
     @property
@@ -200,7 +195,7 @@ class Format:
         return (1 << (self.bits - 1 if self.signed else self.bits)) - 1
 
     def _limit(self, negative: bool) -> int:
-        """The code of the largest magnitude on one side; −1 where that side is empty."""
+        """Return the code of the largest magnitude on one side; −1 where that side is empty."""
         if negative and not self.signed:
             return 0 if self.zero else -1
         if self.kind == "int":
@@ -302,7 +297,7 @@ def dtype_name(dtype: object) -> str:
 
 
 def get_format(name: str | Format) -> Format:
-    """The format of that name, alias or PyTorch spelling (``torch.bfloat16``); a Format passes through.
+    """Return the format of that name, alias or PyTorch spelling (``torch.bfloat16``); a Format passes through.
 
     Raises:
         FormatError: unknown format.

@@ -43,7 +43,7 @@ class Kernel:
     purpose: str = ""
 
     def takes(self, product: Product) -> bool:
-        """Whether the casts of a product are those of the kernel's operands."""
+        """Tell whether the casts of a product are those of the kernel's operands."""
         left, right = product.left, product.right
         return (
             (left.format, right.format) in self.formats
@@ -52,7 +52,7 @@ class Kernel:
         )
 
     def runs_on(self, architecture: str) -> bool:
-        """Whether a chip has it: NVIDIA's are called ``sm90``, AMD's ``gfx942``."""
+        """Tell whether a chip has it: NVIDIA's are called ``sm90``, AMD's ``gfx942``."""
         if not architecture.startswith("sm"):
             return architecture in self.architectures
         return self.capabilities is not None and self.capabilities[0] <= int(architecture[2:]) <= self.capabilities[1]
@@ -101,7 +101,7 @@ KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 
 
 def kernel_for(product: Product, architecture: str) -> Kernel | None:
-    """The kernel that multiplies a product's operands on a chip; ``None`` where they are emulated, or need no row here.
+    """Return the kernel that multiplies a product's operands on a chip; ``None`` where they are emulated, or need no row here.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -112,6 +112,6 @@ def kernel_for(product: Product, architecture: str) -> Kernel | None:
 
 
 def needs_kernel(product: Product) -> bool:
-    """Whether a product of these formats is multiplied by a row of the table alone, and not by every GPU."""
+    """Tell whether a product of these formats is multiplied by a row of the table alone, and not by every GPU."""
     formats = {product.left.format, product.right.format}
     return not (formats == {"int8"} or (product.is_wide and "tfloat32" not in formats))

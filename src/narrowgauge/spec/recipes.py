@@ -98,34 +98,34 @@ class Recipe:
 
     @property
     def name(self) -> str:
-        """The full name, ``compute/storage``, followed by the reduction if it is not native."""
+        """Return the full name, ``compute/storage``, followed by the reduction if it is not native."""
         tail = "" if self.reduction.name == "native" else f"/{self.reduction.name}"
         return f"{self.compute.name}/{own_name(self.storage)}{tail}"
 
     @property
     def is_plain(self) -> bool:
-        """Whether the full name describes it completely: no exceptions by module, phase or evaluation."""
+        """Tell whether the full name describes it completely: no exceptions by module, phase or evaluation."""
         return not (self.keep or self.overrides or self.phases or self.evaluation)
 
     @property
     def changes_compute(self) -> bool:
-        """Whether a model's matmuls change during a run or for evaluation."""
+        """Tell whether a model's matmuls change during a run or for evaluation."""
         return bool(self.phases) or self.evaluation not in (None, self.compute)
 
     @property
     def in_evaluation(self) -> Recipe:
-        """The recipe for evaluation: this one, with its compute for evaluation in place of all phases."""
+        """Return the recipe for evaluation: this one, with its compute for evaluation in place of all phases."""
         return self if self.evaluation is None else replace(self, compute=self.evaluation, phases=())
 
     @property
     def title(self) -> str:
-        """The display name: the full name, and for a recipe with exceptions its label or their kinds.
+        """Return the display name: the full name, and for a recipe with exceptions its label or their kinds.
 
         Example:
-            >>> from narrowgauge.spec.notation import parse_table
-            >>> parse_table({"recipe": "bf16/word", "keep": ["lm_head"]}).title
+            >>> from narrowgauge.spec.notation import parse
+            >>> parse({"recipe": "bf16/word", "keep": ["lm_head"]}).title
             'bfloat16/word with keep'
-            >>> parse_table({"recipe": "bf16/word", "keep": ["lm_head"], "name": "wide head"}).title
+            >>> parse({"recipe": "bf16/word", "keep": ["lm_head"], "name": "wide head"}).title
             'bfloat16/word (wide head)'
         """
         if self.is_plain:
@@ -141,12 +141,12 @@ class Recipe:
 
     @property
     def computes(self) -> tuple[Compute, ...]:
-        """All computes of the recipe without duplicates, the main one first."""
+        """Return all computes of the recipe without duplicates, the main one first."""
         return tuple(dict.fromkeys([self.compute, *(other for _, other in self._others())]))
 
     @property
     def storages(self) -> tuple[Storage, ...]:
-        """The storages that the recipe names, without duplicates, the main one first; ``keep`` adds float32."""
+        """Return the storages that the recipe names, without duplicates, the main one first; ``keep`` adds float32."""
         return tuple(dict.fromkeys([self.storage, *(o.storage for o in self.overrides if o.storage is not None)]))
 
     @property
@@ -156,7 +156,7 @@ class Recipe:
 
     @property
     def dtypes(self) -> dict[str, str]:
-        """The dtype of everything outside the casts, by place.
+        """Return the dtype of everything outside the casts, by place.
 
         Example:
             >>> from narrowgauge.spec.notation import parse
@@ -189,7 +189,7 @@ class Recipe:
         return for_vectors(storage) if num_dims < 2 else storage
 
     def compute_of(self, name: str, progress: float = 1.0) -> Compute:
-        """The compute of the linear layer of that dotted name.
+        """Return the compute of the linear layer of that dotted name.
 
         Args:
             name: of the module.
@@ -212,7 +212,7 @@ class Recipe:
         return COMPUTES[self.dtype] if _matches_within(name, current.keep) else at_layer(current, name)
 
     def compute_at(self, progress: float) -> Compute:
-        """The compute at a step: that of the first phase that has not ended, or the main one after the last phase.
+        """Return the compute at a step: that of the first phase that has not ended, or the main one after the last phase.
 
         Args:
             progress: the fraction of all steps before it, from 0 to 1 (the end of the run).
@@ -220,15 +220,15 @@ class Recipe:
         return next((phase.compute for phase in self.phases if progress < phase.until), self.compute)
 
     def keeps(self, name: str) -> bool:
-        """Whether a ``keep`` pattern matches the module or parameter ``name`` or a module that contains it."""
+        """Tell whether a ``keep`` pattern matches the module or parameter ``name`` or a module that contains it."""
         return _matches_within(name, self.keep)
 
     def to_value(self) -> str | dict[str, Any]:
-        """The full name if the recipe is plain, else the table; :func:`~narrowgauge.spec.notation.parse_value` reads both."""
+        """Return the full name if the recipe is plain, else the table; :func:`~narrowgauge.spec.notation.parse` reads both."""
         return self.name if self.is_plain else self.to_dict()
 
     def to_dict(self) -> dict[str, Any]:
-        """A TOML table that :func:`~narrowgauge.spec.notation.parse_table` reads back as an equal recipe."""
+        """Return a TOML table that :func:`~narrowgauge.spec.notation.parse` reads back as an equal recipe."""
         table: dict[str, Any] = {
             "compute": self.compute.name,
             "storage": own_name(self.storage),
@@ -248,7 +248,7 @@ class Recipe:
 
 
 def _matches_within(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a pattern matches ``name`` or a module that contains it."""
+    """Tell whether a pattern matches ``name`` or a module that contains it."""
     parts = name.split(".")
     above = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
     return any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns for module in above)
@@ -270,7 +270,7 @@ def _kept_for_backward(compute: Compute) -> str:
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
-    """Whether a compute supports a storage.
+    """Tell whether a compute supports a storage.
 
     Example:
         >>> from narrowgauge.spec.computes import COMPUTES
@@ -353,5 +353,5 @@ def _transforming(compute: Compute) -> str:
 
 
 def own_name(storage: Storage) -> str:
-    """A storage's name without the compute that it belongs to."""
+    """Return a storage's name without the compute that it belongs to."""
     return storage.name.rpartition("/")[2]

@@ -18,7 +18,7 @@ A spacing arrives whole or not at all. Where decay arrives on average, the share
 
 @lru_cache(maxsize=256)
 def student_t(degrees: int, confidence: float = 0.95) -> float:
-    """The two-sided quantile of Student's t: a sample lies within ± this many standard errors with that probability.
+    """Return the two-sided quantile of Student's t: a sample lies within ± this many standard errors with that probability.
 
     ``degrees`` of freedom are at least 1, ``confidence`` is from 0 to below 1. Exact but for rounding.
 
@@ -37,7 +37,7 @@ def student_t(degrees: int, confidence: float = 0.95) -> float:
 
 
 def _probability(angle: float, degrees: int) -> float:
-    """The probability of a sample within ± ``sqrt(degrees) * tan(angle)``."""
+    """Return the probability of a sample within ± ``sqrt(degrees) * tan(angle)``."""
     cosine, exponent = math.cos(angle), degrees % 2
     term, total = cosine**exponent, 0.0
     while exponent <= degrees - 2:

@@ -19,8 +19,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
-from narrowgauge.spec.rows import loads_older
-
 Rounding = Literal["nearest", "stochastic"]
 
 
@@ -56,7 +54,6 @@ class Code:
 
     @property
     def bits(self) -> int:
-        """Bits of each part."""
         return int(self.signed) + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -65,17 +62,16 @@ class Code:
         return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
 
     def part(self, place: int) -> Code:
-        """The code of one part of an expansion; the leading part is at ``place`` 0."""
+        """Return the code of one part of an expansion; the leading part is at ``place`` 0."""
         return replace(self, hold=False) if place and self.hold else self
 
     @property
     def is_window(self) -> bool:
-        """Whether the code stores a window of binades instead of float32's own exponent."""
+        """Tell whether the code stores a window of binades instead of float32's own exponent."""
         return self.exponent_bits != 8 and not self.is_double
 
     @property
     def is_double(self) -> bool:
-        """Whether the code stores whole float64 values."""
         return self.bits == 64
 
     @property
@@ -98,7 +94,7 @@ FLOAT16_HELD = Code("float16", 5, 10, signed=False, lowest=-14, hold=True)
 FLOAT16_PAIR = Code("float16 + float16", 5, 10, lowest=-14, parts=2)
 FLOAT16_PAIR_HELD = Code("float16 + float16", 5, 10, lowest=-14, hold=True, parts=2)
 # The windows of `word`: the second moment needs twice the binades of the first, and both are centred so that gradients
-# from 2^-54 to 2^9 survive. benchmarks/word_split.py compares other splits of the 32 bits.
+# from 2^-54 to 2^9 survive.
 MOMENT12 = Code("e6m5", 6, 5, rounding="stochastic", lowest=-54)
 SECOND12 = Code("e7m5", 7, 5, signed=False, rounding="stochastic", lowest=-108, hold=True)
 SECOND24 = Code("e8m15", 8, 15, rounding="stochastic")
@@ -147,7 +143,7 @@ so that its upper bits are the format's."""
 
 
 def low_parts(name: str, code: Code) -> tuple[str, ...]:
-    """The names of the low parts of ``name``; none for a code of one part."""
+    """Return the names of the low parts of ``name``; none for a code of one part."""
     return tuple(f"{name}_low{'' if part == 1 else part}" for part in range(1, code.parts))
 
 
@@ -220,7 +216,6 @@ STATE_NAMES = ("exp_avg", "exp_avg_sq")
 _FROZEN_MANTISSA = 10
 
 
-@loads_older(lambda: STORAGES)
 @dataclass(frozen=True, slots=True)
 class Storage:
     """How a weight and its moments are stored between steps.
@@ -254,9 +249,12 @@ class Storage:
     arithmetic: Arithmetic = "float32"
     states: tuple[tuple[str, str], ...] = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 
+    def __hash__(self) -> int:
+        return hash((self.name, self.states))  # of all fields it takes a quarter of a step of many small tensors
+
     @property
     def owner(self) -> str:
-        """The name of the compute that it belongs to; empty for none."""
+        """Return the name of the compute that it belongs to; empty for none."""
         return self.name.rpartition("/")[0]
 
     @property
@@ -267,14 +265,14 @@ class Storage:
 
     @property
     def beside(self) -> tuple[str, ...]:
-        """The names of the weight's fields besides the visible weight: ``master``, ``tail``, low parts or none."""
+        """Return the names of the weight's fields besides the visible weight: ``master``, ``tail``, low parts or none."""
         if self.master:
             return ("master",)
         return ("tail",) if self.tail_bits else low_parts("weight", self.weight)
 
     @property
     def fields(self) -> tuple[tuple[str, int], ...]:
-        """All fields besides the visible weight: ``(name, bits)``."""
+        """Return all fields besides the visible weight: ``(name, bits)``."""
         width = self.weight.bits if self.master else self.tail_bits or self.weight.bits
         result = [(name, width) for name in self.beside]
         for state, role in self.states:
@@ -284,12 +282,11 @@ class Storage:
 
     @property
     def packing(self) -> tuple[tuple[tuple[str, int], ...], ...]:
-        """The fields grouped into words; see :func:`~narrowgauge.spec.storages.packed`."""
         return packed(self.fields)
 
     @property
     def scaled(self) -> tuple[str, ...]:
-        """What is stored relative to a power of two per row: ``weight``, or names of states."""
+        """Return what is stored relative to a power of two per row: ``weight``, or names of states."""
         weight = ("weight",) if self.weight.scaled else ()
         return (*weight, *(state for state, role in self.states if self.code(role).scaled))
 
@@ -305,7 +302,7 @@ class Storage:
 
     @property
     def keeps_updates(self) -> bool:
-        """Whether small updates survive: no weight or second moment is rounded to the nearest of few values without a remainder.
+        """Tell whether small updates survive: no weight or second moment is rounded to nearest of few values without a remainder.
 
         Example:
             >>> [name for name in ("master", "word", "naive", "no-master", "kahan") if STORAGES[name].keeps_updates]
@@ -318,7 +315,7 @@ class Storage:
 
     @property
     def highest_beta2(self) -> float | None:
-        """The beta2 above which a decay is less than half a spacing of a second moment, which then no longer falls.
+        """Return the beta2 above which a decay is less than half a spacing of a second moment, which then no longer falls.
 
         ``None`` where second moments are rounded stochastically, kept in parts, or not at all.
 
@@ -332,16 +329,15 @@ class Storage:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether any code rounds stochastically."""
         return any(self.code(role).rounding == "stochastic" for role in ("weight", *(role for _, role in self.states)))
 
     def code(self, role: str) -> Code:
-        """The code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""
+        """Return the code of ``weight``, ``exp_avg``, ``exp_avg_sq`` or one of ``states``."""
         result: Code = getattr(self, dict(self.states).get(role, role))
         return result
 
     def keeping(self, states: tuple[tuple[str, str], ...]) -> Storage:
-        """The same storage for a rule with other states."""
+        """Return the same storage for a rule with other states."""
         return self if states == self.states else replace(self, states=states)
 
 
@@ -516,7 +512,7 @@ def _bytes_per_param(storage: Storage) -> float:
 
 
 def for_vectors(storage: Storage) -> Storage:
-    """The storage of 1-D parameters under ``storage``."""
+    """Return the storage of 1-D parameters under ``storage``."""
     return STORAGES[storage.vectors] if storage.vectors else storage
 
 

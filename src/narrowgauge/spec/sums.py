@@ -14,14 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from narrowgauge.spec.formats import get_format
-from narrowgauge.spec.rows import loads_older
 from narrowgauge.spec.storages import STORAGES, Code
 
 SHARDINGS = ("full", "none")
 """How ranks hold a model: ``full`` shards parameters, gradients and states over them, ``none`` keeps all on every rank."""
 
 
-@loads_older(lambda: ACCUMULATIONS)
 @dataclass(frozen=True, slots=True)
 class Accumulation:
     """How the gradients of micro-batches are summed.
@@ -51,7 +49,7 @@ class Accumulation:
         return sum(get_format(plane).bits for plane in self.planes) / 8
 
     def keeps_sums(self, gradient: str) -> bool:
-        """Whether it has planes for gradients of a format; others are left to autograd.
+        """Tell whether it has planes for gradients of a format; others are left to autograd.
 
         Example:
             >>> [ACCUMULATIONS[name].keeps_sums("float32") for name in ("float32", "float64")]
@@ -60,7 +58,7 @@ class Accumulation:
         return bool(self.planes) and gradient in self.gradients
 
     def bound(self, num_micro_batches: int) -> float:
-        """The largest error of a sum before the final rounding, relative to the sum of magnitudes.
+        """Return the largest error of a sum before the final rounding, relative to the sum of magnitudes.
 
         A plane of fewer bits than the gradient rounds the first one too. One with a scale loses up to 2^-32 of the tensor's
         largest sum besides, in each addition.
@@ -128,17 +126,9 @@ ACCUMULATIONS: dict[str, Accumulation] = {
 }  # fmt: skip
 
 
-def naive_limit() -> int:
-    """:attr:`Accumulation.most_micro_batches` of a sum in bfloat16."""
-    limit = ACCUMULATIONS["bfloat16"].most_micro_batches
-    assert limit is not None
-    return limit
-
-
 # ── reductions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@loads_older(lambda: REDUCTIONS)
 @dataclass(frozen=True, slots=True)
 class Reduction:
     """How gradients are summed across ranks.
@@ -167,7 +157,7 @@ class Reduction:
 
     @property
     def is_stochastic(self) -> bool:
-        """Whether what travels is rounded stochastically: codes with scales of their own."""
+        """Tell whether what travels is rounded stochastically: codes with scales of their own."""
         return self.scale_bits > 0
 
     def bytes_per_element(self, gradient: str) -> float:

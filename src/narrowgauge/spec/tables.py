@@ -1,6 +1,6 @@
 """Tables with named columns, printed for a terminal, a pipe, GitHub markdown or JSON.
 
-A wide terminal gets a rich table, a narrow one a paragraph per row, a pipe aligned text.
+A wide terminal gets a rich table; a pipe, or a terminal that is too narrow, aligned text.
 """
 
 from __future__ import annotations
@@ -10,14 +10,12 @@ import io
 import json
 import math
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Row = dict[str, Any]
 Key = str | Callable[[Row], Any]
-_LEAST_PROSE = 24
 
 
 @dataclass(frozen=True)
@@ -28,11 +26,6 @@ class Column:
     key: Key
     code: bool = False  # a name, printed in code style where there is one
     right: bool = False  # aligned right
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether cells must not be wrapped: names and numbers."""
-        return self.code or self.right
 
     def cell(self, row: Row) -> str:
         return cell_text(self.key(row) if callable(self.key) else row[self.key])
@@ -55,20 +48,6 @@ class Table:
             for row in self.rows
         ]
         return "".join(f"| {' | '.join(line)} |\n" for line in [heads, rules, *lines])
-
-    def latex(self) -> str:
-        """A ``tabular`` with the rules of LaTeX's booktabs package, without the title."""
-        sides = "".join("r" if column.right else "l" for column in self.columns)
-        heads = [_in_latex(column.title) for column in self.columns]
-        lines = [
-            [rf"\texttt{{{_in_latex(cell)}}}" if column.code else _in_latex(cell) for column, cell in self._cells(row)]
-            for row in self.rows
-        ]
-        body = "".join(" & ".join(line) + r" \\" + "\n" for line in lines)
-        return (
-            f"\\begin{{tabular}}{{{sides}}}\n\\toprule\n{' & '.join(heads)} \\\\\n\\midrule\n"
-            f"{body}\\bottomrule\n\\end{{tabular}}\n"
-        )
 
     def csv(self) -> str:
         """Comma-separated values: not the printed cells but every value of the rows in full; lists and objects as JSON."""
@@ -93,60 +72,26 @@ class Table:
             text += "  ".join(parts).rstrip() + "\n"
         return text
 
-    def widths(self, width: int) -> list[int]:
-        """Widths of the columns in a rich table: names and numbers in full, prose wrapped between words.
-
-        Empty where the longest words do not fit side by side in ``width`` characters.
-        """
-        cells = [[column.title, *map(column.cell, self.rows)] for column in self.columns]
-        widest = [max(map(len, column)) for column in cells]
-        least = [
-            most if column.is_whole else max(len(word) for cell in found for word in ("", *cell.split()))
-            for column, found, most in zip(self.columns, cells, widest, strict=True)
-        ]
-        # A column of single words is hard to read.
-        least = [max(few, min(most, _LEAST_PROSE)) for few, most in zip(least, widest, strict=True)]
-        left = width - 2 - sum(3 + few for few in least)
-        if left < 0:
-            return []
-        wanted = [most - few for most, few in zip(widest, least, strict=True)]
-        share = min(1.0, left / sum(wanted)) if any(wanted) else 0.0
-        return [few + int(more * share) for few, more in zip(least, wanted, strict=True)]
-
-    def rich(self, widths: Sequence[int]) -> Any:
+    def rich(self) -> Any:
         from rich import box
         from rich.table import Table as RichTable
         from rich.text import Text
 
         table = RichTable(box=box.SIMPLE_HEAD, title=self.title or None, title_justify="left", title_style="bold")
-        for column, width in zip(self.columns, widths, strict=True):
-            style = "bold" if column.code else None
+        for column in self.columns:
             side: Literal["left", "right"] = "right" if column.right else "left"
-            table.add_column(column.title, justify=side, style=style, no_wrap=column.is_whole, width=width)
+            # Names and numbers are never wrapped.
+            is_whole = column.code or column.right
+            table.add_column(column.title, justify=side, style="bold" if column.code else None, no_wrap=is_whole)
         for row in self.rows:
             table.add_row(*(Text(cell) for _, cell in self._cells(row)))
         return table
-
-    def cards(self, width: int) -> str:
-        """A paragraph per row for a narrow terminal: the first column, and the others that are not empty below it.
-
-        Lines of at most ``width`` characters break between words; a single word may be longer.
-        """
-        text = f"{self.title}\n" if self.title else ""
-        for row in self.rows:
-            (_, name), *others = self._cells(row)
-            # The separator stays on the line that it ends.
-            others_text = "\N{NO-BREAK SPACE}· ".join(f"{column.title}: {cell}" for column, cell in others if cell)
-            wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
-            wrap.initial_indent = wrap.subsequent_indent = "  "
-            text += "\n".join([name, *wrap.wrap(others_text)]).replace("\N{NO-BREAK SPACE}", " ") + "\n"
-        return text
 
     def _cells(self, row: Row) -> Iterable[tuple[Column, str]]:
         return ((column, column.cell(row)) for column in self.columns)
 
 
-FORMS: dict[str, Callable[[Table], str]] = {"md": Table.markdown, "csv": Table.csv, "tex": Table.latex}
+FORMS: dict[str, Callable[[Table], str]] = {"md": Table.markdown, "csv": Table.csv}
 """Forms in which a table is printed for a paper or a spreadsheet."""
 
 
@@ -155,13 +100,12 @@ def write(parts: Table | Sequence[Table]) -> None:
     tables = [parts] if isinstance(parts, Table) else parts
     if sys.stdout is not None and sys.stdout.isatty():  # None where it is closed
         from rich.console import Console
+        from rich.measure import Measurement
 
         console = Console(highlight=False)
-        found = [part.widths(console.width) for part in tables]
-        if all(found):
-            return console.print(*(part.rich(widths) for part, widths in zip(tables, found, strict=True)))
-        print("\n".join(part.cards(console.width) for part in tables), end="", flush=True)
-        return None
+        rich, free = [part.rich() for part in tables], console.options.update(max_width=10_000)
+        if all(Measurement.get(console, free, part).minimum <= console.width for part in rich):
+            return console.print(*rich)
     print("\n".join(part.plain() for part in tables), end="", flush=True)
 
 
@@ -202,20 +146,8 @@ def cell_text(value: Any) -> str:
     return ", ".join(map(cell_text, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def _in_latex(text: str) -> str:
-    return "".join(_LATEX.get(character, character) for character in text)
-
-
-_LATEX = {
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
-    "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "×": r"$\times$", "±": r"$\pm$", "−": r"$-$", "–": "--",
-    "≤": r"$\le$", "≥": r"$\ge$", "…": r"\dots{}", "·": r"$\cdot$",
-}  # fmt: skip
-"""Characters that LaTeX reads as commands, or that its usual fonts lack."""
-
-
 def _csv_value(value: Any) -> Any:
-    """A value of a row for a CSV file: text and numbers as they are, in Python's shortest exact form."""
+    """Return a value of a row for a CSV file: text and numbers as they are, in Python's shortest exact form."""
     if isinstance(value, (Mapping, list, tuple)):
         return json.dumps(_json_value(value), ensure_ascii=False)
     return "" if value is None else value

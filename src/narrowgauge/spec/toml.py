@@ -1,8 +1,9 @@
-"""The one reader of TOML: of recipes, settings, clusters and run folders."""
+"""The one reader of TOML: recipes, settings, clusters, run folders, and the package's own tables."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 if sys.version_info >= (3, 11):
@@ -12,7 +13,7 @@ else:
 
 
 def load_toml(text: str) -> dict[str, Any]:
-    """Parse TOML text with the standard library, or with ``tomli`` before Python 3.11.
+    """Parse TOML text.
 
     Raises:
         ValueError: it is not TOML, or nested deeper than Python's recursion limit.
@@ -25,3 +26,8 @@ def load_toml(text: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ValueError(str(error)) from error
     return table
+
+
+def load_data(name: str, package: str = "spec") -> dict[str, Any]:
+    """Load a table of ``narrowgauge/PACKAGE/data``."""
+    return load_toml((Path(__file__).parents[1] / package / "data" / f"{name}.toml").read_text(encoding="utf-8"))

@@ -33,23 +33,20 @@ class Range:
         """Refuse a value outside; of a pair, either."""
         parts = value if isinstance(value, (tuple, list)) else (value,)
         for place, part in enumerate(parts):
-            own = name if part is value else f"{_SINGULAR.get(name, name)}{place + 1}"
+            label = name if part is value else f"{'beta' if name == 'betas' else name}{place + 1}"
             if part is None and self.or_none:
                 continue
             try:
                 number = float(part)
             except (TypeError, ValueError, RuntimeError):
-                raise RecipeError(f"{own} = {part!r} was requested; it must be one number, {self}.") from None
+                raise RecipeError(f"{label} = {part!r} was requested; it must be one number, {self}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
-                found = part if isinstance(part, (int, float)) else number
-                raise RecipeError(f"{own} = {found} was requested; it must be {self} and finite.")
+                shown = part if isinstance(part, (int, float)) else number
+                raise RecipeError(f"{label} = {shown} was requested; it must be {self} and finite.")
 
     def __str__(self) -> str:
         low = [] if self.low == -math.inf else [f"{'above' if self.above else 'at least'} {self.low:g}"]
         return " and ".join([*low, *([] if self.high == math.inf else [f"below {self.high:g}"])]) or "a number"
-
-
-_SINGULAR = {"betas": "beta"}
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Choice:
             raise RecipeError(f"{name} = {value!r} was requested; it is one of {self}.", near)
 
     def __str__(self) -> str:
-        return ", ".join(f"'{known}'" for known in self.names)
+        return ", ".join(map(repr, self.names))
 
 
 class Flag:
@@ -82,19 +79,14 @@ class Flag:
 
 
 Laws = dict[str, Range | Choice | Flag]
+_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 # ── the rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class Option:
-    """An option of one rule's own.
-
-    Args:
-        default: that of the optimizer's class.
-        law: what it may be.
-        trained: the trainer's default, where it is another; see ``UpdateRule.trained_because``.
-    """
+    """An option of one rule's own: its class's default, what it may be, and the trainer's default where that is another."""
 
     name: str
     default: Any
@@ -103,50 +95,44 @@ class Option:
 
     @property
     def in_training(self) -> Any:
-        """The trainer's default."""
+        """Return the trainer's default."""
         return self.default if self.trained is None else self.trained
 
     def read(self, text: str) -> Any:
-        """The value that a text says: ``0.9``, ``8``, ``true``, a name, ``none`` where it may be; a pair as ``1e-30/0.001``.
+        """Return the value that a text says: ``0.9``, ``8``, ``true``, a name, ``none``; a pair as ``1e-30/0.001``.
 
         Raises:
             RecipeError: the text says none, or one that the option may not be.
         """
         word = text.strip()
+        is_pair = isinstance(self.default, tuple)
         try:
-            value = self._value(word)
-        except ValueError:
-            raise RecipeError(f"{self.name} = {word!r} was requested; it must be {self._wanted()}.") from None
+            if is_pair:
+                value: Any = tuple(map(self._value, word.split("/")))
+                if len(value) != len(self.default):
+                    raise ValueError
+            else:
+                value = self._value(word)
+        except (ValueError, KeyError):
+            number = "an integer" if type(self.default) is int else "a number"
+            kind = "two numbers with a slash between" if is_pair else number
+            must_be = str(self.law) if isinstance(self.law, Flag) else f"{kind}, {self.law}"
+            raise RecipeError(f"{self.name} = {word!r} was requested; it must be {must_be}.") from None
         self.law.check(self.name, value)
         return value
 
     def _value(self, word: str) -> Any:
-        if self.law.or_none and word.lower() == "none":
+        if self.law.or_none and word.strip().lower() == "none":
             return None
         if isinstance(self.law, Flag):
-            return _FLAGS[word.lower()] if word.lower() in _FLAGS else float("")
+            return _FLAGS[word.lower()]
         if isinstance(self.law, Choice):
             return word
-        if isinstance(self.default, tuple):
-            parts = tuple(self._one(part) for part in word.split("/"))
-            return parts if len(parts) == len(self.default) else float("")
         return int(word) if isinstance(self.default, int) else float(word)
-
-    def _one(self, word: str) -> float | None:
-        return None if self.law.or_none and word.strip().lower() == "none" else float(word)
-
-    def _wanted(self) -> str:
-        if isinstance(self.law, Flag):
-            return str(self.law)
-        count = "two numbers with a slash between" if isinstance(self.default, tuple) else "a number"
-        return f"{'an integer' if type(self.default) is int else count}, {self.law}"
-
-
-_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 def option_text(value: Any) -> str:
-    """An option's value as :meth:`Option.read` takes it.
+    """Write an option's value as :meth:`Option.read` takes it.
 
     Example:
         >>> [option_text(value) for value in (True, None, 0.9, (1e-30, 1e-3))]
@@ -191,7 +177,7 @@ class UpdateRule:
 
     @property
     def laws(self) -> Laws:
-        """What the options of a param group may be."""
+        """Return what the options of a param group may be."""
         found: Laws = {"lr": Range(), "weight_decay": Range()}
         if "beta1" in self.settings:
             found["betas"] = Range(0, 1)
@@ -201,7 +187,7 @@ class UpdateRule:
 
     @property
     def eps_option(self) -> str:
-        """The optimizer's option for AdamW's epsilon: another where the rule has an ``eps`` of its own."""
+        """Return the optimizer's option for AdamW's epsilon: another where the rule has an ``eps`` of its own."""
         return "adam_eps" if any(option.name == "eps" for option in self.options) else "eps"
 
     def read(self, text: str, where: str = "rule_options") -> dict[str, Any]:
@@ -229,7 +215,7 @@ class UpdateRule:
         return found
 
     def in_training(self, text: str) -> dict[str, Any]:
-        """All own options of a run, those that ``text`` leaves out with the trainer's defaults."""
+        """Return all own options of a run, those that ``text`` leaves out with the trainer's defaults."""
         return {option.name: option.in_training for option in self.options} | self.read(text)
 
     def text(self, options: Mapping[str, Any]) -> str:
@@ -238,7 +224,7 @@ class UpdateRule:
 
 
 def _own_flag(name: str) -> str:
-    """The advice where an option is a setting of the trainer."""
+    """Return the advice where an option is a setting of the trainer."""
     flag = {"betas": "beta1", "adam_eps": "eps", "learning_rate": "lr"}.get(name, name)
     is_setting = flag in ("lr", "beta1", "beta2", "eps", "weight_decay")
     return f"It is a setting of its own: --{flag.replace('_', '-')}." if is_setting else ""
@@ -315,7 +301,7 @@ UPDATE_RULES: dict[str, UpdateRule] = {row.name: row for row in _RULES}
 
 
 def get_rule(name: str) -> UpdateRule:
-    """The rule of that name.
+    """Return the rule of that name.
 
     Raises:
         RecipeError: no rule has it.
@@ -332,7 +318,7 @@ def get_rule(name: str) -> UpdateRule:
 
 
 def rule_title(recipe: str, rule: str) -> str:
-    """A recipe's title with the rule that steps it, where that is not AdamW.
+    """Return a recipe's title with the rule that steps it, where that is not AdamW.
 
     Example:
         >>> rule_title("bfloat16/word", "adamw"), rule_title("bfloat16/word", "muon")

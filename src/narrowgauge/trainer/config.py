@@ -9,19 +9,18 @@ Nothing here needs PyTorch.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import count
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, suggestion
-from narrowgauge.machine.cpp_compiler import gpu_compiler_missing, model_compiler_missing, switched_off
-from narrowgauge.runs.loggers.logger import LOGGERS, names_in, require_loggers
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, require_package, suggestion
+from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched_off
 from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
-from narrowgauge.spec.notation import parse, parse_value
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import DEFAULT_RECIPE, Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, SHARDINGS
 from narrowgauge.spec.toml import load_toml
@@ -33,37 +32,35 @@ _KIND_NAMES: dict[type, str] = {
 }  # fmt: skip
 
 
-def described(help: str, constraint: str = "", holds: Callable[[Any], bool] = lambda _: True) -> dict[str, Any]:
-    """Metadata of a setting: its help, and its constraint as text and as a predicate."""
-    return {"help": help, "constraint": constraint, "holds": holds, "names": ()}
-
-
-def config_field(default: Any, *description: Any) -> Any:
-    """A field with a default and the arguments of :func:`described`."""
-    return dataclasses.field(default=default, metadata=described(*description))
-
-
-def name_field(default: str, help: str, names: Collection[str]) -> Any:
-    """A field that holds one of some names."""
-    metadata = {**described(help, f"one of {', '.join(names)}", lambda value: value in names), "names": tuple(names)}
+def setting(
+    default: Any,
+    help: str,
+    constraint: str = "",
+    holds: Callable[[Any], bool] = lambda _: True,
+    names: Collection[str] = (),
+) -> Any:
+    """Return a field with its default, its help, and its constraint as text and as a predicate; or its ``names``."""
+    if names:
+        constraint, holds = f"one of {', '.join(names)}", names.__contains__
+    metadata = {"help": help, "constraint": constraint, "holds": holds, "names": tuple(names)}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def count_field(default: int | None, help: str, least: int = 1) -> Any:
-    """A field that holds a number from ``least`` on."""
-    return config_field(default, help, f"at least {least}", lambda value: least <= value < 2**63)
+def count(default: int | None, help: str, least: int = 1) -> Any:
+    """Return a field that holds a whole number from ``least`` on."""
+    return setting(default, help, f"at least {least}", lambda value: least <= value < 2**63)
 
 
 def of_rules(name: str, help: str, *constraint: Any) -> Any:
-    """A field whose default is its update rule's; the help says AdamW's, and each other one."""
+    """Return a field whose default is its update rule's; the help says AdamW's, and each other one."""
     usual = UPDATE_RULES["adamw"].settings[name]
     others = {row.name: row.settings.get(name) for row in UPDATE_RULES.values()}
-    told = [f"{rule} {'has none' if value is None else value}" for rule, value in others.items() if value != usual]
-    return config_field(None, f"{help}  [default: {'; '.join([str(usual), *told])}]", *constraint)
+    defaults = [f"{rule} {'has none' if value is None else value}" for rule, value in others.items() if value != usual]
+    return setting(None, f"{help}  [default: {'; '.join([str(usual), *defaults])}]", *constraint)
 
 
 def kind_of(field: dataclasses.Field[Any]) -> type:
-    """The type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
+    """Return the type of a setting that is not None: ``str``, ``int``, ``float``, ``bool`` or ``Recipe``."""
     # Annotations of settings are strings that name the plain type first.
     return _KINDS[str(field.type).split(" ")[0]]
 
@@ -88,10 +85,7 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
 
 
 def load_settings(path: str | Path) -> dict[str, Any]:
-    """The table of a settings file, unchecked; ``DataError`` where the file is missing or not TOML.
-
-    The ``run.toml`` of a run is one too: it has the settings in a table, and the folder, which is the run's own, is left out.
-    """
+    """Return the table of a settings file, unchecked; of a ``run.toml`` the settings without the run's own folder."""
     try:
         found = load_toml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -107,7 +101,7 @@ def load_settings(path: str | Path) -> dict[str, Any]:
 
 
 def known_model(name: str) -> str:
-    """The full name of a preset, or the path of a model folder."""
+    """Return the full name of a preset, or the path of a model folder."""
     path = Path(name).expanduser()
     if name.strip().lower() in MODELS or not (path.exists() or "/" in name or "\\" in name):
         return get_model(name).name
@@ -121,23 +115,9 @@ def known_model(name: str) -> str:
     return str(path)
 
 
-def free_folder(model: str, recipe: str) -> str:
-    """``runs/MODEL-RECIPE-N`` with the first free N."""
-    stem = Path(model).name.removesuffix(".json")
-    return str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}"))
-
-
 def first_free(stem: Path) -> Path:
     """``STEM-N`` with the first N, from 1, that does not exist."""
-    return next(path for number in count(1) if not (path := Path(f"{stem}-{number}")).exists())
-
-
-def left_by_a_kill(folder: Path) -> tuple[str, ...]:
-    """Names allowed in the folder of a new run: leftovers of a command killed before the run existed, and complete data."""
-    # Imported here: the command line makes flags of settings and does not need it.
-    from narrowgauge.runs.writer import leftovers
-
-    return (*leftovers(folder), *(("data",) if (folder / "data" / "data.json").is_file() else ()))
+    return next(path for number in itertools.count(1) if not (path := Path(f"{stem}-{number}")).exists())
 
 
 # ── the configuration ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,15 +128,15 @@ SPIKE_ACTIONS = ("report", "skip", "rollback", "stop")
 OF_A_RUN = ("recipe", "seed", "out", "stop_after")
 """Settings that the runs of a comparison do not share."""
 OF_RANKS = ("shard", "replicas", "offload", "narrow_gather", "threads")
-"""Settings that say how a run is distributed over ranks."""
-CHANGEABLE_ON_RESUME = (*OF_RANKS, "log_to")
-"""Settings that a resume may change: they say where a run is computed and shown, not what."""
+"""Settings that say how a run is distributed over ranks. A resume may change them."""
 NUM_EVALS = 10
 """Default number of validations per run of a comparison: enough to interpolate the loss at any time."""
 KEPT_CHECKPOINTS = 1
 """Default number of checkpoints per run of a comparison: one is enough to resume."""
 COMPARED = {"eval_every": f"steps / {NUM_EVALS}", "keep_checkpoints": str(KEPT_CHECKPOINTS)}
 """Settings with another default in a comparison, and that default as text."""
+
+_DEFAULT = parse(DEFAULT_RECIPE)
 
 # Above these sizes compilation pays off within a short run.
 COMPILE_PARAMETERS = 5_000_000
@@ -165,148 +145,98 @@ COMPILE_STEPS = 1000
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The settings of a training run.
+    """The settings of a training run; ``narrowgauge train --help`` explains each.
 
-    Invariant: ``TrainConfig.from_dict(config.to_dict()) == config``, also through a TOML file.
-
-    Attributes:
-        model: a preset's name, or a folder with a Hugging Face ``config.json`` and, optionally, weights to start from.
-        recipe: the recipe; command lines and files hold its name, which is parsed there.
-        steps, batch_size, …: see ``narrowgauge train --help``, or the metadata of each field.
+    ``TrainConfig.from_dict(config.to_dict()) == config``, also through a TOML file.
 
     Example:
         >>> TrainConfig(model="llama-1m", steps=400).validated().lr
         0.003
     """
 
-    model: str = config_field(
-        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.", "not empty", bool
-    )
-    data: str = config_field(
-        "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool
-    )
-    recipe: Recipe = dataclasses.field(
-        default=parse(DEFAULT_RECIPE),
-        metadata=described("A recipe (narrowgauge show recipes) or a .toml file with one."),
-    )
-    rule: str = name_field(
-        "adamw",
-        "Update rule (narrowgauge show rules); matrix rules leave embeddings and vectors to AdamW.",
-        UPDATE_RULES,
-    )
-    rule_options: str | None = config_field(
-        None, "The rule's own options, such as momentum=0.9,nesterov=false.  [default: those of narrowgauge show rules]"
-    )
-    steps: int = count_field(400, "Optimizer steps.")
-    batch_size: int = count_field(8, "Sequences per optimizer step.")
-    sequence_length: int = count_field(256, "Tokens per sequence.")
-    gradient_accumulation_steps: int = count_field(1, "Micro-batches per optimizer step; must divide the batch size.")
-    lr: float | None = config_field(
-        None,
-        "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
-        "0.0003; unit-scaled models: 0.5; times the factor of the rule]",
-        "above 0 and finite",
-        lambda value: 0 < value < math.inf,
-    )
-    schedule: str = name_field(
-        "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", SCHEDULES
-    )
-    warmup_steps: int | None = count_field(
-        None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0
-    )
-    min_lr_ratio: float = config_field(
-        0.1, "Final learning rate as a fraction of the peak.", "from 0 to 1", lambda value: 0 <= value <= 1
-    )
-    beta1: float | None = of_rules(
-        "beta1", "Decay of the first moment.", "from 0 to below 1", lambda value: 0 <= value < 1
-    )
-    beta2: float | None = of_rules(
-        "beta2", "Decay of the second moment.", "from 0 to below 1", lambda value: 0 <= value < 1
-    )
-    eps: float | None = of_rules(
-        "eps", "AdamW's epsilon.", "at least 0 and finite", lambda value: 0 <= value < math.inf
-    )
+    # fmt: off
+    model: str = setting(
+        "llama-1m", "A preset (narrowgauge show models) or a folder with a Hugging Face config.json.", "not empty", bool)
+    data: str = setting(
+        "stdlib", "stdlib, a file or folder of text or jsonl, a token map, or datasets:NAME.", "not empty", bool)
+    recipe: Recipe = setting(_DEFAULT, "A recipe (narrowgauge show recipes) or a .toml file with one.")  # noqa: RUF009
+    rule: str = setting(
+        "adamw", "Update rule (narrowgauge show rules); matrix rules leave embeddings and vectors to AdamW.", names=UPDATE_RULES)
+    rule_options: str | None = setting(
+        None, "The rule's own options, such as momentum=0.9,nesterov=false.  [default: those of narrowgauge show rules]")
+    steps: int = count(400, "Optimizer steps.")
+    batch_size: int = count(8, "Sequences per optimizer step.")
+    sequence_length: int = count(256, "Tokens per sequence.")
+    gradient_accumulation_steps: int = count(1, "Micro-batches per optimizer step; must divide the batch size.")
+    lr: float | None = setting(
+        None, "Peak learning rate.  [default: by parameters: 0.003 below 4 million, 0.001 below 60, 0.0006 below 600, else "
+        "0.0003; unit-scaled models: 0.5; times the factor of the rule]", "above 0 and finite", lambda x: 0 < x < math.inf)
+    schedule: str = setting(
+        "cosine", "Decay of the learning rate after the warm-up: cosine, linear or constant.", names=SCHEDULES)
+    warmup_steps: int | None = count(
+        None, "Warm-up steps of the learning rate.  [default: a tenth of the steps, at most 100]", 0)
+    min_lr_ratio: float = setting(
+        0.1, "Final learning rate as a fraction of the peak.", "from 0 to 1", lambda x: 0 <= x <= 1)
+    beta1: float | None = of_rules("beta1", "Decay of the first moment.", "from 0 to below 1", lambda x: 0 <= x < 1)
+    beta2: float | None = of_rules("beta2", "Decay of the second moment.", "from 0 to below 1", lambda x: 0 <= x < 1)
+    eps: float | None = of_rules("eps", "AdamW's epsilon.", "at least 0 and finite", lambda x: 0 <= x < math.inf)
     weight_decay: float | None = of_rules(
-        "weight_decay", "Weight decay of matrices.", "at least 0 and finite", lambda value: 0 <= value < math.inf
-    )
-    max_grad_norm: float = config_field(
-        1.0, "Maximum gradient norm for clipping; inf disables it.", "above 0", lambda value: value > 0
-    )
-    seed: int = count_field(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
-    out: str | None = config_field(
-        None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]", "a path", bool
-    )
-    tokenizer: str | None = config_field(
-        None, "A tokenizer.json or a folder with one.  [default: a BPE trained on the data]", "a path", bool
-    )
-    held_out: float = config_field(
-        0.05, "Fraction of the documents held out for validation.", "above 0 and below 1", lambda value: 0 < value < 1
-    )
-    eval_every: int = count_field(100, "Steps between validations; 0: only at the end.", 0)
-    eval_batches: int = count_field(8, "Batches per validation.")
-    checkpoint_every: int = count_field(100, "Steps between checkpoints; 0: only at the end.", 0)
-    keep_checkpoints: int = count_field(2, "Number of latest checkpoints to keep.")
-    accumulation_dtype: str = name_field(
-        "float32",
-        f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.",
-        ACCUMULATIONS,
-    )
-    audit_every: int = count_field(10, "Steps between audits of the update; 0: never.", 0)
-    gauges_every: int = count_field(20, "Steps between samples of the gauges; 0: none.", 0)
-    fingerprints_every: int = count_field(
-        0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0
-    )
-    verify_every: int = count_field(
-        1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0
-    )
-    on_spike: str = name_field(
-        "report",
-        "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint and skip "
-        "the data since, or stop.",
-        SPIKE_ACTIONS,
-    )
-    max_rollbacks: int = count_field(3, "Rollbacks after which a spike stops the run.", 0)
-    tensorboard: bool = config_field(False, "Also write TensorBoard event files to tensorboard/ in the run folder.")
-    log_to: str = config_field(
-        "none",
-        f"Also send metrics and events to loggers, separated by commas: {', '.join(LOGGERS)}.",
-        f"none, or names out of {', '.join(LOGGERS)}",
-        lambda value: set(names_in(value)) <= set(LOGGERS),
-    )
-    log_every: int = count_field(10, "Steps between printed lines; every step is recorded.")
-    stop_after: int | None = count_field(
-        None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]"
-    )
-    activation_checkpointing: bool = config_field(False, "Recompute activations in the backward pass to save memory.")
-    compile: bool | None = config_field(
-        None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]"
-    )
-    shard: str = name_field(
-        "full", "On several ranks, share weights, gradients and states out over them: full or none.", SHARDINGS
-    )
-    replicas: int = count_field(1, "Copies of the sharded model; must divide the number of ranks.")
-    offload: bool = config_field(False, "On several ranks, keep shards in the host's memory.")
-    narrow_gather: bool = config_field(
-        False, "On several ranks, gather sharded weights as the codes that the recipe's matmuls take."
-    )
-    threads: int | None = count_field(
-        None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]"
-    )
+        "weight_decay", "Weight decay of matrices.", "at least 0 and finite", lambda x: 0 <= x < math.inf)
+    max_grad_norm: float = setting(
+        1.0, "Maximum gradient norm for clipping; inf disables it.", "above 0", lambda x: x > 0)
+    seed: int = count(0, "Seed of the initial weights, the order of the data and stochastic rounding.", 0)
+    out: str | None = setting(
+        None, "Run folder; new or empty.  [default: runs/MODEL-RECIPE-N, the first free N]", "a path", bool)
+    tokenizer: str | None = setting(
+        None, "A tokenizer.json or a folder with one.  [default: a BPE trained on the data]", "a path", bool)
+    held_out: float = setting(
+        0.05, "Fraction of the documents held out for validation.", "above 0 and below 1", lambda x: 0 < x < 1)
+    eval_every: int = count(100, "Steps between validations; 0: only at the end.", 0)
+    eval_batches: int = count(8, "Batches per validation.")
+    checkpoint_every: int = count(100, "Steps between checkpoints; 0: only at the end.", 0)
+    keep_checkpoints: int = count(2, "Number of latest checkpoints to keep.")
+    accumulation_dtype: str = setting(
+        "float32", f"Format in which micro-batch gradients are accumulated: {', '.join(ACCUMULATIONS)}.", names=ACCUMULATIONS)
+    audit_every: int = count(10, "Steps between audits of the update; 0: never.", 0)
+    gauges_every: int = count(20, "Steps between samples of the gauges; 0: none.", 0)
+    fingerprints_every: int = count(
+        0, "Steps between fingerprints of every tensor, by which narrowgauge diagnose compares two runs; 0: none.", 0)
+    verify_every: int = count(
+        1000, "On several ranks, steps between comparisons of what they hold and compute; 0: never.", 0)
+    on_spike: str = setting(
+        "report", "Reaction to a spike of the loss or gradient norm: report it, skip the batch, rollback to the last checkpoint "
+        "and skip the data since, or stop.", names=SPIKE_ACTIONS)
+    max_rollbacks: int = count(3, "Rollbacks after which a spike stops the run.", 0)
+    log_every: int = count(10, "Steps between printed lines; every step is recorded.")
+    stop_after: int | None = count(
+        None, "Stop after this step with a checkpoint, as if interrupted.  [default: never]")
+    activation_checkpointing: bool = setting(False, "Recompute activations in the backward pass to save memory.")
+    compile: bool | None = setting(
+        None, "Compile the model.  [default: from 5 million parameters or 1000 steps on, if possible]")
+    shard: str = setting(
+        "full", "On several ranks, share weights, gradients and states out over them: full or none.", names=SHARDINGS)
+    replicas: int = count(1, "Copies of the sharded model; must divide the number of ranks.")
+    offload: bool = setting(False, "On several ranks, keep shards in the host's memory.")
+    narrow_gather: bool = setting(
+        False, "On several ranks, gather sharded weights as the codes that the recipe's matmuls take.")
+    threads: int | None = count(
+        None, "CPU threads per rank.  [default: 1 with an order-invariant reduction, else cores / ranks]")
+    # fmt: on
 
     @property
     def update_rule(self) -> UpdateRule:
-        """The row of the run's update rule."""
+        """Return the row of the run's update rule."""
         return UPDATE_RULES[self.rule]
 
     @property
     def betas(self) -> tuple[float, float] | None:
-        """The decay rates of both moments; ``None`` for a rule that takes none."""
+        """Return the decay rates of both moments; ``None`` for a rule that takes none."""
         taken = {**self.update_rule.settings, **self._given_settings()}
         return (taken["beta1"], taken["beta2"]) if "beta1" in taken else None
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
-        """The arguments of the rule's optimizer, but for the learning rate."""
+        """Return the arguments of the rule's optimizer, but for the learning rate."""
         taken: dict[str, Any] = {**self.update_rule.settings, **self._given_settings()}
         options = {"weight_decay": taken["weight_decay"], **self.update_rule.in_training(self.rule_options or "")}
         if self.betas is not None:
@@ -314,14 +244,9 @@ class TrainConfig:
         return options | ({self.update_rule.eps_option: taken["eps"]} if "eps" in taken else {})
 
     def _given_settings(self) -> dict[str, Any]:
-        """Those of the settings that rules take which are not left to the rule."""
+        """Return those of the settings that rules take which are not left to the rule."""
         found = {name: getattr(self, name) for name in UPDATE_RULES["adamw"].settings}
         return {name: value for name, value in found.items() if value is not None}
-
-    @property
-    def loggers(self) -> tuple[str, ...]:
-        """The loggers that the run is sent to."""
-        return names_in(["tensorboard" if self.tensorboard else "none", *names_in(self.log_to)])
 
     @property
     def micro_batch_size(self) -> int:
@@ -333,7 +258,7 @@ class TrainConfig:
         return self.batch_size * self.sequence_length
 
     def learning_rate(self, step: int) -> float:
-        """The learning rate of one optimizer step, from 1 to ``steps``: a pure function of the settings.
+        """Return the learning rate of one optimizer step, from 1 to ``steps``: a pure function of the settings.
 
         Invariant: it rises linearly to ``lr`` at ``warmup_steps`` and, unless the schedule is constant, falls to
         ``lr * min_lr_ratio`` at ``steps``.
@@ -358,7 +283,7 @@ class TrainConfig:
         return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
-        """The same settings with those filled in that are None: by the model, by the steps, and by the update rule.
+        """Return the same settings with those filled in that are None: by the model, by the steps, and by the update rule.
 
         Args:
             num_parameters: size of the model; None uses that of a preset. Without either, ``lr`` and ``compile`` may
@@ -425,7 +350,9 @@ class TrainConfig:
         """
         for field in fields(self):
             require(field, getattr(self, field.name))
-        if parse_value(self.recipe.to_value()) != self.recipe:
+        for package in ("transformers", "tokenizers"):
+            require_package(package)
+        if parse(self.recipe.to_value()) != self.recipe:
             raise RecipeError(
                 f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
                 "A run records its recipe by name: take one from narrowgauge show recipes.",
@@ -434,20 +361,21 @@ class TrainConfig:
         named.require_agreement()
         named.require_compiler()
         named._require_sources()
-        return replace(
-            named, out=free_folder(named.model, self._named_recipe()) if named.out is None else named._free_out()
-        )
+        return replace(named, out=named._free_folder() if named.out is None else named._require_free())
 
-    def _named_recipe(self) -> str:
-        return self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
+    def _free_folder(self) -> str:
+        """Return ``runs/MODEL-RECIPE-N`` with the first free N."""
+        recipe = self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
+        stem = Path(self.model).name.removesuffix(".json")
+        return str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}"))
 
     @property
     def title(self) -> str:
-        """The recipe's title, and the rule where it is not AdamW."""
+        """Return the recipe's title, and the rule where it is not AdamW."""
         return rule_title(self.recipe.title, self.rule)
 
     def located(self) -> TrainConfig:
-        """The same settings with full paths, so that a run or a comparison can be resumed from any folder.
+        """Return the same settings with full paths, so that a run or a comparison can be resumed from any folder.
 
         Invariant: idempotent; what is not a path here (a preset, ``stdlib``, a name on the hub) stays as it is.
 
@@ -465,7 +393,7 @@ class TrainConfig:
         return replace(self, model=model, data=data, tokenizer=self.tokenizer and full(self.tokenizer))
 
     def to_dict(self) -> dict[str, Any]:
-        """A TOML table with a key per setting; None is left out."""
+        """Return a TOML table with a key per setting; None is left out."""
         table = {field.name: getattr(self, field.name) for field in fields(self)} | {"recipe": self.recipe.to_value()}
         return {name: value for name, value in table.items() if value is not None}
 
@@ -488,7 +416,7 @@ class TrainConfig:
                 )
                 raise NarrowgaugeError(f"{where} has an unknown key '{name}'.", near)
             if name == "recipe":
-                value = parse_value(value, where)
+                value = parse(value, where)
             # In TOML a float may be written as an integer.
             elif kind_of(known[name]) is float and type(value) is int:
                 value = float(value)
@@ -507,76 +435,71 @@ class TrainConfig:
         return cls.from_dict(load_settings(path), str(path))
 
     def require_agreement(self) -> None:
-        """Refuse settings that contradict each other."""
-        self._require_rule()
-        if self.batch_size % self.gradient_accumulation_steps:
-            raise NarrowgaugeError(
-                f"a batch of {self.batch_size} sequences cannot be split into {self.gradient_accumulation_steps} equal "
-                "micro-batches.",
-                "Choose a --gradient-accumulation-steps that divides --batch-size.",
-            )
-        if self.warmup_steps is not None and self.warmup_steps > self.steps:
-            raise NarrowgaugeError(
-                f"a warm-up of {self.warmup_steps} steps was requested in a run of {self.steps}.",
-                "Lower --warmup-steps.",
-            )
-        if self.shard == "none" and (self.replicas > 1 or self.offload or self.narrow_gather):
-            asked = "offload" if self.offload else "narrow_gather" if self.narrow_gather else "replicas"
-            raise NarrowgaugeError(
-                f"shard = 'none' was requested with {asked} = {getattr(self, asked)}, which is about shards.",
-                f"Omit --shard or --{asked.replace('_', '-')}.",
-            )
-        if self.on_spike == "rollback" and not self.checkpoint_every:
-            raise NarrowgaugeError(
-                "rollback to the last checkpoint was requested, and no checkpoints.", "Set --checkpoint-every."
-            )
-        require_loggers(self.loggers)
-        model = MODELS.get(self.model)
-        if model is not None and self.sequence_length > model.max_positions:
-            raise RecipeError(
-                f"sequences of {self.sequence_length} tokens were requested for {model.name}, which has "
-                f"{model.max_positions} positions.",
-                f"Use --sequence-length {model.max_positions} or less, or another --model.",
-            )
+        """Refuse settings that contradict each other, the model or the update rule."""
+        self.update_rule.read(self.rule_options or "")
+        for wrong, kind, message, advice in self._contradictions():
+            if wrong:
+                raise kind(f"Cannot train: {message}.", advice)
+        for storage in self.recipe.storages if self.update_rule.is_matrix else ():
+            refuse_matrix_rule(self.rule, storage)
 
-    def _require_rule(self) -> None:
-        """Refuse settings that the update rule does not take, a rate that it needs, and a storage that it cannot step."""
-        rule = self.update_rule
-        rule.read(self.rule_options or "")
+    def _contradictions(self) -> Iterator[tuple[bool, type[NarrowgaugeError], str, str]]:
+        rule, model = self.update_rule, MODELS.get(self.model)
         for name, value in self._given_settings().items():
-            if name not in rule.settings:
-                raise RecipeError(
-                    f"{name} = {value:g} was requested with rule '{rule.name}', which has none.",
-                    f"Omit --{name.replace('_', '-')}.",
-                )
-        if self.lr is None and (reason := self._why_no_rate()):
-            raise RecipeError(
-                f"rule '{rule.name}' was requested without a learning rate: {reason}.", "Set --lr; try several."
-            )
-        if self.compile and self.recipe.dtype == "float64":
-            raise RecipeError(
-                f"a compiled model was requested in '{self.recipe.title}', whose scope of float64 no graph can hold.",
-                "Omit --compile: reference runs are eager.",
-            )
-        if rule.is_matrix:
-            for storage in self.recipe.storages:
-                refuse_matrix_rule(rule.name, storage)
+            message = f"rule '{rule.name}' has no {name}, and {name} = {value:g} was set"
+            yield name not in rule.settings, RecipeError, message, f"Omit --{name.replace('_', '-')}."
+        no_rate = self._why_no_rate() if self.lr is None else ""
+        yield (
+            bool(no_rate),
+            RecipeError,
+            f"rule '{rule.name}' has no learning rate, {no_rate}",
+            "Set --lr; try several.",
+        )
+        yield (
+            bool(self.compile) and self.recipe.dtype == "float64",
+            RecipeError, f"no graph can hold the scope of float64 of '{self.recipe.title}'",
+            "Omit --compile: reference runs are eager.",
+        )  # fmt: skip
+        parts = self.gradient_accumulation_steps
+        yield (
+            self.batch_size % parts > 0,
+            NarrowgaugeError, f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches",
+            "Choose a --gradient-accumulation-steps that divides --batch-size.",
+        )  # fmt: skip
+        warmup = self.warmup_steps or 0
+        message = f"a warm-up of {warmup} steps is longer than the run of {self.steps}"
+        yield warmup > self.steps, NarrowgaugeError, message, "Lower --warmup-steps."
+        of_shards = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
+        used = next((name for name, is_set in of_shards.items() if is_set), "")
+        message = f"{used} is about shards, and shard = 'none' has none"
+        advice = f"Omit --shard or --{used.replace('_', '-')}."
+        yield self.shard == "none" and bool(used), NarrowgaugeError, message, advice
+        yield (
+            self.on_spike == "rollback" and not self.checkpoint_every,
+            NarrowgaugeError, "a rollback needs checkpoints", "Set --checkpoint-every.",
+        )  # fmt: skip
+        positions = model.max_positions if model is not None else self.sequence_length
+        yield (
+            self.sequence_length > positions,
+            RecipeError, f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens",
+            f"Use --sequence-length {positions} or less, or another --model.",
+        )  # fmt: skip
 
     def _require_sources(self) -> None:
         """Require that text and tokenizer exist; both are read later."""
         # Imported here: the command line makes flags of these settings and does not need it.
-        from narrowgauge.trainer.data.corpus import open_texts
+        from narrowgauge.trainer.data.text import open_texts
 
         if not self.data.startswith("datasets:"):
             open_texts(self.data)
         if self.tokenizer is not None and not Path(self.tokenizer).exists():
             raise DataError(f"the tokenizer {self.tokenizer} does not exist.", "Name a tokenizer.json or its folder.")
 
-    def _free_out(self) -> str:
+    def _require_free(self) -> str:
         from narrowgauge.runs.writer import require_free
 
         assert self.out is not None
-        require_free(self.out, beside=left_by_a_kill(Path(self.out)))
+        require_free(self.out)
         return self.out
 
 
@@ -584,4 +507,4 @@ def _compiler_missing() -> str:
     """Why a model cannot be compiled here, or an empty string; on a GPU kernels are not C++."""
     torch = sys.modules.get("torch")
     on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
-    return switched_off() or gpu_compiler_missing() if on_gpu else model_compiler_missing()
+    return switched_off() or (gpu_compiler_missing() if on_gpu else compiler_missing())

@@ -37,7 +37,7 @@ class MicroBatch:
 
 
 def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) -> list[MicroBatch]:
-    """The rounds of one rank, in a step with at least one micro-batch for each rank.
+    """Return the rounds of one rank, in a step with at least one micro-batch for each rank.
 
     Example:
         >>> [(each.number, each.is_absent) for each in micro_batches_of_rank(5, rank=2, size=3)]
@@ -51,7 +51,7 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
 
 
 def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1) -> Tensor:
-    """The sum of a number of each micro-batch, added in their order, whichever rank computed them.
+    """Return the sum of a number of each micro-batch, added in their order, whichever rank computed them.
 
     ``shares`` are the 0-d numbers of this rank's rounds; all ranks call it. The sum is 0-d and has the same bits on every
     rank and for every number of ranks.
@@ -68,7 +68,7 @@ def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1
 
 
 def gather_in_order(values: Sequence[float], num_micro_batches: int, here: Ranks) -> list[float]:
-    """A number of each micro-batch from all ranks, in their order; ``values`` are those of this rank's rounds."""
+    """Return a number of each micro-batch from all ranks, in their order; ``values`` are those of this rank's rounds."""
     by_rank = here.gather(list(values))
     return [by_rank[number % here.size][number // here.size] for number in range(num_micro_batches)]
 
@@ -85,7 +85,7 @@ class SkippedBatches:
 
 
 def batch_index(step: int, skipped: Iterable[SkippedBatches]) -> int:
-    """The index of the batch for the step after ``step`` steps.
+    """Return the index of the batch for the step after ``step`` steps.
 
     Invariant: no batch is taken twice.
 
@@ -97,7 +97,7 @@ def batch_index(step: int, skipped: Iterable[SkippedBatches]) -> int:
 
 
 def skipped_batches_of(events: Iterable[Mapping[str, Any]]) -> list[SkippedBatches]:
-    """The batches that a run skipped, by its events, in order.
+    """Return the batches that a run skipped, by its events, in order.
 
     Example:
         >>> skipped_batches_of([{"kind": "rollback", "step": 108, "to_step": 100, "batches": 8}])

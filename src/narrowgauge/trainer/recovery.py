@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from narrowgauge.analysis.monitor.spikes import StepJudgement
+from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.checkpoints.saving import go_back
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.gauges.nan_origin.replay import Replay, replay
@@ -46,7 +47,7 @@ class Recovery:
         session.skipped_batches = skipped_batches_of(reporter.rebuild().events)
 
     def judgement(self) -> StepJudgement | None:
-        """What judges the next step before its update; ``None`` where spikes are only reported."""
+        """Return what judges the next step before its update; ``None`` where spikes are only reported."""
         return None if self.action == "report" else StepJudgement(self.reporter.alarms.judge)
 
     def takes_over(self, row: Row) -> bool:
@@ -93,13 +94,13 @@ class Recovery:
             self.reporter.event(Event("skip", row["step"], message, **values), shown=True)
 
     def _is_rescaled(self, row: Row) -> bool:
-        """Whether the loss scaler handles an overflow; it does not handle a spike."""
+        """Return whether the loss scaler handles an overflow; it does not handle a spike."""
         return "spike" not in row and is_rescaled(row, self.session.optimizer.loss_scaler, self.session.loss_scale)
 
     def _roll_back(self, row: Row) -> bool:
         session, done = self.session, len(self.session.skipped_batches)
         if done >= session.config.max_rollbacks:
-            self.stuck = f", and {done} {'rollback is' if done == 1 else 'rollbacks are'} used up"
+            self.stuck = f", and all {done} rollbacks are used up"
             return False
         # First: a run that is killed before the event is written comes to the same decision.
         session.saver.wait()
@@ -109,14 +110,9 @@ class Recovery:
             self.stuck = ", and there is no good checkpoint to go back to"
             return False
         batches = row["step"] - to
-        event = {
-            "kind": "rollback",
-            "step": row["step"],
-            "message": f"{symptom(row)}; the run goes back to step {to} and skips the {_batches(batches)} since",
-            "to_step": to,
-            "batches": batches,
-            **{name: spike[name] for name in ("value", "threshold") if name in spike},
-        }
+        message = f"{symptom(row)}; the run goes back to step {to} and skips the data since"
+        event = {"kind": "rollback", "step": row["step"], "message": message, "to_step": to, "batches": batches}
+        event |= {name: spike[name] for name in ("value", "threshold") if name in spike}
         self.reporter.event(event, shown=True)
         session.skipped_batches = skipped_batches_of(self.reporter.go_back(to).events)
         session.restore(lambda path, reason: None)
@@ -125,77 +121,58 @@ class Recovery:
 
     def _investigate(self, row: Row) -> None:
         """Replay the failed step, and report which operation made the first bad value."""
-        if self.replays >= REPLAYS:
-            return
         self.replays += 1
-        rank, found = replay_last_step(self.session, self.reporter.console.say)
-        place = found.bad.tensor if found.bad is not None else None
-        where = f"On rank {rank}: " if self.session.here.size > 1 and found.reproduced != "not" else ""
-        message = f"{where}{found.message}"
-        phase = "" if found.bad is None else found.bad.phase
-        operation = "" if found.bad is None else found.bad.operation
-        event = Event(
-            "first_bad_value",
-            row["step"],
-            message,
-            tensor=place or None,
-            detector="replay",
-            phase=phase,
-            operation=operation,
+        if self.replays > REPLAYS:
+            return
+        rank, result = replay_last_step(self.session, self.reporter.console.say)
+        where = f"On rank {rank}: " if self.session.here.size > 1 and result.reproduced != "not" else ""
+        bad = result.bad
+        named: Any = (
+            {} if bad is None else {"tensor": bad.tensor or None, "phase": bad.phase, "operation": bad.operation}
         )
-        self.reporter.event(event, shown=True)
+        message = f"{where}{result.message}"
+        self.reporter.event(Event("first_bad_value", row["step"], message, detector="replay", **named), shown=True)
 
 
 def replay_last_step(session: Session, say: Callable[[str], object] = lambda _: None) -> tuple[int, Replay]:
     """Replay the step that was just taken and changed nothing, from the same weights, data and random bits.
 
     Returns:
-        The rank at fault, and what it found: the same on every rank.
+        The rank at fault, and its result: the same on every rank.
     """
     gauges, linears = session.gauges, session.linears
-    was_sampling = gauges is not None and gauges.sampling
-    was_at = 0 if linears is None else linears.step
-    own: list[torch.Tensor] = []
+    was_sampling, linears_step = gauges is not None and gauges.sampling, 0 if linears is None else linears.step
+    losses: list[torch.Tensor] = []
 
     def scale(loss: torch.Tensor) -> torch.Tensor:
         # The scale of that step: the scaler has backed off since.
         return loss if session.optimizer.loss_scaler is None else loss * session.loss_scale
 
     def step() -> torch.Tensor:
-        own[:] = [torch.zeros((), dtype=torch.float32, device=session.device)]
-        own.extend(differentiated(session, scale))
-        return torch.stack(own).sum()
+        losses[:] = [torch.zeros((), dtype=torch.float32, device=session.device)]
+        losses.extend(differentiated(session, scale))
+        return torch.stack(losses).sum()
 
     session.step -= 1
     try:
         if gauges is not None:
             gauges.sampling = False
-        found = replay(session.model, step, say=say, agree=lambda has_found: any(session.here.gather(has_found)))
+        result = replay(session.model, step, say=say, agree=lambda has_found: any(session.here.gather(has_found)))
     finally:
         session.step += 1
         session.reshard()
         if linears is not None:
-            linears.step = was_at
+            linears.step = linears_step
         if gauges is not None:
             gauges.sampling = was_sampling
-    return _at_fault(session.here.gather((all(math.isfinite(float(loss)) for loss in own), found)))
+    results = session.here.gather((all(math.isfinite(float(loss)) for loss in losses), result))
+    rank = min(range(len(results)), key=lambda rank: _innocence(*results[rank]))
+    return rank, results[rank][1]
 
 
-def _at_fault(found: list[tuple[bool, Replay]]) -> tuple[int, Replay]:
-    """The rank whose own step went wrong, and what it found; a sum over ranks carries a bad gradient to all others.
-
-    Of each rank, ``found`` holds whether its losses are finite, and its replay.
-    """
-    order = sorted(range(len(found)), key=lambda rank: _innocence(*found[rank]))
-    return order[0], found[order[0]][1]
-
-
-def _innocence(is_finite: bool, found: Replay) -> tuple[bool, bool, bool]:
-    if found.bad is None:
-        return True, is_finite, not found.found
+def _innocence(is_finite: bool, result: Replay) -> tuple[bool, bool, bool]:
+    """Order ranks: the one whose own step went wrong comes first; a sum carries its bad gradient to all others."""
+    if result.bad is None:
+        return True, is_finite, not result.found
     # A bad value that arrives in a sum is made by none of the model's modules.
-    return False, is_finite, not found.bad.module
-
-
-def _batches(number: int) -> str:
-    return "batch" if number == 1 else f"{number} batches"
+    return False, is_finite, not result.bad.module

@@ -23,15 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from narrowgauge.assembly.preparation import DifferenceNotice, is_matrix, outer_names, prepare
-from narrowgauge.checkpoints.checkpoint_files import saved_tensors
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, require_same_model, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import Held, Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
-from narrowgauge.distributed.traffic import Traffic
-from narrowgauge.errors import RankError, RecordError
+from narrowgauge.errors import DataError, RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process
@@ -39,16 +37,16 @@ from narrowgauge.gauges.recording.step_row import StepReader, WatchedOptimizer, 
 from narrowgauge.matmul.gemm import EmulationNotice, describe_matmuls
 from narrowgauge.matmul.scopes import compute_scope
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
-from narrowgauge.numerics.update_metrics import UPDATE_SUMS, completed
+from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.accumulation import GradientAccumulator
 from narrowgauge.optim.audit import joined_over_ranks
+from narrowgauge.optim.loading import kept_tensors
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.state_dict import kept_tensors
 from narrowgauge.runs.atomic_io import disk_errors
-from narrowgauge.runs.record import read_run
+from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.data.dataset import Dataset, open_data
+from narrowgauge.trainer.data.dataset import Dataset, open_data, prepare_data
 from narrowgauge.trainer.micro_batches import MicroBatch, SkippedBatches, batch_index, micro_batches_of_rank
 from narrowgauge.trainer.resume_checks import require_ranks
 
@@ -61,22 +59,17 @@ class Session:
     """A run in memory.
 
     Args:
-        config: the settings, filled in.
-        model, optimizer: from ``prepare``.
         loss: ``(tokens) -> summed cross entropy`` of the model, compiled or not.
         accumulator: sums the gradients of micro-batches, if this process has several and the reduction does not.
         linears: the model's narrow layers, if its recipe has any.
         reduction: sums the gradients of micro-batches over ranks; ``None`` for one process that has nothing to sum.
-        here: this process among those that train together.
         initial_weights: the file that a new run's weights were read from; ``None`` where they were drawn.
         step, tokens: optimizer steps done, and tokens trained on.
         seconds: wall time up to the last checkpoint, with that of earlier processes.
         audit_total: the audit's sums over the whole run.
         gauges: while attached; see :meth:`watched`.
-        standing: ``settings`` and numbers of ``rows`` stored in the checkpoint it was loaded from, if any.
-        traffic: counts what is sent between ranks, while a loop runs.
+        saved_settings: the settings in the checkpoint that it was loaded from.
         batch_crc: checksum of the last step's tokens, of all ranks together.
-        unigram_loss: of the same tokens under the frequencies of single tokens, in nats.
         data_seconds: how long that step waited for them.
     """
 
@@ -97,14 +90,12 @@ class Session:
     audit_total: Tensor = field(default_factory=lambda: torch.zeros(len(UPDATE_SUMS), dtype=torch.float64))
     gauges: Gauges | None = None
     skipped_batches: list[SkippedBatches] = field(default_factory=list)
-    standing: dict[str, Any] = field(default_factory=dict)
+    saved_settings: dict[str, Any] = field(default_factory=dict)
     saver: Saver = field(init=False)
     verifier: Verifier = field(init=False)
     fingerprints: Fingerprints = field(init=False)
     reader: StepReader = field(init=False)
-    traffic: Traffic | None = None
     batch_crc: str = ""
-    unigram_loss: float = 0.0
     data_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -122,7 +113,7 @@ class Session:
 
     @property
     def loss_scale(self) -> float:
-        """The loss scale of the last step."""
+        """Return the loss scale of the last step."""
         return self.reader.watched[0].scale
 
     @property
@@ -133,10 +124,6 @@ class Session:
         missing = self.config.why_uncompiled(language_model.num_parameters(self.model))
         uncompiled = [f"the model runs uncompiled, which is slower: {missing}"] if missing else []
         return [*uncompiled, *(note for note in notes if "emulated" in note)]
-
-    @property
-    def tokenizer_path(self) -> Path | None:
-        return self.data.tokenizer_path
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Parameters by name; a tied parameter appears once."""
@@ -151,12 +138,17 @@ class Session:
         """This rank's micro-batches of the next step: int64 ``[micro_batch_size, sequence_length + 1]`` for each round."""
         c = self.config
         place = batch_index(self.step, self.skipped_batches)
-        batch = self.data.batch(place, c.batch_size, c.sequence_length, c.seed)
-        self.batch_crc = batch_checksum(batch)
-        self.unigram_loss = float(self.data.unigram_losses[batch].mean(dtype=np.float64))
-        tokens = torch.from_numpy(batch)
-        parts = tokens.split(c.micro_batch_size)
-        return [parts[each.number].to(self.device) for each in self.micro_batches]
+        numbers, size = [each.number for each in self.micro_batches], c.micro_batch_size
+
+        def read(number: int) -> np.ndarray:
+            rows = slice(number * size, (number + 1) * size)
+            return self.data.batch(place, c.batch_size, c.sequence_length, c.seed, rows)
+
+        parts = [read(number) for number in numbers]
+        own = [batch_checksum(part) for part, each in zip(parts, self.micro_batches, strict=True) if not each.is_absent]
+        checksums = (int(checksum, 16) for rank in self.here.gather(own) for checksum in rank)
+        self.batch_crc = f"{sum(checksums) % 2**64:016x}"
+        return [torch.from_numpy(part).to(self.device) for part in parts]
 
     def reshard(self) -> None:
         """Free what FSDP2 has gathered and no backward pass has freed, so that parameters are shards again."""
@@ -193,11 +185,11 @@ class Session:
             self.gauges = None
 
     def weights_fingerprint(self) -> str:
-        """A 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
+        """Return a 64-bit fingerprint of the stored weights, as 16 hexadecimal digits."""
         return fingerprint_whole({name: self.optimizer.stored(p) for name, p in self.named_parameters()})
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds: ``tensors`` by name, not copied, and ``state``, a JSON object of everything else."""
+        """Return what a checkpoint holds: ``tensors`` by name, not copied, and ``state``, a JSON object of everything else."""
         tensors = state_tensors(self.named_parameters(), self.optimizer)
         if self.linears is not None:
             tensors |= {f"matmul.{name}": history for name, history in self.linears.histories().items()}
@@ -214,16 +206,12 @@ class Session:
             state["loss_scaler"] = self.optimizer.loss_scaler.state_dict()
         return {"tensors": tensors, "state": state}
 
-    def save(self, num_rows: Mapping[str, int] | None = None) -> Path:
-        """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step.
-
-        ``num_rows`` is the number of records in each file of the run, which a resume verifies.
-        """
+    def save(self) -> Path:
+        """Write a checkpoint; the previous one is kept until it is complete. On ranks, all call it at the same step."""
         saved = self.state_dict()
-        state = {**saved["state"], "rows": dict(num_rows or {})}
         # The checkpoint of an interruption must not replace the one for a rollback.
         extra = self.config.on_spike == "rollback" and self.step % max(1, self.config.checkpoint_every) != 0
-        return self.saver.save(self.step, saved["tensors"], state, self.config.keep_checkpoints + extra)
+        return self.saver.save(self.step, saved["tensors"], saved["state"], self.config.keep_checkpoints + extra)
 
     def restore(self, on_damaged: Callable[[Path, str], None]) -> None:
         """Load the latest good checkpoint, or stay at step 0 if there is none."""
@@ -245,9 +233,8 @@ class Session:
 
         def load_checked() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
-                saved = saved_tensors(checkpoint.path)
-                require_same_model(saved, self.named_parameters(), where, self.config.model)
-                return load_tensors(checkpoint.path, saved, self.named_parameters(), self.optimizer)
+                require_same_model(checkpoint.path, self.named_parameters(), where, self.config.model)
+                return load_tensors(checkpoint.path, self.named_parameters(), self.optimizer)
 
         tensors = self.saver.ranks.together(load_checked)
         self.load_state_dict({"tensors": tensors, "state": state})
@@ -256,7 +243,7 @@ class Session:
                 f"{where} gives weights {self.weights_fingerprint()}, and {state['fingerprint']} was saved.",
                 "The checkpoint is intact, so the code of the storage has changed: resume with the version that wrote it.",
             )
-        self.standing = {name: state[name] for name in ("settings", "rows") if name in state}
+        self.saved_settings = state["settings"]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go to the step at which :meth:`state_dict` returned this; its tensors must not be written to afterwards."""
@@ -273,7 +260,7 @@ class Session:
             self.set_compute()
             histories = {key.removeprefix("matmul."): t for key, t in tensors.items() if key.startswith("matmul.")}
             self.linears.load_histories(histories)
-        self.audit_total = completed(torch.tensor(state["audit_total"], dtype=torch.float64))
+        self.audit_total = torch.tensor(state["audit_total"], dtype=torch.float64)
 
 
 def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Path | None = None) -> Session:
@@ -292,6 +279,8 @@ def build(config: TrainConfig, folder: Path, data: Dataset, initial_weights: Pat
     nn.Module.to(model, device)
     if config.activation_checkpointing:
         language_model.enable_activation_checkpointing(model)
+    if config.compile or model.config.vocab_size >= language_model.LARGE_VOCABULARY:
+        language_model.ends_in_head(model)  # before its layers become narrow or shards
     here = all_ranks()
     mesh = _mesh(config, here, device)
     with warnings.catch_warnings():
@@ -342,14 +331,13 @@ def stepped_by_adamw(config: TrainConfig, model: nn.Module) -> set[str]:
 
 
 def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:
-    """The mesh of the ranks that train together; ``None`` for one process."""
+    """Return the mesh of the ranks that train together; ``None`` for one process."""
     if here.size == 1:
-        if config.offload or config.narrow_gather or config.replicas > 1:
-            what, without = ("offload", "--no-offload") if config.offload else ("replicas", "--replicas 1")
-            what, without = ("narrow_gather", "--no-narrow-gather") if config.narrow_gather else (what, without)
+        of_shards = {"offload": config.offload, "narrow_gather": config.narrow_gather, "replicas": config.replicas > 1}
+        for name in (name for name, is_set in of_shards.items() if is_set):
             raise RankError(
-                f"{what} = {getattr(config, what)} was requested of one process, which has no shards.",
-                f"Start several, --nproc 2, or ask for none: {without}.",
+                f"Cannot use {name} in one process, which has no shards.",
+                f"Start several, --nproc 2, or leave out --{name.replace('_', '-')}.",
             )
         return None
     require_ranks(config, here.size)
@@ -357,7 +345,7 @@ def _mesh(config: TrainConfig, here: Ranks, device: torch.device) -> Any:
 
 
 def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Tensor]:
-    """The summed loss of a batch in the recipe's compute, compiled or not."""
+    """Return the summed loss of a batch in the recipe's compute, compiled or not."""
     recipe = config.recipe
     # The chunked loss uses the head's weight and not the head: casts around a kept head would be skipped.
     large = model.config.vocab_size >= language_model.LARGE_VOCABULARY and not recipe.keep
@@ -378,11 +366,17 @@ def _loss(model: PreTrainedModel, config: TrainConfig) -> Callable[[Tensor], Ten
 
 
 def describe(session: Session) -> dict[str, Any]:
-    """The content of ``run.toml``: settings, versions, machine, data."""
+    """Return the content of ``run.toml``: settings, versions, machine, data."""
     return {
         "config": session.config.to_dict(),
         **describe_process(session.device, session.here.size),
-        "data": {"fingerprint": session.data.fingerprint, "tokens": session.data.num_tokens},
+        "data": {
+            "folder": str(session.data.folder),
+            "held_out": session.config.held_out,
+            "seed": session.config.seed,
+            "fingerprint": session.data.fingerprint,
+            "tokens": session.data.num_tokens,
+        },
         "model": describe_model(session.model),
     }
 
@@ -404,58 +398,39 @@ def keep_pages(mmap_threshold: int = 1 << 30, trim_threshold: int = (1 << 31) - 
 # ── a run on the disk, at its newest good checkpoint ────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True)
-class SavedRun:
-    """A run on the disk at its newest good checkpoint; its model is on the meta device, without weights."""
-
-    model: PreTrainedModel
-    config: TrainConfig
-    checkpoint: Checkpoint
-    tokenizer_path: Path | None
-
-
-def open_run(folder: str | Path, ranks: Ranks = ALONE) -> SavedRun:
-    """Open a run folder at its newest good checkpoint, without its weights; all ranks call it."""
-    config, data = _opened(Path(folder))
-    damaged = _Damaged(Path(folder))
-    checkpoint = latest_checkpoint(Path(folder), damaged.add, ranks)
-    if checkpoint is None:
-        raise damaged.error()
-    return SavedRun(language_model.skeleton(config.model, data.vocab_size), config, checkpoint, data.tokenizer_path)
-
-
 def load(folder: str | Path) -> Session:
     """Load the session of a run folder at its newest good checkpoint, for export or sampling: not compiled, without gauges."""
-    config, data = _opened(Path(folder))
-    damaged = _Damaged(Path(folder))
-    session = build(dataclasses.replace(config, compile=False), Path(folder), data)
-    session.restore(damaged.add)
+    run, folder = read_run(folder), Path(folder)
+    config = dataclasses.replace(TrainConfig.from_dict(run.config, str(folder / "run.toml")), compile=False)
+    session = build(config, folder, data_of_run(run, config))
+    damaged: list[str] = []
+    session.restore(lambda path, reason: damaged.append(f"{path.name} is damaged ({reason})"))
     if session.step == 0:
-        raise damaged.error()
+        raise RecordError(
+            f"{folder} holds no good checkpoint{': ' + '; '.join(damaged) if damaged else ''}.",
+            f"narrowgauge resume {folder} restarts it from step 0.",
+        )
     return session
 
 
-def _opened(folder: Path) -> tuple[TrainConfig, Dataset]:
-    run = read_run(folder)
-    config = TrainConfig.from_dict(run.config, str(folder / "run.toml"))
-    data = open_data(folder)
-    data.require_same(run.data_fingerprint)
-    return config, data
+def data_of_run(run: Run, config: TrainConfig, stage: Callable[[str], None] = lambda what: None) -> Dataset:
+    """Open the tokens that a run began with; make them again from the text where the cache has lost them."""
+    fingerprint, recorded = run.data_fingerprint, run.run["data"]
+    try:
+        data = open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
+    except DataError:
+        data = prepare_tokens(config, stage)
+    data.require_same(fingerprint)
+    return data
 
 
-class _Damaged:
-    """Collects the checkpoints that were skipped, and why."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.said: list[str] = []
-
-    def add(self, path: Path, reason: str) -> None:
-        self.said.append(f"{path.name} is damaged ({reason})")
-
-    def error(self) -> RecordError:
-        """The error where no good one is left."""
-        return RecordError(
-            f"{self.folder} holds no good checkpoint{': ' + '; '.join(self.said) if self.said else ''}.",
-            f"narrowgauge resume {self.folder} restarts it from step 0.",
-        )
+def prepare_tokens(config: TrainConfig, stage: Callable[[str], None] = lambda what: None) -> Dataset:
+    """Prepare the tokens that the settings name."""
+    return prepare_data(
+        config.data,
+        vocab_size=language_model.vocabulary_size(config.model),
+        tokenizer=config.tokenizer,
+        held_out=config.held_out,
+        seed=config.seed,
+        stage=stage,
+    )

@@ -9,25 +9,51 @@ them. States are also compared before a checkpoint is written, so that the last 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch.profiler import record_function
 
-from narrowgauge.analysis.monitor.spikes import StepJudgement
+from narrowgauge.analysis.spikes import StepJudgement
 from narrowgauge.distributed.sharding import fsdp_modules
 from narrowgauge.gauges.recording.step_row import peak_memory_bytes, summary_of
 from narrowgauge.matmul.cast_cache import cached_weights
+from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.optim.accumulation import backward_in_parts
 from narrowgauge.runs.record import read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.trainer import counted_memory
 from narrowgauge.trainer.micro_batches import batch_index, gather_in_order, micro_batches_of_rank, sum_in_order
+from narrowgauge.trainer.random_numbers import random_numbers
 from narrowgauge.trainer.session import Session
-from narrowgauge.trainer.step_clock import StepClock
+
+
+class StepClock:
+    """Moments within a step. On CUDA they are events on the stream, so nothing waits for the device before ``seconds``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._moments: list[Any] = []
+
+    def mark(self) -> None:
+        """Note this moment."""
+        if self._on_gpu:
+            self._moments.append(torch.cuda.Event(enable_timing=True))
+            self._moments[-1].record()
+        else:
+            self._moments.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Return the time between each moment and the next."""
+        if self._on_gpu:
+            self._moments[-1].synchronize()
+        pairs = itertools.pairwise(self._moments)
+        return [a.elapsed_time(b) / 1000 if self._on_gpu else b - a for a, b in pairs]
 
 
 def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
@@ -42,8 +68,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
         session.accumulator.step = session.step
     if session.verifier.is_due(session.step + 1):
         verify(session)
-    if session.traffic is not None:
-        session.traffic.begin_step()
     session.fingerprints.begin(session.step + 1)
     clock = StepClock(session.device)
     clock.mark()
@@ -77,13 +101,11 @@ def _row(session: Session, loss: float, rate: float, judgement: StepJudgement | 
         "lr": rate,
         "grad_norm": None if norm is None else float(norm),
         "tokens": session.tokens,
-        **(session.traffic.end_step() if session.traffic is not None else {}),
         "peak_memory_bytes": peak_memory_bytes(),
         "data_seconds": session.data_seconds,
         "gradient_seconds": max(0.0, in_gradients - session.data_seconds),
         "update_seconds": in_update,
         "batch_crc": session.batch_crc,
-        "unigram_loss": session.unigram_loss,
         "embedding_grad_norm": None if own is None else float(own),
     }
     if judgement is not None and (spike := judgement.judge_norm(known["grad_norm"])) is not None:
@@ -102,7 +124,8 @@ def differentiate(session: Session) -> torch.Tensor:
     """
     scaler = session.optimizer.loss_scaler
     # Casts of weights that are sharded would keep the whole model on each rank.
-    with cached_weights() if len(session.micro_batches) > 1 and not fsdp_modules(session.model) else nullcontext():
+    is_cached = len(session.micro_batches) > 1 and not fsdp_modules(session.model)
+    with float32_attention(), cached_weights() if is_cached else nullcontext():
         if session.reduction is None:
             return backward_in_parts(losses(session), session.accumulator, scaler)
         shares = list(differentiated(session, scaler.scale if scaler is not None else lambda loss: loss))
@@ -143,21 +166,32 @@ def losses(session: Session) -> Iterator[torch.Tensor]:
             linears.set_first_sequence(first)
         forward = session.reduction.forward_pass() if session.reduction is not None else nullcontext()
         named = record_function(counted_memory.FORWARD)
-        with session.fingerprints.micro_batch(tokens, first, is_absent=each.is_absent), forward, named:
+        drawn = random_numbers(config.seed, session.step, each.number, session.device)
+        with drawn, session.fingerprints.micro_batch(tokens, first, is_absent=each.is_absent), forward, named:
             loss = session.loss(tokens)
         yield loss / config.tokens_per_step
 
 
 @torch.no_grad()
 def evaluate(session: Session) -> float:
-    """The mean loss in nats per token over the validation batches."""
+    """Return the mean loss in nats per token over the validation batches, of the model in evaluation mode."""
+    session.model.eval()
+    try:
+        return _evaluated(session)
+    finally:
+        session.model.train()
+
+
+def _evaluated(session: Session) -> float:
     config, here = session.config, session.here
     session.set_compute(evaluating=True)
     batches = list(session.data.valid_batches(config.micro_batch_size, config.sequence_length, config.eval_batches))
     found = []
     # Ranks without a batch left repeat one: all take part in gathering weights.
     for each in micro_batches_of_rank(len(batches), here.rank % max(1, len(batches)), here.size) if batches else ():
-        found.append(float(session.loss(torch.from_numpy(batches[each.number]).to(session.device))))
+        tokens = torch.from_numpy(batches[each.number]).to(session.device)
+        with random_numbers(config.seed, session.step, each.number, session.device):  # some models draw here too
+            found.append(float(session.loss(tokens)))
     session.reshard()
     total = 0.0
     for loss in gather_in_order(found, len(batches), here):  # from Python 3.12 on sum() rounds otherwise
@@ -167,7 +201,7 @@ def evaluate(session: Session) -> float:
 
 
 def summarize(session: Session, val_loss: float, wall_seconds: float) -> Row:
-    """The record of ``summary.json``."""
+    """Return the record of ``summary.json``."""
     rows = session.here.of_first(lambda: read_run(session.folder).steps)
     return summary_of(
         rows,
@@ -219,6 +253,7 @@ def _differentiate(session: Session, number: int) -> None:
         session.set_compute()
         linears.step = session.step
         linears.set_first_sequence(number * config.micro_batch_size)
-    with reduction.micro_batch(is_last=False):
+    drawn = random_numbers(config.seed, session.step, number, session.device)
+    with drawn, reduction.micro_batch(is_last=False):
         (session.loss(tokens) / config.tokens_per_step).backward()
     reduction.discard()

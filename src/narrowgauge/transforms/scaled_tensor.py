@@ -1,15 +1,16 @@
 """A tensor that carries a power-of-two scale, and the rules that give the result of an operation its scale.
 
-A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor with a mean square near one, and ``scale``, one
-power of two, holds its magnitude. Each operation guesses the size of its result from the scales of its operands, as for
-independent random numbers: a product gets the product of the scales, a sum of n numbers the root of n times their scale. This
-file measures nothing; :mod:`narrowgauge.spec.propagation` lists what is measured elsewhere. The guess only decides where
-``data`` lies in its format's range, never the value: ``data * scale`` is the operation's usual result, with the same rounding,
-since multiplying by a power of two rounds nothing until a number leaves the range.
+A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor with a mean square near one, ``scale`` one
+power of two. Each operation guesses the size of its result from the scales of its operands, as for independent random numbers.
+A product gets the product of the scales, a sum of n numbers the root of n times their scale. This file measures nothing;
+:mod:`narrowgauge.spec.propagation` lists what is measured elsewhere. A guess decides only where ``data`` lies in its format's
+range. The value stays: a power of two rounds nothing until a number leaves the range.
 
-The rules apply below autograd. The operations of a backward pass use the same table, so gradients are scaled tensors too, and
-are accumulated by the rule for addition. An operation without a rule is an error: to continue without scales would not be what
-was requested.
+The rules apply below autograd. A backward pass uses the same table, so gradients are scaled tensors too. An operation without a
+rule is an error.
+
+Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify, whose default of rounding scales down is
+used.
 """
 
 from __future__ import annotations
@@ -23,33 +24,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.numerics.tensor_stats import power_of_rms
+from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.spec.propagation import RULES
 
 aten = torch.ops.aten
 
 
 class Scaled(Tensor):
-    """A tensor as ``data * scale``, with ``scale`` a power of two.
-
-    Invariant: an operation on scaled tensors has the value of the same operation on their values, rounded as in the format of
-    ``data``; only magnitudes that leave that format's range can differ. Gradients are scaled tensors of their own.
+    """A tensor as ``data * scale``; results of operations are rounded as in the format of ``data``.
 
     Args:
         data: a plain floating-point tensor.
         scale: a power of two, as a number or as a 0-d float32 tensor on the device of ``data``. It is not checked, since that
             would synchronize with the device.
-    Raises:
-        RecipeError: from an operation that has no rule.
     Example:
         >>> x, y = Scaled(torch.tensor([1.0, -1.5]), 2**-10), Scaled(torch.tensor([1.0, 1.0]), 2**-8)
         >>> x * y, x + y
         (Scaled([1.0, -1.5] * 2^-18), Scaled([1.25, 0.625] * 2^-8))
         >>> (x + y).value()
         tensor([0.0049, 0.0024])
-
-    Source: Balança et al., Scalify, arXiv 2407.17353, and graphcore-research/jax-scalify, whose default of rounding
-    scales down is used.
     """
 
     _data: Tensor
@@ -57,16 +50,8 @@ class Scaled(Tensor):
 
     @staticmethod
     def __new__(cls, data: Tensor, scale: Tensor | float) -> Scaled:
-        made: Scaled = Tensor._make_wrapper_subclass(
-            cls,
-            data.size(),
-            strides=data.stride(),
-            storage_offset=data.storage_offset(),
-            dtype=data.dtype,
-            device=data.device,
-            layout=data.layout,
-        )
-        return made
+        layout: Any = {"strides": data.stride(), "storage_offset": data.storage_offset(), "layout": data.layout}
+        return Tensor._make_wrapper_subclass(cls, data.size(), dtype=data.dtype, device=data.device, **layout)
 
     def __init__(self, data: Tensor, scale: Tensor | float) -> None:
         self._data = data
@@ -74,16 +59,14 @@ class Scaled(Tensor):
 
     @property
     def data(self) -> Tensor:  # type: ignore[override]
-        """The plain tensor, with a size near one."""
         return self._data
 
     @property
     def scale(self) -> Tensor:
-        """The power of two, a 0-d float32 tensor."""
         return self._scale
 
     def value(self) -> Tensor:
-        """``data * scale`` as a plain tensor, without a gradient."""
+        """Return ``data * scale`` as a plain tensor, without a gradient."""
         return times(self._data, self._scale)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -128,14 +111,14 @@ class Scaled(Tensor):
 
 Rule = Callable[..., Any]
 
+# Rules for whole functions, looked up before PyTorch decomposes them; filled by scalify.py.
 FUNCTIONS: dict[Any, Rule] = {}
-"""Rules for whole functions, looked up before PyTorch decomposes them; filled by ``scalify.py``."""
 
 
 def unknown(what: str) -> RecipeError:
     return RecipeError(
-        f"scalify has no rule for {what}.",
-        "It supports the Llama and GPT-2 models of transformers with sdpa attention and without dropout.",
+        f"Cannot scalify {what} because it has no rule.",
+        "Use a Llama or GPT-2 of transformers with sdpa attention and without dropout.",
     )
 
 
@@ -148,14 +131,8 @@ def _number(number: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(float(number), dtype=dtype, device=device)
 
 
-measured = power_of_rms
-
-
-# --- powers of two ----------------------------------------------------------------------------------------------------
-
-
 def root_below(count: int) -> float:
-    """The largest power of two not above ``sqrt(count)``: the size of a sum of so many numbers of size one.
+    """Return the largest power of two not above ``sqrt(count)``: the size of a sum of ``count`` numbers of size one.
 
     It uses comparisons only, so that a compiled graph of dynamic shape is valid for all counts between two powers of four.
 
@@ -170,7 +147,7 @@ def root_below(count: int) -> float:
 
 
 def times(x: Tensor, power: Tensor) -> Tensor:
-    """``x * power`` for a 0-d float32 power of two, rounded once; in float16 the power itself may be out of range.
+    """Return ``x * power`` for a 0-d float32 power of two, rounded once; the power may be out of float16's range.
 
     Example:
         >>> times(torch.tensor([64.0], dtype=torch.float16), torch.tensor(2.0**-28))
@@ -180,22 +157,22 @@ def times(x: Tensor, power: Tensor) -> Tensor:
 
 
 def rescaled(x: Tensor) -> Scaled:
-    """``x``, plain or scaled, with a new scale from its measured root mean square: the *dynamic rescale*.
+    """Return ``x``, plain or scaled, with a new scale from its measured root mean square: the *dynamic rescale*.
 
     Example:
         >>> rescaled(Scaled(torch.tensor([0.25, -0.5]), 2.0))
         Scaled([1.0, -2.0] * 2^-1)
     """
     data, scale = (x._data, x._scale) if isinstance(x, Scaled) else (x, None)
-    size = measured(data)
+    size = power_of_rms(data)
     return Scaled(data / size, size if scale is None else scale * size)
 
 
-# --- arithmetic -------------------------------------------------------------------------------------------------------
+# ── arithmetic ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
-    """Operations that move, copy, cast or negate elements: applied to the data, with the same scale."""
+    """Move, copy, cast or negate elements at the same scale."""
     moved = func(x._data, *args, **kwargs)
     if isinstance(moved, Tensor):
         return Scaled(moved, x._scale.to(moved.device))
@@ -203,7 +180,7 @@ def _as_one(func: Any, x: Scaled, *args: Any, **kwargs: Any) -> Any:
 
 
 def _multiply(func: Any, a: Any, b: Any) -> Scaled:
-    """Scales multiply. A number is split into a mantissa and a power of two; a plain tensor has scale 1."""
+    """Multiply scales. A number is split into a mantissa and a power of two; a plain tensor has scale 1."""
     if not isinstance(a, Scaled):
         a, b = b, a
     if isinstance(b, Scaled):
@@ -215,7 +192,7 @@ def _multiply(func: Any, a: Any, b: Any) -> Scaled:
 
 
 def _divide(func: Any, a: Any, b: Any) -> Scaled:
-    """Scales divide; otherwise as for products."""
+    """Divide scales; otherwise as for products."""
     if not isinstance(b, Scaled):
         if isinstance(b, Tensor):
             return Scaled(a._data / _constant(func, b), a._scale)
@@ -227,7 +204,7 @@ def _divide(func: Any, a: Any, b: Any) -> Scaled:
 
 
 def _split(number: float) -> tuple[float, float]:
-    """``number`` as a mantissa of magnitude 1 to 2 and a power of two; zero and non-finite numbers have power 1."""
+    """Split into a mantissa of magnitude 1 to 2 and a power of two; zero and non-finite numbers have power 1."""
     mantissa, exponent = math.frexp(number)
     if not math.isfinite(number) or number == 0:
         return number, 1.0
@@ -235,14 +212,14 @@ def _split(number: float) -> tuple[float, float]:
 
 
 def _constant(func: Any, x: Any) -> Any:
-    """A plain operand; refused where it requires a gradient, which would be a scaled tensor."""
+    """Refuse a plain operand that requires a gradient, which would be a scaled tensor."""
     if isinstance(x, Tensor) and not isinstance(x, Scaled) and x.requires_grad and torch.is_grad_enabled():
         raise unknown(f"{func} of a scaled tensor with a plain one that requires a gradient")
     return x
 
 
 def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
-    """The root of the sum of the squared scales, rounded down to a power of two, is the larger scale."""
+    """Add at the larger scale: the root of the sum of the squared scales, rounded down to a power of two."""
     if alpha != 1:
         raise unknown(f"{func} of a scaled tensor with alpha = {alpha}")
     left, right, scale = _aligned(func, [a, b])
@@ -250,13 +227,12 @@ def _add(func: Any, a: Any, b: Any, *, alpha: float = 1) -> Scaled:
 
 
 def _concatenate(func: Any, tensors: Sequence[Any], dim: int = 0) -> Scaled:
-    """At the largest scale."""
     *parts, scale = _aligned(func, tensors)
     return Scaled(func(parts, dim), scale)
 
 
 def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
-    """The data of all operands at their largest scale, and that scale. A plain tensor's scale is measured."""
+    """Return the data of all operands at their largest scale, and that scale. A plain tensor's scale is measured."""
     first = operands[0]
     if all(isinstance(x, Scaled) and x._scale is first._scale for x in operands):
         return [*(x._data for x in operands), first._scale]
@@ -264,23 +240,22 @@ def _aligned(func: Any, operands: Sequence[Any]) -> list[Tensor]:
     scale = pairs[0][1]
     for _, other in pairs[1:]:
         scale = torch.maximum(scale, other)
-    return [*(data * (own / scale) for data, own in pairs), scale]
+    return [*(data * (power / scale) for data, power in pairs), scale]
 
 
 def _pair(x: Any, operands: Sequence[Any]) -> tuple[Tensor, Tensor]:
-    """Data and scale. Zeros have no size: they take the scale of the others."""
+    """Return data and scale. Zeros have no size: they take another operand's scale."""
     if isinstance(x, Scaled):
         return x._data, x._scale
-    other = next(operand for operand in operands if isinstance(operand, Scaled))
-    wide = torch.promote_types(other.dtype, torch.float32)
-    plain = x if isinstance(x, Tensor) else _number(x, wide, other.device)
-    scale = other._scale
-    size = torch.where(plain.detach().abs().amax() > 0, measured(plain), scale) if plain.numel() else scale
+    like = next(operand for operand in operands if isinstance(operand, Scaled))
+    plain = x if isinstance(x, Tensor) else _number(x, torch.promote_types(like.dtype, torch.float32), like.device)
+    scale = like._scale
+    size = torch.where(plain.detach().abs().amax() > 0, power_of_rms(plain), scale) if plain.numel() else scale
     return plain / size, size
 
 
 def _sum(func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool = False, **kwargs: Any) -> Scaled:
-    """The root of the number of terms, rounded down to a power of two."""
+    """Sum; the scale grows by the root of the number of terms, rounded down to a power of two."""
     count = 1
     for dim in dims or range(x.ndim):
         count = count * x.shape[dim]
@@ -288,10 +263,12 @@ def _sum(func: Any, x: Scaled, dims: Sequence[int] | None = None, keepdim: bool 
     return Scaled(aten.sum.dim_IntList(x._data, dims, keepdim, **kwargs) / size, x._scale * size)
 
 
-# The rules that are applied here; PyTorch must see views as aliases.
-_VIEW = "view"
+def _operation(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload)
+
+
 _FUNCTIONS: dict[str, Rule] = {
-    _VIEW: _as_one,
     "copy": _as_one,
     "product": _multiply,
     "quotient": _divide,
@@ -299,14 +276,6 @@ _FUNCTIONS: dict[str, Rule] = {
     "concatenation": _concatenate,
     "sum of n terms": _sum,
 }
-
-
-def _operation(name: str) -> Any:
-    packet, _, overload = name.partition(".")
-    return getattr(getattr(aten, packet), overload)
-
-
-_VIEWS = {_operation(name) for name in RULES[_VIEW].operations}
-_RULES: dict[Any, Rule] = {
-    _operation(name): function for kind, function in _FUNCTIONS.items() for name in RULES[kind].operations
-}
+# PyTorch must see views as aliases.
+_VIEWS = {_operation(name) for name in RULES["view"].operations}
+_RULES = {_operation(name): function for kind, function in _FUNCTIONS.items() for name in RULES[kind].operations}

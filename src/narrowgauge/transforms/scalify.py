@@ -1,25 +1,25 @@
 """Scalify: every tensor of a model carries a power-of-two scale, so that the operands of its matmuls are near one.
 
 Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
-of each matmul before the cast. Scalify propagates scales instead: a tensor is ``data * scale``, and a rule for each operation
-gives its result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Matmuls and sums guess the size of their
-results. It is measured where errors of guesses would accumulate: results of activations, gradients behind a norm, and weights. A
-float8 matmul then needs no scale and no amax: it casts ``data`` directly.
+of each matmul before the cast. Scalify propagates scales: a tensor is ``data * scale``, and a rule for each operation gives its
+result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Most sizes are guessed. Results of activations,
+gradients behind a norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then needs no
+scale and no amax: it casts ``data`` directly.
 
 The model keeps its parameters, their names and its class. Only the modules that own parameters, and the activations, compute by
-a rule; everything between them (residual sums, splits, rotations, the attention) is the model's own code, run on scaled tensors.
-Tensors are scaled from the embedding to the last norm; logits and the parameters' gradients are plain tensors.
+a rule; everything between them is the model's own code, run on scaled tensors. Tensors are scaled from the embedding to the last
+norm; logits and the parameters' gradients are plain tensors.
 
 **Functions.** A function of real values ``y = f(x)`` runs on plain tensors. :func:`enter` divides each operand by its unit, the
-function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule then fixes the backward
-pass: if ``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own
-backward of the plain function. So a gradient's data pass unchanged through the plain backward, with a size near one, and its
-scale is passed around it from ``leave`` to ``enter``, as the gradient of a *token* that has no other use. Values are therefore
-right whatever units, scales and sizes a rule chooses; these only decide where data lie in the format's range. A *size* is the
-root mean square of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it.
+function returns ``raw``, and :func:`leave` returns the scaled tensor ``raw * scale``. The chain rule fixes the backward pass:
+if ``dy`` is the gradient of ``y``, then ``dx = (dy.scale * scale / unit) * vjp(dy.data)``, where ``vjp`` is PyTorch's own
+backward of the plain function. A gradient's data pass unchanged through the plain backward, with a size near one. Its scale is
+passed around it from ``leave`` to ``enter``, as the gradient of a *token* that has no other use. So values are right whatever
+units, scales and sizes a rule chooses; these only decide where data lie in the format's range. A *size* is the root mean square
+of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it. Guesses assume independent operands.
+Training makes them less independent; e4m3 tolerates a factor of about ten upwards, e5m2, the format of gradients, ten thousand.
 
-Guessed sizes assume independent operands, and training makes them less independent; e4m3 tolerates a factor of about ten upwards
-and a hundred downwards, and e5m2, the format of gradients, ten thousand either way.
+Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from narrowgauge.numerics.structures import map_tensors
+from narrowgauge.numerics.metrics import power_of_rms
 from narrowgauge.spec.propagation import RULES, Measured
-from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, measured, rescaled, root_below, times, unknown
+from narrowgauge.torch_names import map_tensors
+from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, rescaled, root_below, times, unknown
 
 
 class Held(NamedTuple):
@@ -52,15 +53,7 @@ OWN: Final = "own"
 REAL: Final = "real"
 WIDE: Final = "wide"
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _in_graph(function: _Function) -> _Function:
-    """A compiler keeps the call in the graph and traces it only below autograd."""
-    return cast(_Function, torch.compiler.allow_in_graph(function))
-
-
-# --- strip and restore scales -----------------------------------------------------------------------------------------
+# ── strip and restore scales ───────────────────────────────────────────────────────────────────────────────────────────
 
 
 class _Enter(torch.autograd.Function):
@@ -73,8 +66,8 @@ class _Enter(torch.autograd.Function):
         ctx.scaled = [x.dtype if isinstance(x, Scaled) else None for x in operands]
         entered = [_in_unit(x, unit) for x, unit in zip(operands, units, strict=True)]
         # An operand that needs no gradient costs no matmul in the backward pass.
-        wanted = ctx.needs_input_grad[2:]
-        ctx.mark_non_differentiable(*(x for x, wants in zip(entered, wanted, strict=True) if not wants))
+        needs_grad = ctx.needs_input_grad[2:]
+        ctx.mark_non_differentiable(*(x for x, needs in zip(entered, needs_grad, strict=True) if not needs))
         return _one(operands[0]), *entered
 
     @staticmethod
@@ -85,7 +78,7 @@ class _Enter(torch.autograd.Function):
             if vjp is None or dtype is None:
                 gradients.append(None if vjp is None else times(vjp, scale))
                 continue
-            power = measured(vjp) if size is None else size
+            power = power_of_rms(vjp) if size is None else size
             gradients.append(Scaled((vjp / power).to(dtype), scale * power))
         return None, None, *gradients
 
@@ -101,19 +94,30 @@ def _divisor(x: Tensor, unit: Unit) -> Tensor | None:
 
 
 def _in_unit(x: Tensor, unit: Unit) -> Tensor:
-    """The operand's value in its unit, detached."""
+    """Return the operand's value in its unit, detached."""
     if isinstance(x, Scaled):
         if unit == OWN:
             return x._data.detach()
-        x = _roomy(x._data) * x._scale if unit == WIDE else times(x._data, x._scale)
+        x = _widened(x._data) * x._scale if unit == WIDE else times(x._data, x._scale)
     return x / unit if isinstance(unit, Tensor) else x.detach()
+
+
+def _widened(x: Tensor) -> Tensor:
+    """Widen float16 that leaves scaled arithmetic, since its gradient will be a plain tensor."""
+    return x.float() if x.dtype is torch.float16 else x
+
+
+def _through(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient for the plain function's backward, and the token's."""
+    g = gradient if isinstance(gradient, Scaled) else rescaled(gradient)
+    return g._data, g._scale * scale
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
         ctx.save_for_backward(scale)
-        power = measured(raw) if size is None else size
+        power = power_of_rms(raw) if size is None else size
         return Scaled(raw / power, scale * power)
 
     @staticmethod
@@ -126,7 +130,7 @@ class _LeavePlain(torch.autograd.Function):
     def forward(ctx: Any, raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
         ctx.save_for_backward(scale)
         ctx.dtype = raw.dtype
-        return _roomy(raw) * scale
+        return _widened(raw) * scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,18 +138,12 @@ class _LeavePlain(torch.autograd.Function):
         return data.to(ctx.dtype), scale, None
 
 
-def _through(gradient: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient for the plain function's backward, and the one of the token."""
-    g = gradient if isinstance(gradient, Scaled) else rescaled(gradient)
-    return g._data, g._scale * scale
-
-
 class _Value(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         scaled = cast(Scaled, x)
         ctx.dtype = scaled.dtype
-        return _roomy(scaled._data) * scaled._scale
+        return _widened(scaled._data) * scaled._scale
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -153,14 +151,17 @@ class _Value(torch.autograd.Function):
         return Scaled(g._data.to(ctx.dtype), g._scale)
 
 
-def _roomy(x: Tensor) -> Tensor:
-    """A value that leaves scaled arithmetic: float16 becomes float32, since its gradient will be a plain tensor."""
-    return x.float() if x.dtype is torch.float16 else x
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def _in_graph(function: _Function) -> _Function:
+    """Let a compiler keep the call in the graph and trace it only below autograd."""
+    return cast(_Function, torch.compiler.allow_in_graph(function))
 
 
 @_in_graph
 def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -> tuple[Tensor, ...]:
-    """The token, and each operand as a plain tensor in its unit.
+    """Return the token, and each operand as a plain tensor in its unit.
 
     Args:
         units: of each operand; a plain one has scale 1.
@@ -171,35 +172,33 @@ def enter(units: tuple[Unit, ...], sizes: tuple[Size, ...], *operands: Tensor) -
 
 @_in_graph
 def leave(raw: Tensor, token: Tensor, scale: Tensor, size: Size) -> Tensor:
-    """``raw * scale`` as a scaled tensor of data ``raw / size``."""
+    """Return ``raw * scale`` as a scaled tensor of data ``raw / size``."""
     return cast(Tensor, _Leave.apply(raw, token, scale, size))  # type: ignore[no-untyped-call]
 
 
 @_in_graph
 def leave_plain(raw: Tensor, token: Tensor, scale: Tensor) -> Tensor:
-    """``raw * scale`` as a plain tensor; its gradient is measured."""
+    """Return ``raw * scale`` as a plain tensor; its gradient is measured."""
     return cast(Tensor, _LeavePlain.apply(raw, token, scale))  # type: ignore[no-untyped-call]
 
 
 @_in_graph
 def value_of(x: Tensor) -> Tensor:
-    """A scaled tensor's value as a plain one; its gradient is measured."""
+    """Return a scaled tensor's value as a plain one; its gradient is measured."""
     return cast(Tensor, _Value.apply(x))  # type: ignore[no-untyped-call]
 
 
 @_in_graph
 def scale_of(x: Tensor) -> Tensor:
-    """The scale of a tensor; 1 for a plain one."""
+    """Return the scale of a tensor; 1 for a plain one."""
     return x._scale if isinstance(x, Scaled) else _one(x)
 
 
-# --- the rules --------------------------------------------------------------------------------------------------------
-
-Product = Callable[..., Tensor]
+# ── rules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def _size(rule: str, what: Measured, guess: float) -> Size:
-    """The guess, or ``None`` where the rule measures."""
+    """Return the guess, or ``None`` where the rule measures."""
     return None if what in RULES[rule].measures else guess
 
 
@@ -207,16 +206,15 @@ def linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    multiply: Product,
+    multiply: Callable[..., Tensor],
     features: tuple[int, int],
     plain: bool = False,
     unit_of: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
-    """A linear layer by the rule for dot products: the operands of its three matmuls are near one.
+    """Apply a linear layer by the rule for dot products: the operands of its three matmuls are near one.
 
-    The output is a sum over the inputs, ``grad_input`` a sum over the outputs: their sizes are the roots of those numbers,
-    rounded down to powers of two. The weight's scale is measured, and its gradient is a plain value, so the root of the number
-    of tokens would cancel. The bias is added at the scale of the product.
+    The output sums over the inputs, ``grad_input`` over the outputs: their sizes are the roots of those numbers, rounded down.
+    The weight's scale is measured, and its gradient is a plain value. The bias is added at the scale of the product.
 
     Args:
         x: plain or scaled, ``[..., inputs]``.
@@ -225,63 +223,54 @@ def linear(
         features: numbers of inputs and outputs.
         plain: return a plain tensor.
         unit_of: measures the weight, where ``multiply`` divides by the result itself; it gets it as a fourth argument.
-    Source: ``dot_general`` of jax-scalify.
     """
     inputs, outputs = features
-    size = measured(weight) if unit_of is None else unit_of(weight)
+    size = power_of_rms(weight) if unit_of is None else unit_of(weight)
     scale = scale_of(x) * size
     sizes = (root_below(outputs), None, None)
-    held: Unit = size if unit_of is None else Held(size)
+    weight_unit: Unit = size if unit_of is None else Held(size)
     also = () if unit_of is None else (size,)
     if bias is None:
-        token, data, unit_weight = enter((OWN, held), sizes[:2], x, weight)
+        token, data, unit_weight = enter((OWN, weight_unit), sizes[:2], x, weight)
         raw = multiply(data, unit_weight, None, *also)
     else:
-        token, data, unit_weight, unit_bias = enter((OWN, held, scale), sizes, x, weight, bias)
+        token, data, unit_weight, unit_bias = enter((OWN, weight_unit, scale), sizes, x, weight, bias)
         raw = multiply(data, unit_weight, unit_bias, *also)
     return leave_plain(raw, token, scale) if plain else leave(raw, token, scale, root_below(inputs))
 
 
 def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
-    """A norm of the real value. Its result has scale 1, since its size is one; its gradient is measured.
+    """Apply a norm to the real value. The result has scale 1, since its size is one; its gradient is measured.
 
-    Args:
-        function: of the real value and of the plain vectors (gain, bias). It computes float16 in float32: the gradient of the
-            input is larger than that of the output by the factor by which the input is smaller than one.
-    Source: the layer norm of the paper's FP8 training, with a dynamic rescale of its gradient.
+    ``function`` gets the real value and the plain vectors (gain, bias). It computes float16 in float32: the gradient of a small
+    input is large.
     """
     units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
-    token, real, *own = enter(units, (_size("norm", "gradient", 1.0),) * len(units), x, *vectors)
-    own = [vector.to(real.dtype) if vector.dtype.itemsize <= real.dtype.itemsize else vector for vector in own]
-    made = function(real, *own)
-    return leave(made.half() if x.dtype is torch.float16 else made, token, torch.ones_like(token), 1.0)
+    token, real, *vectors_in = enter(units, (_size("norm", "gradient", 1.0),) * len(units), x, *vectors)
+    vectors_in = [v.to(real.dtype) if v.dtype.itemsize <= real.dtype.itemsize else v for v in vectors_in]
+    raw = function(real, *vectors_in)
+    return leave(raw.half() if x.dtype is torch.float16 else raw, token, torch.ones_like(token), 1.0)
 
 
 def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """An activation of the real value, as in the source's rule for ``exp``; its gradient has about the size of the output's."""
+    """Apply an activation to the real value; its gradient has about the size of the output's."""
     token, real = enter((REAL,), (_size("activation", "gradient", 1.0),), x)
     return leave(function(real), token, torch.ones_like(token), _size("activation", "output", 1.0))
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype | None = None) -> Tensor:
-    """Rows of a weight, at the weight's measured scale, in its dtype or in ``dtype``; its gradient is a plain value."""
-    size = measured(weight)
+    """Look up rows of a weight at its measured scale, in its dtype or in ``dtype``; its gradient is a plain value."""
+    size = power_of_rms(weight)
     token, table = enter((REAL,), (None,), weight)
     rows = F.embedding(tokens, table, padding) / size
     return leave(rows if dtype is None else rows.to(dtype), token, size, 1.0)
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """Scaled dot product attention: scores from real queries and keys, the mean from the data of the values.
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """Apply scaled dot product attention: scores from real queries and keys, the mean from the data of the values.
 
     The source has no rule for batched matmuls. A mean of values is at most as large as they are. Queries and keys enter as real
     values near one; their gradients are small relative to the output's at first, and large later.
@@ -300,13 +289,11 @@ FUNCTIONS[F.scaled_dot_product_attention] = attention
 def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     """Let a model compute with scaled tensors from its inputs to its outputs.
 
-    Invariant: logits and gradients have the values of the plain model (the same bits in most operations: scales are powers of
-    two), while every operand of a linear layer's three matmuls, forward and backward, has a root mean square of the
-    order of one. Parameters, ``state_dict`` and gradients are plain tensors under the same names. Copies and pickles of
-    the model stay scalified; activation checkpointing and ``torch.compile`` work as before.
+    Logits and gradients have the values of the plain model: the same bits in most operations, since scales are powers of two.
+    Every operand of a linear layer's three matmuls has a root mean square of the order of one. Parameters, ``state_dict`` and
+    gradients are plain tensors under the same names; copies, pickles, activation checkpointing and ``torch.compile`` work.
 
-    If a linear layer has a method ``multiply(x, weight, bias)``, as narrow layers do, that multiplies its plain data, with the
-    weight in the layout of its parameter. A plain input, such as the head's, has scale 1.
+    A linear layer with a method ``multiply(x, weight, bias)``, such as a narrow layer, multiplies its plain data with it.
 
     Args:
         model: changed in place: each module that owns parameters, and each activation, gets a class of its own. Narrow
@@ -314,8 +301,6 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         dtype: of the scaled tensors, if not the parameters' own.
     Raises:
         RecipeError: a module's class has no rule; or, when the model runs, an operation has none.
-    Cost: one additional read of each measured tensor (:func:`measurements`): in a Llama's layer one forward and two backward, and
-        each weight, within ``cached_weights`` once a step. Compiled, the rest is fused into existing kernels.
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 2))
@@ -324,17 +309,13 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         >>> scalify(model)
         >>> torch.equal(model(x), plain)
         True
-
-    Source: Balança et al., Scalify: scale propagation for efficient low-precision LLM training, arXiv 2407.17353;
-    graphcore-research/jax-scalify.
     """
     head = cast(Any, model).get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    classes = {
-        module: _class_for(name, module) for name, module in model.named_modules() if not _is_plain_head(module, head)
-    }
+    # A plain head has plain inputs and outputs: a rule would only measure it.
+    modules = [(name, m) for name, m in model.named_modules() if not (m is head and type(m) is nn.Linear)]
+    classes = {module: _class_for(name, module) for name, module in modules}
     for module, ruled in classes.items():
-        if ruled is not None:
-            module.__class__ = ruled
+        module.__class__ = ruled
         if isinstance(module, _Ruled):
             cast(Any, module).computes_in = dtype
     if isinstance(head, _Ruled):
@@ -345,49 +326,8 @@ def scalify(model: nn.Module, dtype: torch.dtype | None = None) -> None:
             module.register_forward_hook(_leave_values)
 
 
-class Measurements(NamedTuple):
-    """How many tensors are read for their scales.
-
-    Attributes:
-        weights: once for each version within ``cached_weights``; those of embeddings and of layers that are not narrow in each
-            forward pass.
-        forward: in each forward pass.
-        backward: in each backward pass.
-    """
-
-    weights: int
-    forward: int
-    backward: int
-
-
-def measurements(model: nn.Module) -> Measurements:
-    """How many tensors a scalified model measures, gradients that enter as plain tensors included.
-
-    Args:
-        model: scalified; it must use each of its modules once in a forward pass.
-    Example:
-        >>> model = nn.Sequential(nn.Linear(8, 8), nn.SiLU(), nn.LayerNorm(8))
-        >>> scalify(model)
-        >>> measurements(model)
-        Measurements(weights=1, forward=1, backward=2)
-    """
-    ruled = [module for module in model.modules() if isinstance(module, _Ruled)]
-    entries = 1 + sum(module.leaves_plain for module in ruled)
-    read = [what for module in ruled for what in RULES[module.rule].measures]
-    read += [what for what in RULES["plain gradient that enters"].measures for _ in range(entries)]
-    return Measurements(read.count("weight"), read.count("output"), read.count("gradient"))
-
-
-def _is_plain_head(module: nn.Module, head: Any) -> bool:
-    """Whether a module is a head that nothing casts: with plain inputs and outputs, a rule would only measure it."""
-    return module is head and type(module) is nn.Linear
-
-
 def _leave_values(_: nn.Module, __: Any, result: Any) -> Any:
     return map_tensors(lambda tensor: value_of(tensor) if isinstance(tensor, Scaled) else tensor, result)
-
-
-# --- modules ----------------------------------------------------------------------------------------------------------
 
 
 class _Ruled:
@@ -398,16 +338,13 @@ class _Ruled:
     """
 
     origin: ClassVar[type[nn.Module]]
-    # In propagation.RULES.
-    rule: ClassVar[str]
     leaves_plain = False
     # The dtype of the scaled tensors, if not the parameters' own. A rule casts its parameters itself: after a separate
-    # cast their gradients would leave scaled arithmetic in the narrower of the two ranges.
+    # cast their gradients would leave scaled arithmetic in the smaller of the two ranges.
     computes_in: torch.dtype | None = None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        made = cast(tuple[Any, ...], super().__reduce_ex__(protocol))
-        return _revived, (self.origin,), *made[2:]
+        return _revived, (self.origin,), *cast(tuple[Any, ...], super().__reduce_ex__(protocol))[2:]
 
 
 def _revived(origin: Any) -> nn.Module:
@@ -416,61 +353,45 @@ def _revived(origin: Any) -> nn.Module:
 
 
 class _Linear(_Ruled):
-    rule = "linear layer"
-
     def forward(self: Any, x: Tensor) -> Tensor:
+        # A narrow layer measures its weight and divides by the result itself, in a cast that can be cached.
+        unit_of = self.unit_of if hasattr(self, "unit_of") and not self.compute.is_wide else None
         multiply = getattr(self, "multiply", F.linear)
         features = self.in_features, self.out_features
-        return linear(x, self.weight, self.bias, multiply, features, self.leaves_plain, _unit_of(self))
-
-
-def _unit_of(layer: Any) -> Callable[[Tensor], Tensor] | None:
-    """How a narrow layer measures its weight; it then divides by the result itself, in a cast that can be cached."""
-    return None if not hasattr(layer, "unit_of") or layer.compute.is_wide else cast(Any, layer.unit_of)
+        return linear(x, self.weight, self.bias, multiply, features, self.leaves_plain, unit_of)
 
 
 class _Conv1D(_Ruled):
     """A linear layer of transformers whose weight is ``[inputs, outputs]``."""
 
-    rule = "linear layer"
-
     def forward(self: Any, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, self._product, (self.nx, self.nf), self.leaves_plain)
 
     def _product(self: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        y = torch.addmm(bias, x.flatten(0, -2), weight)
-        return y.view(*x.shape[:-1], self.nf)
+        return torch.addmm(bias, x.flatten(0, -2), weight).view(*x.shape[:-1], self.nf)
 
 
 class _Embedding(_Ruled):
-    rule = "embedding"
-
     def forward(self: Any, x: Tensor) -> Tensor:
         return embedding(x, self.weight, self.padding_idx, self.computes_in)
 
 
 class _Activation(_Ruled):
-    rule = "activation"
-
     def forward(self: Any, x: Tensor) -> Tensor:
         return activation(x, super().forward)  # type: ignore[misc]
 
 
 class _LayerNorm(_Ruled):
-    rule = "norm"
-
     def forward(self: Any, x: Tensor) -> Tensor:
-        return norm(x, self._normalized, *_vectors(self))
+        return norm(x, self._normalized, *(v for v in (self.weight, self.bias) if v is not None))
 
     def _normalized(self: Any, real: Tensor, weight: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
         return F.layer_norm(real, self.normalized_shape, weight, bias, self.eps)
 
 
 class _RMSNorm(_Ruled):
-    rule = "norm"
-
     def forward(self: Any, x: Tensor) -> Tensor:
-        return norm(x, self._normalized, *_vectors(self))
+        return norm(x, self._normalized, *([] if self.weight is None else [self.weight]))
 
     def _normalized(self: Any, real: Tensor, weight: Tensor | None = None) -> Tensor:
         return F.rms_norm(real, self.normalized_shape, weight, self.eps)
@@ -478,8 +399,6 @@ class _RMSNorm(_Ruled):
 
 class _LlamaRMSNorm(_Ruled):
     """As in transformers: computed in float32."""
-
-    rule = "norm"
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return norm(x, self._normalized, self.weight)
@@ -490,10 +409,14 @@ class _LlamaRMSNorm(_Ruled):
         return weight * wide.to(real.dtype)
 
 
-def _vectors(module: Any) -> list[Tensor]:
-    return [vector for vector in (module.weight, getattr(module, "bias", None)) if vector is not None]
-
-
+_OF_TRANSFORMERS = [
+    "FastGELUActivation",
+    "GELUActivation",
+    "GELUTanh",
+    "NewGELUActivation",
+    "QuickGELUActivation",
+    "SiLUActivation",
+]
 # By full name: a model of another library must not need transformers.
 _BY_CLASS: dict[str, type[_Ruled]] = {
     "torch.nn.modules.linear.Linear": _Linear,
@@ -503,23 +426,13 @@ _BY_CLASS: dict[str, type[_Ruled]] = {
     "torch.nn.modules.normalization.RMSNorm": _RMSNorm,
     "transformers.models.llama.modeling_llama.LlamaRMSNorm": _LlamaRMSNorm,
     **{f"torch.nn.modules.activation.{name}": _Activation for name in ("GELU", "ReLU", "Sigmoid", "SiLU", "Tanh")},
-    **{
-        f"transformers.activations.{name}": _Activation
-        for name in (
-            "FastGELUActivation",
-            "GELUActivation",
-            "GELUTanh",
-            "NewGELUActivation",
-            "QuickGELUActivation",
-            "SiLUActivation",
-        )
-    },
+    **{f"transformers.activations.{name}": _Activation for name in _OF_TRANSFORMERS},
 }
 
 
 @cache
 def _ruled_class(origin: Any) -> Any:
-    """A subclass with the rule's forward, or ``origin`` itself where there is no rule."""
+    """Return a subclass with the rule's forward, or ``origin`` itself where there is no rule."""
     for kind in origin.__mro__:
         rule = _BY_CLASS.get(f"{kind.__module__}.{kind.__qualname__}")
         # A subclass may compute anything, unless its `multiply` shows that only its product differs.
@@ -530,16 +443,10 @@ def _ruled_class(origin: Any) -> Any:
 
 def _class_for(name: str, module: nn.Module) -> Any:
     if isinstance(module, _Ruled):
-        return None
-    found = _ruled_class(cast(Any, type(module)))
-    if found is not type(module):
-        _check_embedding(name, module)
-        return found
-    if next(module.parameters(recurse=False), None) is not None:
+        return type(module)
+    ruled = _ruled_class(cast(Any, type(module)))
+    if ruled is type(module) and next(module.parameters(recurse=False), None) is not None:
         raise unknown(f"the module '{name}' of class {type(module).__name__}")
-    return None
-
-
-def _check_embedding(name: str, module: nn.Module) -> None:
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
         raise unknown(f"the embedding '{name}' with max_norm, scale_grad_by_freq or sparse")
+    return ruled

@@ -1,78 +1,246 @@
-"""Unit scaling with u-muP: a model whose weights, activations and gradients all have variance one at initialization.
+"""Unit scaling with u-muP: a Llama whose weights, activations and gradients all have variance one at initialization.
 
-Narrow formats need scales because the sizes of tensors differ: activations near 1, weights near 0.02, gradients near 1e-6. Unit
-scaling changes the sizes instead. Weights are initialized with variance one, and each operation is multiplied by a constant,
-known from its shape, that gives its output, its input's gradient and its weight's gradient variance one. A cast to float8
-then needs no scale. With u-muP's rules for the learning rate, which belong to this form, the best rate of a narrow model is
-also that of a wide one.
+Narrow formats need scales because tensors differ in size: activations near 1, weights near 0.02, gradients near 1e-6. Unit
+scaling changes the sizes. Weights are drawn with variance one. Each operation is multiplied by constants known from its shape,
+which give its output, its input's gradient and its weight's gradient variance one. A cast to float8 then needs no scale. With
+u-muP's learning rates the best rate of a narrow model is also that of a wide one.
 
-Two constants depend on the batch: that of attention's output on the sequence length, and those of gradients on the number of
-tokens, which divides the loss. :func:`fix_batch` makes both part of the model; without it they follow each call's input, as in
-the source.
+A product of independent matrices of variance one has variance ``fan_in``. Its backward sums over ``fan_out`` and, for the weight,
+over tokens. So forward and backward need different constants. A constant may differ from the true derivative's in two places:
+where the gradient ends (Adam ignores a weight's scale), or where a later constant compensates it. All others are equal, so each
+parameter's gradient is a multiple of the true one.
 
 The loss is outside the model: ``F.cross_entropy`` of the logits, summed and divided by the number of tokens. The head undoes that
-division in the gradient of its input and multiplies it by ``V / sqrt(V - 1)``, so that all matmuls below it have operands of unit
-variance. *A tied embedding stays tied*: its multiplier is 1 as an embedding and ``1 / width`` as a head. With these rules the
-factor between computed and true gradient is the same for both uses, so their sum is a multiple of the true gradient.
+division in its input's gradient. A tied embedding stays tied: the factor between computed and true gradient is the same for both
+uses.
 
-Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465.
+Source: Blake et al., Unit Scaling, arXiv 2303.11257; Blake et al., u-muP, arXiv 2407.17465 (residual weights: appendix G). All
+multipliers that u-muP leaves to tuning are 1 here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GPT2LMHeadModel, LlamaForCausalLM
-from transformers.models.gpt2.modeling_gpt2 import GPT2MLP, GPT2Attention, GPT2Block
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from torch.func import functional_call
+from transformers import LlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaRMSNorm,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
 
-from narrowgauge._torch import fsdp_groups
 from narrowgauge.errors import RecipeError
-from narrowgauge.transforms import unit_layers as rules
-from narrowgauge.transforms import unit_layers as unit
-from narrowgauge.transforms.unit_layers import Batch, UnitGPT2Block, fans, residual_weights
+from narrowgauge.numerics import widening
+from narrowgauge.torch_names import fsdp_groups
 
-_CLASSES: dict[type[nn.Module], dict[type[nn.Module], type[nn.Module]]] = {
-    LlamaForCausalLM: {
-        nn.Embedding: unit.UnitEmbedding,
-        LlamaDecoderLayer: unit.UnitLlamaLayer,
-        LlamaAttention: unit.UnitLlamaAttention,
-        LlamaMLP: unit.UnitLlamaMLP,
-        LlamaRMSNorm: unit.UnitRMSNorm,
-    },
-    GPT2LMHeadModel: {
-        nn.Embedding: unit.UnitEmbedding,
-        GPT2Block: unit.UnitGPT2Block,
-        GPT2Attention: unit.UnitGPT2Attention,
-        GPT2MLP: unit.UnitGPT2MLP,
-        nn.LayerNorm: unit.UnitLayerNorm,
-    },
+# The factor of `up * silu(gate)`: between the limits of a linear and a step function, a fit at multiplier 1.
+SILU_GLU = 2.0**0.5 * math.sqrt(2.0) ** 0.5
+
+
+@dataclass
+class Batch:
+    """The batch sizes in the constants, shared by all modules of a model; ``None`` takes them from each call."""
+
+    sequence_length: int | None = None
+    tokens: int | None = None
+
+    def tokens_of(self, x: Tensor) -> int:
+        """Return how many tokens the gradient of a weight sums over, where ``x [..., width]`` is its input."""
+        return self.tokens or x.numel() // x.shape[-1]
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: float | Tensor | None, backward: float | Tensor | None) -> Tensor:
+        ctx.factor = backward
+        return x.view_as(x) if forward is None else x * forward
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] if ctx.factor is None else gradients[0] * ctx.factor, None, None
+
+
+def scaled(x: Tensor, *, forward: float | Tensor | None = None, backward: float | Tensor | None = None) -> Tensor:
+    """Return ``x * forward``, whose gradient is multiplied by ``backward`` instead; ``None`` is 1, without a copy.
+
+    Example:
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> y = scaled(x, forward=3.0, backward=0.5)
+        >>> y.sum().backward()
+        >>> y.tolist(), x.grad.tolist()
+        ([3.0, 3.0], [0.5, 0.5])
+    """
+    return cast(Tensor, _Scaled.apply(x, forward, backward))  # type: ignore[no-untyped-call]
+
+
+def linear(module: Any, x: Tensor, batch: Batch, grad_input: float | None = None) -> Tensor:
+    """Call a linear layer of any class with its constants; ``grad_input=None``: the caller has scaled ``x``'s gradient."""
+    tokens = batch.tokens_of(x)
+    if grad_input is not None:
+        x = scaled(x, backward=grad_input)
+    weights = {name: scaled(p, backward=tokens**-0.5) for name, p in module.named_parameters(recurse=False)}
+    return scaled(functional_call(module, weights, (x,)), forward=module.in_features**-0.5)
+
+
+def attention_output(sequence_length: int, head_dim: int) -> float:
+    """Return the factor of causal attention's output, where logits are divided by ``head_dim``.
+
+    Token ``t`` averages about ``t`` values, so the mean square over a sequence is ``log(s) / s``. The published form has a
+    pole at length 1, where nothing is averaged; from 3 on this one is the same.
+    """
+    length = sequence_length
+    mixed = torch.sym_max(1.0, math.log2(length) * math.log(2.0)) / length
+    return cast(float, mixed ** (-0.5 * (1 - 1 / (1 + 4 * head_dim))))
+
+
+def residual_weights(branch: int, num_layers: int) -> tuple[float, float]:
+    """Return the factors of the skip and of a branch; embedding, attentions and MLPs then contribute equally to the output.
+
+    ``branch`` is the index among all branches; attention and MLP are one each.
+
+    Example:
+        >>> [round(w * w, 4) for w in residual_weights(0, 2)]
+        [0.6667, 0.3333]
+    """
+    tau = (num_layers + branch) ** -0.5
+    return 1 / math.sqrt(1 + tau**2), tau / math.sqrt(1 + tau**2)
+
+
+# ── modules ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Each is Hugging Face's own class with another `forward`. Setting a module's class keeps its parameters, names, hooks and place.
+# Values that differ between layers are tensors, not Python numbers, so that compiled layers share one graph.
+
+
+class UnitEmbedding(nn.Embedding):
+    """Rows of unit variance; each is used ``tokens / rows`` times on average."""
+
+    unit: Batch
+
+    def forward(self, input: Tensor) -> Tensor:
+        tokens = self.unit.tokens or input.numel()
+        weight = scaled(self.weight, backward=(self.num_embeddings / tokens) ** 0.5)
+        return F.embedding(input, weight, self.padding_idx)
+
+
+class UnitRMSNorm(LlamaRMSNorm):
+    """Llama's norm, float32 inside; its gain's gradient sums over tokens."""
+
+    unit: Batch
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        wide = hidden_states.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return scaled(self.weight, backward=self.unit.tokens_of(wide) ** -0.5) * wide.to(hidden_states.dtype)
+
+
+class UnitReadout(nn.Linear):
+    """The head: logits are divided by ``fan_in`` itself, so that they do not grow with the width.
+
+    The loss's gradient is ``(softmax - onehot) / tokens``. Only the head stays wide, so it takes that unchanged; the gradients of
+    its weight and of the layers below have unit variance. All constants multiply its operands: the logits, the largest tensor
+    of a step, are not read again.
+    """
+
+    unit: Batch
+
+    def forward(self, input: Tensor) -> Tensor:
+        tokens, vocab_size = self.unit.tokens_of(input), self.out_features
+        # One over the root mean square of `softmax - onehot` where all tokens are equally likely.
+        arriving = tokens * (vocab_size / math.sqrt(vocab_size - 1))
+        x = scaled(input, forward=1 / self.in_features, backward=arriving * vocab_size**-0.5)
+        weight = scaled(self.weight, backward=arriving * tokens**-0.5 * self.in_features)
+        return widening.linear(x, weight)
+
+
+class UnitAttention(LlamaAttention):
+    """The model's own attention function; logits are divided by the head's width, outputs have unit variance."""
+
+    unit: Batch
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        assert position_embeddings is not None
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        # One tensor for all three, so that a narrow format casts it once.
+        x = scaled(hidden_states, backward=hidden_states.shape[-1] ** -0.5)
+        query, key, value = (
+            linear(projection, x, self.unit).view(shape).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        mixed, weights = attend(
+            self, query, key, value, attention_mask=attention_mask, scaling=1 / self.head_dim, dropout=0.0, **kwargs
+        )
+        mixed = mixed.flatten(-2) * attention_output(self.unit.sequence_length or key.shape[-2], self.head_dim)
+        return linear(self.o_proj, mixed, self.unit, mixed.shape[-1] ** -0.5), weights
+
+
+class UnitMLP(LlamaMLP):
+    """Gate and up divide gradients by the root of their number of outputs, down by that of its own: the product is exact."""
+
+    unit: Batch
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = scaled(x, backward=self.intermediate_size**-0.5)
+        gate, up = linear(self.gate_proj, x, self.unit), linear(self.up_proj, x, self.unit)
+        return linear(self.down_proj, F.silu(gate) * up * SILU_GLU, self.unit, self.hidden_size**-0.5)
+
+
+class UnitLayer(LlamaDecoderLayer):
+    """Two branches, each with a weight in the residual stream; gradients inside a branch do not have that factor."""
+
+    unit_residual: Tensor
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        skip, branch, skip_mlp, branch_mlp = self.unit_residual.unbind()
+        x = self.input_layernorm(scaled(hidden_states, backward=branch))
+        x, _ = self.self_attn(x, *args, **kwargs)
+        hidden_states = hidden_states * skip + scaled(x, forward=branch)
+        x = self.mlp(self.post_attention_layernorm(scaled(hidden_states, backward=branch_mlp)))
+        return hidden_states * skip_mlp + scaled(x, forward=branch_mlp)
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Embedding: UnitEmbedding,
+    LlamaDecoderLayer: UnitLayer,
+    LlamaAttention: UnitAttention,
+    LlamaMLP: UnitMLP,
+    LlamaRMSNorm: UnitRMSNorm,
 }
-_ACTIVATIONS: dict[type[nn.Module], set[str]] = {
-    LlamaForCausalLM: {"silu", "swish"},
-    GPT2LMHeadModel: {"gelu", "gelu_new", "gelu_pytorch_tanh"},
-}
+
+# ── whole models ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def unit_scale(model: nn.Module, seed: int = 0) -> None:
-    """Turn a Llama or GPT-2 into its unit-scaled u-muP form, in place, with newly initialized weights.
+    """Turn a Llama into its unit-scaled u-muP form, in place, with newly initialized weights.
 
-    Invariant: names, shapes and number of parameters stay; tied weights stay tied. Weights and embeddings are normal with
-    variance one, a function of ``seed`` and the shapes alone; biases are zero, gains one. The gradient of every parameter
-    is a fixed multiple of the true gradient of the model's new function. Linear layers inside decoder layers may be of
-    any class with ``weight [out, in]``, or transformers' ``Conv1D``, and may be swapped later; the head must be a plain
-    ``nn.Linear``, and stay one.
+    Names and shapes stay; tied weights stay tied. Matrices are normal with variance one, a function of ``seed`` and the shapes
+    alone; biases are zero, gains one. Linear layers inside decoder layers may be of any class, and may be swapped later; the head
+    must stay a plain ``nn.Linear``.
 
-    Args:
-        model: Hugging Face's ``LlamaForCausalLM`` or ``GPT2LMHeadModel``.
-        seed: of the weights.
     Raises:
-        RecipeError: another architecture, one with parts that have no rule (dropout, other activations, a head of another
-            class), or a model that is unit-scaled already.
-    Cost: in eager mode a multiplication, and its rounding, forward and backward for each operation; compiled, they are fused.
+        RecipeError: another architecture or activation, dropout, a head of another class, a model sharded or unit-scaled already.
     Example:
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=1)
@@ -81,215 +249,145 @@ def unit_scale(model: nn.Module, seed: int = 0) -> None:
         >>> round(model.model.layers[0].mlp.up_proj.weight.std().item(), 1)
         1.0
     """
-    kind = _kind_of(model)
-    _check(model, kind)
-    classes = _CLASSES[kind]
-    batch, layers = Batch(), decoder_layers(model)
+    _require_llama(model)
+    batch, layers = Batch(), _layers(model)
     for module in list(model.modules()):
-        swapped = classes.get(type(module))
-        if swapped is not None:
-            module.__class__ = swapped
+        if type(module) in _CLASSES:
+            module.__class__ = _CLASSES[type(module)]
             module.unit = batch  # type: ignore[assignment]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    head.__class__, head.unit = unit.UnitReadout, batch
-    tables: list[Any] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    for table in tables:
-        # GPT-2 adds two embeddings of unit variance.
-        table.unit_output = len(tables) ** -0.5
-    if len(tables) == 2:
-        tables[1].__class__ = unit.UnitPositions
+    head.__class__, head.unit = UnitReadout, batch
     for index, layer in enumerate(layers):
         weights = [*residual_weights(2 * index, len(layers)), *residual_weights(2 * index + 1, len(layers))]
-        device = next(layer.parameters()).device
-        residual = torch.tensor(weights, dtype=torch.float32, device=device)
+        residual = torch.tensor(weights, dtype=torch.float32, device=next(layer.parameters()).device)
         layer.register_buffer("unit_residual", residual, persistent=False)
     _draw(model, seed)
 
 
-def fix_batch(model: nn.Module, *, sequence_length: int | None = None, tokens: int | None = None) -> None:
-    """Make the length of a sequence and the tokens of a step part of a unit-scaled model.
-
-    Invariant: with ``tokens``, gradients of micro-batches add up to the gradient of the batch, however it is split; with
-    ``sequence_length``, the logits of a token do not depend on the number of tokens after it.
-
-    Args:
-        model: from :func:`unit_scale`.
-        sequence_length: in training.
-        tokens: number of tokens of a step, over all micro-batches, which divides the loss before its backward pass.
-    Raises:
-        RecipeError: the model is not unit-scaled.
-    """
-    batch = batch_of(model)
-    batch.sequence_length, batch.tokens = sequence_length, tokens
+def _layers(model: nn.Module) -> list[nn.Module]:
+    return [module for module in model.modules() if isinstance(module, LlamaDecoderLayer)]
 
 
-def learning_rate_factors(model: nn.Module) -> dict[str, float]:
-    """The factor of Adam's learning rate for each parameter of a unit-scaled model, a tied one by its first name.
-
-    A matrix has ``fan_in ** -0.5``, an embedding ``width ** -0.5``, gains, biases and the head 1; parameters of decoder
-    layers have ``num_layers ** -0.5`` in addition. A tied embedding has two rules and gets the geometric mean of both,
-    ``width ** -0.25`` (measured at widths 64 to 256, the mean loss of five short runs: 2.24; by the embedding's rule 2.29, by
-    the head's 2.23).
-
-    Rates are near 1 in this form: those short runs were best at 0.5, before the factors. Decay should be independent of
-    the rate: give each group ``decay_of_a_step / (lr * factor)`` if the optimizer multiplies the two.
-
-    Raises:
-        RecipeError: the model is not unit-scaled.
-    Source: Blake et al., u-muP, arXiv 2407.17465; the tied embedding's rule is ours.
-    """
-    batch_of(model)
-    layers = decoder_layers(model)
-    inside = {p: len(layers) ** -0.5 for layer in layers for p in layer.parameters()}
-    own = dict(_own_factors(model))
-    return {name: inside.get(p, 1.0) * own.get(p, 1.0) for name, p in model.named_parameters()}
-
-
-def _own_factors(model: nn.Module) -> Iterator[tuple[Tensor, float]]:
-    """Factors of matrices, except an untied head, without that of the layers."""
-    head = next(module.weight for module in model.modules() if isinstance(module, unit.UnitReadout))
+def _readout(model: nn.Module) -> UnitReadout:
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if isinstance(module, nn.Embedding):
-            yield module.weight, module.embedding_dim ** (-0.25 if module.weight is head else -0.5)
-        elif isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, unit.UnitReadout):
-            yield weight, fans(module)[0] ** -0.5
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    kinds = (LlamaDecoderLayer, GPT2Block)
-    return [module for module in model.modules() if isinstance(module, kinds)]
-
-
-def batch_of(model: nn.Module) -> Batch:
-    for module in model.modules():
-        if isinstance(module, unit.UnitReadout):
-            return module.unit
+        if isinstance(module, UnitReadout):
+            return module
     raise RecipeError(f"{type(model).__name__} is not unit-scaled.", "Call unit_scale(model) first.")
 
 
-def _kind_of(model: nn.Module) -> type[nn.Module]:
-    for kind in _CLASSES:
-        if isinstance(model, kind):
-            return kind
-    raise RecipeError(
-        f"unit scaling supports Llama and GPT-2 with a language model's head, and was given a {type(model).__name__}.",
-        "Use a model of these classes, or another compute.",
-    )
-
-
-def _check(model: Any, kind: type[nn.Module]) -> None:
-    config, head = model.config, model.get_output_embeddings()
+def _require_llama(model: Any) -> None:
     name = type(model).__name__
+    if not isinstance(model, LlamaForCausalLM):
+        raise RecipeError(
+            f"Cannot unit-scale a {name}: only Llama with a language model's head has rules.", "Use another compute."
+        )
     if fsdp_groups(model):
         raise RecipeError(
-            f"unit scaling redraws whole weights of layers of known classes, and this {name} is sharded by FSDP2.",
-            "Unit-scale it before fully_shard, or pass it whole to narrowgauge.prepare, with mesh=...",
+            f"Cannot unit-scale this {name} because FSDP2 has sharded it, and whole weights are redrawn.",
+            "Pass it whole to narrowgauge.prepare, with mesh=...",
         )
-    if any(isinstance(module, unit.UnitReadout) for module in model.modules()):
-        raise RecipeError(f"this {name} is unit-scaled already.", "Build a new one.")
+    head, config = model.get_output_embeddings(), model.config
+    if isinstance(head, UnitReadout):
+        raise RecipeError(f"This {name} is unit-scaled already.", "Build a new one.")
     if type(head) is not nn.Linear or head.bias is not None:
         raise RecipeError(
-            f"unit scaling scales the head itself, and that of this {name} is a {type(head).__name__}.",
-            'Keep it wide, with keep = ["lm_head"].',
+            f"Cannot unit-scale this {name} because its head is a {type(head).__name__}.",
+            'Keep it a plain nn.Linear without bias, with keep = ["lm_head"].',
         )
-    activation = getattr(config, "hidden_act", None) or config.activation_function
-    if activation not in _ACTIVATIONS[kind]:
+    if config.hidden_act not in ("silu", "swish") or config.attention_dropout:
         raise RecipeError(
-            f"unit scaling has no rule for the activation '{activation}' of this {name}.",
-            f"It supports {' and '.join(sorted(_ACTIVATIONS[kind]))} there.",
+            f"Cannot unit-scale this {name}: no rule for hidden_act = {config.hidden_act!r} "
+            f"with attention_dropout = {config.attention_dropout}.",
+            "Build it with hidden_act = 'silu' and attention_dropout = 0.0.",
         )
-    dropouts = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop")
-    for option in (*dropouts, "add_cross_attention", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"):
-        if getattr(config, option, None):
-            raise RecipeError(
-                f"unit scaling has no rule for {option} = {getattr(config, option)} of this {name}.",
-                f"Build the model with {option} = {0.0 if option in dropouts else False}.",
-            )
 
 
 @torch.no_grad()
 def _draw(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    gains = {id(m.weight) for m in model.modules() if isinstance(m, (unit.UnitRMSNorm, unit.UnitLayerNorm))}
+    gains = {m.weight for m in model.modules() if isinstance(m, UnitRMSNorm)}
     for parameter in model.parameters():
         if parameter.ndim >= 2:
             parameter.copy_(torch.empty(parameter.shape, dtype=torch.float32).normal_(generator=generator))
         else:
-            parameter.fill_(1.0 if id(parameter) in gains else 0.0)
+            parameter.fill_(1.0 if parameter in gains else 0.0)
     for module in model.modules():
         if isinstance(module, nn.Embedding) and module.padding_idx is not None:
             module.weight[module.padding_idx] = 0.0
 
 
-# ── the same model as a plain one, for programs without unit scaling ───────────────────────────────────────────────────
-#
-# All constants of the forward pass are linear, so they can be multiplied into the weights. Those of a linear layer go into its
-# weight and bias; the rest of attention's into the queries, and ``1 / width`` of the logits into the last norm, so that tied
-# weights stay tied. The residual stream's own factors cancel because every norm divides by them: the plain stream is the unit
-# one times a number that grows with depth, and each branch is multiplied by that number where it is added.
+def fix_batch(model: nn.Module, *, sequence_length: int | None = None, tokens: int | None = None) -> None:
+    """Fix the sequence length and the tokens of a step (over all micro-batches) in a unit-scaled model's constants.
+
+    With ``tokens``, gradients of micro-batches add up to the gradient of the batch, however it is split. With
+    ``sequence_length``, a token's logits do not depend on the number of tokens after it.
+    """
+    batch = _readout(model).unit
+    batch.sequence_length, batch.tokens = sequence_length, tokens
+
+
+def learning_rate_factors(model: nn.Module) -> dict[str, float]:
+    """Return the factor of Adam's learning rate for each parameter of a unit-scaled model, a tied one by its first name.
+
+    A matrix has ``fan_in ** -0.5``, an embedding ``width ** -0.5``, gains, biases and the head 1. Parameters of decoder layers
+    have ``num_layers ** -0.5`` in addition. A tied embedding has two rules and gets their geometric mean, ``width ** -0.25``
+    (ours; mean loss of five short runs 2.24; by the embedding's rule 2.29, by the head's 2.23).
+    """
+    head, layers = _readout(model).weight, _layers(model)
+    inside = {p: len(layers) ** -0.5 for layer in layers for p in layer.parameters()}
+    factors: dict[Tensor, float] = {}
+    for module in model.modules():
+        weight: Any = getattr(module, "weight", None)
+        if isinstance(module, nn.Embedding):
+            factors[weight] = module.embedding_dim ** (-0.25 if weight is head else -0.5)
+        elif isinstance(weight, Tensor) and weight.ndim == 2 and not isinstance(module, UnitReadout):
+            factors[weight] = cast(int, module.in_features) ** -0.5
+    return {name: inside.get(p, 1.0) * factors.get(p, 1.0) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()
 def plain_state_dict(model: nn.Module, sequence_length: int | None = None) -> dict[str, Tensor]:
-    """Weights with which the plain class computes the unit-scaled model's function.
+    """Return float32 weights with which the plain class computes the unit-scaled model's function, up to rounding.
 
-    Invariant: logits agree up to float32 rounding, and up to a norm's epsilon relative to mean squares of 1 to 3.
+    All constants of the forward pass are linear, so they are multiplied into the weights. The residual stream's factors cancel
+    because every norm divides by them: the plain stream is the unit one times a number that grows with depth.
 
     Args:
         model: from :func:`unit_scale`.
-        sequence_length: attention gets the constant of this length, for inputs of any length; ``None`` uses that of
-            ``fix_batch``.
-    Returns:
-        Float32 copies, by the names of ``model.state_dict()``; tied names share one tensor.
+        sequence_length: attention gets the constant of this length; ``None`` uses that of ``fix_batch``.
     Raises:
         RecipeError: the model is not unit-scaled, or no length is known.
     """
-    length = sequence_length or batch_of(model).sequence_length
+    length = sequence_length or _readout(model).unit.sequence_length
     if length is None:
         raise RecipeError(
-            "a plain model has one constant for attention, and this unit-scaled one takes it from each input's length.",
+            "Cannot export a unit-scaled model without a sequence length: a plain model has one constant for attention, "
+            "and this one takes it from each input's length.",
             "Pass the length of its training as sequence_length.",
         )
     named = model.state_dict(keep_vars=True)
     plain = {value: value.detach().float().clone() for value in named.values()}
     for parameter, factor in _factors(model, length):
         plain[parameter] *= factor
-    for layer in decoder_layers(model):
-        attention = _parts(layer)[0]
-        width = attention.config.num_attention_heads * attention.head_dim
-        # The whole query matrix of a Llama, the first third of GPT-2's fused one.
-        for parameter in (attention.c_attn if hasattr(attention, "c_attn") else attention.q_proj).parameters():
-            part = plain[parameter][..., :width] if hasattr(attention, "c_attn") else plain[parameter]
-            part *= attention.head_dim**-0.5
     return {name: plain[value] for name, value in named.items()}
 
 
-def _parts(layer: Any) -> tuple[Any, Any]:
-    return (layer.attn if isinstance(layer, UnitGPT2Block) else layer.self_attn), layer.mlp
-
-
 def _factors(model: Any, length: int) -> Iterator[tuple[nn.Parameter, float]]:
-    gpt2 = isinstance(decoder_layers(model)[0], UnitGPT2Block)
-    inner = rules.GELU if gpt2 else rules.SILU_GLU
-    # Unit scaling divides GPT-2's sum of two embeddings by √2, the plain model does not.
-    stream = 2**0.5 if gpt2 else 1.0
-    for layer in decoder_layers(model):
-        attention, mlp = _parts(layer)
-        weights: Any = layer.unit_residual
-        skip, share, skip_mlp, share_mlp = weights.tolist()
-        mixed = rules.attention_output(length, attention.head_dim)
-        # The last matrix of a branch: the factor of its input, and of the branch.
+    stream = 1.0
+    for layer in _layers(model):
+        attention, mlp = cast(Any, layer.self_attn), cast(Any, layer.mlp)
+        skip, branch, skip_mlp, branch_mlp = cast(Tensor, layer.unit_residual).tolist()
+        # The last matrix of a branch takes the factors of its input and of the branch.
         last = {
-            attention.c_proj if gpt2 else attention.o_proj: (mixed, stream * share / skip),
-            mlp.c_proj if gpt2 else mlp.down_proj: (inner, stream / skip * share_mlp / skip_mlp),
+            attention.o_proj: (attention_output(length, attention.head_dim), stream * branch / skip),
+            mlp.down_proj: (SILU_GLU, stream / skip * branch_mlp / skip_mlp),
         }
         stream /= skip * skip_mlp
-        for linear in (*attention.children(), *mlp.children()):
-            before, after = last.get(linear, (1.0, 1.0))
-            for name, parameter in linear.named_parameters(recurse=False):
-                factor = after * rules.fans(linear)[0] ** -0.5
+        for module in (*attention.children(), mlp.gate_proj, mlp.up_proj, mlp.down_proj):
+            before, after = last.get(module, (1.0, 1.0))
+            for name, parameter in module.named_parameters(recurse=False):
+                factor = after * module.in_features**-0.5
                 yield parameter, factor * before if name == "weight" else factor
-    head = model.get_output_embeddings()
-    for parameter in (model.transformer.ln_f if gpt2 else model.model.norm).parameters():
-        yield parameter, 1 / head.in_features
+        for parameter in attention.q_proj.parameters():
+            yield parameter, attention.head_dim**-0.5
+    yield model.model.norm.weight, 1 / _readout(model).in_features

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import errno
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.labels import run_name
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.recipe_sets import RECIPE_SETS
 
 COLUMNS = [
     "recipe", "val_loss", "val_loss_std", "tokens_per_second", "bytes_per_param", "step_seconds", "state_bytes",
@@ -58,53 +51,4 @@ def seeds(recipe: str, losses: Sequence[float | None], **more: Any) -> list[Run]
     return [made(recipe, seed, loss, **more) for seed, loss in enumerate(losses)]
 
 
-def words(found: Comparison) -> list[str]:
-    """The verdict with plain spaces."""
-    return [text.replace("\N{NO-BREAK SPACE}", " ") for text in found.verdict]
-
-
-def sentence(found: Comparison, start: str) -> str:
-    return next((text for text in words(found) if text.startswith(start)), "")
-
-
 MASTER = seeds("bfloat16/master", (4.0, 4.1, 4.2))
-
-ROW = RECIPE_SETS["sixteen-bit"]
-MIB = 2**20
-STATE = {"float32": 16 * MIB, "naive": 8 * MIB}
-KEPT = {"float32/float32": 30 * MIB, "float16/float32": 20 * MIB, "bfloat16/float32": 20 * MIB}
-
-
-def sixteen_bit_runs(
-    *,
-    multiplies: Sequence[str] | None = ("float32",),
-    seconds: Mapping[str, float] | None = None,
-    losses: Mapping[str, Sequence[float]] | None = None,
-    summaries: Mapping[str, Mapping[str, Any]] | None = None,
-    recipes: Sequence[str] = ROW.needed,
-) -> list[Run]:
-    """Three seeds of each recipe, alike but for what is given by recipe."""
-    found = []
-    for recipe in recipes:
-        for seed in range(3):
-            loss = (losses or {}).get(recipe, (4.0, 4.1, 4.2))[seed]
-            run = made(recipe, seed, loss, step_seconds=(seconds or {}).get(recipe, 0.5))
-            state = STATE[recipe.partition("/")[2]]
-            kept = KEPT.get(recipe, 15 * MIB)
-            counted = {"state_bytes": state, "activation_bytes": kept, "peak_tensor_bytes": state + kept}
-            summary = {**(run.summary or {}), **counted, **(summaries or {}).get(recipe, {})}
-            machine = {} if multiplies is None else {"machine": {"device": "cpu", "multiplies": list(multiplies)}}
-            found.append(dataclasses.replace(run, summary=summary, run={**run.run, **machine}))
-    return found
-
-
-def close(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """Make a folder unreadable, also for the superuser, whom permissions do not stop."""
-    true_stat = os.stat
-
-    def stat(path: Any, *more: Any, **named: Any) -> os.stat_result:
-        if isinstance(path, str | Path) and folder in Path(path).parents:
-            raise PermissionError(errno.EACCES, "Permission denied", str(path))
-        return true_stat(path, *more, **named)
-
-    monkeypatch.setattr(os, "stat", stat)

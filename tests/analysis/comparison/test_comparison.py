@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -60,20 +57,6 @@ def test_a_diverged_run_is_named_and_not_averaged(spoil: Callable[[Run], Any]) -
     assert found.classes.cheapest is found.classes["bfloat16/master"]
 
 
-def test_recipes_without_a_finished_run_have_rows_without_values() -> None:
-    found = compare_runs(seeds("bfloat16/word", (None, None)))
-    assert found.baseline is None and found.rows[0]["val_loss"] is None and found.rows[0]["num_seeds"] == 0
-    assert found.verdict[0].startswith("No run has ended")
-    assert json.loads(found.json())[0]["bytes_per_param"] is None
-
-
-def test_the_baseline_is_the_widest_and_does_not_depend_on_losses() -> None:
-    low, high = (4.0, 4.1, 4.2), (4.9, 5.0, 5.1)
-    for master, word in ((low, high), (high, low)):
-        found = compare_runs([*seeds("bfloat16/word", word), *seeds("bfloat16/master", master)])
-        assert found.baseline == "bfloat16/master"
-
-
 @pytest.mark.parametrize(
     ("names", "chosen"),
     [
@@ -99,39 +82,3 @@ def test_a_baseline_may_be_named_and_must_be_there() -> None:
     assert compare_runs(runs, "bf16/word").baseline == "bfloat16/word"
     with pytest.raises(RecipeError, match=r"bfloat16/wrd was requested.*Did you mean 'bfloat16/word'"):
         compare_runs(runs, "bfloat16/wrd")
-
-
-def test_the_former_name_of_the_baseline_warns_and_is_not_passed_over() -> None:
-    runs = [*MASTER, *seeds("bfloat16/word", (4.0, 4.1))]
-    with pytest.warns(DeprecationWarning, match="baseline"):
-        found = compare_runs(runs, yardstick="bf16/word")
-    with pytest.warns(DeprecationWarning, match=r"Comparison\.baseline"):
-        assert found.yardstick == found.baseline == "bfloat16/word"
-    with pytest.raises(RecipeError, match="both given"):
-        compare_runs(runs, "bfloat16/master", yardstick="bf16/word")
-
-
-def test_no_torch_is_loaded() -> None:
-    rooms = "narrowgauge.analysis.comparison.comparison, narrowgauge.trainer.experiment.training"
-    code = f"import sys, {rooms}; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "False"
-
-
-def test_the_table_shows_every_recipe_and_its_difference() -> None:
-    text = compare_runs([*MASTER, *seeds("bfloat16/word", (4.01, 4.11, 4.21))]).table().plain()
-    heads, master, word = text.splitlines()
-    assert "minus bfloat16/master" in heads and "4.1000 (std 0.1000)" in master and "+0.0100\u00a0±\u00a00.0000" in word
-
-
-def test_late_metrics_and_faults_are_given_by_recipe() -> None:
-    found = compare_runs([*MASTER, *seeds("bfloat16/naive", (4.0, 4.1, 4.2), edq=(1.0, 0.4, 0.3, 0.3))])
-    assert found.rows[1]["edq"] == 1.0 and found.late["bfloat16/naive"]["edq"] == 0.3
-    assert list(found.not_to_be_used) == ["bfloat16/naive"]
-    assert found.not_to_be_used["bfloat16/naive"][0].startswith("loses its updates (a late EDQ of 0.30")
-
-
-def test_a_huge_loss_is_printed_with_an_exponent() -> None:
-    text = (
-        compare_runs([*seeds("bfloat16/master", (1e30, 1e30)), *seeds("bfloat16/word", (2e30, 2.5e30))]).table().plain()
-    )
-    assert "1.00e+30 (std 0.0000)" in text and "+1.2e+30\u00a0±\u00a03.2e+30" in text and "0000000" not in text

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from narrowgauge.analysis.comparison.intervals import interval, shown_difference
+from narrowgauge.analysis.comparison.intervals import interval
 
 
 def test_the_interval_of_one_cell_is_student_by_hand() -> None:
@@ -25,23 +25,3 @@ def test_a_single_seed_has_no_interval_and_equal_ones_one_of_zero_width() -> Non
     assert interval([[0.5]]) == (0.5, math.inf)
     assert interval([[0.5, 0.5]]) == (0.5, 0.0)
     assert interval([[0.5, math.nan]])[1] == math.inf
-
-
-@pytest.mark.parametrize(
-    ("mean", "half", "text"),
-    [
-        # At a loss of 5 this is how ./dev train's verdict reads.
-        (-0.00012, 0.00069, "−0.0001 ± 0.0007"),
-        (0.00024, 0.00021, "+0.00024 ± 0.00021"),
-        (-0.00002, 0.00051, "0.0000 ± 0.0005"),
-        (0.01, 1e-16, "+0.0100 ± 0.0000"),
-        (0.1080, 0.0086, "+0.1080 ± 0.0086"),
-        (1.8e-6, 3.3e-5, "+1.8e-06 ± 3.3e-05"),
-        (-3e29, 1e30, "−3.0e+29 ± 1.0e+30"),
-        (0.0, 0.0, "0.0000 ± 0.0000"),
-        (-0.0123, math.inf, "−0.0123"),
-        (math.nan, math.inf, "+nan"),
-    ],
-)
-def test_differences_have_the_digits_that_their_interval_justifies(mean: float, half: float, text: str) -> None:
-    assert shown_difference(mean, half) == text.replace(" ", "\N{NO-BREAK SPACE}")

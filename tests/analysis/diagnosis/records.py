@@ -106,13 +106,3 @@ def written(run: Run, folder: Path) -> Path:
 def later(rows: list[Row]) -> list[Row]:
     """The rows from the fault on."""
     return [row for row in rows if row["step"] >= AT]
-
-
-def raise_events(run: Run) -> None:
-    """Add the events that the monitor raises for the rows as they are now."""
-    from narrowgauge.analysis.monitor.alarms import Alarms
-
-    alarms = Alarms(run.config["recipe"])
-    raised = [event.row() for row in run.steps for event in alarms.on_step(row)]
-    raised += [event.row() for row in run.gauges for event in alarms.on_gauges(row)]
-    run.events.extend(sorted(raised, key=lambda event: event["step"]))

@@ -1,10 +1,10 @@
-"""Diagnosis of one run: each cause from a record that only it explains, healthy and partial records, and the command."""
+"""One run: a table of made-up records, each with the reading that it must give, and healthy records that give none."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,75 +12,48 @@ import pytest
 from click.testing import CliRunner, Result
 
 import narrowgauge as ng
-from analysis.diagnosis.records import (
-    AT,
-    EVERY,
-    NUM_STEPS,
-    PARAMETERS,
-    healthy_run,
-    later,
-    raise_events,
-    tensor,
-    update,
-    written,
-)
-from narrowgauge.analysis.diagnosis.causes import CAUSES, HEALTHY
-from narrowgauge.analysis.diagnosis.evidence import gather
-from narrowgauge.analysis.diagnosis.posterior import CONFIDENCE
-from narrowgauge.analysis.diagnosis.replay_findings import ReplayedStep, ReplayMismatch
-from narrowgauge.analysis.diagnosis.signs.sign_table import SIGNS, observe
+from analysis.diagnosis.records import AT, NUM_STEPS, PARAMETERS, Row, healthy_run, later, tensor, update, written
+from narrowgauge.analysis.diagnose import STAGE_OF_DETECTOR, STAGE_OF_KIND
+from narrowgauge.analysis.reading import STAGES, Reading, in_order
 from narrowgauge.cli.main import main
+from narrowgauge.runs.events import KINDS
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.tables import Row
 
 DOWN = "model.layers.1.mlp.down_proj"
-
+WEIGHT = PARAMETERS[3]
 Fault = Callable[[Run], None]
 
 
-def steps(change: Callable[[Row], Row]) -> Fault:
-    """A fault that changes the rows of steps from its step on."""
-
-    def strike(run: Run) -> None:
-        for row in later(run.steps):
-            row.update(change(row))
-
-    return strike
+# ── what a fault writes ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def samples(change: Callable[[Row], None]) -> Fault:
-    """A fault that changes the samples from its step on."""
-
-    def strike(run: Run) -> None:
-        for row in later(run.gauges):
-            change(row)
-
-    return strike
-
-
-def always(change: Callable[[Row], None]) -> Fault:
-    """A fault that is in every sample."""
-
-    def strike(run: Run) -> None:
-        for row in run.gauges:
-            change(row)
-
-    return strike
-
-
-def spike(width: int, lead: int = 0) -> Fault:
+def steps(since: int = AT, until: int = NUM_STEPS, **columns: object) -> Fault:
     def strike(run: Run) -> None:
         for row in run.steps:
-            if AT <= row["step"] < AT + width:
-                row["loss"] += 3.0
-            if AT - lead <= row["step"] < AT:
-                row["grad_norm"] *= 20.0
+            if since <= row["step"] <= until:
+                row.update({name: value(row) if callable(value) else value for name, value in columns.items()})
 
     return strike
 
 
-def event(kind: str, message: str, **columns: object) -> Fault:
-    return lambda run: run.events.append({"kind": kind, "step": AT, "message": message, **columns})
+def tensors(name: str, **changed: float) -> Fault:
+    def strike(run: Run) -> None:
+        for row in later(run.gauges):
+            row["tensors"][name] = tensor(**changed)
+
+    return strike
+
+
+def gauges(table: str, name: str, values: list[float]) -> Fault:
+    def strike(run: Run) -> None:
+        for row in later(run.gauges):
+            row[table][name] = values
+
+    return strike
+
+
+def event(kind: str, step: int = AT, **columns: object) -> Fault:
+    return lambda run: run.events.append({"kind": kind, "step": step, "message": "it happened", **columns})
 
 
 def both(*faults: Fault) -> Fault:
@@ -91,288 +64,301 @@ def both(*faults: Fault) -> Fault:
     return strike
 
 
-def set_tensors(prefix: str, **changed: float) -> Callable[[Row], None]:
-    def change(row: Row) -> None:
-        row["tensors"].update({name: tensor(**changed) for name in row["tensors"] if name.startswith(prefix)})
-
-    return change
+def halved(row: Row) -> float:
+    return max(2.0, 65536.0 / 2 ** max(0, row["step"] - 110))
 
 
-def set_updates(**changed: float) -> Callable[[Row], None]:
-    return lambda row: row["updates"].update({name: update(**changed) for name in PARAMETERS})
+def hashed(*rows: Row) -> Fault:
+    return lambda run: run.__dict__.update(fingerprints=[{"tensors": {}, **row} for row in rows])
 
 
-def massive(row: Row) -> None:
-    """One channel is a token's only one: a norm of 64 channels gives it eight."""
-    set_tensors("input:model.layers", amax=7.9)(row)
-    row["tensors"]["weight:model.norm.weight"] = tensor(amax=1.0)
+def attention(run: Run) -> None:
+    for row in later(run.gauges):
+        row["attention"]["model.layers.1.self_attn"] = [2e4, 0.5]
 
 
-def grow_attention(row: Row) -> None:
-    row["attention"]["model.layers.1.self_attn"] = [12.0 * 1.6 ** ((row["step"] - AT) / EVERY + 4), 0.01]
-
-
-def overflow(run: Run) -> None:
-    for row in later(run.steps):
-        row.update(loss=math.nan, grad_norm=math.nan, skipped=True, loss_scale=max(1.0, row["loss_scale"] / 2))
-    for row in run.gauges:
-        row["tensors"][f"input:{DOWN}"] = tensor(amax=2.0 ** min(15.9, 1 + row["step"] / EVERY * 2))
-
-
-def scaled(run: Run) -> None:
-    for row in run.steps:
-        row["loss_scale"] = 65536.0
-
-
-def collapse(run: Run) -> None:
-    for row in run.steps:
-        if row["step"] > 110:
-            row.update(loss_scale=max(1.0, 65536.0 / 2 ** (row["step"] - 110)), grad_norm=math.inf, skipped=True)
-    for row in run.gauges:
-        if row["step"] > 110:
-            set_tensors("grad:", nonfinite=5)(row)
+def logits(run: Run) -> None:
+    for row in later(run.gauges):
+        row["logits"]["log_z"] = 60.0
 
 
 def ranks(run: Run) -> None:
-    run.run["machine"]["ranks"] = 4
-
-
-def late_rank(run: Run) -> None:
     for row in run.steps:
-        late = [0.001, 0.001, 0.05, 0.001] if row["step"] >= AT else [0.001] * 4
-        row["wait_seconds"] = late[2]
         if row["step"] % 10 == 0:
-            row["ranks"] = {
-                "num_steps": 10,
-                "num_last": [0, 0, 10, 0] if row["step"] > AT else [3, 3, 2, 2],
-                "late_seconds": late,
-            }
+            row["ranks"] = {"num_steps": 10, "num_last": [0, 10], "late_seconds": [0.0, 0.05]}
 
 
-def resumed(run: Run) -> None:
-    run.events.append({"kind": "resume", "step": AT - 1, "message": f"from step {AT - 1}"})
+W, W2 = {"weight:a": [7, 1.0, 4]}, {"weight:a": [8, 1.5, 4]}
 
-
-CASES: dict[str, tuple[str, dict[str, object], Fault]] = {
-    "fp16-overflow": ("float16/split", {}, both(scaled, overflow)),
-    "gradient-underflow": (
-        "float8-row/word", {}, samples(set_tensors("output_grad:model.layers", underflow=0.7, sqnr_db=2.0)),
+CASES: dict[str, tuple[str, Fault, int, str, str, str]] = {
+    # steps
+    "every step skipped": ("bfloat16/word", steps(1, skipped=True), 1, "optimizer step", "", "skipped-steps"),
+    "many steps skipped, and no loss is scaled": (
+        "bfloat16/word", steps(AT, AT + 20, skipped=True), AT, "optimizer step", "", "skipped-steps",
     ),
-    "loss-scale-collapse": ("float16/split", {}, both(scaled, collapse)),
-    "lost-updates": (
-        "bfloat16/naive", {"lr": 3e-3}, samples(set_updates(edq=0.3)),
+    "more skips than a search for a loss scale": (
+        "float16/split", both(steps(1, loss_scale=64.0), steps(2, 40, skipped=True)), 2, "optimizer step", "", "skipped-steps",
     ),
-    "frozen-moments": (
-        "bfloat16/naive", {"beta2": 0.999}, samples(lambda row: row["moments"].update({name: [2.0, 0.9] for name in PARAMETERS})),
+    "a loss that is not finite": ("bfloat16/word", steps(loss=math.nan), AT, "loss", "", "nonfinite-step"),
+    "a norm that is not finite": ("bfloat16/word", steps(grad_norm=math.inf), AT, "optimizer step", "", "skipped-steps"),
+    "a loss that spikes": ("bfloat16/word", steps(AT, AT, loss=9.0), AT, "loss", "", "loss-spike"),
+    "a norm that spikes": ("bfloat16/word", steps(AT, AT, grad_norm=20.0), AT, "gradient", "", "gradient-spike"),
+    "a loss scale that falls": ("float16/split", steps(1, loss_scale=halved), 113, "gradient", "", "scale-halvings"),
+    "a loss scale at its floor": ("float16/split", steps(1, loss_scale=1.0), 1, "gradient", "", "scale-floor"),
+    "a loss scale that began anew": (
+        "float16/split", both(steps(1, loss_scale=1024.0), steps(AT, loss_scale=65536.0)), AT, "gradient", "", "loss-scale-anew",
     ),
-    "narrow-accumulation": (
-        "bfloat16/word", {"accumulation_dtype": "bfloat16", "gradient_accumulation_steps": 32},
-        lambda run: [row.update(loss=3.0 + 0.01 * (row["step"] % 3)) for row in run.steps] and None,
+    # the storage, of all parameters and of one
+    "lost updates by the audit": ("bfloat16/naive", steps(edq=0.3, noise=0.5), AT + 2, "storage", "", "lost-updates"),
+    "lost decay by the audit": ("bfloat16/naive", steps(lost_decay=0.9), AT + 2, "storage", "", "lost-decay"),
+    "noise by the audit": ("bfloat16/stochastic", steps(noise=25.0), AT + 2, "storage", "", "noise"),
+    "lost updates": ("bfloat16/naive", gauges("updates", WEIGHT, update(edq=0.3)), 110, "storage", WEIGHT, "lost-updates"),
+    "lost decay": ("bfloat16/naive", gauges("updates", WEIGHT, update(lost_decay=0.9)), 110, "storage", WEIGHT, "lost-decay"),
+    "weights that stand still": (
+        "bfloat16/naive", gauges("updates", WEIGHT, update(edq=0.95, lost_fraction=0.8)), 110, "storage", WEIGHT,
+        "unchanged-weights",
     ),
-    "eps-underflow": ("float16/collage-plus", {"eps": 1e-8}, steps(lambda row: {"loss": math.nan, "grad_norm": math.nan})),
-    "eps-too-large": (
-        "bfloat16/word", {"eps": 1e-3}, both(always(set_tensors("grad:", rms=1e-5)), always(set_updates(update_to_weight=1e-5))),
+    "weight noise": (
+        "float8-row/states8", gauges("updates", WEIGHT, update(noise=20.0)), 110, "storage", WEIGHT, "noise",
     ),
-    "attention-growth": ("bfloat16/word", {}, samples(grow_attention)),
-    "logit-drift": ("bfloat16/word", {}, samples(lambda row: row["logits"].update(log_z=8.0 + (row["step"] - AT)))),
-    "recovering-spike": ("bfloat16/word", {}, spike(12, lead=3)),
-    "bad-data": ("bfloat16/word", {}, spike(1)),
-    "embedding-shock": (
-        "bfloat16/word", {},
-        steps(lambda row: {"embedding_grad_norm": 9.0, "grad_norm": 9.01} if row["step"] % 20 < 3 else {}),
+    "frozen moments": ("bfloat16/naive", gauges("moments", WEIGHT, [2.0, 0.9]), 110, "storage", WEIGHT, "frozen-moments"),
+    "large second moments": ("bfloat16/word", gauges("moments", WEIGHT, [1.6, 0.0]), 110, "storage", WEIGHT, "second-moments"),
+    "small second moments": ("bfloat16/word", gauges("moments", WEIGHT, [0.6, 0.0]), 110, "storage", WEIGHT, "second-moments"),
+    # tensors of layers
+    "a cast that drowns a gradient": (
+        "float8-row/word", tensors(f"output_grad:{DOWN}", underflow=0.7, sqnr_db=2.0), 100, "gradient", f"output_grad:{DOWN}",
+        "underflow",
     ),
-    "frozen-parameter": (
-        "bfloat16/word", {}, samples(lambda row: row["tensors"].update({f"grad:{PARAMETERS[3]}": tensor(rms=0.0)})),
+    "a cast that saturates an input": (
+        "float8-delayed/word", tensors(f"input:{DOWN}", overflow=0.05, sqnr_db=4.0), 90, "forward", f"input:{DOWN}", "overflow",
     ),
-    "dead-layer": ("bfloat16/word", {}, both(*(
-        samples(set_tensors(f"{kind}:model.layers.1.mlp", rms=0.0)) for kind in ("grad", "output_grad")
-    ))),
-    "glu-outliers": (
-        "float8-row/word", {},
-        samples(lambda row: row["tensors"].update({f"input:{DOWN}": tensor(outlier=200.0, top_feature=60.0, top_to_rest=150.0)})),
+    "a weight that jumps": (
+        "bfloat16/word", tensors(f"weight:{WEIGHT}", amax=4000.0), 90, "storage", f"weight:{WEIGHT}", "weight-jump",
     ),
-    "massive-activations": ("float8-tensor/word", {}, always(massive)),
-    "rank-divergence": ("bfloat16/word", {}, both(ranks, event(
-        "corruption", "model.norm.weight of rank 1 differs from that of 3 other ranks after step 80", tensor="model.norm.weight",
-        detector="replicas",
-    ))),
-    "silent-corruption": (
-        "bfloat16/word", {}, both(samples(set_tensors(f"weight:{DOWN}", amax=4000.0)), spike(1)),
+    "a gradient of zeros": (
+        "bfloat16/word", tensors(f"grad:{WEIGHT}", rms=0.0), 110, "gradient", f"grad:{WEIGHT}", "dead-gradient",
     ),
-    "stale-scales": ("float8-delayed/word", {}, both(
-        lambda run: [row.update(saturated=0) for row in run.steps] and None,
-        steps(lambda row: {"saturated": 5000}), samples(set_tensors("input:model.layers.1", overflow=0.05, sqnr_db=4.0)),
-    )),
-    "block-range": ("mxfp4/word", {}, samples(set_tensors(f"input:{DOWN}", underflow=0.9, sqnr_db=3.0))),
-    "learning-rate-too-high": ("bfloat16/word", {"lr": 0.3}, both(
-        steps(lambda row: {"loss": row["loss"] + 4.0, "grad_norm": 30.0}),
-        samples(set_updates(update_to_weight=0.4)),
-    )),
-    "learning-rate-too-low": (
-        "bfloat16/stochastic", {"lr": 1e-5},
-        always(set_updates(noise=25.0)),
+    "attention logits": ("bfloat16/word", attention, 90, "forward", "model.layers.1.self_attn", "attention-logits"),
+    "logits that drift": ("bfloat16/word", logits, 130, "forward", "", "logit-drift"),
+    # recorded events
+    "a step that is not the rule's": (
+        "bfloat16/word", event("warning", 2, detector="rate", tensor="a"), 2, "optimizer step", "a", "rate",
     ),
-    "repeated-data": ("bfloat16/word", {}, steps(lambda row: {"batch_crc": f"{row['step'] % 20:08x}"})),
-    "resume-changed": ("bfloat16/word", {}, both(resumed, steps(lambda row: {"loss": row["loss"] + 0.6}), event(
-        "note", "lr was 0.003 up to step 80 and is 0.007 from there on", detector="changed-settings",
-    ))),
-    "software-change": ("bfloat16/word", {}, both(resumed, steps(lambda row: {"loss": row["loss"] + 0.6}), event(
-        "note", "the run started with torch 2.8.0 and resumes with 2.9.0: bits may differ from an uninterrupted run",
-        detector="changed-software",
-    ))),
-    "slow-rank": ("bfloat16/word", {}, both(ranks, late_rank)),
-    "slow-data-loader": ("bfloat16/word", {}, lambda run: [row.update(data_seconds=0.06) for row in run.steps] and None),
+    "weights written between steps": (
+        "bfloat16/word", event("warning", 2, detector="weights-written", tensor="a"), 2, "between steps", "a", "weights-written",
+    ),
+    "a norm beyond the limit": ("bfloat16/word", event("warning", 2, detector="clip-norm"), 2, "clip", "", "clip-norm"),
+    "a divergence": ("bfloat16/word", event("divergence"), AT, "loss", "", "divergence"),
+    "the operation of a NaN": (
+        "bfloat16/word", event("first_bad_value", detector="replay", phase="forward", tensor="a"), AT, "forward", "a", "replay",
+    ),
+    "an alarm of the audit": (
+        "bfloat16/naive", event("lost_updates", detector="audit", tensor="a", value=0.5), AT, "storage", "a", "lost-updates",
+    ),
+    "memory that changed": ("bfloat16/word", event("corruption", detector="rest", tensor="a"), AT, "between steps", "a", "rest"),
+    "replicas that differ": ("bfloat16/word", event("corruption", detector="replicas"), AT, "optimizer step", "", "replicas"),
+    "settings that a resume changed": (
+        "bfloat16/word", event("note", detector="changed-settings"), AT, "between steps", "", "changed-settings",
+    ),
+    "a kind of event of a later version": ("bfloat16/word", event("a later kind"), AT, "optimizer step", "", "a later kind"),
+    # fingerprints
+    "ranks that hold other weights": (
+        "bfloat16/word", hashed({"step": 3, "parted": {"weight:a": [7, 7, 8]}}), 3, "optimizer step", "weight:a", "ranks-differ",
+    ),
+    "a rank that does not clip": (
+        "bfloat16/word", hashed({"step": 3, "ranks": {"clip": [0.5, 1.0]}}), 3, "clip", "clip:factor", "ranks-differ",
+    ),
+    "other weights after a resume": (
+        "bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W2}), 4, "between steps", "weight:a",
+        "changed-by-resume",
+    ),
 }  # fmt: skip
-"""By cause: the recipe, settings, and what the fault writes."""
+"""By case: the recipe, what the fault writes, and the step, stage, tensor and name of the first reading."""
 
 
-def struck(name: str) -> Run:
-    recipe, config, fault = CASES[name]
-    run = healthy_run(recipe, **config)
+def struck(recipe: str, fault: Fault) -> Run:
+    run = healthy_run(recipe)
+    run.__dict__["fingerprints"] = []
     fault(run)
-    raise_events(run)
     return run
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_cause_is_named_first(name: str) -> None:
-    found = ng.diagnose(struck(name))
-    shown = [(sign.sign, sign.step) for sign in found.signs]
-    assert found.findings and found.findings[0].cause.name == name, (found.verdict, shown)
-    first = found.findings[0]
-    assert first.probability >= CONFIDENCE and first.chain
-    assert "{" not in first.remedy and len(found.text().splitlines()) <= 10
-    json.dumps(found.to_dict())
+def test_a_record_gives_its_reading(name: str) -> None:
+    recipe, fault, step, stage, tensor_name, what = CASES[name]
+    found = ng.diagnose(struck(recipe, fault))
+    expected = (step, stage, tensor_name, what)
+    assert expected in [(r.step, r.stage, r.tensor, r.what) for r in found.readings], str(found)
+    assert found.readings[0].step == step and not found.ok
+    assert all(reading.excess >= 1 for reading in found.readings), found.readings
+    assert f"{what}" in str(found) and json.dumps(found.to_dict())
 
 
-def test_a_replay_that_parts_without_a_reason_is_no_healthy_run() -> None:
-    mismatch = ReplayMismatch(7, "loss", 5.25, 5.24)
-    replay = ReplayedStep("run", 9, 0, mismatch, 5.1, 1.0)
-    found = ng.diagnose(healthy_run(), replay=replay)
-    assert [(each.cause.name, each.step) for each in found.findings] == [("silent-corruption", 7)], found.text()
-    explained = dataclasses.replace(replay, reasons=("the run noted after step 5: other software",))
-    assert ng.diagnose(healthy_run(), replay=explained).is_healthy
+def scaled_search(run: Run) -> None:
+    """A loss scale that is found by halving, and grows."""
+    steps(1, loss_scale=lambda row: 2.0 ** (24 - min(row["step"], 12)) * (2.0 if row["step"] > AT else 1.0))(run)
+    steps(1, 12, skipped=True, grad_norm=math.inf)(run)
 
 
-def test_a_replay_of_one_run_is_no_evidence_about_two() -> None:
-    with pytest.raises(ng.errors.NarrowgaugeError, match="two were named"):
-        ng.diagnose(healthy_run(), healthy_run(), replay=ReplayedStep("run", 9, 0, None, 5.1, 1.0))  # type: ignore[call-overload]
+HEALTHY: dict[str, tuple[str, Fault]] = {
+    "words": ("bfloat16/word", both()),
+    "float8": ("float8-row/word", both()),
+    "rounded to nearest": ("bfloat16/naive", both()),
+    "float32": ("float32/float32", both()),
+    "stochastic": ("bfloat16/stochastic", steps(noise=2.0, edq=0.97)),
+    "a search for a loss scale": ("float16/split", scaled_search),
+    "second moments within their bound": ("bfloat16/word", gauges("moments", WEIGHT, [1.4, 0.1])),
+    "second moments that are off once": (
+        "bfloat16/word", lambda run: run.gauges[-1]["moments"].update({WEIGHT: [2.0, 0.0]}),
+    ),
+    "a resume with the same state": ("bfloat16/word", hashed({"step": 3, "tensors": W}, {"step": 3, "tensors": W})),
+    "routine": ("bfloat16/word", both(*(event(kind) for kind in ("start", "resume", "stop", "finish", "checkpoint", "note")))),
+}  # fmt: skip
 
 
-def test_a_healthy_run_has_no_finding() -> None:
-    for recipe in ("bfloat16/word", "float8-row/word", "bfloat16/naive", "float32/float32"):
-        run = healthy_run(recipe)
-        raise_events(run)
-        found = ng.diagnose(run)
-        assert found.is_healthy and not found.findings, (recipe, found.text())
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_record_gives_none(name: str) -> None:
+    found = ng.diagnose(struck(*HEALTHY[name]))
+    assert found.ok and found.verdict.startswith("Nothing found: 160 steps watched, "), str(found)
 
 
-def test_two_faults_are_two_findings_and_a_consequence_is_none() -> None:
-    run = struck("slow-data-loader")
-    spike(1)(run)
-    raise_events(run)
-    assert {finding.cause.name for finding in ng.diagnose(run).findings} == {"slow-data-loader", "bad-data"}
-    # A gradient that dies after memory was damaged is no fault of its own.
-    run = struck("silent-corruption")
-    for row in later(run.gauges):
-        set_tensors("grad:", rms=0.0)(row)
-    assert [finding.cause.name for finding in ng.diagnose(run).findings] == ["silent-corruption"]
+def test_every_kind_of_event_and_reading_has_a_stage() -> None:
+    assert set(STAGE_OF_KIND) <= set(KINDS)
+    assert {*STAGE_OF_KIND.values(), *STAGE_OF_DETECTOR.values()} <= set(STAGES)
 
 
-def test_what_was_not_recorded_is_unknown_and_what_would_record_it_is_said() -> None:
-    run = struck("attention-growth")
-    run.gauges.clear()
-    run.events[:] = [{"kind": "start", "step": 0, "message": "tiny"}]
-    spike(12)(run)
-    seen = observe(gather(run))
-    assert seen["attention-logits-grow"].state == "unknown" and seen["loss-spikes"].state == "present"
+def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:
+    rows = [
+        Reading(9, "data", "", "late"),
+        Reading(2, "storage", "", "last"),
+        Reading(2, "forward", "a", "small", 2.0, None, 1.0),
+        Reading(2, "forward", "b", "large", 0.1, None, 1.0),
+        Reading(2, "data", "", "first", 1.0, 0.0, 1.0),
+    ]
+    assert [row.what for row in in_order(rows)] == ["first", "large", "small", "last", "late"]
+
+
+def test_skipped_steps_are_said_first_of_all_and_applied_ones_are_counted() -> None:
+    run = struck("bfloat16/word", both(steps(1, skipped=True, loss=math.nan), event("skip")))
     found = ng.diagnose(run)
-    assert any("gauges" in said for said in found.missing)
-    assert found.next_measurement is not None and found.next_measurement.gain > 0
+    assert str(found).startswith("made: 160 of 160 steps were skipped; 1 reading is beyond its bound, at step 1.\n")
+    assert (found.num_steps, found.num_applied) == (160, 0)
+    assert [(r.stage, r.value, r.expected, r.bound) for r in found.readings] == [("optimizer step", 160, 0, 0)]
 
 
-def test_a_replay_is_advised_of_the_run_whatever_words_its_path_holds(tmp_path: Path) -> None:
-    run = struck("lost-updates")
-    moved = dataclasses.replace(run, path=tmp_path / "STEPS-RUN-1")
-    moved.__dict__["gauges"] = run.gauges
-    (moved.path / "data").mkdir(parents=True)
-    (moved.path / "data" / "data.json").touch()
-    measure = ng.diagnose(moved).next_measurement
-    assert measure is not None and measure.what.startswith(f"narrowgauge diagnose {moved.path} --replay 110: ")
-
-
-def test_nothing_is_claimed_below_the_confidence() -> None:
+def test_what_a_record_cannot_show_is_said_with_the_flag_that_would() -> None:
     run = healthy_run()
-    run.steps[:] = [{"step": row["step"], "loss": row["loss"]} for row in run.steps]
     run.gauges.clear()
-    for row in later(run.steps)[:3]:
-        row["loss"] += 3.0
-    raise_events(run)
+    assert ng.diagnose(run).unseen["tensors of layers"] == "--gauges-every 20"
+    run.run["recorder"] = {}
+    assert ng.diagnose(run).unseen["tensors of layers"] == "ng.RunRecorder(…, gauges_every=20)"
+    assert ng.diagnose(run).unseen["labels, masks and the order of the data"] == ""
+    run.steps[1]["recomputed"] = {"compared": 0, "beyond": 0, "unseen": {"the clip": "no limit"}}
     found = ng.diagnose(run)
-    first = found.causes[0]
-    assert bool(found.findings) == (first.cause.name != HEALTHY and first.probability >= CONFIDENCE)
-    if not found.findings:
-        assert "not known from this record" in found.verdict or found.is_healthy
+    assert "the optimizer's step" in found.unseen and found.unseen["the clip of the compared steps"] == "no limit"
+    run.steps[3]["recomputed"] = {"compared": 9, "beyond": 0, "unseen": {}}
+    found = ng.diagnose(run)
+    assert "the optimizer's step" in found.looked_at and not any("compared" in area for area in found.unseen)
+    run.steps[1]["recomputed"] = "damaged"
+    assert ng.diagnose(run).ok
 
 
-def test_the_tables_fit_together() -> None:
-    assert next(iter(CAUSES)) == HEALTHY and len(CAUSES) > 30
-    for cause in CAUSES.values():
-        assert set(cause.predicts) <= set(SIGNS), cause.name
-        assert {*cause.required, *cause.notes} <= set(cause.predicts), cause.name
-        assert all(0 < chance <= 1 for chance in cause.predicts.values())
-        assert cause.predicts or cause.measure or cause.name == HEALTHY, cause.name
-        assert not cause.remedy.endswith((",", ";")) and cause.title and cause.source
-    predicted = {sign for cause in CAUSES.values() for sign in cause.predicts}
-    assert set(SIGNS) == predicted, f"signs that no cause predicts: {set(SIGNS) - predicted}"
-    assert all(0 < sign.base_rate < 0.5 for sign in SIGNS.values())
+# ── the command, and damaged records ─────────────────────────────────────────────────────────────────────────────────────
 
 
-# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def call(*words: object) -> Result:
+    return CliRunner().invoke(main, ["diagnose", *map(str, words)], prog_name="narrowgauge")
 
 
-def call(*words: str) -> Result:
-    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(struck("bfloat16/word", steps(AT, AT, loss=9.0)), tmp_path_factory.mktemp("whole") / "run")
 
 
-def spiked(folder: Path, **config: object) -> Path:
-    run = healthy_run(**config)
-    spike(1)(run)
-    return written(run, folder)
+def test_the_command_prints_the_table_or_json(whole: Path) -> None:
+    said = call(whole)
+    assert said.exit_code == 0 and "run: 1 reading is beyond its bound, at step 81." in said.output
+    (reading,) = json.loads(call(whole, "--json").output)["readings"]
+    assert (reading["step"], reading["stage"], reading["what"], reading["value"]) == (AT, "loss", "loss-spike", 9.0)
+    both_same = call(whole, whole)
+    assert both_same.exit_code == 0 and "The same in all that both recorded (160 steps)." in both_same.output
+    assert json.loads(call(whole, whole, "--json").output)["same"]
+    refused = call(whole, whole, "--replay", 3)
+    assert refused.exit_code == 2 and "two were named" in refused.output
 
 
-def test_the_command_prints_ten_lines_or_json(tmp_path: Path) -> None:
-    folder = spiked(tmp_path / "run")
-    said = call("diagnose", str(folder))
-    assert said.exit_code == 0 and "bad-data" in said.output and len(said.output.splitlines()) <= 10
-    found = json.loads(call("diagnose", str(folder), "--json").output)
-    assert found["findings"][0]["cause"] == "bad-data" and found["findings"][0]["step"] == AT
+def rows(*found: object) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in found)
 
 
-def test_broken_and_partial_records_say_so_in_one_line(tmp_path: Path) -> None:
-    folder = spiked(tmp_path / "run")
-    gauges, rows = folder / "gauges.jsonl", folder / "steps.jsonl"
-    gauges.write_text(gauges.read_text()[:900] + "\nxx\n" + gauges.read_text()[900:])
-    rows.write_text(rows.read_text()[:-40])
-    said = call("diagnose", str(folder))
-    assert said.exit_code == 0 and "bad-data" in said.output and "not recorded: the gauges" in said.output
-    rows.write_text("xx\n" + rows.read_text())
-    for words in ([str(folder)], [str(tmp_path / "none")], [str(tmp_path)]):
-        said = call("diagnose", *words)
-        assert said.exit_code == 2 and "Traceback" not in said.output and said.output.count("\n") <= 2
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
 
 
-def test_a_foreign_log_is_diagnosed_from_what_it_holds(tmp_path: Path) -> None:
+def swap_lines(folder: Path) -> None:
+    file = folder / "steps.jsonl"
+    lines = file.read_text().splitlines(True)
+    file.write_text("".join([lines[0], *lines[81:], *lines[1:81]]))
+
+
+TOML = "schema_version = 2\n"
+DAMAGES: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "no settings": (lambda folder: (folder / "run.toml").unlink(), 2, "or a Hugging Face trainer_state.json"),
+    "garbled settings": (write("run.toml", f"{TOML}[config\n"), 2, "run.toml is damaged"),
+    "settings that are none": (write("run.toml", f'{TOML}config = 3\nmachine = "x"\ndata = "y"\n'), 0, "loss-spike"),
+    "an unknown recipe": (write("run.toml", f'{TOML}[config]\nrecipe = "foo/bar"\n'), 0, "loss-spike"),
+    "no row": (write("steps.jsonl", ""), 0, "Nothing found: 0 steps watched"),
+    "rows without a loss": (
+        write("steps.jsonl", rows(*({"step": k, "loss": None} for k in range(1, 60)))), 0, "Not recorded: the loss of 59 of",
+    ),
+    "not a number": (
+        write("steps.jsonl", rows(*({"step": k, "loss": "nan"} for k in range(1, 60)))), 0, "59 of 59 steps have a loss",
+    ),
+    "rows out of order": (swap_lines, 0, "the order of the steps: row 81 is of step 2, after one of step 160"),
+    "a broken row": (write("steps.jsonl", '{"step": 1\n{"step": 2}\n{"step": 3}\n'), 2, "line 1 of 3 is not a row"),
+    "broken gauges": (write("gauges.jsonl", "xx\n{}\n"), 0, "Not recorded: the gauges: "),
+    "short gauges": (
+        write("gauges.jsonl", rows({"step": 20, "tensors": {"grad:a": [None, 1]}, "moments": {"x": []}})),
+        0, "loss-spike",
+    ),
+    "events without words": (
+        write("events.jsonl", rows({"kind": "loss_spike"}, {"step": 3}, {"kind": "resume", "step": 999})), 0, "go on to step 999",
+    ),
+}  # fmt: skip
+"""What is done to a record with a spike, how the command ends, and what it says."""
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_record_is_refused_in_a_line_or_says_what_is_missing(
+    whole: Path, tmp_path: Path, damage: str
+) -> None:
+    spoil, status, words = DAMAGES[damage]
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    spoil(folder)
+    said = call(folder)
+    assert said.exit_code == status and words in said.output, said.output
+    assert said.exception is None or isinstance(said.exception, SystemExit)
+    assert status == 0 or said.output.count("\n") <= 2
+
+
+def test_the_only_run_of_a_folder_is_read_and_of_several_one_must_be_named(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "one")
+    assert "one: 1 reading" in call(tmp_path).output
+    shutil.copytree(whole, tmp_path / "two")
+    said = call(tmp_path)
+    assert said.exit_code == 2 and "holds 2: one, two. Name one: " in said.output
+    (tmp_path / "losses.dat").write_text("step,loss\n1,2.0\n")
+    said = call(tmp_path / "losses.dat")
+    assert said.exit_code == 2 and "no log that can be read" in said.output
+
+
+def test_the_log_of_another_framework_is_diagnosed_from_what_it_holds(tmp_path: Path) -> None:
     history = [
         {"step": step, "loss": 9.0 if step == AT else 4.0 - step / NUM_STEPS, "learning_rate": 1e-3}
         for step in range(1, NUM_STEPS)
     ]
     (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history, "global_step": NUM_STEPS}))
     found = ng.diagnose(tmp_path)
-    assert found.findings[0].cause.name == "bad-data" and any("recipe" in said for said in found.missing)
-
-
-def test_show_causes_lists_every_cause() -> None:
-    rows = json.loads(call("show", "causes", "--json").output)
-    assert [row["name"] for row in rows] == list(CAUSES)
-    assert "what to do" in call("show", "causes").output
+    assert [(r.step, r.what) for r in found.readings] == [(AT, "loss-spike")]
+    assert found.unseen["gradient norms"] == "a column grad_norm"

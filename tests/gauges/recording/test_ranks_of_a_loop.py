@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import narrowgauge as ng
-from narrowgauge.analysis.diagnosis.pairs.two_runs import compare_two
+from narrowgauge.analysis.two_runs import compare_two
 from ranks import run_ranks
 
 STEPS, AT, NAME = 3, 2, "1.weight"
@@ -50,8 +50,8 @@ def test_the_step_the_tensor_and_the_rank_of_a_fault_are_told(fault: str, tmp_pa
     run_ranks(train, 2, tmp_path / "b", tmp_path / fault, fault, 1)
     plain = run_ranks(train, 2, tmp_path / "c", tmp_path / "plain", "", 0)
     runs = compare_two(ng.read_run(tmp_path / "healthy"), ng.read_run(tmp_path / fault))
-    found = runs.alignment.first_difference
+    found = runs.difference
     assert found is not None and (found.step, found.tensor, found.ranks) == (AT, f"grad:{NAME}", (1,))
-    assert f"grad:{NAME} (the gradients) of rank 1" in runs.verdict
+    assert f"grad:{NAME} (gradient) of rank 1" in runs.verdict
     for mine, its in zip(healthy[0], plain[0], strict=True):  # hooks change no bit
         assert mine.equal(its)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
 from narrowgauge.gauges.recording import run_recorder
-from narrowgauge.runs.loggers.logger import LOGGERS, Available
-from ranks import run_ranks
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
@@ -114,25 +111,11 @@ def test_a_killed_loop_goes_on_from_its_checkpoint_with_the_same_record(tmp_path
     assert [event["kind"] for event in other.events] == ["start", "resume", "finish"]
 
 
-def test_runs_of_own_loops_are_compared_and_shown(tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("word", "split")]
-    for folder in folders:
-        recorded(reference(f"bfloat16/{folder.name}"), folder)
-    found = ng.compare_runs([ng.read_run(folder) for folder in folders])
-    assert [row["recipe"] for row in found.rows] == ["bfloat16/word", "bfloat16/split"]
-    assert all(row["val_loss"] is not None and row["tokens_per_second"] > 0 for row in found.rows)
-    result = CliRunner().invoke(main, ["report", *map(str, folders), "--out", str(tmp_path / "page.html")])
-    assert result.exit_code == 0 and "bfloat16/split" in (tmp_path / "page.html").read_text()
-
-
 def test_the_trainer_refuses_what_it_cannot_continue(tmp_path: Path) -> None:
     model, optimizer = small()
     ng.RunRecorder(tmp_path / "run", model, optimizer).close(finished=False)
-    for words in (["resume"], ["sample", "--tokens", "1"]):
-        result = CliRunner().invoke(
-            main, [*words[:1], str(tmp_path / "run"), *words[1:], *(["x"] if words[0] == "sample" else [])]
-        )
-        assert result.exit_code == 2 and "RunRecorder(resume=True)" in result.stderr and result.stderr.count("\n") == 1
+    result = CliRunner().invoke(main, ["resume", str(tmp_path / "run")])
+    assert result.exit_code == 2 and "RunRecorder(resume=True)" in result.stderr and result.stderr.count("\n") == 1
 
 
 def small(storage: str = "word") -> tuple[nn.Module, ng.Optimizer]:
@@ -160,18 +143,8 @@ def test_an_optimizer_of_torch_is_recorded_beside_ours(tmp_path: Path) -> None:
     assert found.run["optimizer"]["class"] == "AdamW"
     # It is finished; what it lacks is an evaluation.
     compared = ng.compare_runs([found])
-    assert "No validation loss was recorded" in compared.text() and "ot finished" not in compared.text()
+    assert "without a validation loss: float32/float32, seed 0 (3 steps)" in compared.text()
     assert "not recorded" in compared.table().plain() and "unfinished" not in compared.table().plain()
-
-
-def test_an_optimizer_with_a_setting_of_none_is_recorded(tmp_path: Path) -> None:
-    """``Adafactor`` has ``eps = (None, 1e-3)``, which TOML cannot hold."""
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.Adafactor(model.parameters())
-    with ng.RunRecorder(tmp_path / "run", model, optimizer) as recorder:
-        recorder.step(1.0)
-    kept = ng.read_run(tmp_path / "run").run["optimizer"]
-    assert kept["class"] == "Adafactor" and "eps" not in kept and "lr" in kept
 
 
 def test_the_recipe_is_known_without_being_named_and_a_wrong_one_is_refused(tmp_path: Path) -> None:
@@ -221,105 +194,3 @@ def test_alarms_of_the_audit_are_events_and_go_to_the_handler_that_was_there(tmp
     (event,) = [event for event in found.events if event["kind"] == "lost_updates"]
     assert event["tensor"] == "weight" and event["step"] == 5 and len(heard) == 1
     assert optimizer.on_alarm == heard.append and found.summary is None and found.events[-1]["kind"] == "stop"
-
-
-class Failing:
-    """A logger whose server goes away at the third step."""
-
-    def __init__(self, folder: Path, settings: dict[str, Any], step: int) -> None:
-        self.closed = 0
-
-    def step(self, row: dict[str, Any]) -> None:
-        if row["step"] == 3:
-            raise ConnectionError("no route to host\nand more")
-
-    def close(self) -> None:
-        raise OSError("not this either")
-
-    evaluation = gauge = event = go_back = lambda self, _: None
-
-
-def test_a_logger_that_fails_is_one_event_and_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(LOGGERS, "failing", Available("failing", "Failing", "json", "none:Nothing", ""))
-    monkeypatch.setattr(Available, "load", lambda row: Failing)
-    run = reference("bfloat16/word")
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        loop = recorded(run, tmp_path / "run", loggers=["failing"])
-    found = ng.read_run(tmp_path / "run")
-    assert lasting(found.steps) == lasting(run.rows) and found.summary is not None
-    (event,) = [event for event in found.events if event["kind"] == "warning"]
-    assert event["message"] == "Failing receives nothing more: no route to host"
-    assert len([each for each in told if issubclass(each.category, ng.gauges.RunNotice)]) == 1
-    assert all(torch.equal(loop.model.state_dict()[name], tensor) for name, tensor in run.state.items())
-
-
-@pytest.mark.parametrize(
-    ("name", "said"), [("wand", "no logger is named 'wand'"), ("absent", r"narrowgauge\[loggers\]")]
-)
-def test_a_logger_that_is_not_there_is_refused_before_anything_is_written(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(LOGGERS, "absent", Available("absent", "Absent", "no_such_package", "none:Nothing", ""))
-    model, optimizer = small()
-    with pytest.raises(ng.NarrowgaugeError, match=said):
-        ng.RunRecorder(tmp_path / "run", model, optimizer, loggers=name)
-    assert not (tmp_path / "run").exists()
-
-
-def folder_on_a_rank(rank: int, folder: Path) -> Path:
-    if rank == 1:  # late: the first rank has made its folder already
-        run_recorder.is_run = lambda path: path == folder  # type: ignore[attr-defined]
-    return run_recorder.folder_for(folder, goes_on=False)
-
-
-def test_all_ranks_take_the_folder_that_the_first_one_found_free(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert run_ranks(folder_on_a_rank, 2, tmp_path, folder) == [folder, folder]
-
-
-def _pop(optimizer: Any) -> None:
-    optimizer.param_groups.pop()
-
-
-def _fewer(optimizer: Any) -> None:
-    optimizer.param_groups[1]["params"] = optimizer.param_groups[1]["params"][:1]
-
-
-def _another(optimizer: Any) -> None:
-    kept = optimizer.param_groups.pop()["params"]
-    optimizer.add_param_group({"params": kept[:1], "lr": 1e-4})
-
-
-@pytest.mark.parametrize("change", [_pop, _fewer, _another])
-@pytest.mark.parametrize("make", [ng.AdamW, torch.optim.AdamW])
-def test_a_parameter_group_that_is_removed_or_replaced_ends_neither_audit_nor_record(
-    make: Any, change: Any, tmp_path: Path
-) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    groups = [{"params": list(layer.parameters())} for layer in model]
-    ours: dict[str, Any] = {"audit_every": 1, "storage": "float32"} if make is ng.AdamW else {}
-    optimizer = make(groups, lr=1e-3, **ours)
-    with ng.RunRecorder(tmp_path / "run", model, optimizer, gauges_every=1) as recorder:
-        for step in range(6):
-            if step == 3:
-                change(optimizer)
-            loss = model(torch.ones(4, 8)).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            recorder.step(loss)
-            if ours:
-                assert "0.weight" in ng.audit(optimizer, model)
-    found = ng.read_run(tmp_path / "run")
-    assert [row["step"] for row in found.gauges] == [1, 2, 3, 4, 5, 6]
-    assert not ours or found.steps[-1]["edq"] is not None
-
-
-def test_a_list_of_optimizers_is_refused_in_one_line(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD([p], lr=0.1) for p in model.parameters()]
-    with pytest.raises(ng.NarrowgaugeError, match="follows one optimizer, and got a list"):
-        ng.RunRecorder(tmp_path / "run", model, optimizers)
-    assert not (tmp_path / "run").exists()

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from narrowgauge.numerics.expansions import Expansion, Rounding, expansion_of, nearest_even, nearest_even_bits, sqrt
+from narrowgauge.numerics.expansions import Expansion, NearestEven, expansion_of, sqrt
 from narrowgauge.numerics.rounding import bits_of
-from narrowgauge.optim.rules.collage import expanded, published_adamw
+from narrowgauge.optim.rules.collage import published_adamw
 from oracles import released_collage as narrow
-from tensors import relative_error
 
-BFLOAT16 = nearest_even("bfloat16")
+BFLOAT16 = NearestEven(16)
 
 
 def scalars(*, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: int = 1000) -> dict[str, Tensor]:
@@ -31,7 +30,7 @@ def scalars(*, beta2: float = 0.999, lr: float = 1e-3, decay: float = 0.1, t: in
     return {name: torch.tensor(value) for name, value in values.items()}
 
 
-def expansion(x: Tensor | float, length: int, rn: Rounding = BFLOAT16) -> Expansion:
+def expansion(x: Tensor | float, length: int, rn: NearestEven = BFLOAT16) -> Expansion:
     return Expansion(expansion_of(x, length, rn), rn)
 
 
@@ -89,30 +88,12 @@ def test_published_step_is_eager_bfloat16_bit_for_bit(plus: bool, beta2: float) 
     assert (weight.parts[1] != 0).float().mean() > 0.9
 
 
-def test_torchs_fused_multiply_add_gives_a_neighbour_now_and_then() -> None:
-    """A light second moment with ``addcmul``, which rounds once where ours rounds a float32 product: as good as equal."""
-    count, s = 200_000, scalars()
-    g, v = (next(gradients(count, 1, seed=seed)) for seed in (7, 8))
-    _, _, _, ours = published_adamw(expansion(torch.zeros(count), 1), g, expansion(g, 1), expansion(v.abs(), 1), s)
-    beta2 = (1 - s["one_minus_beta2"]).item()
-    torchs = torch.addcmul(v.abs().bfloat16() * beta2, g.bfloat16(), g.bfloat16(), value=s["one_minus_beta2"].item())
-    apart = (bits_of(ours.value) - bits_of(torchs.float())).abs()
-    assert apart.max() <= 1 << 16 and (apart != 0).float().mean() < 1e-4
-
-
-@pytest.mark.parametrize("published", [True, False])
-def test_the_gradient_is_rounded_first(published: bool) -> None:
-    step = published_adamw if published else expanded(adamw)
-    g = torch.randn(500, generator=torch.Generator().manual_seed(2)) * 1e-2
-    weight, moments = expansion(torch.ones(500), 2), (expansion(torch.zeros(500), 1), expansion(torch.zeros(500), 2))
-    one, other = (step(weight, x, *moments, scalars()) for x in (g, BFLOAT16(g)))
-    assert torch.equal(one[0], other[0]) and torch.equal(one[3].value, other[3].value)
-
-
 # ── second moments ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def second_moments(beta2: float, length: int, steps: int, start: Tensor, g: Tensor, rn: Rounding = BFLOAT16) -> Tensor:
+def second_moments(
+    beta2: float, length: int, steps: int, start: Tensor, g: Tensor, rn: NearestEven = BFLOAT16
+) -> Tensor:
     """v / exact v of a constant gradient after so many steps from ``start`` times its square."""
     weight, exp_avg = expansion(torch.zeros_like(g), 1, rn), expansion(torch.zeros_like(g), 1, rn)
     exp_avg_sq = expansion(start * g * g, length, rn)
@@ -124,7 +105,7 @@ def second_moments(beta2: float, length: int, steps: int, start: Tensor, g: Tens
     return total(exp_avg_sq) / exact
 
 
-@pytest.mark.parametrize("beta2", [0.95, 0.99, 0.999])
+@pytest.mark.parametrize("beta2", [0.95, 0.999])
 def test_second_moment_of_a_constant_gradient_is_within_five_percent(beta2: float) -> None:
     """From zero, from too small and from too large: three time constants, so what does not move is far off."""
     g = next(gradients(192, 1))
@@ -136,15 +117,6 @@ def test_second_moment_of_a_constant_gradient_is_within_five_percent(beta2: floa
         assert single[start == 0].max() < 0.6 and single[start > 1].min() > 1.2
 
 
-def test_eight_bits_need_a_third_part() -> None:
-    """In the precision of e4m3 a pair has as many bits as a single bfloat16, and its second moment stops as early."""
-    rn = nearest_even_bits(20)
-    g = rn(next(gradients(64, 1)))
-    single, pair, triple = (second_moments(0.99, length, 400, torch.zeros(64), g, rn) for length in (1, 2, 3))
-    assert single.max() < 0.4 and pair.max() < 0.9
-    assert triple.min() > 0.95 and triple.max() < 1.05
-
-
 RELEASED = {
     ("product",): {0.95: 0.331, 0.98: 0.335, 0.99: 0.313, 0.999: 0.501},  # as the authors' own functions gave
     ("product", "split"): {0.95: 0.325, 0.98: 0.342, 0.99: 0.275, 0.999: 6.0},  # a time constant each, and no end
@@ -153,7 +125,7 @@ RELEASED = {
 
 
 @pytest.mark.parametrize("faults", RELEASED, ids=lambda faults: " and ".join(faults) or "both mended")
-@pytest.mark.parametrize("beta2", [0.95, 0.98, 0.99, 0.999])
+@pytest.mark.parametrize("beta2", [0.95, 0.99])
 def test_the_released_code_has_two_faults_and_without_them_is_ours(beta2: float, faults: tuple[str, ...]) -> None:
     """Medians of stationary gradients over six time constants; with both faults mended, ours is the same bit for bit."""
     steps = int(6 / (1 - beta2))
@@ -170,26 +142,6 @@ def test_the_released_code_has_two_faults_and_without_them_is_ours(beta2: float,
         assert ((total(ours) / exact).median() - 1).abs() < 0.005
 
 
-# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.mark.parametrize("rn", [BFLOAT16, nearest_even_bits(20)], ids=["bfloat16", "e4m3's precision"])
-def test_more_parts_keep_more_of_small_updates(rn: Rounding) -> None:
-    """300 steps a hundredth of a spacing long or so: one part loses nearly all, each further part a fraction."""
-    count, errors = 512, []
-    start = rn(torch.rand(count, generator=torch.Generator().manual_seed(4)) + 1)
-    s = scalars(lr=1e-4 if rn is BFLOAT16 else 1e-2, decay=0.0)
-    for length in (1, 2, 3):
-        weight, wanted = expansion(start, length, rn), torch.zeros(count, dtype=torch.float64)
-        moments = (expansion(torch.zeros(count), 1, rn), expansion(torch.ones(count) * 1e-4, 1, rn))
-        for g in gradients(count, 300):
-            change, weight, *moments = published_adamw(weight, g + 0.005, *moments, s)
-            wanted += change
-        errors.append(((total(weight) - start.double() - wanted).norm() / wanted.norm()).item())
-    assert errors[0] > 0.5 and errors[1] < 0.1 and errors[2] < 0.01
-    assert errors[2] < errors[1] / 5
-
-
 # ── other rules ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -199,54 +151,3 @@ def adamw(w: Any, g: Any, m: Any, v: Any, s: Any) -> tuple[Any, ...]:
     root = v.sqrt() if isinstance(v, Tensor) else sqrt(v)
     ratio = m / (root * s["inverse_root_correction2"] + s["eps"])
     return ratio * s["negative_step_size"] + s["negative_decay"] * w, m, v
-
-
-def lion(w: Any, g: Any, m: Any, s: Any) -> tuple[Any, ...]:
-    direction = (m + (g - m) * 0.1).sign()
-    return direction * s["negative_step_size"] + w * s["negative_decay"], m + (g - m) * 0.01
-
-
-def plain(w: Any, g: Any, s: Any) -> tuple[Any, ...]:
-    return (s["negative_step_size"] * g,)
-
-
-@pytest.mark.parametrize(("rule", "num_states"), [(adamw, 2), (lion, 1), (plain, 0)])
-def test_a_rule_on_single_parts_is_the_rule_on_bfloat16_tensors(rule: Any, num_states: int) -> None:
-    generator = torch.Generator().manual_seed(5)
-    w, g, *states = (torch.randn(5000, generator=generator).abs().bfloat16() for _ in range(2 + num_states))
-    s = scalars()
-    numbers = {name: value.item() for name, value in s.items()}
-    change, *new = expanded(rule)(*(expansion(x.float(), 1) if x is not g else g.float() for x in (w, g, *states)), s)
-    intended, *expected = rule(w, g, *states, numbers)
-    assert torch.equal(change, intended.float())
-    for found, one in zip(new, (w + intended, *expected), strict=True):
-        assert torch.equal(found.value, one.float())
-
-
-def test_a_rule_on_pairs_is_nearly_the_rule_on_numbers() -> None:
-    generator = torch.Generator().manual_seed(6)
-    w, m, v = (torch.randn(2000, generator=generator) for _ in range(3))
-    g = BFLOAT16(torch.randn(2000, generator=generator))
-    s = scalars()
-    states = [expansion(w, 2), expansion(m, 2), expansion(v.abs(), 2)]
-    change, *new = expanded(adamw)(states[0], g, *states[1:], s)
-    assert [len(state) for state in new] == [2, 2, 2]
-    exact = [total(state) for state in states]
-    wide = {name: value.double() for name, value in s.items()}
-    intended, *moments = adamw(exact[0], g.double(), *exact[1:], wide)
-    assert relative_error(change.double(), intended) < 2.0**-10
-    assert relative_error(total(new[0]), exact[0] + intended) < 2.0**-14
-    assert relative_error(total(new[1]), moments[0]) < 2.0**-14
-    assert relative_error(total(new[2]), moments[1]) < 2.0**-13
-    single, *_ = expanded(adamw)(*(expansion(x, 1) if x is not g else g for x in (w, g, m, v.abs())), s)
-    assert relative_error(single.double(), intended) > 2.0**-9
-
-
-def test_states_keep_their_number_of_parts() -> None:
-    s = scalars()
-    for parts in ((1, 1, 1), (2, 1, 1), (2, 1, 2), (3, 2, 2), (1, 2, 1)):
-        states = [expansion(torch.tensor([0.3, 1.7]), length) for length in parts]
-        change, *new = expanded(adamw)(states[0], torch.tensor([0.1, 0.2]), *states[1:], s)
-        assert tuple(len(state) for state in new) == parts and change.dtype is torch.float32
-        published = published_adamw(states[0], torch.tensor([0.1, 0.2]), *states[1:], s)
-        assert tuple(len(state) for state in published[1:]) == parts

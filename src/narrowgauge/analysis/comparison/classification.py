@@ -53,7 +53,7 @@ class Rank(Enum):
 def rank(
     difference: PairedDifference | None, negligible: float, *, max_high: float = math.inf, max_half: float = math.inf
 ) -> Rank:
-    """The rank of a recipe other than the baseline, by its difference from the baseline's loss.
+    """Return the rank of a recipe other than the baseline, by its difference from the baseline's loss.
 
     Args:
         difference: ``None`` where the two have no seed in common.
@@ -115,37 +115,37 @@ class Classification:
 
     @property
     def has_price(self) -> bool:
-        """Whether it is certainly worse, by an acceptable share of the loss."""
+        """Return whether it is certainly worse, by an acceptable share of the loss."""
         return self.rank is Rank.WORSE and not self.faults
 
     @property
     def is_open(self) -> bool:
-        """Whether these seeds do not rule out that it is worse by more than an acceptable share of the loss."""
+        """Return whether these seeds do not rule out that it is worse by more than an acceptable share of the loss."""
         return self.rank is Rank.INCONCLUSIVE and not self.faults
 
     @property
     def is_unranked(self) -> bool:
-        """Whether it has a loss and no fault, and no interval."""
+        """Return whether it has a loss and no fault, and no interval."""
         return self.rank is Rank.NO_INTERVAL and not self.faults
 
     @property
     def is_fit(self) -> bool:
-        """Whether it is known to be usable and no worse than is acceptable; the baseline is, if it has no fault."""
+        """Return whether it is known to be usable and no worse than is acceptable; the baseline is, if it has no fault."""
         return not self.faults and self.rank in _NO_WORSE
 
     @property
     def is_noisy(self) -> bool:
-        """Whether the storage's noise in late updates exceeds the updates."""
+        """Return whether the storage's noise in late updates exceeds the updates."""
         return self.late_noise > MAX_NOISE
 
     @property
     def late_noise(self) -> float:
-        """The relative rounding noise of late updates; 0 where it is not known."""
+        """Return the relative rounding noise of late updates; 0 where it is not known."""
         return self.late.get("noise") or 0.0
 
     @property
     def is_audited(self) -> bool:
-        """Whether any step of a run that counts was audited."""
+        """Return whether any step of a run that counts was audited."""
         return self.late.get("edq") is not None
 
     @property
@@ -156,7 +156,7 @@ class Classification:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """What recipes are ordered by: bytes per parameter, then time."""
+        """Return what recipes are ordered by: bytes per parameter, then time."""
         return _rounded_size(self.row), -(self.row["tokens_per_second"] or 0.0)
 
 
@@ -182,7 +182,7 @@ class Classes(Mapping[str, Classification]):
 
     @property
     def acceptable(self) -> float:
-        """A recipe that is certainly no worse than by this is as good as the baseline."""
+        """Return by how much a recipe may be worse with certainty, and still be as good as the baseline."""
         return acceptable(self.loss, self.resolve)
 
     def __getitem__(self, label: str) -> Classification:
@@ -196,7 +196,7 @@ class Classes(Mapping[str, Classification]):
 
     @property
     def cheapest(self) -> Classification | None:
-        """The fit recipe of the lowest known cost."""
+        """Return the fit recipe of the lowest known cost."""
         fit = [one for one in self.values() if one.is_fit and one.bytes_per_param is not None]
         return min(fit, key=lambda one: one.cost, default=None)
 
@@ -212,18 +212,18 @@ class Classes(Mapping[str, Classification]):
 
     @property
     def reference(self) -> Classification:
-        """The baseline's, where there is one."""
+        """Return the baseline's, where there is one."""
         assert self.baseline is not None
         return self[self.baseline]
 
     @property
     def has_intervals(self) -> bool:
-        """Whether any recipe has two seeds in common with the baseline."""
+        """Return whether any recipe has two seeds in common with the baseline."""
         return any(one.difference is not None and one.difference.num_pairs > 1 for one in self.values())
 
     @property
     def at_equal_time(self) -> list[Classification]:
-        """Those with a loss at equal time, the lowest loss first."""
+        """Return those with a loss at equal time, the lowest loss first."""
         losses = {label: float(one.equal_time["val_loss"]) for label, one in self.items() if one.equal_time}
         return [self[label] for label in sorted(losses, key=losses.__getitem__)]
 
@@ -273,7 +273,7 @@ def classify(
 
 
 def acceptable(loss: float, resolve: float | None) -> float:
-    """How much worse than a baseline's loss a recipe may be, and still be as good."""
+    """Return how much worse than a baseline's loss a recipe may be, and still be as good."""
     return ACCEPTABLE * abs(loss) if resolve is None else resolve
 
 
@@ -307,7 +307,7 @@ def _ranks_at_equal_time(rows: Sequence[Row], baseline: str | None) -> dict[str,
 
 
 def largest_difference(rows: Sequence[Row]) -> float:
-    """The largest difference of a loss at equal time from the baseline's."""
+    """Return the largest difference of a loss at equal time from the baseline's."""
     return max((abs(row["difference"]) for row in rows if row["difference"] is not None), default=0.0)
 
 
@@ -315,7 +315,7 @@ def largest_difference(rows: Sequence[Row]) -> float:
 
 
 def run_faults(group: Sequence[RunStats]) -> list[Fault]:
-    """The reasons not to use a recipe that its own runs show, without any other recipe."""
+    """Return the reasons not to use a recipe that its own runs show, without any other recipe."""
     return [fault for of_group in (_divergence, _lost_updates, _skipped_steps) for fault in of_group(group)]
 
 
@@ -356,7 +356,7 @@ LOWER_IS_BETTER = {
 
 
 def _best_columns(one: Classification, all_recipes: Iterable[Classification]) -> frozenset[str]:
-    """The columns in which a recipe beats every other usable one beyond chance; several share the fewest bytes."""
+    """Return the columns in which a recipe beats every other usable one beyond chance; several share the fewest bytes."""
     if one.faults:
         return frozenset()
     usable = [other for other in all_recipes if not other.faults]
@@ -382,7 +382,7 @@ def _rounded_size(row: Row) -> float:
 
 
 def beats(one: Classification, other: Classification, column: str) -> bool:
-    """Whether a recipe is better in a metric beyond chance, over the seeds that both have.
+    """Return whether a recipe is better in a metric beyond chance, over the seeds that both have.
 
     The interval of a loss decides. A speed or a memory must be better with every seed, and a single pair by more than chance.
     """
@@ -395,7 +395,7 @@ def beats(one: Classification, other: Classification, column: str) -> bool:
 
 
 def ratios_by_seed(one: Classification, other: Classification, column: str) -> list[float]:
-    """How many times as good a recipe's speed or memory is, for each seed that both have."""
+    """Return how many times as good a recipe's speed or memory is, for each seed that both have."""
     mine, theirs = (
         {run.seed: float((run.run.summary or {}).get(column) or 0.0) for run in recipe.runs} for recipe in (one, other)
     )

@@ -14,13 +14,11 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from narrowgauge.analysis.comparison.answers import Answer, answers
 from narrowgauge.analysis.comparison.classification import Classes, classify, run_faults
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
@@ -41,7 +39,7 @@ class Comparison:
             seeds), ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median), the counted memory
             ``state_bytes``, ``activation_bytes`` and ``peak_tensor_bytes``, ``peak_memory_bytes``, ``edq``, ``noise``,
             ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``. Unknown values are ``None``.
-        verdict: sentences.
+        verdict: at most eight sentences.
         baseline: the recipe that the others are compared with; ``None`` where no run counts.
         folders: of the runs.
         equal_time: ``recipe``, ``seconds``, ``val_loss``, ``difference``, ``half``, ``num_seeds``: losses at the moment
@@ -63,14 +61,8 @@ class Comparison:
     classes: Classes
 
     @property
-    def yardstick(self) -> str | None:
-        """The former name of :attr:`baseline`."""
-        warnings.warn("Comparison.yardstick is now Comparison.baseline.", DeprecationWarning, stacklevel=2)
-        return self.baseline
-
-    @property
     def differences(self) -> tuple[PairedDifference, ...]:
-        """Those from the baseline, one per other recipe that has a seed in common with it."""
+        """Return those from the baseline, one per other recipe that has a seed in common with it."""
         return tuple(one.difference for one in self.classes.values() if one.difference is not None)
 
     @property
@@ -80,11 +72,11 @@ class Comparison:
 
     @property
     def not_to_be_used(self) -> dict[str, tuple[str, ...]]:
-        """The faults of each recipe that has any."""
+        """Return the faults of each recipe that has any."""
         return {label: tuple(fault.text for fault in one.faults) for label, one in self.classes.items() if one.faults}
 
     def table(self) -> Table:
-        """The rows as a table."""
+        """Return the rows as a table."""
         minus = {d.recipe: d.text for d in self.differences}
         columns = (
             Column("recipe", "recipe", code=True),
@@ -96,8 +88,13 @@ class Comparison:
             Column("noise", SUMMARY["noise"].cell, right=True),
             Column("mean lost", SUMMARY["lost_fraction"].cell, right=True),
             Column("seeds", "num_seeds", right=True),
+            Column("verdict", lambda row: self._word(row["recipe"])),
         )
         return Table(tuple(c for c in columns if self.differences or not c.title.startswith("minus")), list(self.rows))
+
+    def _word(self, label: str) -> str:
+        one = self.classes[label]
+        return "not to be used" if one.faults else one.rank.value
 
     def _memory_columns(self) -> list[Column]:
         """Counted memory where it is known; else the peak of the process, which hardly depends on a format."""
@@ -106,17 +103,12 @@ class Comparison:
             counted = {"peak MiB": "peak_memory_bytes"}
         return [Column(title, _shown(name, "{:,.1f}", 2.0**-20), right=True) for title, name in counted.items()]
 
-    @property
-    def answers(self) -> tuple[Answer, ...]:
-        """The answers to the questions of named sets of recipes whose recipes are among these."""
-        return answers(self.classes)
-
     def text(self) -> str:
-        """The verdict, one sentence per line."""
+        """Return the verdict, one sentence per line."""
         return "\n".join(self.verdict)
 
     def json(self) -> bytes:
-        """The rows as ``compare.json`` holds them: a list of objects, valid JSON with any values."""
+        """Return the rows as ``compare.json`` holds them: a list of objects, valid JSON with any values."""
         plain = [{key: _finite(value) for key, value in row.items()} for row in self.rows]
         return json.dumps(plain, indent=1, allow_nan=False, ensure_ascii=False).encode() + b"\n"
 
@@ -143,7 +135,6 @@ def compare_runs(
     baseline: str | None = None,
     *,
     resolve: float | None = None,
-    yardstick: str | None = None,
 ) -> Comparison:
     """Compare runs by recipe and seed.
 
@@ -158,12 +149,11 @@ def compare_runs(
         baseline: a recipe among them.
         resolve: the difference of losses, in nats, that is to be resolved: a recipe is as good as the baseline only if it is
             certainly no worse than by this; otherwise the verdict says how many seeds would tell. ``None`` for 1 % of the loss.
-        yardstick: the former name of ``baseline``.
     Returns:
         The comparison.
     Raises:
         RecordError: there is no run, or a run's record is damaged.
-        RecipeError: no run has the baseline's recipe, it was given under both names, or ``resolve`` is not above 0 and finite.
+        RecipeError: no run has the baseline's recipe, or ``resolve`` is not above 0 and finite.
     Example:
         >>> def run(recipe, seed, loss, size):
         ...     config = {"recipe": recipe, "seed": seed}
@@ -175,11 +165,6 @@ def compare_runs(
         >>> print(found.verdict[0])
         bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter instead of the 16.00 of bfloat16/master. ...
     """
-    if yardstick is not None:
-        if baseline is not None:
-            raise RecipeError("baseline and its former name yardstick were both given.", "Pass baseline alone.")
-        warnings.warn("compare_runs(yardstick=) is now baseline=.", DeprecationWarning, stacklevel=2)
-        baseline = yardstick
     if not runs:
         raise RecordError("no run was named.", "Name run folders, or the folder of a comparison.")
     require_resolvable(resolve)
@@ -230,7 +215,7 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
 
 
 def _step_seconds(group: Sequence[RunStats]) -> list[float]:
-    """The median step of each run that ended: few steps compile, and do not move a median."""
+    """Return the median step of each run that ended: few steps compile, and do not move a median."""
     return [
         run.curve.step_seconds for run in group if run.run.summary is not None and run.curve.step_seconds is not None
     ]

@@ -65,7 +65,7 @@ class PairedDifference:
 
 
 def shown_loss(loss: float) -> str:
-    """A loss or a standard deviation: four decimals, three digits where it is small, an exponent where it is huge.
+    """Return a loss or a standard deviation: four decimals, three digits where it is small, an exponent where it is huge.
 
     Example:
         >>> shown_loss(4.1), shown_loss(0.0012345), shown_loss(1.5e30)
@@ -75,7 +75,7 @@ def shown_loss(loss: float) -> str:
 
 
 def shown_difference(mean: float, half: float) -> str:
-    """A difference and half its interval, with the decimals that the half width justifies, four at least.
+    """Return a difference and half its interval, with the decimals that the half width justifies, four at least.
 
     Example:
         >>> shown_difference(0.00024, 0.00021).replace("\N{NO-BREAK SPACE}", " ")

@@ -13,7 +13,7 @@ from typing import Any
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.runs.record import Run
-from narrowgauge.spec.notation import parse_value
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.update_rules import rule_title
 
@@ -22,7 +22,7 @@ MOST_SETTINGS = 4
 
 
 def run_name(recipe: str, seed: int) -> str:
-    """The folder of a run below its comparison's.
+    """Return the folder of a run below its comparison's.
 
     Example:
         >>> run_name("bfloat16/word", 2)
@@ -36,15 +36,15 @@ def run_name(recipe: str, seed: int) -> str:
 
 
 def parsed_recipe(recipe: Any) -> Recipe | None:
-    """A recipe from its name, its table or itself; ``None`` where the name is no recipe's."""
+    """Return a recipe from its name, its table or itself; ``None`` where the name is no recipe's."""
     try:
-        return parse_value(recipe)
+        return parse(recipe)
     except RecipeError:
         return None
 
 
 def recipe_name(recipe: Any) -> str:
-    """The label of a recipe: its title, or the given name where no recipe has it.
+    """Return the label of a recipe: its title, or the given name where no recipe has it.
 
     Example:
         >>> recipe_name("bf16/word"), recipe_name({"recipe": "bfloat16/word", "keep": ["lm_head"]}), recipe_name("mine")
@@ -55,17 +55,17 @@ def recipe_name(recipe: Any) -> str:
 
 
 def recipe_of(run: Run) -> Recipe | None:
-    """The recipe of a run; ``None`` where what the run records is no recipe's name."""
+    """Return the recipe of a run; ``None`` where what the run records is no recipe's name."""
     return parsed_recipe(run.config.get("recipe"))
 
 
 def seed_of(run: Run) -> int:
-    """The seed of a run; 0 where none is recorded."""
+    """Return the seed of a run; 0 where none is recorded."""
     return int(run.config.get("seed", 0))
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
-    """A label per run, in their order; the same for runs that differ only in their seed.
+    """Return a label per run, in their order; the same for runs that differ only in their seed.
 
     Invariant: no two runs of one seed share a label, unless they are one run named twice.
 
@@ -97,7 +97,7 @@ def _repeated(labels: Sequence[str], runs: Sequence[Run]) -> set[str]:
 
 
 def _by_settings(runs: Sequence[Run]) -> list[str]:
-    """The settings in which the runs differ, a text per run; empty ones where they differ in too many.
+    """Return the settings in which the runs differ, a text per run; empty ones where they differ in too many.
 
     Settings that all of them record come first: your own loop records few of those of the trainer.
     """
@@ -109,7 +109,7 @@ def _by_settings(runs: Sequence[Run]) -> list[str]:
 
 
 def _by_folder(runs: Sequence[Run]) -> list[str]:
-    """The folder of the comparison where that distinguishes runs of one seed, else the run's own folder."""
+    """Return the folder of the comparison where that distinguishes runs of one seed, else the run's own folder."""
     above = [(run.path.parent.name, seed_of(run)) for run in runs]
     if len(set(above)) == len(runs):
         return [f" ({folder})" for folder, _ in above]

@@ -10,17 +10,12 @@ each in four of five such comparisons (:data:`POWER`). The two ask for the same:
 interval, at a true distance of ``d``. With ``s`` estimated from the same seeds that is the power of a t test, whose statistic
 has the noncentral t distribution with ``d √n / s`` as its noncentrality.
 
-Speed-run records decide otherwise: they take ``s`` as known (:func:`speedrun_score`), which asks for fewer seeds and is right
-only where ``s`` is.
-
 Source: Cohen, Statistical Power Analysis for the Behavioral Sciences (1988), 2.2; Schuirmann 1987 for the second claim.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 from narrowgauge.analysis.comparison.intervals import PairedDifference
@@ -28,14 +23,12 @@ from narrowgauge.spec.significance import student_t
 
 POWER = 0.8
 """The share of comparisons that tell a difference that they are said to resolve."""
-SPEEDRUN_SCORE = 3.09
-"""The least :func:`speedrun_score` of a speed-run record: one-sided p < 0.001 of a normal distribution."""
 MOST_SEEDS = 1000
 _PIECES, _WIDEST = 400, 8.0
 
 
 def power(noncentrality: float, degrees: int) -> float:
-    """The probability that the lower end of a 95 % interval lies above zero, for a mean that is truly above it.
+    """Return the probability that the lower end of a 95 % interval lies above zero, for a mean that is truly above it.
 
     Args:
         noncentrality: the true mean in units of its standard error, ``d √n / s``.
@@ -71,7 +64,7 @@ def _noncentrality(degrees: int) -> float:
 
 
 def resolution(spread: float, num_seeds: int) -> float:
-    """The smallest difference that a number of seeds (at least 2) resolves.
+    """Return the smallest difference that a number of seeds (at least 2) resolves.
 
     ``spread`` is the standard deviation of paired differences from seed to seed.
 
@@ -83,7 +76,7 @@ def resolution(spread: float, num_seeds: int) -> float:
 
 
 def seeds_needed(spread: float, difference: float) -> int | None:
-    """The fewest seeds that resolve a difference, at least 2; ``None`` for more than :data:`MOST_SEEDS`.
+    """Return the fewest seeds that resolve a difference, at least 2; ``None`` for more than :data:`MOST_SEEDS`.
 
     Example:
         >>> seeds_needed(0.003, 0.005), seeds_needed(0.003, 0.0001)
@@ -98,60 +91,6 @@ def seeds_needed(spread: float, difference: float) -> int | None:
     return low
 
 
-def largest_spread(difference: float, num_seeds: int) -> float:
-    """The largest spread of paired differences with which a number of seeds (at least 2) resolves a difference."""
-    return difference / resolution(1.0, num_seeds)
-
-
 def spread_of(difference: PairedDifference) -> float:
     """The standard deviation of a paired difference from seed to seed, from the interval of its mean; at least 2 pairs."""
     return difference.half * math.sqrt(difference.num_pairs) / student_t(difference.num_pairs - 1)
-
-
-def pooled_spread(differences: Sequence[PairedDifference]) -> float:
-    """The standard deviation that several paired differences (of at least 2 seeds each) have in common."""
-    degrees = [difference.num_pairs - 1 for difference in differences]
-    squares = sum(n * spread_of(difference) ** 2 for n, difference in zip(degrees, differences, strict=True))
-    return math.sqrt(squares / sum(degrees))
-
-
-def speedrun_score(mean: float, target: float, num_seeds: int, spread: float) -> float:
-    """How far below a target the mean of some seeds is, in standard errors: ``(target − mean) √n / s``.
-
-    The rule of speed-run records, a z test: ``spread`` (above 0) counts as known, however few seeds it is from.
-
-    Example:
-        >>> round(speedrun_score(3.278, 3.28, 4, spread=0.0013), 2)  # what the rule's own example calls enough
-        3.08
-
-    Source: KellerJordan/modded-nanogpt at 5bc4417, records/track_3_optimization/README.md, rule 3: with a target of 3.28 and an
-        assumed spread of 0.0013, (3.28 − mean) √n of at least 0.004, which it calls 3.09 standard deviations and p < 0.001.
-    """
-    return (target - mean) * math.sqrt(num_seeds) / spread
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a comparison shows of one recipe at the difference that was to be resolved.
-
-    Args:
-        claim: ``"worse"``, ``"better"`` (which includes not being worse), ``"no worse"`` (by that difference), or ``""``:
-            not resolved.
-        num_seeds: that would resolve it, by the spread of these seeds; ``None`` for more than :data:`MOST_SEEDS`.
-    """
-
-    difference: PairedDifference
-    claim: str
-    num_seeds: int | None
-
-
-def read(difference: PairedDifference, resolve: float) -> Reading:
-    """Read a recipe's paired difference (of at least 2 seeds) at the difference that was to be resolved."""
-    claim = ""
-    if difference.low > 0:
-        claim = "worse"
-    elif difference.high < 0:
-        claim = "better"
-    elif difference.high <= resolve:
-        claim = "no worse"
-    return Reading(difference, claim, seeds_needed(spread_of(difference), resolve))

@@ -42,7 +42,7 @@ class LossCurve:
 
     @classmethod
     def of(cls, run: Run) -> LossCurve:
-        """The curve of a run, over the seconds of its steps, or of its validations where steps are not timed.
+        """Return the curve of a run, over the seconds of its steps, or of its validations where steps are not timed.
 
         A step of five times the median or more counts as a median one: it compiles, as the first step after each resume may.
         """
@@ -69,7 +69,7 @@ class LossCurve:
         return self.points[-1][0]
 
     def loss_at(self, seconds: float) -> float | None:
-        """The loss at that time, interpolated between two validations; ``None`` before the first and after the last."""
+        """Return the loss at that time, interpolated between two validations; ``None`` before the first and after the last."""
         place = bisect.bisect_left(self.points, seconds, key=itemgetter(0))
         if place == len(self.points):
             return None
@@ -94,7 +94,7 @@ def losses_at_common_times(curves: Sequence[LossCurve]) -> list[tuple[float, lis
 
 
 def divergence(run: Run) -> str:
-    """How a run diverged; empty where it did not."""
+    """Return how a run diverged; empty where it did not."""
     for event in run.events:
         if event.get("kind") == "divergence":
             return f"at step {event.get('step')}: {event.get('message', '')}"
@@ -134,18 +134,18 @@ class RunStats:
 
     @property
     def counts(self) -> bool:
-        """Whether its metrics may be averaged."""
+        """Return whether its metrics may be averaged."""
         return self.run.summary is not None and not self.divergence and self.run.summary.get("val_loss") is not None
 
     @property
     def loss(self) -> float:
-        """The last validation loss; only a run that counts has one."""
+        """Return the last validation loss; only a run that counts has one."""
         assert self.run.summary is not None
         return float(self.run.summary["val_loss"])
 
     @property
     def is_unit_scaled(self) -> bool:
-        """Whether the model is unit-scaled, with initial weights and a learning rate of its own."""
+        """Return whether the model is unit-scaled, with initial weights and a learning rate of its own."""
         return self.recipe is not None and self.recipe.compute.transform == "unit"
 
     @cached_property
@@ -154,11 +154,11 @@ class RunStats:
 
     @property
     def has_curve(self) -> bool:
-        """Whether it has losses at other times than its end."""
+        """Return whether it has losses at other times than its end."""
         return len(self.curve.points) > 1
 
     def late(self, metric: str) -> float | None:
-        """The median of the last audited values (a tenth of them, three at least); else the summary's value."""
+        """Return the median of the last audited values (a tenth of them, three at least); else the summary's value."""
         values = [float(row[metric]) for row in self.run.steps if row.get(metric) is not None]
         if values:
             return statistics.median(values[-max(3, len(values) // 10) :])
@@ -167,13 +167,13 @@ class RunStats:
 
 
 def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
-    """The median of a metric's late values over the runs that count."""
+    """Return the median of a metric's late values over the runs that count."""
     known = [value for run in runs if run.counts and (value := run.late(metric)) is not None]
     return statistics.median(known) if known else None
 
 
 def requested_steps(groups: Mapping[str, Sequence[RunStats]]) -> dict[str, Any]:
-    """The number of steps that each recipe was to take."""
+    """Return the number of steps that each recipe was to take."""
     return {label: group[-1].run.config.get("steps") for label, group in groups.items()}
 
 
@@ -210,7 +210,7 @@ def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str
 
 
 def _losses_at(group: Sequence[RunStats], ends: Mapping[int, float]) -> dict[int, float]:
-    """The loss of each seed's run at that seed's moment, where it had one."""
+    """Return the loss of each seed's run at that seed's moment, where it had one."""
     # A run that finished earlier keeps its final loss.
     found = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
     return {seed: loss for seed, loss in found.items() if loss is not None and math.isfinite(loss)}

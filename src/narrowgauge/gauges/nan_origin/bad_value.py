@@ -90,17 +90,17 @@ class BadValue:
 
     @property
     def tensor(self) -> str:
-        """The tensor that an event about it names: the parameter, or else the module."""
+        """Return the tensor that an event about it names: the parameter, or else the module."""
         return self.parameter or self.module
 
     @property
     def message(self) -> str:
-        """A sentence that describes the operation, and one of advice."""
+        """Return a sentence that describes the operation, and one of advice."""
         return f"{self._as_input() if self.phase == 'input' else self._as_result()} {self.advice}".strip()
 
     @property
     def advice(self) -> str:
-        """What to do, if that is clear."""
+        """Return what to do, if that is clear."""
         if self.phase == "input":
             stored = "the update that wrote it, or the checkpoint it was loaded from"
             return f"Check {stored if self.is_stored else 'the batch of this step'}."
@@ -113,7 +113,7 @@ class BadValue:
 
     @property
     def is_stored(self) -> bool:
-        """Whether a parameter or buffer of the model was non-finite before any operation."""
+        """Return whether a parameter or buffer of the model was non-finite before any operation."""
         return self.phase == "input" and self.parameter is not None and not self.parameter.startswith("argument ")
 
     def _as_input(self) -> str:

@@ -27,7 +27,7 @@ __all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 
 
 def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | None:
-    """The operation that made the first NaN or infinity to reach a step's loss or gradients.
+    """Return the operation that made the first NaN or infinity to reach a step's loss or gradients.
 
     Invariant: the step runs eagerly, including compiled parts. Gradients, buffers and PyTorch's random state are restored
     bit for bit; no hooks remain, and nothing is recompiled. An infinity that reaches neither the loss nor a gradient (an
@@ -78,7 +78,7 @@ class Replay:
 
     @property
     def message(self) -> str:
-        """The result in one or two sentences."""
+        """Return the result in one or two sentences."""
         if self.bad is not None:
             return self.bad.message
         if self.reproduced == "not":
@@ -136,7 +136,7 @@ def replay(
 
 
 def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
-    """What is non-finite after a step without tracing."""
+    """Return what is non-finite after a step without tracing."""
     with _restored(model):
         values = tree_leaves(step())
         tensors = [value for value in values if isinstance(value, Tensor)]
@@ -174,7 +174,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether a buffer needs no restoring; tensor subclasses are always restored."""
+    """Return whether a buffer needs no restoring; tensor subclasses are always restored."""
     if type(one) is not Tensor or one.layout is not torch.strided:
         return False
     return one.shape == other.shape and torch.equal(

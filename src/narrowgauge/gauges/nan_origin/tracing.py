@@ -30,19 +30,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from narrowgauge import _torch
-from narrowgauge._torch import plain_name
+from narrowgauge import torch_names
 from narrowgauge.gauges.nan_origin.bad_value import ALLOCATES, BadValue, Operand, Phase
 from narrowgauge.matmul.layer_matmuls import REGISTERED
-from narrowgauge.numerics.summation import flat_chunks
+from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.spec.computes import PLACES
 from narrowgauge.spec.formats import dtype_name
-
-# The products whose casts an operator of ours applies; operators that are not listed apply none.
-_CASTS = {
-    "cast_input": ("output",), "multiply_output": ("output",), "grouped_output": ("output",), "cast_kept": ("grad_weight",),
-    "gradients": ("grad_input", "grad_weight"), "grouped_gradients": ("grad_input", "grad_weight"),
-}  # fmt: skip
+from narrowgauge.torch_names import plain_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +94,7 @@ class NanTracer(TorchDispatchMode):
             handle.remove()
 
     def first_cause(self, loss: Any) -> BadValue | None:
-        """The earliest source of a non-finite loss or gradient; ``None`` if all are finite.
+        """Return the earliest source of a non-finite loss or gradient; ``None`` if all are finite.
 
         ``loss`` is what the step returned: tensors, numbers, or ``None``.
         """
@@ -167,18 +161,20 @@ class NanTracer(TorchDispatchMode):
                 self.worst = source
 
     def _origin(self, func: Any, operands: list[tuple[str, Tensor]], kinds: Kinds) -> Source | None:
-        """The source that explains a result of these kinds; ``None`` if the operation is a source itself."""
+        """Return the source that explains a result of these kinds; ``None`` if the operation is a source itself."""
         bad = [
             (found, self._source(x, found, operator_name(func))) for _, x in operands if (found := nonfinite_kinds(x))
         ]
         if "nan" in kinds:
             chosen = [s for found, s in bad if "nan" in found] or [s for _, s in bad if not s.deliberate]
+            if packet_name(func) == "where" and all(source.deliberate for source in chosen):
+                return self.worst  # a cast gives a group with an infinity the scale NaN
         else:
             chosen = [s for _, s in bad if not s.deliberate] or [s for _, s in bad]
         return min(chosen, key=lambda source: source.order, default=None)
 
     def _source(self, x: Tensor, kinds: Kinds, reader: str) -> Source:
-        """The source of a non-finite tensor: the operation that made it, or the tensor itself if no operation did."""
+        """Return the source of a non-finite tensor: the operation that made it, or the tensor itself if no operation did."""
         original = self._copied.get(id(x), x)
         for _, part in parts_of(original):
             weak, source = self.sources.get(part.untyped_storage()._cdata, (None, None))
@@ -201,12 +197,12 @@ class NanTracer(TorchDispatchMode):
         phase, module = self._where()
         named = [(self.labels.name_of(self._copied.get(id(x), x)) or name, x) for name, x in operands]
         bad = bad_value(phase, module, operator_name(func), result, named)
-        node = _torch.autograd_node()
+        node = torch_names.autograd_node()
         variable = getattr(node, "variable", None)
         row = self.computes.get(module)
         casts = [
             f"{place}: {product.left} × {product.right}"
-            for place in _CASTS.get(packet_name(func), PLACES if "mm" in packet_name(func) else ())
+            for place in (PLACES[1:] if phase == "backward" else PLACES[:1])
             if row is not None and (product := REGISTERED[row].products[place])
         ]
         return replace(
@@ -219,9 +215,9 @@ class NanTracer(TorchDispatchMode):
 
     def _note_gradient(self, args: Any) -> None:
         """Note non-finite gradients that arrive at a parameter, whatever happens to them afterwards."""
-        if not _torch.runs_backward():
+        if not torch_names.runs_backward():
             return
-        variable = getattr(_torch.autograd_node(), "variable", None)
+        variable = getattr(torch_names.autograd_node(), "variable", None)
         name = None if variable is None else self.labels.name_of(variable)
         if name in self.parameters:
             for x in tree_leaves(args):
@@ -252,35 +248,35 @@ class NanTracer(TorchDispatchMode):
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         if (name := self.modules.get(id(module))) is not None:
-            self._path.append((name, _torch.next_sequence_number()))
+            self._path.append((name, torch_names.next_sequence_number()))
 
     def _leave_module(self, module: nn.Module, *_: Any) -> None:
         if id(module) in self.modules and self._path:
             name, first = self._path.pop()
-            if not _torch.runs_backward():
-                self._spans.append((first, _torch.next_sequence_number(), name))
+            if not torch_names.runs_backward():
+                self._spans.append((first, torch_names.next_sequence_number(), name))
 
     def _where(self) -> tuple[Phase, str]:
         """Phase and innermost module of the current operation."""
         inside = self._path[-1][0] if self._path else None
-        if not _torch.runs_backward():
+        if not torch_names.runs_backward():
             return "forward", inside or ""
         if inside is not None:
             return "backward-recompute", inside
-        node = _torch.autograd_node()
+        node = torch_names.autograd_node()
         # Backward builds no graph; the recomputation of a checkpoint does.
         return "backward-recompute" if torch.is_grad_enabled() else "backward", self._module_of(node)
 
     def _module_of(self, node: Any) -> str:
         if (variable := getattr(node, "variable", None)) is not None:
             return (self.labels.name_of(variable) or "").rpartition(".")[0]
-        number = _torch.sequence_number(node)
+        number = torch_names.sequence_number(node)
         # Inner modules finish before outer ones.
         return next((name for first, end, name in self._spans if first <= number < end), "")
 
 
 def _row_of(module: nn.Module) -> str | None:
-    """The name under which a narrow layer's compute is registered with the operators."""
+    """Return the name under which a narrow layer's compute is registered with the operators."""
     row = getattr(module, "registered_name", None)
     return row if isinstance(row, str) and row in REGISTERED else None
 
@@ -327,7 +323,7 @@ def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def is_float(x: Tensor) -> bool:
-    """Whether it may hold a NaN or an infinity."""
+    """Return whether it may hold a NaN or an infinity."""
     return (x.dtype.is_floating_point or x.dtype.is_complex) and "float4" not in str(x.dtype)
 
 
@@ -356,7 +352,7 @@ class Labels:
             self._named.setdefault(part.untyped_storage()._cdata, []).append((name, part.detach()))
 
     def find(self, x: Tensor) -> tuple[str, Tensor] | None:
-        """The name of the tensor that ``x`` is or is a view of, and that tensor."""
+        """Return the name of the tensor that ``x`` is or is a view of, and that tensor."""
         for _, part in parts_of(x):
             place = part.storage_offset()
             for name, named in self._named.get(part.untyped_storage()._cdata, ()):
@@ -428,25 +424,25 @@ def nonfinite_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, .
 
 
 def operator_name(func: Any) -> str:
-    """The name with its namespace: ``aten.mm``, ``narrowgauge::cast_input``."""
+    """Return the name with its namespace: ``aten.mm``, ``narrowgauge::grouped_output``."""
     space = getattr(func, "namespace", "")
     return f"{space}::{packet_name(func)}" if space == "narrowgauge" else str(getattr(func, "overloadpacket", func))
 
 
 def packet_name(func: Any) -> str:
-    """The name without namespace and overload."""
+    """Return the name without namespace and overload."""
     return str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
 
 
 @lru_cache(None)
 def is_view(func: Any) -> bool:
-    """Whether its result is a view of a tensor that was already checked."""
+    """Return whether its result is a view of a tensor that was already checked."""
     return bool(getattr(func, "is_view", False))
 
 
 @lru_cache(None)
 def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """The arguments that it writes to, and those of them whose previous values it does not read."""
+    """Return the arguments that it writes to, and those of them whose previous values it does not read."""
     schema = getattr(func, "_schema", None)
     found = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
     ignored = [a.name for a in found if a.is_out or packet_name(func) in _OVERWRITES]
@@ -454,9 +450,11 @@ def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
 
 
 def is_deliberate(func: Any, arguments: Any) -> bool:
-    """Whether a non-finite result is intended: it was given an infinity to write, or returns uninitialized memory."""
-    given = any(isinstance(value, float) and math.isinf(value) for value in tree_leaves(arguments))
-    return packet_name(func) in ALLOCATES or (packet_name(func) in _FILLS and given)
+    """Return whether a non-finite result is intended: it was given an infinity to write, or returns uninitialized memory."""
+    name, numbers = packet_name(func), [value for value in tree_leaves(arguments) if isinstance(value, float)]
+    # torch.where makes tensors of its numbers, NaN too.
+    given = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
+    return name in ALLOCATES or (name in _FILLS and given)
 
 
 def named_tensors(func: Any, args: Any, kwargs: Any, but: Any) -> list[tuple[str, Tensor]]:

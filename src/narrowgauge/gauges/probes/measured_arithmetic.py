@@ -24,10 +24,8 @@ from pathlib import Path
 import torch
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.gauges.probes.roundings import FUNCTIONS, ROUNDINGS, measure_function
-from narrowgauge.gauges.probes.summation_order import SUMS, measure_sum
-from narrowgauge.machine.cache_folder import cache_folder
-from narrowgauge.machine.processor import instruction_sets, processor_name
+from narrowgauge.gauges.probes.roundings import FUNCTIONS, ROUNDINGS, SUMS, measure_function, measure_sum
+from narrowgauge.machine import cache_folder, instruction_sets, processor_name
 from narrowgauge.runs.arithmetic import PROBES, UNAVAILABLE, Arithmetic
 from narrowgauge.runs.atomic_io import write_whole
 
@@ -44,7 +42,7 @@ _LIBRARIES = {"mkl": r"Math Kernel Library Version (\S+)", "onednn": r"MKL-DNN v
 
 
 def settings_in_force(device: torch.device) -> dict[str, str]:
-    """The settings of a device under which its arithmetic is cached, and by which differences are explained.
+    """Return the settings of a device under which its arithmetic is cached, and by which differences are explained.
 
     Cost: less than a millisecond.
     Example:
@@ -84,16 +82,16 @@ def _cuda_settings() -> dict[str, str]:
 
 
 _BUDGET_SECONDS = 0.7
-_VERSION = 1  # of the probes: one more where a probe's text changes
+_VERSION = 2  # of the probes: one more where a probe's text changes
 _seen: dict[str, Arithmetic] = {}
 
-Measurement = Callable[[torch.device, float], str]
+Measurement = Callable[[torch.device], str]
 
 
 def arithmetic_of_run(device: torch.device, budget_seconds: float = _BUDGET_SECONDS) -> Arithmetic:
-    """The arithmetic of a device for the record of a run: cached, or measured within a budget.
+    """Return the arithmetic of a device for the record of a run: cached, or measured within a budget.
 
-    A probe that exceeds the budget is left for the next run, so some results may be missing.
+    Probes after the budget is spent are left for the next run, so some results may be missing.
 
     Cost: less than a millisecond once measured in this process, some once cached.
     """
@@ -102,7 +100,7 @@ def arithmetic_of_run(device: torch.device, budget_seconds: float = _BUDGET_SECO
 
 
 def measure_arithmetic(device: torch.device) -> Arithmetic:
-    """The whole arithmetic of a device, measured anew and then cached.
+    """Return the whole arithmetic of a device, measured anew and then cached.
 
     Cost: about 2 s on an idle CPU.
     """
@@ -117,8 +115,7 @@ def _measured(device: torch.device, names: list[str], until: float, anew: Collec
         before = dict(known)
         for name in names:
             if name not in known and time.perf_counter() < until:
-                with contextlib.suppress(TimeoutError):
-                    known[name] = _result(name, device, until)
+                known[name] = _result(name, device)
     found = Arithmetic(settings, {name: known[name] for name in PROBES if name in known})
     if known != before:
         _store(file, found)
@@ -134,39 +131,31 @@ def _plain_mode() -> Iterator[None]:
         yield
 
 
-def _result(name: str, device: torch.device, until: float) -> str:
-    """The result of one probe, also where PyTorch refuses the operation on this device."""
+def _result(name: str, device: torch.device) -> str:
+    """Return the result of one probe, also where PyTorch refuses the operation on this device."""
     try:
-        return _MEASUREMENTS[name](device, until)
+        return _MEASUREMENTS[name](device)
     except (RuntimeError, NotImplementedError) as error:
         return f"{UNAVAILABLE}: {(str(error).splitlines() or [type(error).__name__])[0][:80]}"
 
 
-def _sums_by_threads(device: torch.device, until: float) -> str:
-    """The sums whose order differs between 1 and 2 threads."""
+def _sums_by_threads(device: torch.device) -> str:
+    """Return the sums whose bits differ between 1 and 2 threads."""
     if device.type != "cpu":
         return f"{UNAVAILABLE}: of a CPU only"
     before, found = torch.get_num_threads(), []
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append({name: measure_sum(name, device, until) for name in SUMS})
+            found.append({name: measure_sum(name, device) for name in SUMS})
     finally:
         torch.set_num_threads(before)
     return ", ".join(name for name in SUMS if found[0][name] != found[1][name]) or "none"
 
 
-def _of_function(name: str, device: torch.device, until: float) -> str:
-    return measure_function(name, device)
-
-
-def _of_rounding(name: str, device: torch.device, until: float) -> str:
-    return ROUNDINGS[name](device)
-
-
 _MEASUREMENTS: dict[str, Measurement] = {
-    **{name: partial(_of_rounding, name) for name in ROUNDINGS},
-    **{f"function {name}": partial(_of_function, name) for name in FUNCTIONS},
+    **ROUNDINGS,
+    **{f"function {name}": partial(measure_function, name) for name in FUNCTIONS},
     **{name: partial(measure_sum, name) for name in SUMS},
     "sums by threads": _sums_by_threads,
 }

@@ -55,7 +55,7 @@ _ONES = 4096
 
 
 def measure_subnormals(device: torch.device) -> str:
-    """Whether subnormals are kept, in one product and in as many as all threads share: the mode belongs to a thread."""
+    """Return whether subnormals are kept, in one product and in as many as all threads share: the mode belongs to a thread."""
     one = float(torch.full((1,), 2.0**-100, dtype=torch.float32, device=device) * 2.0**-40) != 0
     number = 1 << 17
     kept = int(torch.count_nonzero(torch.full((number,), 2.0**-100, dtype=torch.float32, device=device) * 2.0**-40))
@@ -68,7 +68,7 @@ def measure_subnormals(device: torch.device) -> str:
 
 
 def measure_subnormals_in_matmuls(device: torch.device) -> str:
-    """Whether float32 matmuls keep subnormal results and operands."""
+    """Return whether float32 matmuls keep subnormal results and operands."""
 
     def full(value: float) -> Tensor:
         return torch.full((64, 64), value, dtype=torch.float32, device=device)
@@ -81,7 +81,7 @@ def measure_subnormals_in_matmuls(device: torch.device) -> str:
 
 
 def measure_matmul_inputs(device: torch.device) -> str:
-    """The significant bits that survive of float32 operands: 24, 11 for TF32, 8 for bfloat16."""
+    """Return the significant bits that survive of float32 operands: 24, 11 for TF32, 8 for bfloat16."""
     widths = range(1, 25)
     values = torch.tensor([1 + 2.0 ** (1 - bits) for bits in widths], dtype=torch.float32, device=device)
     left = torch.zeros(256, 256, dtype=torch.float32, device=device)
@@ -94,7 +94,7 @@ def measure_matmul_inputs(device: torch.device) -> str:
 
 
 def measure_accumulators(device: torch.device) -> str:
-    """How far sums of ones count: a bfloat16 accumulator stops at 256, a float16 one at 2,048."""
+    """Return how far sums of ones count: a bfloat16 accumulator stops at 256, a float16 one at 2,048."""
 
     def matmul(dtype: torch.dtype) -> float:
         ones = torch.ones(32, _ONES, dtype=dtype, device=device)
@@ -130,7 +130,7 @@ def measure_fused_multiply_add(device: torch.device) -> str:
 
 
 def _fused_word(result: Tensor) -> str:
-    """Whether the low half of a product survived: in all elements, in none, or in those of a vector alone."""
+    """Return whether the low half of a product survived: in all elements, in none, or in those of a vector alone."""
     share = float((result != 0).double().mean())
     return "fused" if share == 1 else "rounded" if share == 0 else "fused in part"
 
@@ -162,7 +162,7 @@ def measure_rounding_to_16_bits(device: torch.device) -> str:
 
 
 def _tie_word(down: Tensor, up: Tensor, above: Tensor, spacing: float) -> str:
-    """How ties were rounded: to even neighbours, away from zero, towards zero, or otherwise."""
+    """Return how ties were rounded: to even neighbours, away from zero, towards zero, or otherwise."""
 
     def all_equal(values: Tensor, steps: int) -> bool:
         return bool((values == 1 + steps * spacing).all())
@@ -245,7 +245,7 @@ def measure_function(name: str, device: torch.device) -> str:
 
 
 def max_error(found: Tensor, exact: Tensor) -> float:
-    """The largest distance of float32 results from the exact float64 ones, in units in the last place of float32.
+    """Return the largest distance of float32 results from the exact float64 ones, in units in the last place of float32.
 
     Example:
         >>> max_error(torch.tensor([1.0]), torch.tensor([1 + 2.0**-24], dtype=torch.float64))
@@ -254,3 +254,43 @@ def max_error(found: Tensor, exact: Tensor) -> float:
     _, exponents = torch.frexp(exact)
     spacing = torch.ldexp(torch.ones_like(exact), exponents.clamp(min=-125) - 24)
     return float(((found.double() - exact).abs() / spacing).max())
+
+
+# ── sums ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _rows(number: int, length: int) -> Tensor:
+    values = between(-1.0, 1.0, number * length)
+    return (values * values * values).view(number, length)  # of too many bits for sums that are exact in any order
+
+
+def _attention(rows: Tensor) -> Tensor:
+    heads = rows.view(1, 8, 1024, 64)
+    return F.scaled_dot_product_attention(heads[:, :, :16], heads, heads.flip(2))
+
+
+SUMS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+    "sum of rows": (lambda rows: rows.sum(-1), 128, 128),
+    "sum of columns": (lambda rows: rows.sum(0), 64, 128),
+    "mean of rows": (lambda rows: rows.mean(-1), 16, 1024),
+    "layer norm": (lambda rows: F.layer_norm(rows, [1024]), 16, 1024),
+    "softmax": (lambda rows: rows.softmax(-1), 64, 512),
+    "log softmax": (lambda rows: rows.log_softmax(-1), 16, 4096),
+    "linear float32": (lambda rows: F.linear(rows, rows), 256, 1024),
+    "small linear float32": (lambda rows: F.linear(rows, rows), 16, 64),
+    "weight gradient float32": (lambda rows: rows.t() @ rows, 1024, 64),
+    "batched matmul float32": (lambda rows: torch.bmm(rows.view(8, 32, 64), rows.view(8, 64, 32)), 256, 64),
+    "linear bfloat16": (lambda rows: F.linear(rows.bfloat16(), rows.bfloat16()), 64, 1024),
+    "attention": (_attention, 512, 1024),
+    "sum of a tensor": (lambda rows: rows.sum(), 4, 65536),
+}
+"""Operations that add many terms: each with the rows and the length of its operand."""
+
+
+def measure_sum(name: str, device: torch.device) -> str:
+    """Hash the bits of an operation of :data:`SUMS`: another order of its additions, or another rounding, gives others.
+
+    Cost: some milliseconds on a CPU.
+    """
+    add, number, length = SUMS[name]
+    return f"bits #{bits_of(add(_rows(number, length).to(device)).flatten()[:4096])}"

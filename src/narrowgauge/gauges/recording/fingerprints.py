@@ -26,18 +26,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from narrowgauge._torch import plain_name
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import CorruptionError
-from narrowgauge.numerics.checksums import combine, fingerprint, fingerprint_all
-from narrowgauge.numerics.shards import is_sharded
-from narrowgauge.numerics.summation import flat_chunks
+from narrowgauge.numerics.chunks import flat_chunks
+from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.fingerprint_rows import in_words, parted_in
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_names import plain_name
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 STATE = "state"
@@ -96,7 +96,7 @@ class Fingerprints:
             self._ranks.changed({key: number for key, number in own.items() if number != self._left["own"].get(key)})
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
-        """A context in which what this rank sends into the sum of the gradients is recorded."""
+        """Return a context in which what this rank sends into the sum of the gradients is recorded."""
         return reduction.shown_to(self._ranks.sent) if self.is_on and reduction is not None else nullcontext()
 
     def computed(self, gradient: Tensor, place: int) -> None:
@@ -212,7 +212,7 @@ class Fingerprints:
 def _stored_by_others(
     optimizer: torch.optim.Optimizer, kept: Mapping[str, Tensor], *, is_stepped: bool
 ) -> dict[str, Tensor]:
-    """The parameters that an optimizer has, and its states that are plain tensors of at least one dim."""
+    """Return the parameters that an optimizer has, and its states that are plain tensors of at least one dim."""
     has = {id(p) for group in optimizer.param_groups for p in group["params"]}
     stepped = {name: p for name, p in kept.items() if id(p) in has}
     found = {f"weight:{name}": p.detach() for name, p in stepped.items() if is_plain(p.detach())}
@@ -238,7 +238,7 @@ def _held_key(key: str) -> str:
 
 
 def _entry(number: int, x: Tensor) -> list[float]:
-    """The entry of a tensor in a row: its fingerprint, norm and number of elements."""
+    """Return the entry of a tensor in a row: its fingerprint, norm and number of elements."""
     return [number, _sum_of_squares(x) ** 0.5, x.numel()]
 
 
@@ -313,7 +313,7 @@ class RankFingerprints:
         self._own["held"] = _digest(entries) if entries else 0
 
     def row(self) -> Row:
-        """The columns ``ranks`` and ``parted``; none for a single process.
+        """Return the columns ``ranks`` and ``parted``; none for a single process.
 
         Cost: a gather of some hundred bytes per rank; where ranks differ, another of one number for each tensor.
         """

@@ -12,7 +12,7 @@ asked for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -20,16 +20,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from narrowgauge import _torch
-from narrowgauge._torch.own_hooks import OwnHook
+from narrowgauge import torch_names
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.recording.fingerprints import Fingerprints
-from narrowgauge.recompute.capture import has_closure, tokens_of
-from narrowgauge.recompute.inputs_and_outputs import float_outputs
-from narrowgauge.recompute.passes_again import unwrapped_model
-from narrowgauge.recompute.step_watcher import StepWatcher
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.formats import FORMATS
+from narrowgauge.torch_hooks import OwnHook, follow_steps
 
 
 class LoopFingerprints:
@@ -47,10 +43,7 @@ class LoopFingerprints:
 
     Attributes:
         prints: what was recorded last.
-        audited: the audit of the same steps, whose own passes are not the loop's.
     """
-
-    audited: StepWatcher | None = None
 
     def __init__(
         self,
@@ -63,18 +56,17 @@ class LoopFingerprints:
         on_failure: Callable[[str], object],
     ) -> None:
         self.here = here
-        self.prints = Fingerprints(unwrapped_model(model), optimizer, every, here, first=1)
+        self.prints = Fingerprints(torch_names.unwrapped_model(model), optimizer, every, here, first=1)
         self._on_formats, self._on_failure = on_formats, on_failure
         self._has_formats = self._passes_over = False
         self._has_begun = True
         self._num_sequences = self._step = 0
         self._pass = ExitStack()
         self._on_gradients: list[Any] = []
-        self._handles = [
+        self._handles: list[Any] = [
             called.register_forward_pre_hook(OwnHook(self._before_forward), with_kwargs=True),
             called.register_forward_hook(OwnHook(self._after_forward)),
-            optimizer.register_step_pre_hook(OwnHook(self._before_step)),
-            optimizer.register_step_post_hook(OwnHook(self._after_step)),
+            follow_steps(optimizer, self._before_step, self._after_step),
         ]
 
     def begin(self, step: int) -> None:
@@ -101,7 +93,7 @@ class LoopFingerprints:
         ]
 
     def _gradient(self, place: int, gradient: Tensor) -> None:
-        if not torch.compiler.is_compiling() and not (self.audited is not None and self.audited.is_own_pass):
+        if not torch.compiler.is_compiling():
             self._guarded(lambda: self.prints.computed(gradient, place))
 
     def _pass_over_gradients(self) -> None:
@@ -122,12 +114,7 @@ class LoopFingerprints:
         self._handles = []
 
     def _follows(self) -> bool:
-        return (
-            not torch.compiler.is_compiling()
-            and torch.is_grad_enabled()
-            and not self._passes_over
-            and not (self.audited is not None and self.audited.is_own_pass)
-        )
+        return not torch.compiler.is_compiling() and torch.is_grad_enabled() and not self._passes_over
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._follows():
@@ -135,10 +122,10 @@ class LoopFingerprints:
         self._begin()
         if self.prints.is_on:
             self._pass.close()  # one that raised
-            self._guarded(lambda: self._begin_pass(tokens_of(args, kwargs)))
+            self._guarded(lambda: self._begin_pass(_tokens_of(args, kwargs)))
 
     def _begin_pass(self, tokens: Tensor | None) -> None:
-        self.prints.sees_outputs = not _torch.is_compiled_model(self.prints.model)
+        self.prints.sees_outputs = not torch_names.is_compiled_model(self.prints.model)
         self._pass.enter_context(self.prints.micro_batch(tokens, self._num_sequences))
         self._num_sequences += 0 if tokens is None else len(tokens)
 
@@ -154,14 +141,11 @@ class LoopFingerprints:
             self._has_formats = True
             self._on_formats(formats)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._begin()
-        if not has_closure(args, kwargs):
-            self._guarded(self._end_passes)
+        self._guarded(self._end_passes)
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if has_closure(args, kwargs):
-            self._guarded(self._end_passes)
+    def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
         self._guarded(lambda: self.prints.states(self._step))
 
     def _end_passes(self) -> None:
@@ -184,6 +168,20 @@ class LoopFingerprints:
             self._on_failure(f"no more fingerprints are recorded: {type(error).__name__}: {error}"[:300])
 
 
+def _tokens_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the first input of a forward pass that is of integers with two dims: batch, sequence."""
+    inputs = [*args, *kwargs.values()]
+    return next((t for t in inputs if isinstance(t, Tensor) and t.ndim == 2 and not t.is_floating_point()), None)
+
+
+def _float_outputs(output: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors of a model's output: of a tensor, a tuple, or a mapping (``ModelOutput``)."""
+    outputs = (
+        output.values() if isinstance(output, Mapping) else output if isinstance(output, (tuple, list)) else [output]
+    )
+    yield from (t for t in outputs if isinstance(t, Tensor) and t.is_floating_point())
+
+
 def formats_of(output: Any) -> Row:
     """In which formats a forward pass computed what its outputs were made of; nothing where no output has a graph.
 
@@ -197,8 +195,8 @@ def formats_of(output: Any) -> Row:
         >>> formats_of(nn.Linear(4, 2)(torch.ones(1, 4)))
         {'formats': 'float32'}
     """
-    outputs = [tensor for tensor in float_outputs(output).values() if tensor.grad_fn is not None]
-    dtypes, is_unseen = _torch.graph_dtypes(outputs)
+    outputs = [tensor for tensor in _float_outputs(output) if tensor.grad_fn is not None]
+    dtypes, is_unseen = torch_names.graph_dtypes(outputs)
     if not dtypes:
         return {}
     names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
@@ -209,7 +207,7 @@ def formats_of(output: Any) -> Row:
 
 
 def _float32_matmuls(x: Tensor) -> set[str]:
-    """What float32 matmuls may round their operands to."""
+    """Return what float32 matmuls may round their operands to."""
     precision = torch.get_float32_matmul_precision()
     found = {"high": {"tfloat32"}, "medium": {"bfloat16"}}.get(precision, set())
     on_tensor_cores = x.is_cuda and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 import narrowgauge
-from narrowgauge.distributed.launch.placement import read_placement
 from narrowgauge.errors import RecordError
 from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run
+from narrowgauge.machine import installed_version
 from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.runs import arithmetic
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
-from narrowgauge.spec.frameworks import installed_version
 
 _OF_ONE_FORMAT = {name: row for name, row in COMPUTES.items() if name in FORMATS and row.is_wide}
 """The computes that only multiply numbers of one format; ``multiplies`` in ``run.toml`` lists the native ones."""
@@ -29,7 +28,7 @@ _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
 def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[str, ...] = _PACKAGES) -> dict[str, Any]:
-    """The tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``; packages that are missing are left out.
+    """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``; packages that are missing are left out.
 
     Cost: a second where this machine's arithmetic has not been measured under these settings, else milliseconds.
     Example:
@@ -49,7 +48,6 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
             "capability": torch.backends.cpu.get_cpu_capability(),
             "num_threads": torch.get_num_threads(),
             **({"ranks": num_ranks} if num_ranks > 1 else {}),
-            **({"job": job} if (job := read_placement().job) else {}),
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "multiplies": [name for name, row in _OF_ONE_FORMAT.items() if not emulated_formats(row, device)],
         },
@@ -65,7 +63,7 @@ _SHAPE = {
 
 
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """The table ``model`` of ``run.toml``: ``class`` and ``num_parameters``, and its shape where its ``config`` has it.
+    """Return the table ``model`` of ``run.toml``: ``class`` and ``num_parameters``, and its shape where its ``config`` has it.
 
     ``dtypes`` are those of its parameters. The shape is ``hidden_size``, ``num_layers``, ``num_heads``, ``intermediate_size``,
     ``vocab_size`` and ``mlp``: "gated" or "plain".

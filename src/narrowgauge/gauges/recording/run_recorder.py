@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -23,39 +23,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.checks.checking import event_of, static_readings
+from narrowgauge.checks.set_up import set_up_of
+from narrowgauge.checks.step_check import StepCheck
+from narrowgauge.checks.step_samples import named_parameters, spread
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges, recipe_in_use
 from narrowgauge.gauges.recording.loop_fingerprints import LoopFingerprints
 from narrowgauge.gauges.recording.provenance import describe_model, describe_process, differences
-from narrowgauge.gauges.recording.run_reporter import NullScreen, Reporter, first_writer
+from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, first_writer
 from narrowgauge.gauges.recording.step_row import (
     FailedSteps,
+    FirstNonfinite,
     StepReader,
     WatchedOptimizer,
     batch_checksum,
+    is_finite,
     peak_memory_bytes,
     summary_of,
     why_skipped,
 )
-from narrowgauge.gauges.recording.still_weights import LEAST_STEPS, StillWeights
-from narrowgauge.numerics.devices import require_float64
-from narrowgauge.numerics.update_metrics import UPDATE_SUMS
+from narrowgauge.machine import require_float64
+from narrowgauge.numerics.metrics import UPDATE_SUMS
 from narrowgauge.optim.audit import Alarm, joined_over_ranks, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.recompute.departures import findings_of, outcomes
-from narrowgauge.recompute.passes_again import unwrapped_model
-from narrowgauge.recompute.piece_results import NOT_CHECKED, PieceResult
-from narrowgauge.recompute.step_watcher import StepWatcher
-from narrowgauge.recompute.task import Task
 from narrowgauge.runs.events import Event
-from narrowgauge.runs.loggers.logger import names_in, require_loggers
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
 from narrowgauge.runs.writer import RunWriter
-from narrowgauge.spec.notation import parse_value
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.torch_names import plain_name
 
 
 class RunRecorder:
@@ -75,15 +76,18 @@ class RunRecorder:
         settings: of your loop, such as ``{"lr": 1e-3, "steps": 400}``. Comparisons show the settings in which runs differ, and
             pair runs of one ``seed``.
         gauges_every: steps between samples of the gauges; 0 for none.
-        audit_every: steps between those that are computed again, piece by piece; the second step is one too. 0 for none. What
-            departs becomes an event, and the step's row says which pieces are equal to rounding.
+        audit_every: steps between those whose update is compared with the optimizer's rule; the second step is one too. 0 for
+            none. What differs becomes an event, and the step's row says what was compared.
+        max_grad_norm: the limit to which the loop clips gradients, for these comparisons.
+        ignore: kinds of readings of a step that are meant, such as ``"weights-written"`` where the loop averages weights.
         fingerprints_every: steps between fingerprints of every tensor, by which ``narrowgauge diagnose RUN OTHER`` finds the
-            first one that differs; the start and the first step have some, too, and trained weights that end as they began
-            become an event. 0 for none.
-        called: the part of the model whose forward pass the loop calls, where that is not the model's own; for the audit of steps
-            and for fingerprints.
-        task: what the loop means to do, where that is not the usual (:func:`narrowgauge.task`).
-        loggers: where rows and events also go: names such as ``"tensorboard"``, ``"wandb"``, ``"mlflow"``, ``"aim"``.
+            first one that differs; the start and the first step have some, too. 0 for none.
+        called: the part of the model whose forward pass the loop calls, where that is not the model's own; for fingerprints.
+        on_row: called as ``on_row(kind, row)`` after each row is written, on the first rank; ``kind`` is ``"steps"``,
+            ``"evals"``, ``"gauges"`` or ``"events"``, and ``row`` a dict. For Weights & Biases:
+            ``lambda kind, row: wandb.log(row)``. For TensorBoard, where only numbers are drawn:
+            ``lambda kind, row: [writer.add_scalar(f"{kind}/{name}", value, row["step"]) for name, value in row.items()
+            if isinstance(value, float)]``. What it raises ends the loop.
         resume: continue the run in the folder, if there is one; then call :meth:`go_back` before the first step.
 
     Attributes:
@@ -91,13 +95,12 @@ class RunRecorder:
 
     Raises:
         RecordError: the folder is in use.
-        RecipeError: the optimizer's storage is not the recipe's, or there are several optimizers.
-        NarrowgaugeError: an unknown logger, or one whose package is missing.
+        RecipeError: the optimizer's storage is not the recipe's, there are several optimizers, or ``ignore`` names no
+            kind of reading.
 
     Cost: about 0.1 ms per step, and reading the loss from the device. Fingerprints take 3 ns an element on one CPU thread: of
-        weights, gradients, states and the outputs of modules. An audited step takes its forward and backward passes
-        twice more, with a copy of the parameters, and keeps 4,096 elements of each tensor; what it keeps of inputs and outputs
-        is limited to 256 MiB.
+        weights, gradients, states and the outputs of modules. An audited step copies 4,096 elements of each tensor to the
+        host and computes their update again there.
 
     Example:
         >>> import tempfile, torch, narrowgauge as ng
@@ -127,56 +130,55 @@ class RunRecorder:
         gauges_every: int = 0,
         audit_every: int = 0,
         fingerprints_every: int = 1000,
+        max_grad_norm: float | None = None,
+        ignore: Collection[str] = (),
         called: nn.Module | None = None,
-        task: Task | None = None,
-        loggers: str | Iterable[str] = (),
+        on_row: OnRow | None = None,
         resume: bool = False,
     ) -> None:
         require_float64(model.parameters())
         self.model, self.optimizer = model, unwrapped(optimizer)
         _require_one(self.optimizer)
-        names = names_in(loggers)
-        require_loggers(names)
-        policy = recipe_in_use(model, self.optimizer) if recipe is None else parse_value(recipe)
+        policy = recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_storage(policy, self.optimizer)
         content, here = self._description(policy, dict(settings or {})), all_ranks()
         writer, found = _opened(Path(folder), content, resume)
         self.folder = writer.path
-        screen, sent_to = (Notices(), names) if here.is_first else (NullScreen(), ())
+        screen = Notices() if here.is_first else NullScreen()
         is_audited = isinstance(self.optimizer, Optimizer)
         with ExitStack() as undo:
             if found is None and here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(writer.close)
-            self.reporter = Reporter(writer, screen, policy, sent_to, content["config"], is_audited=is_audited)
+            self.reporter = Reporter(writer, screen, policy, on_row, is_audited)
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
             passes = model if called is None else called
-            self._fingerprints_every = fingerprints_every
-            self._still: tuple[int, StillWeights] | None = None
             self._prints = LoopFingerprints(
                 model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
             )
             undo.callback(self._prints.remove)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
-            self._audited: StepWatcher | None = None
+            self._audited: StepCheck | None = None
             self._departed: set[tuple[str, str]] = set()
             self._recomputed: Row = {}
             if audit_every:
-                gather = here.gather if here.size > 1 else None
-                self._audited = StepWatcher(
-                    passes, self.optimizer, audit_every, self._audited_step, task, gather=gather, is_told_losses=True
+                self._audited = StepCheck(
+                    model, self.optimizer, audit_every, self._audited_step, max_grad_norm=max_grad_norm, ignore=ignore
                 )
                 undo.callback(self._audited.remove)
-                self._prints.audited = self._audited
             self._must_go_back = found is not None and bool(found.steps)
             self._is_open, self._run = True, content if found is None else found.run
+            self._first_bad = FirstNonfinite(model)
+            undo.callback(self._first_bad.take, False)
             if found is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
+                self._check(0)
+            self._samples = self._sampled()
             if not self._must_go_back:
                 self._begin_at(0)
             for change in differences(found.run, content) if found is not None else ():
-                self.event("note", change)
+                self.event("note", change, detector="changed-software")
             undo.pop_all()
 
     @property
@@ -226,7 +228,12 @@ class RunRecorder:
             known["batch_crc"] = batch_checksum(batch.detach().cpu().numpy())
         if self._recomputed:
             known["recomputed"], self._recomputed = self._recomputed, {}
-        self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
+        row = self._record.step({"loss": _number(loss), "peak_memory_bytes": peak_memory_bytes(), **known, **columns})
+        if self.num_steps == 1:
+            self._check(1)  # now the optimizer has its states
+        if name := self._first_bad.take(bool(row.get("skipped")) or not is_finite(row)):
+            message = f"the gradient of '{name}' is the first in backward that is not finite"
+            self.event("nonfinite", message, tensor=name, detector="first-nonfinite", stage="gradient")
         self.reporter.fingerprint(self._prints.prints)
         self._prints.begin(self.num_steps + 1)
 
@@ -238,8 +245,6 @@ class RunRecorder:
             columns: further columns of the row.
         """
         self._record.evaluate({"val_loss": _number(loss), **columns})
-        if self._audited is not None:
-            self._audited.evaluated(_number(loss))
 
     def event(self, kind: str, message: str, **fields: Any) -> None:
         """Record an event of the loop's own at the current step.
@@ -247,7 +252,7 @@ class RunRecorder:
         Args:
             kind: a kind of :class:`narrowgauge.Event`, such as ``"note"``.
             message: one sentence.
-            fields: ``tensor``, ``value``, ``threshold``, ``advice``.
+            fields: ``tensor``, ``value``, ``threshold``, ``advice``, ``detector``.
         """
         self.reporter.event(Event(kind, self.num_steps, message, **fields))
 
@@ -265,26 +270,13 @@ class RunRecorder:
         began, goes_on = self.num_steps, self._must_go_back or step > 0
         self._record.here.of_first(lambda: _make_room(self.folder, step))
         self._record.go_back(step)
+        self._samples = self._sampled()
         if self._audited is not None:
-            self._audited.go_on_from(step)
+            self._audited.go_on_from_checkpoint()
         self._must_go_back = False
         self._begin_at(step)
         if goes_on or began:
             self.event("resume", f"from step {step}" + (f", after {began} were done" if began else ""))
-
-    def _tell_still(self) -> None:
-        began, still = (0, None) if self._still is None else self._still
-        if still is None or self.num_steps - began < LEAST_STEPS or not (names := still.names()):
-            return
-        more = f" and {len(names) - 1} more trained weights are" if names[1:] else " is"
-        self.event(
-            "dead_layer",
-            f"{names[0]}{more}, to the bit, as before the {self.num_steps - began} steps that were recorded.",
-            tensor=f"weight:{names[0]}",
-            value=float(len(names)),
-            advice="Look at whether gradients arrive there, or freeze them: requires_grad_(False).",
-            detector="standing-still",
-        )
 
     def close(self, finished: bool = True) -> None:
         """End the record; a second call does nothing.
@@ -293,10 +285,9 @@ class RunRecorder:
             finished: the loop has done its last step, so ``summary.json`` is written; otherwise the run can be resumed.
         """
         if self._is_open:
-            if finished:
-                self._tell_still()
             self._is_open = False
             self._prints.remove()
+            self._first_bad.take(False)
             if self._audited is not None:
                 self._audited.remove()
             self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
@@ -309,26 +300,28 @@ class RunRecorder:
 
     # ── the audit of steps ──────────────────────────────────────────────────────────────────────────────────────────
 
-    def _audited_step(self, _: int, results: list[PieceResult]) -> None:
-        """Write an event for each departure that is new, and keep for the step's row what its pieces showed."""
-        is_over = any(each.piece in ("between", "evaluation") and each.status != NOT_CHECKED for each in results)
-        of_step = [each for each in results if each.piece not in ("between", "evaluation")]
-        if of_step and not is_over:  # what is found after a step was over is an event of it
-            self._recomputed = outcomes(of_step)
-        step = self.num_steps if is_over else self.num_steps + 1
-        for each in findings_of(results):
-            if (each.name, each.where) not in self._departed:
-                self._departed.add((each.name, each.where))
-                kind = "note" if each.severity == "note" else "warning"
-                self.reporter.event(Event.of(kind, step, each), shown=kind == "warning")
+    def _check(self, step: int) -> None:
+        """Write an event for each new reading of the set-up; another optimizer may have the parameters that are missing."""
+        for reading in static_readings(set_up_of(self.model, self.optimizer)):
+            is_known = reading.what in ("missing-parameters", "no-gradient") or (reading.what, "") in self._departed
+            if reading.severity != "note" and not is_known:
+                self._departed.add((reading.what, ""))
+                self.reporter.event(event_of(reading, step))
+
+    def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
+        """Write an event for each reading that is new, and keep for the step's row what was compared."""
+        if row:
+            self._recomputed = row
+        step = self.num_steps + 1 if row else self.num_steps  # what was written between steps is of the step before
+        for reading in readings:
+            if (reading.what, reading.tensor) not in self._departed:
+                self._departed.add((reading.what, reading.tensor))
+                self.reporter.event(event_of(reading, step), shown=reading.severity != "note")
 
     # ── what is written ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _begin_at(self, step: int) -> None:
         """Record what the loop has after so many steps, and begin the next one."""
-        self._still = (
-            (step, StillWeights(unwrapped_model(self.model), self.optimizer)) if self._fingerprints_every else None
-        )
         self._prints.start(step)
         self.reporter.fingerprint(self._prints.prints)
         self._prints.begin(step + 1)
@@ -339,7 +332,8 @@ class RunRecorder:
         if before is None:
             self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
         elif before != now:
-            self.event("note", f"the model computed in {before} when the run began, and now computes in {now}")
+            said = f"the model computed in {before} when the run began, and now computes in {now}"
+            self.event("note", said, detector="changed-settings")
 
     def _summary(self) -> Row:
         ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
@@ -355,10 +349,32 @@ class RunRecorder:
             model=config["model"],
             peak_memory_bytes=peak_memory_bytes(),
             weights_fingerprint=fingerprint_whole(stored),
+            moved=self._moved(),
         )
 
+    def _sampled(self) -> dict[str, Tensor]:
+        """Copy elements of each trained weight, to count at the end how many moved."""
+        names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
+        trained = named_parameters(self.optimizer, names)
+        return {name: spread(p) for name, p in trained.items() if p.requires_grad and not p.is_meta}
+
+    def _moved(self) -> dict[str, list[Any]]:
+        """Return the share of elements that moved, their number, and whether they are of 16 bits, by trained tensor."""
+        names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
+        ours = isinstance(self.optimizer, Optimizer)
+        moved = {}
+        for name, p in named_parameters(self.optimizer, names).items():
+            before = self._samples.get(name)
+            was_stepped = (
+                self.optimizer.num_steps(p) if ours else (p in self.optimizer.state or not self.optimizer.state)
+            )
+            if before is not None and before.numel() and was_stepped and (now := spread(p)).shape == before.shape:
+                share = round(float((now != before).double().mean()), 6)
+                moved[name] = [share, p.numel(), p.element_size() == 2]
+        return moved
+
     def _description(self, policy: Recipe | None, settings: dict[str, Any]) -> dict[str, Any]:
-        """The content of ``run.toml``."""
+        """Return the content of ``run.toml``."""
         parameters = list(self.model.parameters())
         group = self.optimizer.param_groups[0]
         config = {
@@ -377,12 +393,12 @@ class RunRecorder:
 
 
 def _is_plain(value: object) -> bool:
-    """Whether TOML can hold it: ``Adafactor`` has an epsilon of ``None`` in a tuple."""
+    """Return whether TOML can hold it: ``Adafactor`` has an epsilon of ``None`` in a tuple."""
     return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, (bool, int, float, str))
 
 
 def _opened(folder: Path, content: Row, resume: bool) -> tuple[RunWriter, Run | None]:
-    """The writer on the first rank, one that writes nothing on the others; and the run that is continued."""
+    """Return the writer on the first rank, one that writes nothing on the others; and the run that is continued."""
     goes_on = all_ranks().of_first(lambda: resume and is_run(folder))
     writer = first_writer(folder, lambda: RunWriter.open(folder) if goes_on else RunWriter.create(folder, content))
     return writer, all_ranks().of_first(lambda: read_run(folder)) if goes_on else None
@@ -496,8 +512,8 @@ class LoopRecord:
         self.watched.append(found)
         return found
 
-    def step(self, known: Row) -> None:
-        """Record an optimizer step, whose ``known`` columns replace those that are read; its ``tokens`` are all so far."""
+    def step(self, known: Row) -> Row:
+        """Record an optimizer step, and return its row; ``known`` columns replace those that are read."""
         row = self.reader.row(self.num_steps + 1, known, tokens_before=self.tokens)
         if (sums := self.reader.audit_sums) is not None:
             row["audit_sums"] = dict(zip(UPDATE_SUMS, sums.tolist(), strict=True))
@@ -508,6 +524,7 @@ class LoopRecord:
         self.reporter.step(row, linears=next((one.linears for one in self.watched if one.linears is not None), None))
         self._judge(row)
         self.reader.begin()
+        return row
 
     def _judge(self, row: Row) -> None:
         """Write an event if the step was skipped, and one if the run has diverged with it."""
@@ -570,9 +587,9 @@ class LoopRecord:
             elif knows_step:
                 self.reporter.event(Event("stop", self.num_steps, "the loop ended before its last step"))
         finally:
-            self.reporter.close()
             self.reporter.writer.close()
             for watched in self.watched:
+                watched.remove()
                 if watched.gauges is not None:
                     watched.gauges.detach()
             for optimizer, handler in reversed(self._handlers):

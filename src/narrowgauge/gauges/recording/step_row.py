@@ -17,29 +17,30 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from narrowgauge._torch import plain_name
-from narrowgauge.analysis.monitor.spikes import Spike
+from narrowgauge.analysis.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.attach import Gauges
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
+from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.scaling import LossScaler
-from narrowgauge.numerics.shards import local_of
 from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
+from narrowgauge.torch_hooks import OwnHook, follow_steps
+from narrowgauge.torch_names import plain_name
 
 _ORDER = (
-    "step", "loss", "lr", "grad_norm", "tokens", "communication_bytes", "communication_seconds", "wait_seconds", "ranks",
+    "step", "loss", "lr", "grad_norm", "tokens",
     "tokens_per_second", "seconds", "peak_memory_bytes", "skipped", "data_seconds", "gradient_seconds",
-    "update_seconds", "cpu_seconds", "batch_crc", "unigram_loss",
-    "embedding_grad_norm", "spike", "loss_scale", "saturated",
+    "update_seconds", "batch_crc", "spike", "loss_scale", "saturated",
 )  # fmt: skip
 """The columns of a row in the order in which they are written; the audit's and a loop's own come after them."""
 
@@ -59,16 +60,32 @@ class WatchedOptimizer:
     def __init__(self, model: nn.Module, optimizer: Any, is_known: bool = False) -> None:
         self.optimizer, self.linears, self._is_known = unwrapped(optimizer), linears_of(model), is_known
         self.gauges: Gauges | None = None
-        self.was_skipped = False
+        self.was_skipped, self._num_taken = False, 0
+        # Ours counts its skipped steps itself.
+        is_foreign = not isinstance(self.optimizer, Optimizer) and not is_known
+        self._follower = follow_steps(self.optimizer, _nothing, self._taken) if is_foreign else None
         self.begin()
+
+    def _taken(self, optimizer: torch.optim.Optimizer) -> None:
+        found_inf = getattr(optimizer, "found_inf", None)  # torch.amp.GradScaler's, of a fused optimizer
+        self._num_taken += found_inf is None or not bool(found_inf)
+
+    def _written(self) -> int:
+        return sum(p._version for group in self.optimizer.param_groups for p in group["params"])
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        if self._follower is not None:
+            self._follower.remove()
 
     @property
     def ours(self) -> Optimizer | None:
-        """The optimizer, if it is one of Narrowgauge's that is read here."""
+        """Return the optimizer, if it is one of Narrowgauge's that is read here."""
         return self.optimizer if isinstance(self.optimizer, Optimizer) and not self._is_known else None
 
     def begin(self) -> None:
         """Note the state before a step."""
+        self._before = (self._num_taken, self._written()) if self._follower is not None else (0, 0)
         self._num_skipped = 0 if self.ours is None else self.ours.num_skipped
         scaler = None if self.ours is None else self.ours.loss_scaler
         self.scale = 1.0 if scaler is None else float(scaler.scale_tensor)
@@ -78,6 +95,10 @@ class WatchedOptimizer:
         group = self.optimizer.param_groups[0]
         row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
         if self.ours is None:
+            if self._follower is not None:
+                # A scaler of torch's leaves out the call of step, or the write within it.
+                self.was_skipped = self._num_taken == self._before[0] and self._written() == self._before[1]
+                row |= {"skipped": True} if self.was_skipped else {}
             return row, None
         self.ours.settle()
         self.was_skipped = self.ours.num_skipped > self._num_skipped
@@ -104,6 +125,41 @@ class WatchedOptimizer:
         return total / max(1, number)
 
 
+def _nothing(_: torch.optim.Optimizer) -> None:
+    pass
+
+
+_IN_A_ROW = 8
+"""Skipped steps in a row after which the first gradient that is not finite is looked for: a scaler searches for its scale."""
+
+
+class FirstNonfinite:
+    """Find the first parameter in backward whose gradient is not finite, once steps fail; nothing hangs on other steps."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self._in_a_row, self._handles, self._name = model, 0, list[Any](), ""
+        self._is_told = False
+
+    def take(self, failed: bool) -> str:
+        """Count a step, and return the name of the parameter when it is found."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._in_a_row = self._in_a_row + 1 if failed else 0
+        if self._name and not self._is_told:
+            self._is_told = True
+            return self._name
+        if self._in_a_row >= _IN_A_ROW and not self._is_told:
+            for name, p in self.model.named_parameters():
+                if p.requires_grad:
+                    self._handles.append(p.register_hook(OwnHook(partial(self._see, plain_name(name)))))
+        return ""
+
+    def _see(self, name: str, gradient: Tensor) -> None:
+        if not self._name and not torch.compiler.is_compiling() and not bool(gradient.isfinite().all()):
+            self._name = name
+
+
 class StepReader:
     """Makes the row of each step of a loop from its watched optimizers, to which more may be added.
 
@@ -124,24 +180,22 @@ class StepReader:
 
     def restart_clock(self) -> None:
         """Do not count the time since the step began."""
-        self._began, self._computed = time.perf_counter(), time.process_time()
+        self._began = time.perf_counter()
 
     def row(self, step: int, known: Row, tokens_before: int = 0) -> Row:
-        """The row of ``steps.jsonl`` for a step that was just done.
+        """Return the row of ``steps.jsonl`` for a step that was just done.
 
         ``known`` columns replace those that are read. Its ``tokens`` and ``tokens_before`` are counted from the start of the run.
         """
         seconds = time.perf_counter() - self._began
         row: Row = {"step": step, "seconds": seconds, **self._read(step), **known}
-        if "seconds" not in known:
-            row["cpu_seconds"] = time.process_time() - self._computed
         if row.get("tokens") is not None and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
         first = {name: row[name] for name in _ORDER if name in row}
         return first | row
 
     def _read(self, step: int) -> Row:
-        """The columns of the last step that are read of all watched optimizers."""
+        """Return the columns of the last step that are read of all watched optimizers."""
         columns: Row = {}
         found: list[Tensor] = []
         for watched in reversed(self.watched):  # the first one's columns count
@@ -157,13 +211,14 @@ class StepReader:
 
 
 def batch_checksum(batch: np.ndarray) -> str:
-    """The checksum of a step's tokens, 64 bits: batches with equal checksums are the same.
+    """Return a 64-bit checksum of a step's tokens, the sum of a hash of each sequence.
 
     Example:
         >>> batch_checksum(np.zeros((2, 3), dtype=np.int64)) == batch_checksum(np.ones((2, 3), dtype=np.int64))
         False
     """
-    return hashlib.blake2b(batch.astype(np.uint32).tobytes(), digest_size=8).hexdigest()
+    hashes = (hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in np.atleast_2d(batch).astype(np.uint32))
+    return f"{sum(int.from_bytes(number, 'big') for number in hashes) % 2**64:016x}"
 
 
 def peak_memory_bytes() -> int:
@@ -175,7 +230,7 @@ def peak_memory_bytes() -> int:
 
 
 def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
-    """The record of ``summary.json``, from the rows of the run's steps and the ``known`` columns that are not ``None``.
+    """Return the record of ``summary.json``, from the rows of the run's steps and the ``known`` columns that are not ``None``.
 
     ``audit_total`` is float64, the audit's ``UPDATE_SUMS`` over the run.
     """
@@ -201,7 +256,7 @@ def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
 
 
 def what_saturated(linears: NarrowLayers, step: int) -> str:
-    """The message for values that exceeded their delayed scale in the last of ``step`` steps."""
+    """Return the message for values that exceeded their delayed scale in the last of ``step`` steps."""
     counts = linears.overflows(step - 1)
     name, worst = max(counts.items(), key=lambda item: sum(item[1]))
     operand = ("input", "weight", "gradient")[worst.index(max(worst))]
@@ -239,14 +294,14 @@ class FailedSteps:
         return failed
 
     def divergence(self, row: Row, advice: str) -> Event | None:
-        """The event of the step with which the run has diverged, if that is the last one counted; else ``None``."""
+        """Return the event of the step with which the run has diverged, if that is the last one counted; else ``None``."""
         if self.in_a_row != FAILURES:
             return None
         return Event("divergence", row["step"], f"the last {FAILURES} steps failed: {symptom(row)}", advice=advice)
 
 
 def is_finite(row: Row) -> bool:
-    """Whether a step's loss and gradient norm are finite; what is not known counts as finite."""
+    """Return whether a step's loss and gradient norm are finite; what is not known counts as finite."""
     return all(row.get(name) is None or math.isfinite(row[name]) for name in ("loss", "grad_norm"))
 
 
@@ -256,7 +311,7 @@ def is_rescaled(row: Row, scaler: LossScaler | None, scale: float) -> bool:
 
 
 def symptom(row: Row) -> str:
-    """What was wrong with a step, without a full stop."""
+    """Return what was wrong with a step, without a full stop."""
     spike = row.get("spike")
     if spike is None:
         return f"the loss is {row.get('loss', math.nan):g} and the gradient norm {row.get('grad_norm')}"

@@ -10,12 +10,8 @@ any other rule in the same arithmetic. Two roundings have a product inside: ``RN
 float32 sum and one rounding. A fused multiply-add, as in torch's own kernels, gives a neighbouring value about once in
 100,000 times.
 
-The authors' released code differs from the paper in two places: its product of expansions overwrites a factor, and the
-low word of beta2 is beta2 minus its nearest float32, where minus its nearest bfloat16 is meant (equal only where the
-default dtype is bfloat16, as its scripts set it), so that beta2 is a single word again. Second moments of stationary
-gradients are 0.325, 0.342 and 0.275 of their value at beta2 = 0.95, 0.98 and 0.99; at 0.999, which is 1 in bfloat16,
-they never decay: 6.0 times after 6,000 steps. With the first fault alone they are 0.33, 0.33, 0.31 and 0.50. With both corrected
-that code has our bits.
+The authors' released code has two errors, in its product of expansions and in the low word of beta2; with both corrected it has
+our bits (``tests/optim/rules/test_collage.py``).
 
 Source: Yu et al. 2024, Collage, arXiv:2405.03637.
 """
@@ -33,7 +29,7 @@ from narrowgauge.numerics.expansions import Expansion, expansion_of, grow, mul, 
 def published_adamw(
     weight: Expansion, gradient: Tensor, exp_avg: Expansion, exp_avg_sq: Expansion, s: Mapping[str, Tensor]
 ) -> tuple[Tensor, Expansion, Expansion, Expansion]:
-    """One step of Collage's AdamW: the intended change, a part, and the new weight and moments.
+    """Take one step of Collage's AdamW; return the intended change, a part, and the new weight and moments.
 
     Every operation is rounded to the parts' format. As published, the step itself reads only the leading parts of weight and
     moments, and weight decay is part of the one update, which rounds some of it away. Bias correction and eps are torch's.
@@ -65,7 +61,7 @@ def _average(average: Expansion, one_minus_beta: Tensor, *factors: Tensor) -> Ex
 
 
 def expanded(update: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A rule's update in the arithmetic of expansions: its own text, run on them.
+    """Return a rule's update in the arithmetic of expansions: its own text, run on them.
 
     Args:
         update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in operators and
@@ -81,10 +77,10 @@ def expanded(update: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any,
         rn = weight.rounding
         change, *new = update(weight, Expansion((rn(gradient),), rn), *states, s)
         grown = weight + change
-        kept = [
+        cut = [
             Expansion(after.parts[: len(before)], rn)
             for after, before in zip([grown, *new], [weight, *states], strict=True)
         ]
-        return change.value, *kept
+        return change.value, *cut
 
     return step

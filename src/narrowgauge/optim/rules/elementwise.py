@@ -1,4 +1,4 @@
-"""Elementwise rules: what step an optimizer wants to take, as pure functions of float32 values.
+"""Elementwise rules: the step that an optimizer intends, as pure functions of float32 values.
 
 A rule sees one weight, its gradient and its states, and returns the intended change and the new states. It knows
 nothing of formats, layouts or devices: any storage carries it, and the arithmetic of expansions runs the same text. A
@@ -8,9 +8,6 @@ for second moments.
 
 from __future__ import annotations
 
-import inspect
-import sys
-import uuid
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,31 +16,28 @@ from torch import Tensor
 
 from narrowgauge.numerics.expansions import sqrt
 from narrowgauge.optim.rules.collage import published_adamw
-from narrowgauge.spec.rows import loads_older
 
 Scalars = Mapping[str, Tensor]
 
 
-@loads_older(lambda: RULES)
 @dataclass(frozen=True, slots=True)
 class Rule:
     """An update rule.
 
     Args:
-        name: its name in tables and caches.
-        states: names of the states it keeps, in the order ``update`` takes and returns them.
+        states: names of the states, in the order in which ``update`` takes and returns them.
         scalars: names of the per-step float32 scalars that ``update`` reads.
-        prepare: from a param group's options and the number of steps taken (this one included, counted from when the states
-            were made) to those scalars; called at every step, so that a schedule or a user may change any option.
+        prepare: ``(options of a param group, number of this step from 1) -> scalars``; called at every step, so that a
+            schedule may change any option.
         update: ``(weight, gradient, *states, scalars) -> (change, *new states)``, in ``+ - * /``, ``abs``, ``sign`` and
             :func:`narrowgauge.numerics.expansions.sqrt`.
-        squares: those of the states that are never negative.
+        squares: the states that are never negative.
         coupled: whether new states depend on the weight (an L2 penalty).
-        decay: name of the scalar by which the change contains the weight itself, -lr · weight_decay: decoupled weight decay.
-            The audit steps again with 0 in its place. Empty where there is none, or where it goes through the states.
+        decay: name of the scalar −lr · weight_decay of decoupled weight decay; the audit steps again with 0 in its place. Empty
+            without one.
         expanded: the update in the arithmetic of expansions where a source defines one; ``None`` runs ``update`` in it.
-        reduces: from a param group's options to the rule that keeps fewer states and takes the same steps under them, or
-            ``None`` for this one. Called at every step, as long as a parameter has none of the states that are saved.
+        reduces: ``options -> rule`` that has fewer states and takes the same steps, or ``None`` for this rule. Called at every
+            step, as long as a parameter has none of the states.
 
     Example:
         >>> from narrowgauge import Optimizer
@@ -70,17 +64,17 @@ class Rule:
     reduces: Callable[[Mapping[str, Any]], Rule | None] | None = None
     decay: str = ""
 
-    def under(self, group: Mapping[str, Any], kept: Collection[str] = ()) -> Rule:
-        """The rule that steps a parameter under a group's options: this one, or the one that it reduces to.
+    def under(self, group: Mapping[str, Any], present: Collection[str] = ()) -> Rule:
+        """Return the rule that steps a parameter under a group's options: this one, or the one that it reduces to.
 
-        ``kept`` names states that the parameter has already; a state that it has is never given up.
+        ``present`` names states that the parameter has already; no such state is dropped.
         """
         reduced = self.reduces(group) if self.reduces is not None else None
-        return self if reduced is None or set(self.states) & set(kept) else reduced
+        return self if reduced is None or set(self.states) & set(present) else reduced
 
     @property
     def kept(self) -> tuple[tuple[str, str], ...]:
-        """The states, each with the code of a storage that it takes."""
+        """Return the states, each with the code of a storage that it takes."""
         return tuple((state, "exp_avg_sq" if state in self.squares else "exp_avg") for state in self.states)
 
 
@@ -193,16 +187,3 @@ LION = Rule(
 )
 
 RULES: dict[str, Rule] = {rule.name: rule for rule in (ADAMW, ADAM, SGD, PLAIN_SGD, LION)}
-
-
-def rule_source(rule: Rule) -> str:
-    """The text that a rule's arithmetic depends on, for the name of its compiled kernel."""
-    if RULES.get(rule.name) is rule:
-        return ""  # the package's own text is in every kernel's name
-    try:
-        if rule.update.__closure__ is None:
-            # With all its module: it may use other constants and functions there.
-            return inspect.getsource(rule.update) + inspect.getsource(sys.modules[rule.update.__module__])
-    except (OSError, TypeError, AttributeError, KeyError):
-        pass
-    return uuid.uuid4().hex  # from an interactive session, or a closure: traced again in every process

@@ -1,10 +1,8 @@
-"""Matrix rules: what step an optimizer wants to take, where it depends on the whole matrix.
+"""Matrix rules: update rules that read the whole matrix, as pure functions of float32 tensors.
 
-An elementwise rule may cut a weight anywhere. The rules here look at the whole matrix, its singular vectors or the
-lengths of its rows and columns, so they need it gathered, and bits that do not depend on where it was cut are not
-promised. They are pure functions of float32 tensors all the same, and know nothing of formats: a storage keeps the weight and the
-matrices among their states in its own codes. A parameter of more than two dims is the matrix of its
-first dim against all others; one of fewer is none, and is stepped by AdamW.
+One rank gathers the matrix and computes the step (:mod:`narrowgauge.optim.matrix_step`); a storage keeps the weight and the
+states beside it in its own codes. A parameter of more than two dims is the matrix of its first dim against all others. A
+parameter of fewer is stepped by AdamW.
 
 | rule | states of a weight of ``rows × cols`` | reads |
 |---|---|---|
@@ -12,9 +10,6 @@ first dim against all others; one of fewer is none, and is stepped by AdamW.
 | ``adafactor`` | ``rows + cols`` values; a moment if requested | means of squares along rows and columns |
 | ``galore`` | ``rank · (shorter + 2 · longer side)`` values | its leading singular vectors |
 | ``gradnorm_lorp`` | the same and ``2 · cols`` values | the same, and the lengths of its columns |
-
-The last two step in a low-rank subspace (:mod:`narrowgauge.optim.rules.subspaces`); their states are counted here for a
-basis on the shorter side alone.
 """
 
 from __future__ import annotations
@@ -29,15 +24,17 @@ import torch
 from torch import Tensor
 
 from narrowgauge.numerics.rounding import sqrt
-from narrowgauge.numerics.widening import add_product, matmul
+from narrowgauge.numerics.widening import is_widened, matmul
 from narrowgauge.optim.rules.elementwise import ADAMW, TINY, Rule
-from narrowgauge.optim.rules.subspaces import is_tall, projection_of
-from narrowgauge.spec.rows import loads_older
-from narrowgauge.spec.storages import FLOAT32, Storage, bytes_alone
+from narrowgauge.optim.rules.subspaces import is_tall, lift, project, refreshed, shapes_in_subspace
 
 Options = Mapping[str, Any]
 States = Mapping[str, Tensor]
-Update = Callable[[Tensor, Tensor, States, Options, int], tuple[Tensor, dict[str, Tensor]]]
+Result = tuple[Tensor, dict[str, Tensor]]
+
+
+def _no_measure(options: Options) -> None:
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +42,10 @@ class MatrixState:
     """One state tensor of a matrix rule.
 
     Args:
-        role: ``"exp_avg"`` (for values of either sign) or ``"exp_avg_sq"`` (for values that are never negative): kept in the
-            storage's code for that moment. ``None``: kept as the float32 it is.
-        beside: whether each value belongs to the weight of the same place, whose shape the state has: packed and sharded
-            with it. Any other state is a tensor of its own, which every rank has whole.
+        role: ``"exp_avg"`` (for values of either sign) or ``"exp_avg_sq"`` (for values that are never negative): stored in the
+            storage's code for that moment. ``None``: stored in float32.
+        beside: whether the state has the weight's shape, and is packed and sharded with the weight. Every rank has the
+            whole of any other state.
     """
 
     shape: tuple[int, ...]
@@ -56,94 +53,92 @@ class MatrixState:
     beside: bool = False
 
 
-@loads_older(lambda: MATRIX_RULES)
 @dataclass(frozen=True, slots=True)
 class MatrixRule:
-    """An update rule for whole matrices.
+    """An update rule for whole matrices; all tensors are float32, all states begin as zeros.
 
     Args:
-        states: from the parameter's shape and its group's options to the states it keeps, by name; all begin as zeros.
-        update: ``(weight, gradient, states, options, step) -> (change, new states)``: float32 tensors of the parameter's
-            shape (two dims or more), the number of the step from 1, and the change to add to the weight. Nothing given is
-            written to; a state that did not change may come back as the same tensor.
-        defaults: the group's options. ``betas`` and ``eps`` are also AdamW's, for parameters that are no matrices.
-        decays: whether the change ends in ``- lr · weight_decay · weight``: decoupled weight decay, which the audit tells apart.
+        states: ``(shape of the parameter, options) -> states by name``.
+        direction: ``(gradient [rows, cols], measure, states, options, step) -> (step to take, new states)``; steps count from
+            1. The gradient may be overwritten, states may not.
+        defaults: the group's options. ``betas`` and ``eps`` are also AdamW's, for parameters of fewer dims.
+        decays: whether ``lr · weight_decay · weight`` is subtracted from the step: decoupled weight decay.
+        average: ``(gradient, states, options) -> (gradient for direction, new states)``: an elementwise part that comes
+            before ``direction`` and updates the states beside the weight. Ranks run it on their shards.
+        measure: ``options -> function of the weight [rows, cols]``, whose value ``direction`` reads, or ``None``.
     """
 
     name: str
     states: Callable[[tuple[int, ...], Options], dict[str, MatrixState]]
-    update: Update
+    direction: Callable[[Tensor, Tensor | None, States, Options, int], Result]
     defaults: Options
     decays: bool = False
+    average: Callable[[Tensor, States, Options], Result] | None = None
+    measure: Callable[[Options], Callable[[Tensor], Tensor] | None] = _no_measure
 
+    def update(self, weight: Tensor, gradient: Tensor, states: States, options: Options, step: int) -> Result:
+        """Return the change of a weight and the new states: the definition of a step, for tensors of two dims or more.
 
-def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a parameter: its first dim, and all others together."""
-    return shape[0], math.prod(shape[1:])
-
-
-def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
-    """The shapes of a rule's states for a parameter of ``shape`` under some options, by name."""
-    if isinstance(rule, MatrixRule):
-        return {name: kept.shape for name, kept in rule.states(tuple(shape), options).items()}
-    return dict.fromkeys(rule.states, tuple(shape))
-
-
-def state_bytes(rule: MatrixRule, shape: tuple[int, ...], options: Options, storage: Storage) -> int:
-    """Bytes of a rule's states for one parameter in a storage; ``options`` need only hold what differs from the rule's defaults.
-
-    Example:
-        >>> from narrowgauge.spec.storages import STORAGES
-        >>> for name in ("float32", "states8"):
-        ...     [round(state_bytes(rule, (4096, 4096), {}, STORAGES[name]) / 4096**2, 3) for rule in MATRIX_RULES.values()]
-        [4.0, 0.002, 0.375, 0.377]
-        [1.0, 0.002, 0.097, 0.099]
-    """
-    total = 0
-    for kept in rule.states(shape, {**rule.defaults, **options}).values():
-        code = FLOAT32 if kept.role is None else storage.code(kept.role)
-        total += -(-math.prod(kept.shape) * code.bits // 8) if kept.beside else bytes_alone(code, kept.shape)
-    return total
-
-
-def states_beside(states: Mapping[str, MatrixState]) -> tuple[tuple[str, str], ...]:
-    """Those that lie beside the weight, each with the code of a storage that it takes."""
-    return tuple((name, kept.role or "exp_avg") for name, kept in states.items() if kept.beside)
-
-
-def _on_matrix(update: Update) -> Update:
-    """``update`` for parameters of more dims, by way of their matrix; an empty one has no step.
-
-    Strides are removed here: a sum runs along memory, and the same gradient transposed in memory must give the same bits.
-    """
-
-    @functools.wraps(update)  # by its own name, a rule can be pickled
-    def on_any(
-        weight: Tensor, gradient: Tensor, states: States, options: Options, step: int
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+        Strides are removed: a sum runs along memory, and a transposed gradient must give the same bits.
+        """
         if weight.numel() == 0:
             return torch.zeros_like(weight), dict(states)
         shape = matrix_shape(weight.shape)
         flat = {name: s.reshape(shape).contiguous() if s.shape == weight.shape else s for name, s in states.items()}
-        w, g = (x.reshape(shape).contiguous() for x in (weight, gradient))
-        change, new = update(w, g, flat, options, step)
+        w, g = weight.reshape(shape).contiguous(), gradient.reshape(shape).clone(memory_format=torch.contiguous_format)
+        new: dict[str, Tensor] = {}
+        if self.average is not None:
+            g, new = self.average(g, flat, options)
+            g = g.clone()  # it may be one of the new states
+        measure = self.measure(options)
+        change, more = self.direction(g, None if measure is None else measure(w), flat, options, step)
+        change = change - w * decay_of(options) if self.decays else change
+        new |= more
         return change.reshape(weight.shape), {name: s.reshape(states[name].shape) for name, s in new.items()}
 
-    return on_any
+
+def matrix_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the rows and columns of a parameter: its first dim, and all others together."""
+    return shape[0], math.prod(shape[1:])
 
 
-def _length(x: Tensor, dim: int | None = None) -> Tensor:
-    """The L2 norm, float64: squares of float32 values neither overflow nor vanish there."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float64)
+def shapes_of_states(rule: Rule | MatrixRule, shape: Sequence[int], options: Options) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a rule's states for a parameter of ``shape``, by name."""
+    if isinstance(rule, MatrixRule):
+        return {name: state.shape for name, state in rule.states(tuple(shape), options).items()}
+    return dict.fromkeys(rule.states, tuple(shape))
+
+
+def states_beside(states: Mapping[str, MatrixState]) -> tuple[tuple[str, str], ...]:
+    """Return the names of the states beside the weight, each with the code of a storage that it takes."""
+    return tuple((name, state.role or "exp_avg") for name, state in states.items() if state.beside)
+
+
+def decay_of(options: Options) -> float:
+    """Return ``lr · weight_decay``."""
+    return float(options["lr"]) * float(options["weight_decay"])
+
+
+PIECE = 1 << 16
+"""Elements of a matrix that are processed at a time, where a whole copy can be avoided; at least a 64th of the matrix."""
+
+
+def row_pieces(matrix: Tensor) -> tuple[Tensor, ...]:
+    """Split a matrix into views of some rows each."""
+    rows, cols = matrix.shape
+    pieces: tuple[Tensor, ...] = matrix.split(max(PIECE // cols, -(-rows // 64), 1))
+    return pieces
+
+
+def _length(matrix: Tensor) -> Tensor:
+    """Return the L2 norm in float64, where squares of float32 values neither overflow nor vanish."""
+    norms = [torch.linalg.vector_norm(rows, dtype=torch.float64) for rows in row_pieces(matrix)]
+    norm: Tensor = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
     return norm
 
 
-def _root_mean_square(x: Tensor) -> Tensor:
-    return _length(x) / math.sqrt(x.numel())
-
-
-def _decay(options: Options) -> float:
-    return float(options["lr"]) * float(options["weight_decay"])
+def _root_mean_square(matrix: Tensor) -> Tensor:
+    return _length(matrix) / math.sqrt(matrix.numel())
 
 
 # ── Muon ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -157,20 +152,18 @@ LR_SCALES: dict[str, Callable[[int, int], float]] = {
     # Entries of rms about 0.2, as AdamW's: learning rates and decays tuned for it carry over, and one rate serves both.
     "match_rms_adamw": lambda rows, cols: 0.2 * max(rows, cols) ** 0.5,
 }
-"""What the learning rate of a matrix of ``(rows, cols)`` is multiplied by; names as in ``torch.optim.Muon``."""
+"""The factor of the learning rate for a matrix of ``(rows, cols)``; names as in ``torch.optim.Muon``."""
 
 
 def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """A matrix with the same singular vectors, and all singular values moved towards 1.
+    """Return a matrix with the same singular vectors, and all singular values moved towards 1.
 
-    Invariant: a Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is
-    taken before anything is rounded, without the usual 1e-7 added: gradients times a power of two give the
-    same bits, however small. Zeros stay zeros.
+    A Newton–Schulz iteration ``X ← aX + (bA + cA²)X`` with ``A = XX^T``, begun at unit Frobenius norm. The norm is taken
+    before anything is rounded, without the usual 1e-7 added: scaling by a power of two changes no bit. Zeros stay zeros.
 
     Args:
-        iterations: how often; after 5, singular values above 1/600 of the Frobenius norm have come to 0.68 … 1.21.
-        dtype: of the products' operands; bfloat16 is as published, off by 1.2 % (rms), and 3 to 4 times as fast even on
-            a CPU.
+        iterations: after 5, singular values above 1/600 of the Frobenius norm have come to 0.68 … 1.21.
+        dtype: of the products' operands; bfloat16 is as published, off by 1.2 % (rms).
 
     Cost: with ``s`` the shorter side, ``iterations · (2 s · rows · cols + s³)`` multiply-adds.
 
@@ -182,16 +175,20 @@ def orthogonalise(matrix: Tensor, iterations: int = 5, dtype: torch.dtype = torc
     Source:
         Jordan et al. 2024, "Muon: an optimizer for hidden layers in neural networks".
     """
-    x = (matrix / _length(matrix).float().clamp(min=TINY)).to(dtype)
+    return _orthogonalise(matrix.clone(), iterations, dtype)
+
+
+def _orthogonalise(matrix: Tensor, iterations: int, dtype: torch.dtype) -> Tensor:
+    """:func:`orthogonalise` that overwrites the matrix."""
+    x = matrix.div_(_length(matrix).float().clamp(min=TINY)).to(dtype)
     return newton_schulz(x, iterations).float()
 
 
 def newton_schulz(x: Tensor, iterations: int, coefficients: tuple[float, float, float] = NS_COEFFICIENTS) -> Tensor:
-    """The iteration of :func:`orthogonalise`, in the matrix's own format.
+    """Run the iteration of :func:`orthogonalise` in the matrix's own format.
 
     Args:
         x: ``[rows, cols]``, of Frobenius norm 1 at most.
-        iterations: how often.
         coefficients: of ``X``, ``AX`` and ``A²X``.
     """
     a, b, c = coefficients
@@ -199,27 +196,39 @@ def newton_schulz(x: Tensor, iterations: int, coefficients: tuple[float, float, 
     x = x.mT if tall else x
     for _ in range(iterations):
         gram = matmul(x, x.mT)
-        x = add_product(x, add_product(gram, gram, gram, b, c), x, a, 1.0)
+        gram = _add_product(gram, gram, gram, b, c)
+        x = _add_product(x, gram, x, a, 1.0)
     return x.mT if tall else x
+
+
+def _add_product(x: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """Return ``beta x + alpha a · b``; only some rows are widened at a time."""
+    if not is_widened(x.dtype, x.device.type):
+        return torch.addmm(x, a, b, beta=beta, alpha=alpha)
+    wide, result = b.float(), torch.empty_like(x)
+    results = row_pieces(result)
+    sizes = [len(rows) for rows in results]
+    for rows, x_rows, a_rows in zip(results, x.split(sizes), a.split(sizes), strict=True):
+        rows.copy_(torch.addmm(x_rows.float(), a_rows.float(), wide, beta=beta, alpha=alpha))
+    return result
 
 
 def _muon_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     return {"momentum_buffer": MatrixState(shape, "exp_avg", beside=True)}
 
 
-@_on_matrix
-def _muon(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    momentum = options["momentum"]
-    m = states["momentum_buffer"]
+def _momentum(g: Tensor, states: States, options: Options) -> Result:
+    momentum, m = options["momentum"], states["momentum_buffer"]
     m = m + (g - m) * (1 - momentum)
-    ahead = g + (m - g) * momentum if options["nesterov"] else m
-    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*w.shape)
-    o = orthogonalise(ahead, options["ns_steps"], getattr(torch, options["ns_dtype"]))
-    return o * -size - w * _decay(options), {"momentum_buffer": m}
+    return g + (m - g) * momentum if options["nesterov"] else m, {"momentum_buffer": m}
+
+
+def _muon(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
+    size = float(options["lr"]) * LR_SCALES[options["adjust_lr_fn"] or "original"](*g.shape)
+    return _orthogonalise(g, options["ns_steps"], getattr(torch, options["ns_dtype"])).mul_(-size), {}
 
 
 # ── Adafactor ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 _EPS_SQUARE = 1e-30
 
@@ -230,118 +239,117 @@ def _adafactor_states(shape: tuple[int, ...], options: Options) -> dict[str, Mat
     return factors if options["beta1"] is None else {"exp_avg": MatrixState(shape, "exp_avg", beside=True), **factors}
 
 
-@_on_matrix
-def _adafactor(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    # The second moment is taken as an outer product: that of row means and column means over the mean of all.
-    eps_square, eps_scale = options["eps"]
-    squares = g * g + (_EPS_SQUARE if eps_square is None else eps_square)
+def _least_rms(options: Options) -> Callable[[Tensor], Tensor] | None:
+    if not options["scale_parameter"]:
+        return None
+    return lambda w: _root_mean_square(w).clamp(min=options["eps"][1]).float()
+
+
+def _adafactor(g: Tensor, rms: Tensor | None, states: States, options: Options, step: int) -> Result:
+    # The second moment is an outer product: row means times column means, over the mean of all.
+    eps = _EPS_SQUARE if options["eps"][0] is None else options["eps"][0]
+    row_means, column_sums = [], []
+    for rows in row_pieces(g):
+        squares = rows * rows + eps
+        row_means.append(squares.mean(1))
+        column_sums.append(squares.sum(0))
     one_minus_beta2 = step ** options["beta2_decay"]
     row, col = states["exp_avg_sq_row"], states["exp_avg_sq_col"]
-    row = row + (squares.mean(1) - row) * one_minus_beta2
-    col = col + (squares.mean(0) - col) * one_minus_beta2
+    row = row + (torch.cat(row_means) - row) * one_minus_beta2
+    col = col + (functools.reduce(torch.add, column_sums) / len(g) - col) * one_minus_beta2
     # Divided before they are multiplied: the product of two mean squares may lie below float32.
-    roots = sqrt(row / row.mean().clamp(min=TINY))[:, None] * sqrt(col)
-    u = g / roots.clamp(min=TINY)
-    u = u / (_root_mean_square(u) / options["clip_threshold"]).clamp(min=1.0).float()
+    root_row, root_col = sqrt(row / row.mean().clamp(min=TINY))[:, None], sqrt(col)
+    pieces = row_pieces(g)
+    for rows, root in zip(pieces, root_row.split([len(rows) for rows in pieces]), strict=True):
+        rows.div_((root * root_col).clamp_(min=TINY))
+    g.div_((_root_mean_square(g) / options["clip_threshold"]).clamp(min=1.0).float())
     new = {"exp_avg_sq_row": row, "exp_avg_sq_col": col}
-    if options["beta1"] is not None:
-        m = states["exp_avg"]
-        u = new["exp_avg"] = m + (u - m) * (1 - options["beta1"])
     size = min(float(options["lr"]), step**-0.5) if options["relative_step"] else float(options["lr"])
-    u = u * -size
-    if options["scale_parameter"]:
-        u = u * _root_mean_square(w).clamp(min=eps_scale).float()
-    return u - w * _decay(options), new
+    if options["beta1"] is None:
+        change = g.mul_(-size)
+    else:
+        m = states["exp_avg"]
+        new["exp_avg"] = m + (g - m) * (1 - options["beta1"])
+        change = new["exp_avg"] * -size
+    return change if rms is None else change.mul_(rms), new
 
 
 # ── Low rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def adam_step(
-    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, options: Mapping[str, Any], step: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam on coordinates: the step to take, and the new moments.
-
-    Invariant: the arithmetic of ``ADAMW`` on a weight of zero, which has nothing to decay: decay belongs to the matrix.
-    """
-    values = torch.tensor(ADAMW.prepare(options, step), dtype=torch.float32, device=gradient.device)
+    gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, options: Options, count: int
+) -> tuple[Tensor, ...]:
+    """Return Adam's step for coordinates, and the new moments: ``ADAMW`` on a weight of zero."""
+    values = torch.tensor(ADAMW.prepare(options, count), dtype=torch.float32, device=gradient.device)
     scalars = dict(zip(ADAMW.scalars, values.unbind(), strict=True))
-    change, exp_avg, exp_avg_sq = ADAMW.update(gradient.new_zeros(()), gradient, exp_avg, exp_avg_sq, scalars)
-    return change, exp_avg, exp_avg_sq
+    change, *moments = ADAMW.update(gradient.new_zeros(()), gradient, exp_avg, exp_avg_sq, scalars)
+    return change, *moments
 
 
 def _galore_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
     rows, cols = matrix_shape(shape)
-    rank, projection = min(options["rank"], rows, cols), projection_of(options)
-    coordinates = projection.coordinates(rows, cols, rank)
+    rank = min(options["rank"], rows, cols)
+    bases, coordinates = shapes_in_subspace(rows, cols, rank, options.get("proj_type", "std"))
     return {
-        **{name: MatrixState(basis, "exp_avg") for name, basis in projection.bases(rows, cols, rank).items()},
+        **{name: MatrixState(basis, "exp_avg") for name, basis in bases.items()},
         "projected_exp_avg": MatrixState(coordinates, "exp_avg"),
         "projected_exp_avg_sq": MatrixState(coordinates, "exp_avg_sq"),
     }
 
 
-def _step_in_subspace(g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Adam's step for ``g`` in the subspace, lifted back, and the new states."""
-    projection = projection_of(options)
-    names = projection.bases(g.shape[0], g.shape[1], options["rank"])
-    bases = projection.refreshed({name: states[name] for name in names}, g, step, options["update_proj_gap"])
+def _galore(g: Tensor, measure: Tensor | None, states: States, options: Options, step: int) -> Result:
+    """Return Adam's step for ``g`` in the subspace, lifted back, and the new states."""
+    names = [name for name in ("projector", "projector_longer") if name in states]
+    bases = refreshed({name: states[name] for name in names}, g, step, options["update_proj_gap"])
     m, v = states["projected_exp_avg"], states["projected_exp_avg_sq"]
-    change, m, v = adam_step(projection.project(bases, g), m, v, options, step)
-    lifted = projection.lift(bases, change, is_tall(*g.shape)) * options["scale"]
+    change, m, v = adam_step(project(bases, g), m, v, options, step)
+    lifted = lift(bases, change, is_tall(*g.shape)).mul_(options["scale"])
     return lifted, {**bases, "projected_exp_avg": m, "projected_exp_avg_sq": v}
 
 
-@_on_matrix
-def _galore(w: Tensor, g: Tensor, states: States, options: Options, step: int) -> tuple[Tensor, dict[str, Tensor]]:
-    change, new = _step_in_subspace(g, states, options, step)
-    return change - w * _decay(options), new
-
-
 def _gradnorm_lorp_states(shape: tuple[int, ...], options: Options) -> dict[str, MatrixState]:
-    magnitudes = MatrixState((matrix_shape(shape)[1],))
-    return {
-        **_galore_states(shape, options),
-        "magnitude_exp_avg": magnitudes,
-        "magnitude_exp_avg_sq": magnitudes,
-    }
+    lengths = MatrixState((matrix_shape(shape)[1],))
+    return {**_galore_states(shape, options), "magnitude_exp_avg": lengths, "magnitude_exp_avg_sq": lengths}
 
 
-@_on_matrix
-def _gradnorm_lorp(
-    w: Tensor, g: Tensor, states: States, options: Options, step: int
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """A step on the lengths of a weight's columns and, within a subspace, on their directions.
+def _gradnorm_lorp(g: Tensor, w: Tensor | None, states: States, options: Options, step: int) -> Result:
+    """Step the lengths of a weight's columns and, within a subspace, their directions.
 
-    Beside what :class:`narrowgauge.optim.GradNormLoRP` says of the paper: beginning every step with ``V = W`` keeps a
-    direction's rate at ``lr / M``; with a ``V`` of its own it falls as ``V`` grows, and grow it must, since its gradient is at
-    right angles to it. The subspace is on the shorter side by default, as in GaLore and in the released code; the paper's
-    formula has a basis on both (``proj_type="full"``).
-
-    The gradients of lengths and directions are ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM / ‖V‖)``. Decay
-    can only act on lengths, and does.
+    Every step begins with ``V = W``, which keeps a direction's rate at ``lr / M``. A separate ``V`` would grow, since its
+    gradient is at right angles to it, and the rate would fall. The gradients of lengths and directions are
+    ``dM_j = ⟨G_j, V_j⟩ / ‖V_j‖`` and ``dV = (M / ‖V‖) (G - V dM / ‖V‖)``. Decay acts on lengths alone.
     """
-    norms = _length(w, dim=0)
+    assert w is not None
+    norms = _column_lengths(w)
     unit = w / norms.float().clamp(min=TINY)
     along = (g * unit).sum(0)
-    turn, new = _step_in_subspace(g - unit * along, states, options, step)
+    turn, new = _galore(g.sub_(unit.mul_(along)), None, states, options, step)
     stretch, m, v = adam_step(along, states["magnitude_exp_avg"], states["magnitude_exp_avg_sq"], options, step)
-    longer = stretch.double() - norms * _decay(options)
+    longer = stretch.double() - norms * decay_of(options)
     # A length that passes through zero comes out on the other side as a turned direction, whose slope has the other sign.
     m = torch.where(norms + longer < 0, -m, m)
     scale = _scale_minus_one(w, turn, norms, longer).float()
-    change = w * scale + turn * (scale + 1)
-    return change, {**new, "magnitude_exp_avg": m, "magnitude_exp_avg_sq": v}
+    return w * scale + turn * (scale + 1), {**new, "magnitude_exp_avg": m, "magnitude_exp_avg_sq": v}
+
+
+def _whole_weight(options: Options) -> Callable[[Tensor], Tensor]:
+    return lambda w: w
+
+
+def _column_lengths(x: Tensor) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64)
+    return norms
 
 
 def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> Tensor:
-    """What each column of ``w + turn`` must be multiplied by to have the length ``norms + longer``, less 1; float64.
+    """Return the factor, less 1, that gives each column of ``w + turn`` the length ``norms + longer``; float64.
 
-    The change is a small difference of large lengths. Written so, with only differences added, it keeps float32's relative
-    precision where subtracting the old weight from the new one would leave two digits.
+    The change is a small difference of large lengths. With only differences added, it keeps float32's relative precision;
+    subtracting the old weight from the new one would leave two digits.
     """
     grown = ((2 * w + turn) * turn).sum(0, dtype=torch.float64)  # ‖w + turn‖² - ‖w‖²
-    turned = _length(w + turn, dim=0)
+    turned = _column_lengths(w + turn)
     scale = (longer - grown / (turned + norms)) / turned
     # A column of zeros has no direction: it takes the step unchanged.
     return torch.where(norms == 0, 0.0, torch.where(turned == 0, -1.0, scale))
@@ -351,41 +359,20 @@ def _scale_minus_one(w: Tensor, turn: Tensor, norms: Tensor, longer: Tensor) -> 
 
 _ADAM: Options = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
 _SUBSPACE: Options = {**_ADAM, "rank": 128, "update_proj_gap": 200, "proj_type": "std"}
+_MUON: Options = {
+    **_ADAM, "weight_decay": 0.1, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_dtype": "bfloat16",
+    "adjust_lr_fn": None,
+}  # fmt: skip
+_ADAFACTOR: Options = {
+    **_ADAM, "lr": 1e-2, "weight_decay": 0.0, "eps": (_EPS_SQUARE, 1e-3), "adam_eps": 1e-8, "beta1": None,
+    "beta2_decay": -0.8, "clip_threshold": 1.0, "scale_parameter": True, "relative_step": True,
+}  # fmt: skip
 
-MUON = MatrixRule(
-    "muon",
-    _muon_states,
-    _muon,
-    {
-        **_ADAM,
-        "weight_decay": 0.1,
-        "momentum": 0.95,
-        "nesterov": True,
-        "ns_steps": 5,
-        "ns_dtype": "bfloat16",
-        "adjust_lr_fn": None,
-    },
-    decays=True,
-)
-ADAFACTOR = MatrixRule(
-    "adafactor",
-    _adafactor_states,
-    _adafactor,
-    {
-        **_ADAM,
-        "lr": 1e-2,
-        "weight_decay": 0.0,
-        "eps": (_EPS_SQUARE, 1e-3),
-        "adam_eps": 1e-8,
-        "beta1": None,
-        "beta2_decay": -0.8,
-        "clip_threshold": 1.0,
-        "scale_parameter": True,
-        "relative_step": True,
-    },
-    decays=True,
-)
+MUON = MatrixRule("muon", _muon_states, _muon, _MUON, decays=True, average=_momentum)
+ADAFACTOR = MatrixRule("adafactor", _adafactor_states, _adafactor, _ADAFACTOR, decays=True, measure=_least_rms)
 GALORE = MatrixRule("galore", _galore_states, _galore, {**_SUBSPACE, "scale": 0.25}, decays=True)
-GRADNORM_LORP = MatrixRule("gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, {**_SUBSPACE, "scale": 1.0})
+GRADNORM_LORP = MatrixRule(
+    "gradnorm_lorp", _gradnorm_lorp_states, _gradnorm_lorp, {**_SUBSPACE, "scale": 1.0}, measure=_whole_weight
+)
 
 MATRIX_RULES: dict[str, MatrixRule] = {rule.name: rule for rule in (MUON, ADAFACTOR, GALORE, GRADNORM_LORP)}

@@ -145,10 +145,10 @@ class MetricValues:
 
 
 def heat_maps(steps: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, MetricValues]]) -> list[dict[str, Row]]:
-    """The heat maps of every run by metric, as Plotly figures."""
+    """Return the heat maps of every run by metric, as Plotly figures."""
     num_cells = MAX_CELLS // max(1, sum(map(len, metrics)))
     return [
-        {name: _heat_map(HEAT_MAPS[name], np.asarray(sampled), found, num_cells) for name, found in by_metric.items()}
+        {name: _heat_map(HEAT_MAPS[name], np.asarray(sampled), values, num_cells) for name, values in by_metric.items()}
         for sampled, by_metric in zip(steps, metrics, strict=True)
     ]
 
@@ -176,8 +176,8 @@ def _num_shared(parts: Sequence[Sequence[str]], most: int) -> int:
     return shared
 
 
-def _heat_map(metric: Metric, sampled: Array, found: MetricValues, num_cells: int) -> Row:
-    shown = found.farthest(metric.good, min(MOST_TENSORS, max(16, num_cells // 40)))
+def _heat_map(metric: Metric, sampled: Array, metric_values: MetricValues, num_cells: int) -> Row:
+    shown = metric_values.farthest(metric.good, min(MOST_TENSORS, max(16, num_cells // 40)))
     # Steps at which none of these tensors was sampled have no column.
     is_taken = ~np.isnan(shown.values).all(axis=0)
     steps, values = sampled[is_taken], shown.values[:, is_taken]

@@ -35,7 +35,7 @@ MAX_BARS = 150_000
 
 
 def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row | None]:
-    """The exponent histograms of every run, for a slider over its sampled steps.
+    """Return the exponent histograms of every run, for a slider over its sampled steps.
 
     Args:
         indices: each run's index in the palette.
@@ -43,20 +43,20 @@ def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row |
         Per run a Plotly figure whose ``steps`` are the sampled steps and whose ``frames`` give, per step and panel, the
         heights of the bars; or ``None`` where the run has no histograms.
     """
-    spans = [span for found in samples for span in found.spans.values()]
+    spans = [span for sample in samples for span in sample.spans.values()]
     num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, sum(stop - start for start, stop in spans))))
     # All exponents that occur, and the whole range of float16 for comparison.
     half = FORMATS["float16"]
     low = min([start + FIRST_EXPONENT for start, _ in spans] + [half.finest_exponent])
     high = max([stop + FIRST_EXPONENT for _, stop in spans] + [half.max_exponent + 1])
     return [
-        _histogram(found, index, num_steps, [low - 2, high + 2]) if found.spans else None
-        for found, index in zip(samples, indices, strict=True)
+        _histogram(sample, index, num_steps, [low - 2, high + 2]) if sample.spans else None
+        for sample, index in zip(samples, indices, strict=True)
     ]
 
 
 def format_ranges() -> list[Row]:
-    """The formats above the histograms, their ends as powers of two.
+    """Return the formats above the histograms, their ends as powers of two.
 
     Returns:
         Rows ``name, subnormal, normal, max`` in binary exponents, and ``zero_below`` and ``last``: bins below the one
@@ -109,7 +109,7 @@ def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float
 
 
 def _format_bars() -> list[Row]:
-    """A thick bar over a format's normal range, a thin one over its subnormals."""
+    """Return a thick bar over a format's normal range, a thin one over its subnormals."""
     return [
         {
             "type": "scatter",
@@ -127,7 +127,7 @@ def _format_bars() -> list[Row]:
 
 
 def _panels(num_panels: int, exponents: list[float]) -> Row:
-    """The formats on top, below them a panel per kind, all over one axis of exponents."""
+    """Return the formats on top, below them a panel per kind, all over one axis of exponents."""
     top, panel, gap, bottom = 24 * len(SHOWN_FORMATS), 74, 30, 10
     total = top + (panel + gap) * num_panels + bottom
     layout: Row = {

@@ -17,7 +17,7 @@ SEQUENTIAL = [[0, "@heat0"], [0.5, "@heat1"], [1, "@heat2"]]
 
 
 def colour(index: int, opacity: float | None = None) -> str:
-    """The name of a recipe's colour.
+    """Return the name of a recipe's colour.
 
     Example:
         >>> colour(1), colour(9, 0.2)
@@ -28,12 +28,12 @@ def colour(index: int, opacity: float | None = None) -> str:
 
 
 def dash_of(index: int) -> str:
-    """The dash that distinguishes a recipe from the one with the same colour."""
+    """Return the dash that distinguishes a recipe from the one with the same colour."""
     return DASHES[index // NUM_COLOURS % len(DASHES)]
 
 
 def symbol_of(index: int) -> str:
-    """The marker of a recipe, distinct from that of the recipe with the same colour.
+    """Return the marker of a recipe, distinct from that of the recipe with the same colour.
 
     Example:
         >>> symbol_of(1), symbol_of(9)

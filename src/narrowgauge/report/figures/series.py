@@ -44,7 +44,7 @@ class Band:
 
 
 def rounded(value: float, digits: int = 6) -> float:
-    """A number with that many significant digits: a page need not carry sixteen.
+    """Return a number with that many significant digits: a page need not carry sixteen.
 
     Example:
         >>> rounded(2.123456789)
@@ -64,7 +64,7 @@ def json_list(values: npt.ArrayLike, digits: int = 6) -> list[float | None]:
 
 
 def series_of(points: Iterable[tuple[float, Any]]) -> Series:
-    """A line through pairs of x and y; a y that is no finite number is a gap.
+    """Return a line through pairs of x and y; a y that is no finite number is a gap.
 
     Example:
         >>> series_of([(1, 2.0), (3, float("inf"))])
@@ -74,15 +74,32 @@ def series_of(points: Iterable[tuple[float, Any]]) -> Series:
     return Series(np.array([x for x, _ in points], float), np.array([finite_number(y) for _, y in points], float))
 
 
-def column(rows: Iterable[Row], y: str) -> Series:
-    """One column of a run's rows over the steps; a row that lacks either entry adds nothing.
+def column(rows: Sequence[Row], y: str) -> Series:
+    """Read one column of a run's rows over the steps; a row that lacks either entry adds nothing.
 
     Example:
         >>> column([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("inf")}], "loss")
         Series(x=array([1., 3.]), y=array([ 2., nan]))
     """
-    steps = ((finite_number(row.get("step")), row.get(y)) for row in rows)
-    return series_of((step, value) for step, value in steps if step is not None and value is not None)
+    x, values = numbers(rows, "step"), [row.get(y) for row in rows]
+    is_known = ~np.isnan(x)
+    if None in values:
+        is_known &= np.array([value is not None for value in values], bool)
+    return Series(x[is_known], _finite(values)[is_known])
+
+
+def numbers(rows: Sequence[Row], name: str) -> Array:
+    """Return one column of rows; NaN where a row has no finite number."""
+    return _finite([row.get(name) for row in rows])
+
+
+def _finite(values: list[Any]) -> Array:
+    try:
+        array = np.array(values, float)
+    except (TypeError, ValueError, OverflowError):  # a record of another program
+        array = np.array(list(map(finite_number, values)), float)
+    array[~np.isfinite(array)] = np.nan
+    return array
 
 
 def gaps(series: Series) -> list[float]:
@@ -91,7 +108,7 @@ def gaps(series: Series) -> list[float]:
 
 
 def smooth(series: Series, half_life: float) -> Series:
-    """The exponential mean of a line: a point's weight halves with every ``half_life`` points after it.
+    """Return the exponential mean of a line: a point's weight halves with every ``half_life`` points after it.
 
     A constant line stays as it is; a gap stays a gap and enters no mean.
 
@@ -159,18 +176,18 @@ def extremes(y: Array, num_buckets: int) -> npt.NDArray[np.int64]:
     starts = np.array([first for first, _ in parts])
     sizes = np.array([last - first for first, last in parts])
     is_gap = np.isnan(y)
-    found = [np.array([0, len(y) - 1])]
-    found += [_firsts(is_gap, starts)] if is_gap.any() else []
+    places = [np.array([0, len(y) - 1])]
+    places += [_firsts(is_gap, starts)] if is_gap.any() else []
     for sign in (1, -1):
         values = sign * y
         values[is_gap] = np.inf
         lowest = np.minimum.reduceat(values, starts)
-        found.append(_firsts((values == np.repeat(lowest, sizes)) & ~is_gap, starts))
-    return np.unique(np.concatenate(found))
+        places.append(_firsts((values == np.repeat(lowest, sizes)) & ~is_gap, starts))
+    return np.unique(np.concatenate(places))
 
 
 def _firsts(is_one: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """The first place in each bucket at which something holds; of a bucket without one, none."""
+    """Return the first place in each bucket at which something holds; of a bucket without one, none."""
     from_end = np.maximum.reduceat(is_one * np.arange(len(is_one), 0, -1), starts)
     return len(is_one) - from_end[from_end > 0]
 
@@ -210,7 +227,7 @@ def band(lines: Sequence[Series]) -> Band:
 
 
 def outline(joined: Band, num_buckets: int = 200) -> Series:
-    """The span of a band as closed shapes with at most ``num_buckets`` corners a side, with gaps between them.
+    """Return the span of a band as closed shapes with at most ``num_buckets`` corners a side, with gaps between them.
 
     Each stretch without a gap is one shape: along the upper side and back along the lower.
 
@@ -246,12 +263,12 @@ def equal_parts(length: int, most: int) -> list[tuple[int, int]]:
 
 
 def is_wide(values: npt.ArrayLike, ratio: float = 20.0) -> bool:
-    """Whether a linear axis would hide the small ones of these values, and a log axis can show them all.
+    """Tell whether a linear axis would hide the small ones of these values, and a log axis can show them all.
 
     Example:
         >>> is_wide([1.0, 50.0]), is_wide([1.0, 2.0, np.nan]), is_wide([0.0, 99.0])
         (True, False, False)
     """
-    found = np.asarray(values, float)
-    found = found[~np.isnan(found)]
-    return bool(found.size and found.min() > 0 and found.max() / found.min() > ratio)
+    numbers = np.asarray(values, float)
+    numbers = numbers[~np.isnan(numbers)]
+    return bool(numbers.size and numbers.min() > 0 and numbers.max() / numbers.min() > ratio)

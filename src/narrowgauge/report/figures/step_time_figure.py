@@ -1,4 +1,4 @@
-"""The figure of where the time of a step goes: data, forward and backward, communication, optimizer, the rest, evaluation.
+"""The figure of where the time of a step goes: data, forward and backward, optimizer, the rest, evaluation.
 
 Tokens per second say how fast a run is and not what would make it faster. The parts are those that the trainer records; in a
 record without them, such as of an older version, forward, backward and optimizer are one part.
@@ -10,24 +10,24 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from narrowgauge.report.figures.palette import colour, plain
-from narrowgauge.report.figures.series import rounded
-from narrowgauge.report.figures.traces import Figure, layout_of
+from narrowgauge.report.figures.series import numbers, rounded
+from narrowgauge.report.figures.traces import Figure, labelled_rows, layout_of
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row, finite_number
+from narrowgauge.runs.schema import Row
 
 PARTS: dict[str, float] = {
     "waiting for tokens": 0.3,
     "forward and backward": 1.0,
-    "communication": 0.5,
     "optimizer": 0.75,
     "all else in the step": 0.2,
     "evaluation": 0.4,
 }
 """The parts of a step from left to right, each with the opacity of its bar: a recipe keeps its own colour."""
 
-_COMPUTING = "forward and backward"
 _RECORDED = ("data_seconds", "gradient_seconds")
 """Without one of these columns a step has no parts to show."""
 _WARM_UP = 2
@@ -35,36 +35,32 @@ _WARM_UP = 2
 
 
 def time_of_a_step(groups: Sequence[Group]) -> Figure | None:
-    """A bar for each recipe, cut into the parts of its average step; ``None`` where no run recorded any part."""
-    found = {group.index: parts for group in groups if (parts := _mean([parts_of_step(run) for run in group.runs]))}
-    drawn = [group for group in groups if group.index in found]
+    """Return a bar for each recipe, cut into the parts of its average step; ``None`` where no run recorded any part."""
+    parts_by_index = {
+        group.index: parts for group in groups if (parts := _mean([parts_of_step(run) for run in group.runs]))
+    }
+    drawn = [group for group in groups if group.index in parts_by_index]
     if not drawn:
         return None
     layout = layout_of("milliseconds of a step", "")
     # A part too narrow for its name is told by hovering.
     layout |= {"barmode": "stack", "uniformtext": {"mode": "hide", "minsize": 10}}
     # Room for the tokens per second beside the longest bar.
-    layout["xaxis"] |= {"range": [0, 1.35e3 * max(math.fsum(parts.values()) for parts in found.values())]}
-    layout["yaxis"] |= {
-        "tickvals": list(range(len(drawn))),
-        "ticktext": [plain(group.label) for group in drawn],
-        "range": [len(drawn) - 0.5, -0.5],
-        "zeroline": False,
-        "showgrid": False,
-    }
-    named = [part for part in PARTS if any(part in parts for parts in found.values())]
+    layout["xaxis"] |= {"range": [0, 1.35e3 * max(math.fsum(parts.values()) for parts in parts_by_index.values())]}
+    layout["yaxis"] |= labelled_rows([group.label for group in drawn])
+    named = [part for part in PARTS if any(part in parts for parts in parts_by_index.values())]
     how = (
         f"Shorter is faster. From left to right: {', '.join(named)}; hover over a part for its share. Seconds are means of the "
         "middle half of the steps by their duration, so that steps that compile or sample do not count; those of evaluations "
-        "are spread over all steps. Communication during forward and backward is counted as communication alone."
+        "are spread over all steps."
     )
-    data = [bar for line, group in enumerate(drawn) for bar in _bars(group, line, found[group.index])]
-    data += [_rate(group, line, found[group.index]) for line, group in enumerate(drawn)]
+    data = [bar for line, group in enumerate(drawn) for bar in _bars(group, line, parts_by_index[group.index])]
+    data += [_rate(group, line, parts_by_index[group.index]) for line, group in enumerate(drawn)]
     return Figure("step-time", "Where the time of a step goes", how, data, layout, height=110 + 40 * len(drawn))
 
 
 def parts_of_step(run: Run) -> dict[str, float]:
-    """The seconds of an average step of a run by part, in the order of :data:`PARTS`; empty where it recorded none.
+    """Return the seconds of an average step of a run by part, in the order of :data:`PARTS`; empty where it recorded none.
 
     Their sum is the average duration of those steps, with each step's share of the evaluations.
 
@@ -74,36 +70,27 @@ def parts_of_step(run: Run) -> dict[str, float]:
         >>> parts_of_step(Run(Path("a"), {}, [{"step": step, **row} for step in range(1, 9)]))
         {'waiting for tokens': 0.1, 'forward and backward': 0.5, 'optimizer': 0.25, 'all else in the step': 0.15}
     """
-    timed = [row for row in run.steps[_WARM_UP:] if finite_number(row.get("seconds"))]
-    timed.sort(key=lambda row: float(row["seconds"]))
-    quarter = len(timed) // 4
-    middle = timed[quarter : len(timed) - quarter]
-    known = {
-        name: _mean_of(middle, name) for name in ("seconds", *_RECORDED, "update_seconds", "communication_seconds")
-    }
+    columns = {name: numbers(run.steps[_WARM_UP:], name) for name in ("seconds", *_RECORDED, "update_seconds")}
+    order = np.argsort(columns["seconds"], kind="stable")
+    order = order[columns["seconds"][order] > 0]  # without steps that were not timed
+    quarter = len(order) // 4
+    middle = {name: values[order[quarter : len(order) - quarter]] for name, values in columns.items()}
+    known = {name: None if np.isnan(v).all() else float(np.nanmean(v)) for name, v in middle.items()}
     whole = known["seconds"]
     if whole is None or all(known[name] is None for name in _RECORDED):
         return {}
-    waiting, update, sending = (
-        known[name] or 0.0 for name in ("data_seconds", "update_seconds", "communication_seconds")
-    )
+    waiting, update = (known[name] or 0.0 for name in ("data_seconds", "update_seconds"))
     inside = known["gradient_seconds"]
-    # The collectives of a step may begin before its clock does.
-    computing = max(0.0, (whole - waiting if inside is None else inside) - sending)
-    rest = max(0.0, whole - waiting - computing - sending - update)
-    evaluations = [value for row in run.evals if (value := finite_number(row.get("evaluation_seconds"))) is not None]
-    values = (waiting, computing, sending, update, rest, math.fsum(evaluations) / len(run.steps))
+    computing = max(0.0, whole - waiting if inside is None else inside)
+    rest = max(0.0, whole - waiting - computing - update)
+    evaluations = numbers(run.evals, "evaluation_seconds")
+    values = (waiting, computing, update, rest, float(np.nansum(evaluations)) / len(run.steps))
     return {part: rounded(value, 9) for part, value in zip(PARTS, values, strict=True) if value > 0}
 
 
-def _mean_of(rows: Sequence[Row], name: str) -> float | None:
-    found = [value for row in rows if (value := finite_number(row.get(name))) is not None]
-    return statistics.fmean(found) if found else None
-
-
-def _mean(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """The mean over runs of one recipe; those without parts do not count."""
-    known = [parts for parts in found if parts]
+def _mean(runs: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean over runs of one recipe; those without parts do not count."""
+    known = [parts for parts in runs if parts]
     if not known:
         return {}
     return {
@@ -114,11 +101,9 @@ def _mean(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _rate(group: Group, line: int, parts: Mapping[str, float]) -> Row:
-    """The tokens per second beside a bar: of each run those of its median step, the mean over runs."""
+    """Return the tokens per second beside a bar: of each run those of its median step, the mean over runs."""
     rates = [
-        statistics.median(values)
-        for run in group.runs
-        if (values := [v for row in run.steps if (v := finite_number(row.get("tokens_per_second"))) is not None])
+        float(np.nanmedian(line.y)) for line in group.lines("steps", "tokens_per_second") if not np.isnan(line.y).all()
     ]
     return {
         "type": "scatter", "mode": "text", "x": [rounded(1e3 * math.fsum(parts.values()))], "y": [line],

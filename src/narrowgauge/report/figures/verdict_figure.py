@@ -13,7 +13,7 @@ from narrowgauge.analysis.comparison.classification import Classes
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_difference
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.series import rounded
-from narrowgauge.report.figures.traces import Figure, layout_of
+from narrowgauge.report.figures.traces import Figure, labelled_rows, layout_of
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
@@ -22,10 +22,10 @@ FAR = 10.0
 
 
 def differences(groups: Sequence[Group], classes: Classes) -> Figure | None:
-    """The paired difference of each recipe from the baseline, with its 95 % interval; ``None`` where there is none."""
-    found = {group.index: classes[group.label].difference for group in groups if group.label in classes}
+    """Return the paired difference of each recipe from the baseline, with its 95 % interval; ``None`` where there is none."""
+    by_index = {group.index: classes[group.label].difference for group in groups if group.label in classes}
     drawn = [
-        (group, one) for group in groups if (one := found.get(group.index)) is not None and math.isfinite(one.mean)
+        (group, one) for group in groups if (one := by_index.get(group.index)) is not None and math.isfinite(one.mean)
     ]
     threshold = classes.acceptable
     if not drawn or classes.baseline is None or not 0 < threshold < math.inf:
@@ -37,13 +37,7 @@ def differences(groups: Sequence[Group], classes: Classes) -> Figure | None:
     beyond = [(group, one) for group, one in drawn if abs(one.mean) > limit]
     layout = layout_of(f"loss minus {plain(classes.baseline)} (nats per token)", "")
     layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
-    layout["yaxis"] |= {
-        "tickvals": list(range(len(drawn))),
-        "ticktext": [plain(group.label) for group, _ in drawn],
-        "range": [len(drawn) - 0.5, -0.5],
-        "zeroline": False,
-        "showgrid": False,
-    }
+    layout["yaxis"] |= labelled_rows([group.label for group, _ in drawn])
     layout["shapes"] = [
         {
             "type": "rect", "xref": "x", "yref": "paper", "x0": -threshold, "x1": threshold, "y0": 0, "y1": 1,

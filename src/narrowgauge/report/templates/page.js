@@ -1,5 +1,4 @@
-// The script of every page: it colours the figures, draws them, and handles the controls. Nothing here fetches anything: a live page
-// has live.js beside it, which gets what is new and hands it to window.narrowgauge.
+// The script of every page: it colours the figures, draws them, and handles the controls. Nothing here fetches anything.
 "use strict";
 (() => {
   const root = document.documentElement;
@@ -49,7 +48,8 @@
   }
 
   // ── drawing ─────────────────────────────────────────────────────────────────────────────────────────────────────
-  const CONFIG = { responsive: true, displaylogo: false, displayModeBar: false };
+  // Plotly's own button saves a figure as it is shown.
+  const configOf = (name) => ({ responsive: true, displaylogo: false, modeBarButtons: [["toImage"]], toImageButtonOptions: { format: "svg", filename: name } });
   const clipped = (label, most) => {
     const letters = label.replaceAll("&lt;", "<").replaceAll("&gt;", ">").replaceAll("&amp;", "&");
     if (letters.length <= most) return label;
@@ -140,7 +140,7 @@
     // The range was chosen for the first view; other views show everything.
     if ((view ?? null) !== (spec.view ?? null) && layout.yaxis.range) delete layout.yaxis.range;
     place.style.minHeight = `${layout.height}px`;
-    return Plotly.react(place, tracesOf(spec, view, place.clientWidth), layout, CONFIG).then(() => { scalable(place); place.dataset.ready = "yes"; });
+    return Plotly.react(place, tracesOf(spec, view, place.clientWidth), layout, configOf(name)).then(() => { scalable(place); place.dataset.ready = "yes"; });
   }
   // On paper, and wherever the width changes without a new drawing, a figure shrinks and is not cut off.
   function scalable(place) {
@@ -157,36 +157,6 @@
   function show(name, spec, view) {
     const before = figures[name] || { log: new Set() };
     figures[name] = { ...before, spec, view: view ?? before.view };
-  }
-
-  // ── saving a figure ─────────────────────────────────────────────────────────────────────────────────────────────
-  // As it is shown, zoom and choices included; by itself it needs its title, a background, and a legend of recipes, which the page has once.
-  function standalone(name) {
-    const place = document.querySelector(`[data-plot="${name}"]`);
-    const title = document.getElementById(name).querySelector("h3").textContent;
-    const groupOf = (trace) => (trace.name && trace.visible !== false ? trace.meta?.group : undefined);
-    const recipes = new Set(place.data.map(groupOf).filter((group) => group !== undefined));
-    const legend = !place.layout.showlegend && recipes.size > 1;
-    // Each recipe once, by the first of its traces.
-    const data = legend ? place.data.map((trace) => ({ ...trace, showlegend: recipes.delete(groupOf(trace)) })) : place.data;
-    const layout = {
-      ...place.layout,
-      paper_bgcolor: colourOf("@card"),
-      showlegend: legend || place.layout.showlegend,
-      title: { text: escaped(title), x: 0.01, xanchor: "left", y: 1, yref: "container", yanchor: "top", pad: { t: 12 }, automargin: true, font: { size: 15, color: colourOf("@ink") } },
-    };
-    return { data, layout };
-  }
-  const escaped = (text) => text.replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
-  const fileName = (text) => text.toLowerCase().replace(/[^a-z0-9]+/g, "-").replace(/^-|-$/g, "").slice(0, 80);
-  async function save(name, format) {
-    const { clientWidth: width, clientHeight } = document.querySelector(`[data-plot="${name}"]`);
-    const figure = standalone(name);
-    const height = clientHeight + 60; // for what is not inside the figure on the page
-    const link = document.createElement("a");
-    link.href = await Plotly.toImage(figure, { format, width, height, scale: format === "png" ? 2 : 1 });
-    link.download = `${fileName(`${document.querySelector("h1").textContent} ${name}`)}.${format}`;
-    link.click();
   }
 
   // ── inside one run ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -311,12 +281,10 @@
       resized = setTimeout(() => { resized = undefined; refit(); }, 150);
     }).observe(root);
     addEventListener("hashchange", () => themeOfLink() && applyTheme(themeOfLink()));
-    // Handled where they rise to: a live page replaces the buttons.
     document.addEventListener("click", (event) => {
-      const button = event.target.closest("[data-group], [data-view], [data-log], [data-save]");
+      const button = event.target.closest("[data-group], [data-view], [data-log]");
       if (!button) return;
-      if ("save" in button.dataset) save(button.dataset.figure, button.dataset.save).catch((error) => complain(error, "This figure cannot be saved here"));
-      else if ("group" in button.dataset) switchGroup(button);
+      if ("group" in button.dataset) switchGroup(button);
       else if ("view" in button.dataset) switchView(button);
       else switchLog(button);
     });
@@ -372,10 +340,10 @@
   }
 
   // ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
-  function complain(error, what = "The figures cannot be drawn here") {
+  function complain(error) {
     const trouble = document.getElementById("trouble");
     trouble.hidden = false;
-    trouble.textContent = `${what}: ${error.message || error}`;
+    trouble.textContent = `The figures cannot be drawn here: ${error.message || error}`;
     console.error(error);
   }
   async function inflated(letters) {
@@ -401,8 +369,6 @@
     showRanges();
     listen();
     applyTheme();
-    window.narrowgauge = { data, figures, show, showStrip, showHeat, showRanges, redraw, makeSortable };
-    root.dispatchEvent(new Event("narrowgauge"));
   }
   begin().catch(complain);
 })();

@@ -15,7 +15,7 @@ _ROUNDS = 6
 
 
 def shuffled(items: np.ndarray, num_windows: int, seed: int) -> np.ndarray:
-    """The windows at given positions of the infinite stream of epochs.
+    """Return the windows at given positions of the infinite stream of epochs.
 
     Invariant: a pure function; over each epoch (``num_windows`` consecutive positions) a permutation.
 

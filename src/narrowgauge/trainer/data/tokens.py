@@ -1,16 +1,11 @@
-"""Tokens of a text: a byte-level BPE tokenizer, the token maps that store its output, and a cache of them.
+"""Tokenize text, and store the tokens in a *token map* that runs reference and memory-map.
 
-A byte-level tokenizer can encode any text, so there is no unknown token. It is trained on at most 16 MB, a sample chosen by
-hash; sample, training and encoding are deterministic. Every document ends with the end-of-text token.
+A token map is a folder: ``tokens.bin`` (uint16 or uint32, little endian), ``documents.bin`` (pairs of uint64: the hash of a
+document's name, and where the document ends), ``tokens.json`` (dtype, vocabulary, end-of-text token, checksums), and
+``tokenizer.json`` where the tokenizer is known. Every document ends with the end-of-text token.
 
-A *token map* is a folder with tokenized text: ``tokens.bin`` (all tokens, uint16 or uint32, little
-endian), ``documents.bin`` (pairs of uint64: a hash of the document's name, and where it ends), ``tokens.json`` (dtype,
-vocabulary, end-of-text token, checksums) and, where known, ``tokenizer.json``.
-
-Training a tokenizer on the standard library and encoding it takes seconds, so its token map is cached in the user's cache
-folder, under a name with a hash of everything it depends on: the text, the vocabulary size, the version of ``tokenizers``.
-Concurrent processes wait for each other; damaged entries are rebuilt. Old entries are not removed; the folder may be deleted at
-any time.
+Text is tokenized once, into the user's cache folder. The entry's name is a hash of the text, the tokenizer and the version of
+``tokenizers``. The cache may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -20,18 +15,21 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from narrowgauge.errors import DataError, RecordError
-from narrowgauge.machine.cache_folder import cache_folder
-from narrowgauge.runs.atomic_io import AGAIN, TEMPORARY, digest, disk_errors, load_json, lock
-from narrowgauge.trainer.data.corpus import Document, Texts
+from narrowgauge.errors import DataError, RecordError, require_package
+from narrowgauge.machine import cache_folder
+from narrowgauge.runs.atomic_io import AGAIN, digest, disk_errors, load_json, sync_file, sync_folder, temporary_name
+from narrowgauge.trainer.data.text import Document, Texts, open_texts
+
+require_package("tokenizers")
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers  # noqa: E402
 
 END_OF_TEXT = "<|endoftext|>"
 MIN_VOCAB_SIZE = 257
@@ -41,37 +39,200 @@ SCHEMA_VERSION = 1
 _TRAINING_BYTES = 16_000_000
 _PIECE_CHARACTERS = 1 << 18
 _BATCH_CHARACTERS = 1 << 22
-_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """A tokenized source, document by document.
+class TokenMap:
+    """The tokens of a source, memory-mapped.
 
     Args:
-        vocab_size: all tokens are below it.
-        tokenizer_json: the tokenizer, or ``None`` if it is not known.
-        read: yields (hash of the document's name, its tokens) for each document.
+        ids: all tokens, ``[num_tokens]``.
+        documents: uint64 ``[num_documents, 2]``: the hash of each document's name, and where the document ends.
+        fingerprint: equal for equal tokens with the same dtype, vocabulary and end-of-text token.
     """
 
+    folder: Path
+    ids: np.ndarray
+    documents: np.ndarray
     vocab_size: int
     end_of_text: int
-    tokenizer_json: str | None
-    read: Callable[[], Iterator[tuple[int, np.ndarray]]]
+    fingerprint: str
 
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """The narrowest unsigned dtype that represents every token."""
-        return np.dtype("<u2" if self.vocab_size <= 1 << 16 else "<u4")
+
+def open_tokens(
+    source: str,
+    vocab_size: int | None,
+    tokenizer: str | Path | None,
+    stage: Callable[[str], None] = lambda what: None,
+) -> TokenMap:
+    """Open a token map, or tokenize text into the cache.
+
+    Args:
+        source: a token map, or anything that :func:`~narrowgauge.trainer.data.text.open_texts` opens.
+        vocab_size: size of the tokenizer to train, or the largest size of a given one.
+        tokenizer: a ``tokenizer.json`` or its folder; ``None`` trains a byte-level BPE.
+        stage: called with what happens, for a progress display.
+
+    Raises:
+        DataError: the source or the tokenizer cannot be used.
+        RecordError: the disk is full or not writable.
+
+    Cost: text is read once for its checksum; the first time about 0.5 s per MB on two cores.
+    """
+    stage("reading the text")
+    path = Path(source)
+    if path.name == "tokens.bin" or (path / "tokens.bin").is_file():
+        if tokenizer is not None:
+            raise DataError(f"A tokenizer was given, but {source} is tokens already.", "Leave the tokenizer out.")
+        tokens = read_tokens(path)
+    else:
+        tokens = _tokenized(open_texts(source), vocab_size, tokenizer, stage)
+    if vocab_size is not None and tokens.vocab_size > vocab_size:
+        raise DataError(
+            f"The tokenizer of {source} has {tokens.vocab_size} tokens, and vocab_size is {vocab_size}.",
+            f"Use a vocab_size of at least {tokens.vocab_size}.",
+        )
+    return tokens
+
+
+def _tokenized(
+    texts: Texts,
+    vocab_size: int | None,
+    tokenizer: str | Path | None,
+    stage: Callable[[str], None],
+) -> TokenMap:
+    if tokenizer is None and vocab_size is None:
+        raise DataError(
+            f"Training a tokenizer on {texts.source} needs a vocab_size.",
+            "4096 suits a model of a few million parameters.",
+        )
+    checksum, num_bytes = texts.measure()
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+    key = vocab_size if loaded is None else [loaded[0].to_str(), loaded[1]]
+    hashed = json.dumps([SCHEMA_VERSION, version("tokenizers"), checksum, key]).encode()
+    stem = Path(texts.source.replace(":", "-")).stem or "text"
+    name = f"{stem}-{hashlib.blake2b(hashed, digest_size=8).hexdigest()}"
+
+    def write(folder: Path) -> None:
+        if loaded is None:
+            stage("training a tokenizer")
+        trained = loaded or train_tokenizer(texts, vocab_size or 0, num_bytes)
+        stage("turning the text into tokens")
+        write_tokens(folder, texts, *trained)
+
+    final = cache_folder() / "data" / name
+    try:
+        return read_tokens(final, check=True)
+    except DataError:
+        _fill(final, write)
+    return read_tokens(final)
+
+
+def _fill(final: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder under a temporary name, then rename it, unless another process was faster."""
+    temporary = temporary_name(final)
+    try:
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise RecordError(
+            f"Cannot write the cache {final.parent}: {error.strerror}.",
+            "Set NARROWGAUGE_CACHE to a folder for tokenized text.",
+        ) from error
+    with disk_errors(final, AGAIN):
+        try:
+            write(temporary)
+            for file in temporary.iterdir():
+                sync_file(file)
+            with suppress(OSError) if final.exists() else nullcontext():
+                os.rename(temporary, final)
+            sync_folder(final.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ── token maps ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_tokens(folder: Path, texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> None:
+    """Tokenize text into an existing folder; ``tokens.json`` is written last, so a map without it is incomplete.
+
+    Text that spells a special token is encoded like other text. Long documents are split after a newline, where no token
+    spans the two sides.
+    """
+    vocab_size, tokenizer_json = tokenizer.get_vocab_size(), tokenizer.to_str()
+    tokenizer.encode_special_tokens = True
+    dtype = np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+    documents = []
+    with (folder / "tokens.bin").open("wb") as stream:
+        for batch in _batches(texts.read()):
+            for name_hash, ids in _encode(batch, tokenizer, end_of_text):
+                ids.astype(dtype).tofile(stream)
+                documents.append((name_hash, stream.tell() // dtype.itemsize))
+    np.array(documents, dtype="<u8").tofile(folder / "documents.bin")
+    (folder / "tokenizer.json").write_text(tokenizer_json, encoding="utf-8")
+    head = {
+        "schema_version": SCHEMA_VERSION,
+        "dtype": dtype.name,
+        "vocab_size": vocab_size,
+        "end_of_text": end_of_text,
+        "blake2b": {name: digest(folder / name) for name in ("tokens.bin", "documents.bin", "tokenizer.json")},
+    }
+    (folder / "tokens.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
+
+
+def read_tokens(path: Path, *, check: bool = False) -> TokenMap:
+    """Open a token map, its folder or the ``tokens.bin`` in it; without ``documents.bin`` it is one document.
+
+    With ``check`` the files are compared with their checksums: one read, about 1 GB/s.
+
+    Raises:
+        DataError: the map is missing, damaged, or from a newer version.
+    """
+    folder = path.parent if path.name == "tokens.bin" else path
+    try:
+        head = load_json((folder / "tokens.json").read_bytes())
+        if head["schema_version"] > SCHEMA_VERSION:
+            raise ValueError(f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
+        ids = _mapped(folder / "tokens.bin", np.dtype(head["dtype"]))
+        documents = _documents(folder / "documents.bin", len(ids))
+        for name, checksum in head["blake2b"].items() if check else ():
+            if digest(folder / name) != checksum:
+                raise ValueError(f"{name} does not match its checksum")
+        checksums = head["blake2b"] or {"tokens.bin": digest(folder / "tokens.bin")}
+        identity = [checksums, head["dtype"], int(head["vocab_size"]), int(head["end_of_text"])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"Cannot use the token map {folder}: {error}.", "Rebuild it from its text.") from error
+    fingerprint = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
+    return TokenMap(folder, ids, documents, identity[2], identity[3], fingerprint)
+
+
+def _mapped(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
+    dtype = dtype.newbyteorder("<")
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
+
+
+def _documents(file: Path, num_tokens: int) -> np.ndarray:
+    if not file.is_file():
+        return np.array([[0, num_tokens]], dtype=np.uint64)
+    documents = np.fromfile(file, dtype="<u8").reshape(-1, 2)
+    ends = documents[:, 1].astype(np.int64)
+    if len(ends) and (ends[-1] != num_tokens or (np.diff(ends) < 0).any()):
+        raise ValueError(f"documents.bin does not fit its {num_tokens:,} tokens")
+    return documents
+
+
+# ── tokenizers ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def train_tokenizer(texts: Texts, vocab_size: int, num_bytes: int) -> tuple[Tokenizer, int]:
-    """Train a byte-level BPE tokenizer, and find its end-of-text token.
+    """Train a byte-level BPE tokenizer, and return it with its end-of-text token.
 
-    Invariant: the same text and size give the same tokenizer, in any process.
+    The same text and size give the same tokenizer, in any process.
 
     Args:
-        vocab_size: maximum number of tokens, including the end-of-text token; a small text gives fewer.
+        vocab_size: maximum number of tokens, with the end-of-text token; a small text gives fewer.
         num_bytes: size of the text; of more than 16 MB a sample is used.
 
     Cost: about 0.3 s per MB on two cores.
@@ -95,7 +256,7 @@ def train_tokenizer(texts: Texts, vocab_size: int, num_bytes: int) -> tuple[Toke
 
 
 def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
-    """Read a ``tokenizer.json``, or the one in a Hugging Face folder, and find its end-of-text token."""
+    """Read a ``tokenizer.json``, or the one in a Hugging Face folder, and return it with its end-of-text token."""
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
@@ -104,127 +265,23 @@ def load_tokenizer(path: str | Path) -> tuple[Tokenizer, int]:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exception
         raise DataError(f"Cannot read the tokenizer {file}: {error}.") from error
-    names = (*_configured_end(file.with_name("tokenizer_config.json")), *_ENDS)
-    found = [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
-    if not found:
-        raise DataError(
-            f"The tokenizer {file} has no end-of-text token (looked for {', '.join(names)}).",
-            "Name it as eos_token in tokenizer_config.json in the same folder.",
-        )
-    return tokenizer, found[0]
-
-
-def tokenizer_of_run(path: Path | None) -> tuple[Tokenizer, int]:
-    """:func:`load_tokenizer` of what a run says of its own.
-
-    Raises:
-        RecordError: it has none.
-    """
-    if path is None:
-        raise RecordError("This run has no tokenizer: its data was a token map without one.", "Export the model alone.")
-    return load_tokenizer(path)
-
-
-def tokenize_texts(texts: Texts, tokenizer: Tokenizer, end_of_text: int) -> Tokens:
-    """Tokenize text while it is read.
-
-    Text that spells a special token is encoded like any other text. Documents above 256 Ki characters are encoded in
-    pieces split after a newline, where no token spans the two sides.
-
-    Cost: about 0.2 s per MB on two cores.
-    """
-    vocab_size, tokenizer_json = tokenizer.get_vocab_size(), tokenizer.to_str()
-    tokenizer.encode_special_tokens = True
-
-    def read() -> Iterator[tuple[int, np.ndarray]]:
-        for batch in _batches(texts.read()):
-            yield from _encode(batch, tokenizer, end_of_text)
-
-    return Tokens(vocab_size, end_of_text, tokenizer_json, read)
-
-
-def write_tokens(folder: Path, tokens: Tokens) -> None:
-    """Write a token map into an existing folder; ``tokens.json`` is written last, so a map without it is incomplete."""
-    ends = []
-    with disk_errors(folder / "tokens.bin", AGAIN), (folder / "tokens.bin").open("wb") as stream:
-        for name_hash, ids in tokens.read():
-            ids.astype(tokens.dtype, copy=False).tofile(stream)
-            ends.append((name_hash, stream.tell() // tokens.dtype.itemsize))
-    with disk_errors(folder, AGAIN):
-        np.array(ends, dtype="<u8").tofile(folder / "documents.bin")
-        if tokens.tokenizer_json is not None:
-            (folder / "tokenizer.json").write_text(tokens.tokenizer_json, encoding="utf-8")
-        names = [name for name in ("tokens.bin", "documents.bin", "tokenizer.json") if (folder / name).exists()]
-        head = {
-            "schema_version": SCHEMA_VERSION,
-            "dtype": tokens.dtype.name,
-            "vocab_size": tokens.vocab_size,
-            "end_of_text": tokens.end_of_text,
-            "blake2b": {name: digest(folder / name) for name in names},
-        }
-        (folder / "tokens.json").write_text(json.dumps(head, indent=1), encoding="utf-8")
-
-
-def is_token_map(path: Path) -> bool:
-    """Whether a path is a ``tokens.bin`` or a folder that holds one."""
-    return path.name == "tokens.bin" or (path / "tokens.bin").is_file()
-
-
-def read_tokens(path: Path) -> Tokens:
-    """Open a token map, its folder or the ``tokens.bin`` in it; without ``documents.bin`` it is one document.
-
-    Raises:
-        DataError: the map is missing, damaged, or from a newer version.
-
-    Cost: one read of the whole map for its checksums, about 1 GB/s.
-    """
-    folder = path.parent if path.name == "tokens.bin" else path
-    try:
-        head = load_json((folder / "tokens.json").read_bytes())
-        if head["schema_version"] > SCHEMA_VERSION:
-            raise ValueError(f"schema {head['schema_version']}; this version reads up to {SCHEMA_VERSION}")
-        for name, checksum in head["blake2b"].items():
-            if digest(folder / name) != checksum:
-                raise ValueError(f"{name} does not match its checksum")
-        ids = mapped_tokens(folder / "tokens.bin", np.dtype(head["dtype"]))
-        ends = _ends(folder / "documents.bin", len(ids))
-        file = folder / "tokenizer.json"
-        tokenizer = file.read_text(encoding="utf-8") if file.is_file() else None
-        vocab_size, end_of_text = int(head["vocab_size"]), int(head["end_of_text"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"Cannot use the token map {folder}: {error}.", "Rebuild it from its text.") from error
-
-    def read() -> Iterator[tuple[int, np.ndarray]]:
-        start = 0
-        for name_hash, end in ends.tolist():
-            yield name_hash, ids[start:end]
-            start = end
-
-    return Tokens(vocab_size, end_of_text, tokenizer, read)
+    names = (*_configured_end(file.with_name("tokenizer_config.json")), *_END_NAMES)
+    for name in names:
+        if (number := tokenizer.token_to_id(name)) is not None:
+            return tokenizer, number
+    raise DataError(
+        f"The tokenizer {file} has no end-of-text token (looked for {', '.join(names)}).",
+        "Name it as eos_token in tokenizer_config.json in the same folder.",
+    )
 
 
 def hash_name(name: str) -> int:
-    """A 64-bit hash of a document's name, which determines its split."""
+    """Return the 64-bit hash of a document's name, which decides whether it is held out."""
     return int.from_bytes(hashlib.blake2b(name.encode(errors="replace"), digest_size=8).digest(), "little")
 
 
-def mapped_tokens(file: Path, dtype: np.dtype[Any]) -> np.ndarray:
-    """A file of little-endian tokens as an array; an empty file cannot be memory-mapped."""
-    dtype = dtype.newbyteorder("<")
-    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.zeros(0, dtype)
-
-
-def _ends(file: Path, num_tokens: int) -> np.ndarray:
-    if not file.is_file():
-        return np.array([[0, num_tokens]], dtype=np.uint64)
-    ends = np.fromfile(file, dtype="<u8").reshape(-1, 2)
-    if len(ends) and (ends[-1, 1] != num_tokens or (np.diff(ends[:, 1].astype(np.int64)) < 0).any()):
-        raise ValueError(f"documents.bin does not fit its {num_tokens:,} tokens")
-    return ends
-
-
 def _configured_end(file: Path) -> tuple[str, ...]:
-    """``eos_token`` of a Hugging Face tokenizer configuration, a string or an object."""
+    """Return ``eos_token`` of a Hugging Face tokenizer configuration: a string or an object."""
     try:
         name = load_json(file.read_bytes()).get("eos_token")
     except (OSError, ValueError, AttributeError):
@@ -270,48 +327,3 @@ def _encode(batch: list[Document], tokenizer: Tokenizer, end_of_text: int) -> It
     end = np.array([end_of_text], dtype=np.uint32)
     for document, arrays in zip(batch, parts, strict=True):
         yield hash_name(document.name), np.concatenate([*arrays, end])
-
-
-# ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def cached_tokens(name: str, key: list[str | int], make: Callable[[], Tokens]) -> tuple[Tokens, list[str]]:
-    """Get a token map from the cache, building it if it is missing or damaged.
-
-    Args:
-        name: readable part of the entry's name.
-        key: everything else the tokens depend on.
-    Returns:
-        The tokens, and notes for the user: none, or that the cache cannot be used.
-    """
-    dependencies = json.dumps([SCHEMA_VERSION, version("tokenizers"), *key])
-    name = f"{name}-{hashlib.blake2b(dependencies.encode(), digest_size=8).hexdigest()}"
-    final = cache_folder() / "data" / name
-    try:
-        final.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(final.with_name(f"{name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        return make(), [f"The cache {final.parent} cannot be written ({error.strerror}): tokens are rebuilt each time."]
-    try:
-        lock(descriptor, wait=True)
-        try:
-            return read_tokens(final), []
-        except DataError:
-            _fill(final, make())
-            return read_tokens(final), []
-    finally:
-        os.close(descriptor)
-
-
-def _fill(final: Path, tokens: Tokens) -> None:
-    temporary = final.with_name(f"{TEMPORARY}{final.name}")
-    with disk_errors(final, AGAIN):
-        for stale in (temporary, final):
-            if stale.exists():
-                shutil.rmtree(stale)
-        temporary.mkdir()
-        try:
-            write_tokens(temporary, tokens)
-            os.rename(temporary, final)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)

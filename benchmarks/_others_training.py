@@ -1,0 +1,73 @@
+"""Train with optimizers that are not ours, in the trainer's loop: peers of ``peers.py``, and published 8-bit states by formula.
+
+A peer steps the parameters of ``bfloat16/naive``. Published states run over ``bfloat16/master``: after each step, what a formula
+keeps of weight and moments replaces them, so the next step begins with the values that the published optimizer would decode.
+Only matrices are replaced; vectors keep ``master``, as ours do. Formulas: ``tests/oracles/published_states.py``.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+from peers import PEERS as ALL_PEERS
+from peers import Peer
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.assembly.preparation import is_matrix
+from narrowgauge.trainer.session import Session
+from narrowgauge.trainer.step import differentiate
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from oracles.published_states import PUBLISHED, PublishedStates
+
+PEERS = {peer.name: peer for peer in ALL_PEERS}
+FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()}
+
+
+def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:
+    """Build a peer's optimizer over the session's parameters; matrices decay, as in the trainer."""
+    config = session.config
+    matrices = [weight for name, weight in session.named_parameters() if is_matrix(name, weight)]
+    vectors = [weight for name, weight in session.named_parameters() if not is_matrix(name, weight)]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return peer.make(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+
+
+def peer_step(session: Session, optimizer: torch.optim.Optimizer) -> None:
+    """Take one step of the trainer with a peer's optimizer."""
+    rate = session.config.learning_rate(session.step + 1)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    differentiate(session)
+    nn.utils.clip_grad_norm_(session.model.parameters(), session.config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    session.step += 1
+
+
+@torch.no_grad()
+def cut(formula: PublishedStates, optimizer: ng.AdamW) -> None:
+    """Replace the matrices of an optimizer with storage ``master``, and their moments, by what the formulas keep of them."""
+    matrices = [p for group in optimizer.param_groups for p in group["params"] if p.ndim > 1 and optimizer.num_steps(p)]
+    weights = {p: formula.weight.there_and_back(optimizer.stored(p)) for p in matrices}
+    moments: dict[Tensor, dict[str, Tensor]] = {}
+    for p in matrices:
+        first, second = formula.codes(p.numel())
+        moments[p] = {
+            "exp_avg": first.there_and_back(optimizer.stored(p, "exp_avg")),
+            "exp_avg_sq": second.there_and_back(optimizer.stored(p, "exp_avg_sq")),
+        }
+    optimizer.adopt(weights, moments)
+
+
+def formula_bytes(formula: PublishedStates, optimizer: ng.AdamW) -> float:
+    """Return the bytes per parameter of a model: matrices by the formulas, vectors by ``master``."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    total = sum(p.numel() * (formula.bytes_per_param(*p.shape) if p.ndim > 1 else 16.0) for p in parameters)
+    return total / sum(p.numel() for p in parameters)

@@ -1,0 +1,532 @@
+"""The diagnosis of one run: the readings beyond their bound, earliest first, and what the record cannot show.
+
+A run of the trainer or of ``ng.RunRecorder`` had its detectors beside it, and its events are their alarms. Over the rows of any
+other record they run here. Counts over the whole record come beside them: steps that were skipped or failed, a loss scale that
+began anew, ranks that differ, states that a resume changed, updates that a storage lost, weights that never moved.
+
+A run without a reading is not a run without a fault: a label that is shifted leaves rows like any others. So the answer lists
+what was looked at, and what this record cannot show.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any, NamedTuple, overload
+
+from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
+from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Facts, advice_values
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import STAGE_OF, Reading, body_lines, in_order, of_all
+from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.runs.finding import counted, sentences
+from narrowgauge.runs.fingerprint_rows import parted_in
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.significance import MIN_EDQ, student_t
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from narrowgauge.analysis.two_runs import TwoRuns
+
+ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note", "skip"})
+"""Kinds of events that are no alarms; skipped steps are counted from their rows."""
+CHANGES = frozenset({"changed-settings", "changed-software"})
+"""Detectors of notes that are readings nevertheless: the two sides of a resume differ."""
+_CONSECUTIVE = 3
+"""Samples in a row beyond a bound before it is a reading, as for the detectors of the same metrics."""
+FEWEST_STEPS = 50
+"""Applied steps from which an unmoved weight is a reading."""
+STAGE_OF_KIND: dict[str, str] = {
+    "lost_updates": "storage", "unchanged_weights": "storage", "lost_decay": "storage", "noise": "storage",
+    "frozen_moments": "storage", "checkpoint_damaged": "storage",
+    "attention": "forward", "logits": "forward", "outliers": "forward", "underflow": "forward", "overflow": "forward",
+    "loss_spike": "loss", "loss_climb": "loss", "nonfinite": "loss", "rollback": "loss", "divergence": "loss",
+    "gradient_spike": "gradient", "growth": "gradient", "loss_scale": "gradient", "first_bad_value": "gradient",
+    "corruption": "between steps",
+}  # fmt: skip
+"""The stage of an event by its kind; of others it is the optimizer's step."""
+STAGE_OF_TENSOR: dict[str, str] = {
+    "input": "forward", "output": "forward", "output_grad": "gradient", "grad": "gradient", "weight": "storage",
+    "exp_avg": "storage", "exp_avg_sq": "storage",
+}  # fmt: skip
+STAGE_OF_DETECTOR: dict[str, str] = {
+    **dict.fromkeys((*CHANGES, "rest"), "between steps"), "recomputation": "gradient", "replicas": "optimizer step",
+    **{name: kind.stage for name, kind in KINDS.items()},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What a run's record shows beyond its bounds; ``print`` shows it as a table.
+
+    Args:
+        name: of the run.
+        readings: beyond their bound, by step, then by stage of the step, then the largest excess first.
+        unseen: what the record cannot show, each with the one flag or call that would; empty text where nothing would.
+        looked_at: what the record shows.
+        num_steps, num_applied: recorded steps, and those whose update was applied.
+        notes: what of the record could not be read, a sentence each.
+    """
+
+    name: str
+    readings: tuple[Reading, ...]
+    unseen: Mapping[str, str]
+    looked_at: tuple[str, ...] = ()
+    num_steps: int = 0
+    num_applied: int = 0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Return whether no reading is beyond its bound."""
+        return not self.readings
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        skipped = self.num_steps - self.num_applied
+        watched = f"{counted(self.num_steps, 'step')} watched, {self.num_applied:,} applied"
+        if not self.readings:
+            return f"Nothing found: {watched}; looked at {', '.join(self.looked_at) or 'nothing'}."
+        is_skipped = any(reading.what == "skipped-steps" for reading in self.readings)
+        first = f"{skipped:,} of {counted(self.num_steps, 'step')} were skipped; " if is_skipped else ""
+        number, step = len(self.readings), self.readings[0].step
+        if number == 1:
+            return f"{first}1 reading is beyond its bound, at step {step}."
+        return f"{first}{number} readings are beyond their bound, from step {step} on."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the diagnosis as values for JSON."""
+        return {
+            "run": self.name,
+            "verdict": self.verdict,
+            "num_steps": self.num_steps,
+            "num_applied": self.num_applied,
+            "readings": [reading.to_dict() for reading in self.readings],
+            "looked_at": list(self.looked_at),
+            "unseen": dict(self.unseen),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.verdict}", *body_lines(self.readings, "", self.unseen)]
+        lines += [f"Not recorded: {note}." for note in self.notes]
+        return "\n".join(lines)
+
+
+@overload
+def diagnose(run: str | Path | Run) -> Diagnosis: ...
+
+
+@overload
+def diagnose(run: str | Path | Run, other: str | Path | Run) -> TwoRuns: ...
+
+
+def diagnose(run: str | Path | Run, other: str | Path | Run | None = None) -> Diagnosis | TwoRuns:
+    """Show what of a run's record lies beyond its bound, or where two runs first differ.
+
+    Nothing is guessed: each reading is a number of the record beside the number that it is compared with.
+
+    Args:
+        run: a run folder, the log of another framework, or what :func:`narrowgauge.read_run` returned.
+        other: a second run that should have been equal.
+
+    Returns:
+        The readings beyond their bound and what the record cannot show; of two runs, where they differ.
+
+    Raises:
+        RecordError: there is no run, or its record is damaged.
+
+    Cost: below a second for 10,000 steps; longer where detectors have yet to run over samples of many tensors.
+
+    Example:
+        >>> import tempfile, narrowgauge as ng
+        >>> folder = Path(tempfile.mkdtemp(), "first")
+        >>> with ng.runs.RunWriter.create(folder, {"recipe": "bfloat16/word"}) as writer:
+        ...     for step in range(1, 81):
+        ...         writer.step({"step": step, "loss": 9.0 if step == 60 else 3.0 + 1.0 / step, "grad_norm": 1.0})
+        >>> [(reading.step, reading.stage, reading.what) for reading in ng.diagnose(folder).readings]
+        [(60, 'loss', 'loss-spike')]
+    """
+    if other is not None:
+        from narrowgauge.analysis.two_runs import compare_two
+
+        return compare_two(_read(run), _read(other))
+    record = _read(run)
+    skipped = skipped_steps(record)
+    return Diagnosis(
+        record.path.name or record.path.resolve().name,
+        tuple(in_order(recorded_readings(record, skipped))),
+        unseen(record),
+        looked_at(record),
+        len(record.steps),
+        len(record.steps) - len(skipped),
+        tuple(_notes(record)),
+    )
+
+
+def _read(run: str | Path | Run) -> Run:
+    return run if isinstance(run, Run) else read_run(run)
+
+
+def _notes(run: Run) -> Iterator[str]:
+    for name in ("gauges", "fingerprints"):
+        try:
+            getattr(run, name)
+        except RecordError as error:
+            yield f"the {name}: {error.message.rstrip('.')}"
+    steps = [step_of(row) for row in run.steps]
+    missing = sum(row.get("loss") is None for row in run.steps)
+    if missing:
+        yield f"the loss of {missing} of the {counted(len(steps), 'step')}"
+    place = next((k for k in range(1, len(steps)) if steps[k] <= steps[k - 1]), None)
+    if place is not None:
+        yield f"the order of the steps: row {place + 1} is of step {steps[place]}, after one of step {steps[place - 1]}"
+    last = max((step_of(row) for row in run.events), default=0)
+    if steps and last > max(steps) + 1:
+        yield f"the steps after {max(steps)}: events go on to step {last}"
+
+
+# ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Area(NamedTuple):
+    """Something about a run that a record may show.
+
+    Args:
+        reads: ``table.column`` of the record, any of which shows it.
+        trainer, recorder, log: what records it in a run of ``narrowgauge train``, in a loop with ``ng.RunRecorder``, and for the
+            log of another framework; empty where nothing there does.
+    """
+
+    name: str
+    reads: tuple[str, ...]
+    trainer: str
+    recorder: str
+    log: str
+
+
+_GAUGES, _PRINTS = "ng.RunRecorder(…, gauges_every=20)", "ng.RunRecorder(…, fingerprints_every=100)"
+AREAS: tuple[Area, ...] = (
+    Area("losses", ("steps.loss",), "", "recorder.step(loss)", "a column loss"),
+    Area("gradient norms", ("steps.grad_norm",), "", "recorder.step(loss, grad_norm=norm)", "a column grad_norm"),
+    Area("evaluations", ("evals.val_loss",), "--eval-every 100", "recorder.evaluate(loss)", "a column val_loss"),
+    Area(
+        "lost updates", ("steps.edq", "gauges.updates"), "--audit-every 10", "an optimizer of Narrowgauge's",
+        "ng.RunRecorder and an optimizer of Narrowgauge's",
+    ),
+    Area("tensors of layers", ("gauges.tensors",), "--gauges-every 20", _GAUGES, _GAUGES),
+    Area("hashes of weights and ranks", ("fingerprints.tensors",), "--fingerprints-every 100", _PRINTS, _PRINTS),
+    Area(
+        "the optimizer's step", ("steps.recomputed",), "ng.check(model, optimizer, step=2)",
+        "ng.RunRecorder(…, audit_every=1000)", "ng.check(model, optimizer, step=2)",
+    ),
+    Area("the gradient itself", (), *("ng.check(model, optimizer, batch=…, loss=…)",) * 3),
+    Area("labels, masks and the order of the data", (), "", "", ""),
+)  # fmt: skip
+
+
+def loop_of(run: Run) -> str:
+    """Return how a record came about: ``trainer``, ``recorder`` or ``log``."""
+    return "log" if run.is_foreign else "recorder" if "recorder" in run.run else "trainer"
+
+
+def looked_at(run: Run) -> tuple[str, ...]:
+    """Return the areas that the record shows, with how many elements moved where that is known."""
+    columns, moved = _columns(run), _moved(run)
+    areas = [area.name for area in AREAS if not columns.isdisjoint(area.reads)]
+    if moved:
+        total = sum(count for _, count in moved.values())
+        share = sum(share * count for share, count in moved.values()) / max(1, total)
+        areas.append(f"{counted(len(moved), 'trained tensor')} of which {share:.0%} of the elements moved")
+    return tuple(areas)
+
+
+def unseen(run: Run) -> dict[str, str]:
+    """Return the areas that the record does not show, each with what would; empty text where nothing does."""
+    columns, loop = _columns(run), loop_of(run)
+    rows = [row for row in _compared(run) if isinstance(row.get("unseen"), dict)]
+    compared = [row["unseen"] for row in rows if row.get("compared")]
+    reasons = {
+        f"{piece} of the compared steps": why
+        for row in rows
+        for piece, why in row["unseen"].items()
+        if all(piece in others for others in compared)
+    }
+    return {area.name: getattr(area, loop) for area in AREAS if columns.isdisjoint(area.reads)} | reasons
+
+
+def _columns(run: Run) -> set[str]:
+    tables = {"steps": run.steps, "evals": run.evals, "gauges": gauges_of(run), "fingerprints": fingerprints_of(run)}
+    columns = {
+        f"{table}.{name}"
+        for table, rows in tables.items()
+        for name in set().union(*rows)
+        if any(row.get(name) is not None for row in rows)
+    }
+    if not any(row.get("compared") for row in _compared(run)):
+        columns.discard("steps.recomputed")
+    return columns
+
+
+def _compared(run: Run) -> list[Row]:
+    return [row["recomputed"] for row in run.steps if "recomputed" in row and isinstance(row["recomputed"], dict)]
+
+
+def gauges_of(run: Run) -> list[Row]:
+    """Return the samples of the gauges; none where their file is damaged."""
+    try:
+        return run.gauges
+    except RecordError:
+        return []
+
+
+def fingerprints_of(run: Run) -> list[Row]:
+    """Return the rows of fingerprints; none where their file is damaged."""
+    try:
+        return run.fingerprints
+    except RecordError:
+        return []
+
+
+def recipe_of(run: Run) -> Recipe | None:
+    """Return the recipe that the record names; ``None`` where it names none."""
+    config = run.run.get("config")
+    try:
+        return parse(config["recipe"]) if isinstance(config, dict) else None
+    except (NarrowgaugeError, KeyError):
+        return None
+
+
+# ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def recorded_readings(run: Run, skipped: list[int] | None = None) -> list[Reading]:
+    """Return what a run's record shows beyond its bounds, earliest first; each ``what`` of a tensor once, at its first step."""
+    recipe, skipped = recipe_of(run), skipped_steps(run) if skipped is None else skipped
+    groups: dict[tuple[str, str], list[Reading]] = {}
+    counts = (_steps(run, skipped), _scale(run, skipped), _ranks(run), _resumes(run), _audits(run, recipe), _moments(run),
+              _unmoved(run, skipped))  # fmt: skip
+    for reading in (*(reading for group in counts for reading in group), *map(_of_event, alarms_of(run, recipe))):
+        if reading.what == "nonfinite-step" and reading.step in skipped:
+            continue
+        groups.setdefault((reading.what, reading.tensor), []).append(reading)
+    return in_order(map(_first, groups.values()))
+
+
+def _first(readings: list[Reading]) -> Reading:
+    """Return the first of several readings of one thing, with their number in its advice."""
+    first, steps = min(readings, key=lambda r: r.step), {reading.step for reading in readings}
+    if len(steps) == 1:
+        return first
+    return replace(first, advice=f"{len(steps)} times, last at step {max(steps)}. {first.advice}")
+
+
+def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
+    """Return the alarms among a run's events, and those that its rows raise where no detector ran beside it."""
+    recorded = [event for event in run.events if _is_alarm(event)]
+    config = run.run.get("config")
+    if "recorder" in run.run or (isinstance(config, dict) and config.get("on_spike") is not None):
+        return recorded
+    alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
+    raised = [event.row() for row in run.steps for event in alarms.on_step(row)]
+    raised += [event.row() for row in gauges_of(run) for event in alarms.on_gauges(row)]
+    kinds = {event.get("kind") for event in recorded}
+    return recorded + [event for event in raised if event["kind"] not in kinds]
+
+
+def _is_alarm(event: Row) -> bool:
+    return event.get("detector") in CHANGES or event.get("kind") not in (*ROUTINE, None)
+
+
+def _of_event(event: Row) -> Reading:
+    kind, detector = str(event.get("kind") or ""), str(event.get("detector") or "")
+    what = "lost-updates" if detector == "audit" else detector or kind
+    value, expected, bound = (number(event.get(name)) for name in ("value", "expected", "threshold"))
+    if what == "lost-updates":
+        expected, bound = 1.0, 1.0 - MIN_EDQ
+    advice = sentences(str(event.get("message") or ""), str(event.get("advice") or ""))
+    tensor, step = str(event.get("tensor") or ""), step_of(event)
+    return Reading(step, _stage(event, kind, detector), tensor, what, value, expected, bound, advice)
+
+
+def _stage(event: Row, kind: str, detector: str) -> str:
+    tensor, _, rest = str(event.get("tensor") or "").partition(":")
+    if event.get("stage") in STAGE_OF.values() or event.get("stage") in ("start", "storage", "forward"):
+        return str(event["stage"])
+    if kind == "first_bad_value":
+        return {"input": "data", "forward": "forward"}.get(str(event.get("phase")), "gradient")
+    if detector in STAGE_OF_DETECTOR:
+        return STAGE_OF_DETECTOR[detector]
+    if rest and tensor in STAGE_OF_TENSOR and detector in DETECTORS:
+        return STAGE_OF_TENSOR[tensor]
+    return STAGE_OF_KIND.get(kind, "optimizer step" if step_of(event) else "start")
+
+
+# ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def skipped_steps(run: Run) -> list[int]:
+    """Return the steps whose update was not applied.
+
+    A loss that is finite after a gradient that is not shows that the step between them was skipped, whoever wrote the log.
+    """
+    marked = {step_of(event) for event in run.events if event.get("kind") == "skip"}
+    marked |= {step_of(row) for row in run.steps if row.get("skipped")}
+    for place, row in enumerate(run.steps):
+        if _is_bad(row.get("grad_norm")) and finite_number(row.get("loss")) is not None:
+            later = run.steps[place + 1] if place + 1 < len(run.steps) else None
+            if later is None or finite_number(later.get("loss")) is not None:
+                marked.add(step_of(row))
+    return [step for row in run.steps if (step := step_of(row)) in marked] if marked else []
+
+
+def _is_bad(value: Any) -> bool:
+    return type(value) is float and not math.isfinite(value)
+
+
+def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
+    scaled = any(row.get("loss_scale") is not None for row in run.steps)
+    if skipped:
+        kind, settled = KINDS["skipped-steps"], max(0, len(run.steps) - SETTLING_STEPS)
+        allowed = int(kind.bound if scaled else 3) + int(0.05 * settled)
+        bound = 0 if len(skipped) == len(run.steps) else allowed
+        if len(skipped) > bound:
+            bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
+            more = f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
+            yield kind.reading("", len(skipped), 0, bound, skipped[0], count=len(run.steps), more=more)
+    marked = set(skipped)
+    failed = [step_of(row) for row in run.steps if _is_bad(row.get("loss")) or _is_bad(row.get("grad_norm"))]
+    failed = [step for step in failed if step not in marked]
+    if failed:
+        advice = f"{len(failed)} of {len(run.steps)} steps have a loss or a gradient norm that is not finite. "
+        advice += DETECTORS["nonfinite-step"].advice
+        yield Reading(failed[0], "loss", "", "nonfinite-step", len(failed), 0, 0, advice)
+
+
+def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
+    """A loss scale doubles at most from one step to the next; a resume that forgets it begins anew."""
+    known = [(step_of(row), scale) for row in run.steps if (scale := number(row.get("loss_scale"))) is not None]
+    for (before, low), (step, high) in pairwise(known):
+        if step > before and low > 0 and high > low * 2.0 ** min(step - before, 60):
+            after = [s for s in skipped if step <= s < step + 20]
+            more = f"; then steps {', '.join(map(str, after))} were skipped" if after else ""
+            yield KINDS["loss-scale-anew"].reading("", high, low, low, step, before=before, more=more)
+
+
+def _ranks(run: Run) -> Iterator[Reading]:
+    for row in fingerprints_of(run):
+        key, _, message = parted_in(row)
+        if key:
+            reading = KINDS["ranks-differ"].reading(key, step=step_of(row), message=f"{message}.")
+            yield replace(reading, stage=STAGE_OF[key.partition(":")[0]], bound=None)
+
+
+def _resumes(run: Run) -> Iterator[Reading]:
+    """A resume hashes the state that it loaded: the same step twice, which must have the same bits."""
+    for before, row in pairwise(fingerprints_of(run)):
+        if step_of(row) != step_of(before):
+            continue
+        first, second = before.get("tensors") or {}, row.get("tensors") or {}
+        key = next((key for key in first if key in second and first[key][0] != second[key][0]), None)
+        if key is not None:
+            norms = number(second[key][1]), number(first[key][1])
+            yield KINDS["changed-by-resume"].reading(key, *norms, step=step_of(row) + 1)
+
+
+def effective_rate(run: Run) -> tuple[float, str] | None:
+    """Return the factor by which the learning rate was effectively multiplied, and its interval in words.
+
+    That of the audited steps, else what ``ng.check`` predicted when the record began; ``None`` where neither is recorded.
+    """
+    values = [value for row in run.steps if (value := finite_number(row.get("edq"))) is not None]
+    if len(values) > 1:
+        error = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
+        return fmean(values), f" (± {error:.2g})"
+    predicted = [event for event in run.events if event.get("detector") == "lost-updates" and not step_of(event)]
+    value = number(predicted[0].get("value")) if predicted else None
+    return None if value is None else (value, " (predicted at the start)")
+
+
+def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
+    """What the audit of all parameters measured beyond the bounds of the detectors of single tensors."""
+    facts = Facts(storage=recipe.storage if recipe is not None else None)
+    for name in ("lost-updates", "lost-decay", "noise"):
+        detector, length = DETECTORS[name], 0
+        field = detector.field
+        for row in run.steps:
+            if row.get(field) is None or (value := number(row[field])) is None:
+                continue
+            applies = detector.applies({"noise": number(row.get("noise"))}, facts)
+            length = length + 1 if applies and detector.trips(value, detector.threshold) else 0
+            if length == detector.consecutive:
+                values = {"value": value, "limit": detector.threshold, **advice_values(None, facts.storage, "")}
+                expected, bound, more = None, detector.threshold, ""
+                if name == "lost-updates":
+                    expected, bound, rate = 1.0, 1.0 - MIN_EDQ, effective_rate(run)
+                    more = (
+                        f" You trained at about {rate[0]:.2g} × lr{rate[1]}: start there with another storage."
+                        if rate
+                        else ""
+                    )
+                advice = (
+                    sentences(f"the model {detector.message}".format(**values), detector.advice.format(**values)) + more
+                )
+                yield Reading(step_of(row), "storage", "", name, value, expected, bound, advice)
+                break
+
+
+def _moments(run: Run) -> Iterator[Reading]:
+    """Second moments whose sum is not that of an exact float32 copy."""
+    place, lengths = list(METRICS["moments"]).index("bias"), dict[str, int]()
+    for row in gauges_of(run):
+        for name, values in (row.get("moments") or {}).items():
+            bias = number(values[place]) if values and place < len(values) else None
+            if bias is None:
+                continue
+            is_off = not 1 / MAX_BIAS < bias < MAX_BIAS
+            lengths[name] = lengths.get(name, 0) + 1 if is_off else 0
+            if lengths[name] == _CONSECUTIVE:
+                bound = MAX_BIAS - 1 if bias > 1 else 1 - 1 / MAX_BIAS
+                yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))
+
+
+def _moved(run: Run) -> dict[str, tuple[float, int]]:
+    """Return, by trained tensor, the share of its elements that moved since the start, and their number."""
+    moved = (run.summary or {}).get("moved")
+    if not isinstance(moved, dict):
+        return {}
+    return {
+        name: (float(pair[0]), int(pair[1]))
+        for name, pair in moved.items()
+        if isinstance(pair, list) and len(pair) == 3
+    }
+
+
+def _unmoved(run: Run, skipped: list[int]) -> Iterator[Reading]:
+    """Tensors of 16 bits most of whose elements never moved, and any that did not move at all, though they had a gradient."""
+    applied, moved = len(run.steps) - len(skipped), _moved(run)
+    if applied < FEWEST_STEPS:
+        return
+    is_narrow = {name: bool(pair[2]) for name, pair in ((run.summary or {}).get("moved") or {}).items()}
+    kind = KINDS["weights-unmoved"]
+    for is_still in (True, False):
+        names = [
+            n
+            for n, (share, _) in moved.items()
+            if (share == 0) is is_still and (is_still or (is_narrow[n] and share < kind.bound))
+        ]
+        if names:
+            total = sum(moved[name][1] for name in names)
+            share = sum(moved[name][0] * moved[name][1] for name in names) / max(1, total)
+            more = f", in {counted(len(names), 'tensor')}"
+            yield kind.reading(
+                of_all(names), share, None, kind.bound, max(map(step_of, run.steps)), steps=applied, more=more
+            )

@@ -1,0 +1,334 @@
+"""The first difference of two runs: step, stage, tensor and rank, by the rows and fingerprints that both recorded.
+
+A step reads tokens, computes outputs, a loss and gradients, clips them, and updates weights and states. Each column of a record
+and each kind of fingerprint belongs to one stage. Fingerprints are in the order in which a step makes them, so the first that
+differs is where the step went another way. Where both runs trained on equally many ranks, their hashes by rank show whether one
+rank alone did.
+
+A norm of n elements, each rounded independently with unit roundoff u, moves by about u/√n, and so does a mean over n tokens. From
+step to step differences grow, since training amplifies them, but not by much in one step. So a difference within rounding does
+not end the search: what exceeds both its own rounding and what the step before can have grown to has another reason.
+
+Source: the expected error of n independent roundings (Higham 2002, section 2.8); envelopes in place of one tolerance: TTrace
+(2506.09280).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from narrowgauge.analysis.diagnose import fingerprints_of
+from narrowgauge.analysis.reading import STAGE_OF, Reading
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs.fingerprint_rows import parted_in
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row, number, step_of
+from narrowgauge.spec.formats import FORMATS
+from narrowgauge.spec.notation import parse
+
+COLUMNS = ("tokens", "batch_crc", "loss", "grad_norm", "lr", "loss_scale", "skipped")
+"""The compared columns of a step's row; times and bytes differ in any two runs."""
+EXACT = frozenset({"held", "tokens", "batch_crc", "lr", "loss_scale", "skipped"})
+"""What no rounding changes."""
+_KINDS = list(STAGE_OF)
+
+ENVELOPE = 32.0
+"""How many times the expected rounding of a norm still counts as rounding: roundings are not independent."""
+LEAST = 2.0**-20
+"""A relative difference that always counts as rounding, eight spacings of float32: losses and norms are sums in float32, whose
+errors do not average out. Other orders of the sums of a float32 model changed losses and norms by up to 1.4e-7."""
+GROWTH = 30.0
+"""Factor within which the largest difference grows in one step; measured on tiny models: below 6."""
+_SHARED = 0.5
+"""The least share of a kind's tensors that both runs have for the others to be an answer: else they are named otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One column or tensor of a step in which two runs differ.
+
+    Args:
+        kind: a key of :data:`~narrowgauge.analysis.reading.STAGE_OF`.
+        what: the column, or of a tensor ``norm``, ``bits`` or ``only-in-one-run``.
+        tensor: the fingerprint, as ``KIND:NAME``; empty for a column.
+        values: of both runs; of a tensor its norms; NaN where only bits are known.
+        numel: elements of the tensor; of a column, tokens of the step; 0 where not known.
+        ranks: the only ranks that differ; empty where all do, or it is not known.
+        note: what the ranks of one run disagree on, in words.
+        only_in: 0 or 1: the run that alone has this tensor.
+    """
+
+    step: int
+    kind: str
+    what: str
+    tensor: str = ""
+    values: tuple[float, float] = (math.nan, math.nan)
+    numel: int = 0
+    ranks: tuple[int, ...] = ()
+    note: str = ""
+    only_in: int | None = None
+
+    @property
+    def stage(self) -> str:
+        """Return the stage of the step."""
+        return "start" if self.step == 0 else STAGE_OF[self.kind]
+
+    @property
+    def relative(self) -> float:
+        """Return the difference over the larger value; infinite where no rounding explains it."""
+        relative = relative_difference(*self.values)
+        return math.inf if self.kind in EXACT or math.isnan(relative) else relative
+
+    @property
+    def place(self) -> str:
+        """Return the tensor or column, and the stage, for a sentence."""
+        return f"{self.tensor or self.what} ({self.stage})"
+
+    def reading(self, bound: float) -> Reading:
+        """Return it as a reading: the second run's value, the first's, and the distance that ``bound`` allows."""
+        one, other = self.values
+        if math.isnan(one) and math.isnan(other):
+            return Reading(self.step, self.stage, self.tensor, self.what)
+        allowed = 0.0 if self.kind in EXACT else bound * max(abs(one), abs(other))
+        return Reading(self.step, self.stage, self.tensor, self.what, other, one, allowed)
+
+
+class Parting(NamedTuple):
+    """Where two runs differ.
+
+    Args:
+        first: the very first difference, however small; ``None`` where all that both recorded is equal.
+        beyond: the first difference beyond its bound, if there is one. Where rounding came before, it is the one with the
+            largest excess of the earliest stage.
+        bound: the relative difference up to which rounding explains ``beyond``, or else ``first``.
+        num_common: steps that both recorded.
+        is_hashed: whether both recorded fingerprints of that step.
+    """
+
+    first: Difference | None
+    beyond: Difference | None
+    bound: float
+    num_common: int
+    is_hashed: bool
+
+
+def relative_difference(one: float, other: float) -> float:
+    """Return the difference of two values over the larger magnitude; NaN where one is.
+
+    Example:
+        >>> relative_difference(2.0, 2.5), relative_difference(0.0, 0.0)
+        (0.2, 0.0)
+    """
+    largest = max(abs(one), abs(other))
+    return abs(one - other) / largest if largest else 0.0
+
+
+def same_value(one: Any, other: Any) -> bool:
+    """Return whether two values are equal; NaN equals NaN, and checksums of two lengths, from two versions, count as equal."""
+    if isinstance(one, str) and isinstance(other, str) and len(one) != len(other):
+        return True
+    return bool(one == other) or (one != one and other != other)
+
+
+def roundoff(*runs: Run) -> float:
+    """Return the unit roundoff of the tensors between two matmuls, the largest of some runs; bfloat16's where not recorded."""
+    return max(max(FORMATS[name].epsilon for name in _formats_of(run)) / 2 for run in runs)
+
+
+def _formats_of(run: Run) -> tuple[str, ...]:
+    """Return the formats between two matmuls: those of the recipe, else those that the graph of a forward pass had."""
+    with suppress(NarrowgaugeError, KeyError, AttributeError):
+        recipe = parse(run.run.get("config", {}).get("recipe", ""))
+        return recipe.compute.dtype, recipe.storage.visible
+    model = run.run.get("model")
+    if isinstance(model, dict) and not model.get("unseen"):
+        names = tuple(str(model.get("formats", "")).split(", "))
+        if all(name in FORMATS for name in names):
+            return names
+    return ("bfloat16",)
+
+
+def rounding_of(numel: int, u: float) -> float:
+    """Return the relative difference up to which a norm or a mean of ``numel`` values counts as rounded differently.
+
+    Example:
+        >>> rounding_of(1024, 2.0**-8)
+        0.00390625
+    """
+    return max(ENVELOPE * u / math.sqrt(max(1, numel)), LEAST)
+
+
+# ── the search ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_parting(one: Run, other: Run) -> Parting:
+    """Find where two runs differ first, and where first beyond rounding."""
+    rows = _by_step(one.steps), _by_step(other.steps)
+    prints = _by_step(fingerprints_of(one)), _by_step(fingerprints_of(other))
+    common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
+    extra = [*_stopped(one, other), *_evaluations(one, other, rows)]
+    u, first, first_bound = roundoff(one, other), None, 0.0
+    levels: dict[bool, tuple[int, float]] = {}
+    for step in sorted({*common, *hashed, *(difference.step for difference in extra)}):
+        differences = [difference for difference in extra if difference.step == step]
+        differences += _columns(step, rows, prints) if step in common else []
+        differences += _tensors(step, prints[0][step], prints[1][step]) if step in hashed else []
+        differences = sorted(_with_ranks(differences), key=lambda row: (_KINDS.index(row.kind), not row.tensor))
+        if not differences and first is None:
+            continue
+        bounds = [_bound(difference, u, levels, first is not None) for difference in differences]
+        beyond = [
+            (difference, bound)
+            for difference, bound in zip(differences, bounds, strict=True)
+            if difference.relative > bound
+        ]
+        if first is None:
+            first, first_bound = differences[0], bounds[0]
+        if beyond:
+            at, bound = beyond[0]
+            if at is not first:  # rounding came before, so that the order in the step says little
+                alike = [pair for pair in beyond if pair[0].stage == at.stage]
+                at, bound = max(alike, key=lambda pair: pair[0].relative / max(pair[1], 1e-300))
+            return Parting(first, at, bound, len(common), step in hashed)
+        for source, is_read in ((True, step in hashed), (False, step in common)):
+            if is_read:
+                levels[source] = step, max((d.relative for d in differences if bool(d.tensor) is source), default=0.0)
+    ends = [(run.summary or {}).get("weights_fingerprint") for run in (one, other)]
+    if first is None and None not in ends and ends[0] != ends[1]:
+        first = Difference(max(common, default=0), "weight", "weights_fingerprint")
+        return Parting(first, first, 0.0, len(common), False)
+    return Parting(first, None, first_bound, len(common), first is not None and first.step in hashed)
+
+
+def _bound(difference: Difference, u: float, levels: Mapping[bool, tuple[int, float]], is_later: bool) -> float:
+    """Return the relative difference that rounding explains, its growth since the last recorded step included.
+
+    ``levels`` are the step and the largest difference of that step, of tensors and of columns.
+    """
+    rounding = 0.0 if difference.kind in EXACT else rounding_of(difference.numel, u)
+    if not is_later or difference.kind in EXACT:
+        return rounding
+    step, level = levels.get(bool(difference.tensor), (-1, 0.0))
+    if step < 0 or (difference.tensor and step != difference.step - 1):
+        return math.inf if math.isfinite(difference.relative) else rounding  # nothing says how far rounding has grown
+    gap = difference.step - step
+    return max(rounding, math.inf if gap * math.log(GROWTH) > 700 else GROWTH**gap * level)
+
+
+def _by_step(rows: Sequence[Row]) -> dict[int, Row]:
+    """Return the first row of each step; a resume writes the fingerprints of its checkpoint once more."""
+    return {step_of(row): row for row in reversed(rows)}
+
+
+def _columns(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> list[Difference]:
+    first, second = rows[0][step], rows[1][step]
+    differences = []
+    for column in COLUMNS:
+        one, other = first.get(column), second.get(column)
+        if one is not None and other is not None and not same_value(one, other):
+            values = (math.nan, math.nan) if isinstance(one, str) else (float(one), float(other))
+            differences.append(Difference(step, column, column, values=values, numel=_tokens_of(step, rows, prints)))
+    return differences
+
+
+def _tokens_of(step: int, rows: Sequence[Mapping[int, Row]], prints: Sequence[Mapping[int, Row]]) -> int:
+    """Return the tokens of a step, by its row, or else by the fingerprint of its batch; 0 where neither tells."""
+    if counted := int((number(rows[0].get(step, {}).get("tokens")) or 0) // max(1, step)):
+        return counted
+    tensors = prints[0].get(step, {}).get("tensors", {})
+    return sum(int(entry[2]) for key, entry in tensors.items() if key.startswith("tokens:"))
+
+
+def _tensors(step: int, one: Row, other: Row) -> list[Difference]:
+    first, second = one["tensors"], other["tensors"]
+    differences = [*_lacking(step, first, second), *_ranks(step, one, other)]
+    for key, entry in first.items():
+        if key in second and entry[0] != second[key][0]:
+            kind = key.partition(":")[0]
+            if kind == "tokens":  # whole numbers have no norm
+                differences.append(Difference(step, kind, "bits", key))
+            else:
+                differences.append(Difference(step, kind, "norm", key, (entry[1], second[key][1]), int(entry[2])))
+    return differences
+
+
+def _lacking(step: int, first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[Difference]:
+    """Yield the first tensor of each kind that only one of the runs has, where both recorded most of its kind."""
+    for kind in ("held", "output", "sent", "grad", "weight", "exp_avg", "exp_avg_sq", "state"):
+        names = [[key for key in difference if key.startswith(f"{kind}:")] for difference in (first, second)]
+        shared = set(names[0]) & set(names[1])
+        lacking = [key for key in dict.fromkeys([*names[0], *names[1]]) if key not in shared]
+        if lacking and (kind == "held" or len(shared) >= _SHARED * (len(shared) + len(lacking))):
+            what = "changed" if kind == "held" else "only-in-one-run"
+            yield Difference(step, kind, what, lacking[0], only_in=0 if lacking[0] in first else 1)
+
+
+def _ranks(step: int, one: Row, other: Row) -> Iterator[Difference]:
+    """By the hashes of what each rank holds, and by what the ranks of one of the two runs disagree on."""
+    first, second = one.get("ranks") or {}, other.get("ranks") or {}
+    for kind in STAGE_OF:
+        mine, its = first.get(kind), second.get(kind)
+        if mine is None or its is None or len(mine) != len(its):
+            continue
+        odd = tuple(rank for rank, (here, there) in enumerate(zip(mine, its, strict=True)) if here != there)
+        if odd:
+            # Where all differ, the layouts may too: then a rank holds another shard.
+            if len(odd) < len(mine):
+                values = (float(mine[odd[0]]), float(its[odd[0]])) if kind == "clip" else (math.nan, math.nan)
+                yield Difference(step, kind, "factor" if kind == "clip" else "bits", values=values, ranks=odd)
+            break
+    parted = [parted_in(row) for row in (one, other)]
+    if bool(parted[0][0]) != bool(parted[1][0]):
+        key, odd, words = parted[0] if parted[0][0] else parted[1]
+        yield Difference(step, key.partition(":")[0], "ranks-differ", key, ranks=odd, note=words)
+
+
+def _with_ranks(differences: list[Difference]) -> list[Difference]:
+    """Give ranks and notes to the tensors of the same stage, and leave out what names ranks alone where a tensor is named."""
+    joined = []
+    for difference in differences:
+        alike = [one for one in differences if one.stage == difference.stage]
+        if difference.ranks and not difference.tensor and any(one.tensor for one in alike):
+            continue
+        ranks = next((one.ranks for one in alike if one.ranks), ())
+        note = next((one.note for one in alike if one.note), "")
+        values = difference.values
+        if difference.note and math.isnan(values[0]):
+            values = next(
+                (one.values for one in alike if one.kind == difference.kind and not math.isnan(one.values[0])), values
+            )
+        joined.append(replace(difference, ranks=ranks, note=note, values=values) if difference.tensor else difference)
+    return joined
+
+
+def _stopped(one: Run, other: Run) -> Iterator[Difference]:
+    """Where one of the two stopped because its ranks found damage that the record does not show yet."""
+    differences = [
+        next((event for event in run.events if event.get("kind") == "corruption"), None) for run in (one, other)
+    ]
+    event = differences[0] or differences[1]
+    if event is None or (differences[0] is None) == (differences[1] is None):
+        return
+    state, _, name = str(event.get("tensor") or "").rpartition(" of ")
+    ranks = (event["rank"],) if isinstance(event.get("rank"), int) else ()
+    kind, later = {"rest": ("held", 1), "recomputation": ("grad", 1)}.get(str(event.get("detector")), ("weight", 0))
+    tensor = f"{kind}:{state}:{name}" if state else f"{kind}:{name}" if name else ""
+    yield Difference(step_of(event) + later, kind, "damaged", tensor, ranks=ranks, note=str(event.get("message") or ""))
+
+
+def _evaluations(one: Run, other: Run, rows: Sequence[Mapping[int, Row]]) -> Iterator[Difference]:
+    """The first evaluation that differs: of other weights, where the next step differs too; else of another evaluation."""
+    losses = [{step_of(row): number(row.get("val_loss")) for row in run.evals} for run in (one, other)]
+    for step in sorted(losses[0].keys() & losses[1].keys()):
+        mine, its = losses[0][step], losses[1][step]
+        if mine is None or its is None or same_value(mine, its):
+            continue
+        later = next((step_ for step_ in sorted(rows[0].keys() & rows[1].keys()) if step_ > step), None)
+        goes_on = later is not None and bool(_columns(later, rows, ({}, {})))
+        numel = _tokens_of(step, rows, ({}, {}))
+        yield Difference(step, "weight" if goes_on else "val_loss", "val_loss", values=(mine, its), numel=numel)
+        return

@@ -1,0 +1,88 @@
+"""The kinds of readings: one table of what is measured, its bound, the bound's source, and what to do.
+
+``kinds.toml`` has a row for each number of ``ng.check``, of the check of the optimizer's step, of the counts over a record and of
+the comparison of two runs. Detectors (:mod:`narrowgauge.analysis.detectors`) are rows of the same table, which also say when an
+alarm begins. ``narrowgauge show checks`` prints all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from narrowgauge.analysis.detectors import DETECTORS
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.spec.tables import Row, Table, name_columns, number_columns, text_columns
+from narrowgauge.spec.toml import load_toml
+
+STEP = "audit_every"
+"""The kinds that the check of the optimizer's step reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of reading.
+
+    Args:
+        by: the command or call that measures it.
+        stage: a key of :data:`narrowgauge.analysis.reading.STAGES`.
+        value: what the number is.
+        bound: of the value, or of its distance to what is expected.
+        advice: a template, filled with what was measured.
+        source: of the bound.
+    """
+
+    name: str
+    by: str
+    stage: str
+    value: str
+    bound: float
+    advice: str
+    source: str
+    severity: str = "error"
+
+    def reading(
+        self,
+        tensor: str = "",
+        value: float | None = None,
+        expected: float | None = None,
+        bound: float | None = None,
+        step: int = 0,
+        **values: Any,
+    ) -> Reading:
+        """Return a reading of this kind; ``values`` fill the advice."""
+        bound = self.bound if bound is None else bound
+        advice = self.advice.format(value=value, expected=expected, bound=bound, **values)
+        return Reading(step, self.stage, tensor, self.name, value, expected, bound, advice, self.severity)
+
+
+def _read() -> dict[str, Kind]:
+    rows = load_toml(files("narrowgauge.analysis").joinpath("kinds.toml").read_text(encoding="utf-8"))
+    return {name: Kind(name, **row) for name, row in rows.items()}
+
+
+KINDS: dict[str, Kind] = _read()
+
+
+def kind_rows() -> list[Row]:
+    """Return the table with the detectors' rows."""
+    rows: list[Row] = [
+        {"name": k.name, "by": k.by, "value": k.value, "bound": k.bound, "source": k.source} for k in KINDS.values()
+    ]
+    calls = {"updates": "ng.audit", "moments": "gauges_every", "steps": "recorder.step"}
+    for d in DETECTORS.values():
+        if d.name not in KINDS:
+            value = d.metric + (" over its lowest" if d.lowest else " over its median" if d.relative else "")
+            row = {"name": d.name, "by": calls.get(d.table, "gauges_every"), "value": value, "bound": d.threshold}
+            rows.append(row | {"source": d.source})
+    return rows
+
+
+def kind_table() -> Table:
+    """Return what ``narrowgauge show checks`` prints."""
+    columns = (
+        *name_columns(reading="name"), *text_columns(measured_by="by", value="value"), *number_columns(bound="bound"),
+        *text_columns(source_of_the_bound="source"),
+    )  # fmt: skip
+    return Table(columns, kind_rows())

@@ -1,1 +1,0 @@
-"""Detectors that read the rows of a run and raise events."""

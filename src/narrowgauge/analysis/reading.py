@@ -1,0 +1,220 @@
+"""A reading: one number of a run, where it was measured, and the bound that it is compared with.
+
+Events, detectors, counts and differences of two runs all become readings, in one order, one table and one set of JSON fields.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.runs.finding import SEVERITIES, told
+from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
+
+STAGES: dict[str, str] = {
+    "start": "the weights and settings before the first step",
+    "between steps": "weights and states after one step and before the next",
+    "data": "the tokens of the step",
+    "forward": "the outputs of modules",
+    "loss": "the loss",
+    "gradient": "the gradients, and what sums them over ranks",
+    "clip": "the factor that clips the gradients",
+    "optimizer step": "the update of weights and states, or that it was left out",
+    "storage": "what the formats of weights and states kept of the update",
+    "evaluation": "the evaluation",
+}
+"""The stages of a step, in order."""
+STAGE_OF: dict[str, str] = {
+    "held": "between steps", "tokens": "data", "batch_crc": "data", "output": "forward", "loss": "loss", "sent": "gradient",
+    "grad": "gradient", "grad_norm": "gradient", "clip": "clip", "lr": "optimizer step", "loss_scale": "optimizer step",
+    "skipped": "optimizer step", "weight": "optimizer step", "exp_avg": "optimizer step", "exp_avg_sq": "optimizer step",
+    "state": "optimizer step", "val_loss": "evaluation",
+}  # fmt: skip
+"""The stage of each compared column and kind of fingerprint, in the order of a step."""
+_ORDER = list(STAGES)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A measured number beside its bound.
+
+    Args:
+        step: optimizer step, from 1; 0 is before the first.
+        stage: a key of :data:`STAGES`.
+        tensor: as ``KIND:NAME`` or a parameter's name; empty where it is about the whole step.
+        what: the name of the quantity, detector or check.
+        value: the measured number; ``None`` where only a difference of bits is known.
+        expected: the number that it should be, if there is one.
+        bound: the largest allowed ``|value - expected|``; without ``expected`` the limit of ``value`` itself.
+        advice: what it means and what to do, in sentences.
+        severity: a key of :data:`narrowgauge.runs.finding.SEVERITIES`.
+
+    Example:
+        >>> Reading(40, "storage", "lm_head.weight", "lost-updates", 0.5, 1.0, 0.1).excess
+        5.0
+    """
+
+    step: int
+    stage: str
+    tensor: str
+    what: str
+    value: float | None = None
+    expected: float | None = None
+    bound: float | None = None
+    advice: str = ""
+    severity: str = "error"
+
+    @property
+    def excess(self) -> float:
+        """Return how many times its bound the value is; infinite where that is not known."""
+        if self.value is None or self.bound is None:
+            return math.inf
+        over, under = abs(self.value), abs(self.bound)
+        if self.expected is not None:
+            over = abs(self.value - self.expected)
+        elif 0 < over < under:  # a limit from below
+            over, under = under, over
+        return over / under if math.isfinite(over) and under > 0 else math.inf
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as values for JSON."""
+        return asdict(self)
+
+
+def in_order(readings: Iterable[Reading]) -> list[Reading]:
+    """Sort notes last, then by step, by stage, and the largest excess first."""
+    return sorted(
+        readings,
+        key=lambda r: (
+            r.severity == "note",
+            r.step,
+            _ORDER.index(r.stage),
+            list(SEVERITIES).index(r.severity),
+            -r.excess,
+        ),
+    )
+
+
+def of_all(names: Iterable[str]) -> str:
+    """Return the first of some names and how many others there are, as the tensor of a reading.
+
+    Example:
+        >>> of_all(["a", "b", "c"])
+        'a and 2 others'
+    """
+    return told(names, 1)
+
+
+def reading_table(readings: Sequence[Reading], title: str = "") -> Table:
+    """Return readings as a table; their advice is left to :func:`advice_lines`.
+
+    Example:
+        >>> print(reading_table([Reading(40, "storage", "a.weight", "lost-updates", 0.5, 1.0, 0.1)]).plain(), end="")
+        step  stage    tensor    what          value  expected  bound
+          40  storage  a.weight  lost-updates    0.5         1    0.1
+    """
+    columns = (
+        *number_columns(step="step"),
+        *text_columns(stage="stage"),
+        *name_columns(tensor="tensor", what="what"),
+        *number_columns(value="value", expected="expected", bound="bound"),
+    )
+    return Table(columns, [reading.to_dict() for reading in readings], title)
+
+
+def advice_lines(readings: Sequence[Reading], most: int = 3) -> list[str]:
+    """Return the advice of the first readings, a line for each ``what``.
+
+    Example:
+        >>> advice_lines([Reading(7, "loss", "", "loss-spike", 9.0, None, 3.0, "The loss jumped.")])
+        ['loss-spike: The loss jumped.']
+    """
+    lines = {reading.what: f"{reading.what}: {reading.advice}" for reading in reversed(readings) if reading.advice}
+    order = dict.fromkeys(reading.what for reading in readings)
+    return [lines[what] for what in order if what in lines][:most]
+
+
+MAX_ROWS = 10
+"""Rows of the table that is printed; JSON has all."""
+
+
+class Readings(Sequence[Reading]):
+    """Readings that print themselves: lines, a table, the advice of each kind, and what was not looked at.
+
+    Args:
+        readings: beyond their bound.
+        lines: printed above the table.
+        looked_at: printed where nothing is beyond its bound.
+        unseen: what was not compared, each with the reason or the flag that would; empty text where nothing would.
+
+    Example:
+        >>> print(Readings([], ["AdamW: float32 weights"], "28 tensors"))
+        AdamW: float32 weights
+        Nothing found: 28 tensors.
+    """
+
+    def __init__(
+        self,
+        readings: Iterable[Reading] = (),
+        lines: Iterable[str] = (),
+        looked_at: str = "",
+        unseen: Mapping[str, str] | None = None,
+    ) -> None:
+        self.readings, self.lines = in_order(readings), list(lines)
+        self.looked_at, self.unseen = looked_at, dict(unseen or {})
+
+    @property
+    def ok(self) -> bool:
+        """Return whether nothing worse than a note was read."""
+        return all(reading.severity == "note" for reading in self.readings)
+
+    def require(self) -> Readings:
+        """Raise if anything worse than a note was read; else return the readings.
+
+        Raises:
+            RecipeError: with the advice of all that was read.
+        """
+        serious = [reading for reading in self.readings if reading.severity != "note"]
+        if serious:
+            words = " ".join(f"{reading.what} ({reading.tensor}): {reading.advice}" for reading in serious)
+            raise RecipeError(f"Cannot train as set up because {len(serious)} readings are beyond their bound. {words}")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the readings as values for JSON."""
+        rows = [reading.to_dict() for reading in self.readings]
+        return {
+            "ok": self.ok,
+            "lines": self.lines,
+            "readings": rows,
+            "looked_at": self.looked_at,
+            "unseen": self.unseen,
+        }
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.readings[index]
+
+    def __len__(self) -> int:
+        return len(self.readings)
+
+    def __repr__(self) -> str:
+        return f"Readings({[reading.what for reading in self.readings]})"
+
+    def __str__(self) -> str:
+        return "\n".join([*self.lines, *body_lines(self.readings, self.looked_at, self.unseen)])
+
+
+def body_lines(readings: Sequence[Reading], looked_at: str, unseen: Mapping[str, str]) -> list[str]:
+    """Return the table of readings, their advice and what was not looked at, as lines."""
+    if not readings:
+        lines = [f"Nothing found: {looked_at}."] if looked_at else []
+    else:
+        lines = reading_table(readings[:MAX_ROWS]).plain().splitlines()
+        more = len(readings) - MAX_ROWS
+        lines += [f"and {more} more readings (--json)"] if more > 0 else []
+        lines += advice_lines(readings, 6)
+    areas = [f"{area} ({flag})" if flag else area for area, flag in unseen.items()]
+    return lines + ([f"Not looked at: {', '.join(areas)}."] if areas else [])

@@ -1,0 +1,178 @@
+"""The recorded settings, data and software in which two runs differ, and the stages of a step at which each can act.
+
+Every setting acts at certain stages. A seed acts on the first weights, another order of a sum cannot show before a matmul has
+summed, and the limit of the gradient norm cannot show before the clip. So the stage of the first difference rules out most of
+what else differs between two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.runs import arithmetic
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row, short
+from narrowgauge.spec.notation import parse
+
+TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
+"""The tables of ``run.toml`` that are compared."""
+
+NOT_COMPARED = frozenset({
+    "out", "stop_after", "eval_every", "eval_batches", "checkpoint_every", "keep_checkpoints", "log_every", "tensorboard",
+    "log_to", "gauges_every", "audit_every", "verify_every", "fingerprints_every", "max_rollbacks",
+})  # fmt: skip
+"""Settings that change no bit of the training."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingDifference:
+    """A setting, a version, or a property of the data or the machine in which two runs differ.
+
+    ``values`` are those of the two runs, as text; ``table`` is that of ``run.toml`` which holds it.
+    """
+
+    name: str
+    values: tuple[str, str]
+    table: str = "config"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.values[0]} and {self.values[1]}"
+
+
+def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:
+    """Yield what differs of two ``run.toml``, the arithmetic included; what one lacks is not compared."""
+    same = {
+        name for table, names in _PLACES.items() if one.get(table) and one[table] == other.get(table) for name in names
+    }
+    named = {name for run in (one, other) for name in (run.get("config") or {})}
+    for table in TABLES:
+        first, second = (run.get(table) for run in (one, other))
+        if isinstance(first, dict) and isinstance(second, dict):
+            for difference in _of_table(table, first, second):
+                repeats = table == "optimizer" and difference.name in named  # its groups repeat what the settings say
+                moved = table == "config" and difference.name in same and _are_places(difference)
+                if not repeats and not moved:
+                    yield difference
+    parted = arithmetic.differences(one, other)
+    for parting in parted:
+        yield SettingDifference(
+            parting.probe.name,
+            (_text(parting.one), _text(parting.other)),
+            f"arithmetic.{arithmetic.origin(parted)}",
+        )
+
+
+_PLACES = {"data": ("data", "tokenizer"), "model": ("model",)}
+"""By table of ``run.toml``: settings that may be folders, whose content the table describes."""
+
+
+def _are_places(difference: SettingDifference) -> bool:
+    """Return whether both values are paths: the same content in another folder does not count as a difference."""
+    return all("/" in value or "\\" in value for value in difference.values)
+
+
+def _of_table(
+    table: str, one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+) -> Iterator[SettingDifference]:
+    names = [name for name in one if name in other]
+    if table == "machine":  # a run of one process has no count of ranks
+        names = [*names, *({"ranks"} & (one.keys() ^ other.keys()))]
+    for name in names:
+        if table == "config" and name in NOT_COMPARED:
+            continue
+        first, second = one.get(name, 1), other.get(name, 1)
+        if isinstance(first, dict) and isinstance(second, dict) and name != "recipe":
+            yield from _of_table(table, first, second, f"{prefix}{name}.")
+        elif first != second:
+            parts = _reductions(first, second) if name == "recipe" else None
+            yield SettingDifference(f"{prefix}{name}", (_text(first), _text(second)), table) if parts is None else parts
+
+
+def _reductions(one: Any, other: Any) -> SettingDifference | None:
+    """Return the difference of two recipes that differ only in how gradients are summed; ``None`` of others."""
+    try:
+        first, second = parse(one), parse(other)
+    except NarrowgaugeError:
+        return None
+    if replace(first, reduction=second.reduction) != second:
+        return None
+    return SettingDifference("recipe.reduction", (first.reduction.name, second.reduction.name))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else short(value)
+
+
+# ── where settings act ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Acts(NamedTuple):
+    """Settings, as ``table.name`` or ``table.*``, the stages at which they show first, and whether they change rounding alone."""
+
+    settings: tuple[str, ...]
+    stages: tuple[str, ...]
+    only_rounds: bool = False
+
+
+_PASSES = ("forward", "loss", "gradient")
+ACTS: tuple[Acts, ...] = (
+    Acts(("config.model", "model.*"), ("start", *_PASSES, "optimizer step", "evaluation")),
+    Acts(("config.seed",), ("start", "data", "forward", "loss", "optimizer step", "evaluation")),
+    Acts(
+        (
+            "config.data", "config.tokenizer", "config.held_out", "config.batch_size", "config.sequence_length",
+            "data.*", "machine.ranks",
+        ),
+        ("data", "forward", "loss", "evaluation"),
+    ),
+    Acts(("config.recipe", "config.accumulation_dtype"), ("start", *_PASSES, "clip", "optimizer step", "evaluation")),
+    Acts(("config.recipe.reduction",), ("loss", "gradient", "optimizer step", "evaluation")),
+    Acts(
+        (
+            "config.rule", "config.rule_options", "config.lr", "config.schedule", "config.warmup_steps",
+            "config.min_lr_ratio", "config.steps", "config.beta1", "config.beta2", "config.eps", "config.weight_decay",
+            "config.on_spike", "optimizer.*",
+        ),
+        ("optimizer step", "loss", "evaluation"),
+    ),
+    Acts(("config.max_grad_norm",), ("clip", "optimizer step", "loss", "evaluation")),
+    Acts(
+        (
+            "config.gradient_accumulation_steps", "config.shard", "config.replicas", "config.offload", "config.threads",
+            "config.compile", "config.activation_checkpointing", "config.narrow_gather", "machine.*", "versions.*",
+            "arithmetic.sums", "arithmetic.versions", "arithmetic.machine",
+        ),
+        ("start", *_PASSES, "clip", "optimizer step", "evaluation"),
+        only_rounds=True,
+    ),
+)  # fmt: skip
+
+
+def acting_at(differences: Iterable[SettingDifference], stage: str, is_rounding: bool) -> tuple[SettingDifference, ...]:
+    """Return the differences that can act at a stage; what changes rounding alone only where ``is_rounding``."""
+    return tuple(
+        difference
+        for difference in differences
+        if any(
+            stage in row.stages and (is_rounding or not row.only_rounds) and _is_named(difference, row) for row in ACTS
+        )
+    )
+
+
+def _is_named(difference: SettingDifference, row: Acts) -> bool:
+    names = {f"{difference.table}.{difference.name}", f"{difference.table}.*", difference.table}
+    return not names.isdisjoint(row.settings)
+
+
+def counts_of(run: Run) -> dict[str, float]:
+    """Return the numbers of a run that a factor of its gradients may equal: micro-batches, ranks and the loss scale."""
+    config, machine = (table if isinstance(table := run.run.get(name), dict) else {} for name in ("config", "machine"))
+    counts = {
+        "gradient_accumulation_steps": config.get("gradient_accumulation_steps"),
+        "ranks": machine.get("ranks"),
+        "the loss scale": next((row["loss_scale"] for row in run.steps if row.get("loss_scale")), None),
+    }
+    return {name: float(count) for name, count in counts.items() if isinstance(count, (int, float)) and count > 1}

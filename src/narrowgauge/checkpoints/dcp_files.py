@@ -1,0 +1,106 @@
+"""Write and read the tensors of a checkpoint with PyTorch's distributed checkpoints (DCP), as safetensors files.
+
+DCP plans who writes what: every rank its own shard, one rank what all hold. It carries an error on one rank to all, and plans
+which parts of which files a rank needs when there are more ranks, or fewer. Its safetensors writer pickles nothing.
+
+Importing this takes a second, so functions import it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.storage import WriteResult
+
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.errors import RecordError
+from narrowgauge.numerics.dtensor import copied_to_cpu
+
+
+class TakenCopy(DefaultSavePlanner):
+    """A copy of this rank's shards on the CPU, taken now, and the plan to save it.
+
+    Args:
+        tensors: DTensors, and plain tensors that are the same on every rank.
+    Raises:
+        RecordError: a shard does not tile its whole, such as scales of rows whose matrix is cut along its columns.
+    """
+
+    def __init__(self, tensors: Mapping[str, Any]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._own_plan = create_default_local_save_plan(dict(tensors), is_coordinator=False)
+        self._copies = {name: copied_to_cpu(tensor) for name, tensor in tensors.items()}
+        for item in self._own_plan.items:
+            planned = item.tensor_data.chunk.sizes if item.tensor_data is not None else None
+            if planned != (shape := self._copies[item.index.fqn].shape):
+                raise RecordError(
+                    f"'{item.index.fqn}' has the shape {tuple(shape)} on a rank where its sharding has "
+                    f"{tuple(planned or ())}: other ranks could not load it.",
+                    "Shard along rows, or choose a storage without scales of rows.",
+                )
+
+    def set_up_planner(self, *arguments: Any, storage_meta: Any = None, **options: Any) -> None:
+        """Do nothing: the copy was taken."""
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = self._own_plan
+        return self._own_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._copies[write_item.index.fqn]
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Call ``publish`` on the first rank once all ranks have written their files."""
+
+    def __init__(self, folder: Path, publish: Callable[[], None]) -> None:
+        super().__init__(path=str(folder), save_distributed=True)
+        self._publish = publish
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._publish()
+
+
+def write(copy: TakenCopy, folder: Path, publish: Callable[[], None], ranks: Ranks) -> None:
+    """Write a copy into a folder together with all ``ranks``, whose group nothing else uses meanwhile.
+
+    Raises:
+        torch.distributed.checkpoint.CheckpointException: a rank failed; on all ranks.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        save(
+            {},
+            storage_writer=_Writer(folder, publish),
+            planner=copy,
+            process_group=ranks.group,
+            no_dist=ranks.size == 1,
+        )
+
+
+def described(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Return what a checkpoint holds: by name, the dtype (``properties.dtype``) and shape (``size``) of each tensor."""
+    metadata = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    return {name: tensor for name, tensor in metadata.items() if isinstance(tensor, TensorStorageMetadata)}
+
+
+def fill(path: Path, targets: Mapping[str, Tensor]) -> None:
+    """Fill tensors from a checkpoint: each rank its own shards, whichever ranks wrote it; ranks do not communicate."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        load(dict(targets), storage_reader=HuggingFaceStorageReader(str(path)), planner=planner, no_dist=True)

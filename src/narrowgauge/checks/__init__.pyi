@@ -1,0 +1,1 @@
+from .checking import CheckWarning as CheckWarning

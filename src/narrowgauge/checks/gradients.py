@@ -1,0 +1,437 @@
+"""Is the gradient of a set-up the gradient? One step as configured against float32 in one process on a deep copy.
+
+The configured pass runs on the model itself, before training: with its autocast, accumulation, DDP, FSDP2 or compiled parts. Its
+gradients, buffers and random generators are put back. The reference is a deep copy in float32, without wrappers, which takes the
+batches of all ranks at once. Both are in evaluation mode, so that dropout is off.
+
+A difference is rounding if it stays within 4 times what random roundings of every result of the reference move the gradient by
+(Monte Carlo arithmetic). Beyond it, it is fitted: one factor, or a number for each micro-batch and rank, or nothing explains it.
+
+Source: D. S. Parker, Monte Carlo Arithmetic (UCLA CSD-970002, 1997); envelopes in place of one tolerance: TTrace (2506.09280).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
+from narrowgauge.checks.step_check import StepCheck, fitted, joined
+from narrowgauge.distributed.ranks import Ranks, all_ranks
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.linear import NarrowLayer
+from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.runs.finding import counted
+from narrowgauge.spec.computes import COMPUTES
+from narrowgauge.spec.formats import FORMATS, dtype_name
+from narrowgauge.torch_hooks import OwnHook
+from narrowgauge.torch_names import graph_dtypes, unwrapped_model
+
+MARGIN = 4.0
+"""Bounds over the largest of two random roundings."""
+LEAST = 2.0**-20
+"""The least bound, eight spacings of float32: sums in float32 in another order."""
+MOST_TERMS = 16
+"""Micro-batches of all ranks up to which each one's share of a gradient is fitted."""
+Loss = Callable[[nn.Module, Any], Tensor]
+Backward = Callable[[nn.Module, Any], object]
+Gradients = dict[str, Tensor]
+
+
+def gradient_readings(
+    set_up: SetUp, batch: Any, loss: Loss, backward: Backward | None, unseen: dict[str, str]
+) -> tuple[list[Reading], list[str]]:
+    """Compare the gradients of one step as configured with float32's in one process; all ranks make the call.
+
+    Args:
+        unseen: filled with what could not be compared, and why.
+
+    Returns:
+        Readings beyond rounding, the same on every rank; and a line that says what was equal.
+    """
+    ranks, model = all_ranks(), set_up.model
+    parts = list(batch) if isinstance(batch, list) else [batch]
+    with put_back(model):
+        gradients, dtypes = _configured(model, batch, parts, loss, backward)
+    apart = _apart(gradients, ranks)
+    reference, all_parts = float32_copy(model), [part for own in ranks.gather(parts) for part in own]
+    unit = _unit_roundoff(model, dtypes)
+
+    def compare() -> tuple[list[Reading], list[str], str]:
+        try:
+            return *_compared(reference, gradients, all_parts, loss, unit, ranks, apart), ""
+        except RuntimeError as error:  # a kernel that takes 16 bits alone
+            return [], [], f"the float32 copy cannot compute: {type(error).__name__}: {error}"[:200]
+
+    readings, lines, why_not = ranks.of_first(compare) if ranks.size > 1 else compare()
+    if why_not:
+        unseen["the gradient"] = why_not
+    if not any(map(is_sharded, model.parameters())) and not any(r.what == "nonfinite-gradient" for r in readings):
+        readings += _steps_on_a_copy(set_up, gradients, unseen)
+    else:
+        unseen["the optimizer's step"] = "parameters are sharded, or a gradient is not finite"
+    return readings, lines
+
+
+# ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def put_back(model: nn.Module) -> Iterator[None]:
+    """Put back gradients, buffers, modes and random generators at the end; within it, modules are in evaluation mode."""
+    modes = {module: module.training for module in model.modules()}
+    gradients = {p: p.grad for p in model.parameters()}
+    buffers = {b: b.detach().clone() for b in model.buffers()}
+    python = random.getstate()
+    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices):
+        try:
+            for p in gradients:
+                p.grad = None
+            for module in modes:
+                module.training = False  # not train(False), which some modules override
+            yield
+        finally:
+            random.setstate(python)
+            for module, is_training in modes.items():
+                module.training = is_training
+            for p, gradient in gradients.items():
+                p.grad = gradient
+            with torch.no_grad():
+                for b, value in buffers.items():
+                    b.copy_(value)
+
+
+def _configured(
+    model: nn.Module, batch: Any, parts: Sequence[Any], loss: Loss, backward: Backward | None
+) -> tuple[Gradients, set[torch.dtype]]:
+    """Run the configured passes, and return the whole gradients and the formats of all results."""
+    dtypes: set[torch.dtype] = set()
+
+    def note(module: nn.Module, args: Any, output: Any) -> None:
+        values = (
+            output.values()
+            if isinstance(output, Mapping)
+            else output
+            if isinstance(output, (tuple, list))
+            else [output]
+        )
+        dtypes.update(graph_dtypes(t for t in values if isinstance(t, Tensor) and t.grad_fn is not None)[0])
+
+    handle = model.register_forward_hook(OwnHook(note))
+    try:
+        if backward is not None:
+            backward(model, batch)
+        for place, part in enumerate(parts) if backward is None else ():
+            last = place == len(parts) - 1
+            waits: AbstractContextManager[Any] = nullcontext() if last else getattr(model, "no_sync", nullcontext)()
+            with waits:
+                (loss(model, part) / len(parts)).backward()
+    finally:
+        handle.remove()
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradient = p.grad if p.grad is not None else getattr(p, "main_grad", None)
+        if p.requires_grad and isinstance(gradient, Tensor):
+            gradient = gradient.detach()
+            gradients[inner_name(name)] = _whole(gradient).to_dense().clone()
+            dtypes.add(p.dtype)
+    return gradients, dtypes
+
+
+def _whole(tensor: Any) -> Tensor:
+    """Return a tensor with the parts of all ranks."""
+    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor
+    return whole
+
+
+def _unit_roundoff(model: nn.Module, dtypes: set[torch.dtype]) -> float:
+    """Return the unit roundoff of the narrowest format that the configured pass computes in."""
+    formats = {dtype_name(dtype) for dtype in dtypes} & FORMATS.keys()
+    formats |= {"tfloat32"} if torch.get_float32_matmul_precision() != "highest" else set()
+    for module in model.modules():
+        if isinstance(module, NarrowLayer):
+            formats |= {cast.format for cast in module.compute.casts.values() if cast.format in FORMATS}
+    return max((FORMATS[name].epsilon / 2 for name in formats), default=2.0**-24)
+
+
+def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, list[Tensor]]:
+    """Return the gradients of every rank, of tensors whose ranks hold different bits."""
+    if ranks.size == 1:
+        return {}
+    of_all = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
+    names = [name for name in gradients if len({prints.get(name) for prints in of_all}) > 1]
+    gathered = ranks.gather({name: gradients[name].cpu() for name in names})
+    return {name: [own[name] for own in gathered if name in own] for name in names}
+
+
+# ── float32 in one process ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def float32_copy(model: nn.Module) -> nn.Module:
+    """Return a deep copy in float32 and evaluation mode: whole, without wrappers, compiled code and hooks of FSDP2.
+
+    All ranks of a sharded model make the call. Narrow layers of ours multiply in float32.
+    """
+    model, memo, classes = unwrapped_model(model), dict[int, Any](), dict[nn.Module, type]()
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(_whole(p.detach()).float().clone(), requires_grad=p.requires_grad)
+    for module in model.modules():
+        if type(module).__name__.startswith("FSDP") and len(type(module).__mro__) > 2:
+            classes[module] = type(module)
+            names = [name for name in module.__dict__ if "_hooks" in name or name.startswith("__composable_api_state")]
+            memo |= {id(module.__dict__[name]): OrderedDict() for name in names}
+    try:
+        for module, kind in classes.items():
+            module.__class__ = kind.__mro__[2]
+        twin = copy.deepcopy(model, memo)
+    finally:
+        for module, kind in classes.items():
+            module.__class__ = kind
+    for module in twin.modules():
+        module.training = False
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            module._compiled_call_impl = None
+        if isinstance(module, NarrowLayer):
+            module.set_compute(COMPUTES["float32"])
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in NARROW:
+                module._buffers[name] = buffer.float()
+    return twin
+
+
+class Widened(TorchDispatchMode):
+    """Compute in float32 what a forward pass casts to 16 bits, by autocast or itself; round each result at random.
+
+    Args:
+        unit: the largest relative rounding of a result; 0 rounds nothing.
+    """
+
+    def __init__(self, unit: float = 0.0, seed: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit, self.generators, self.seed = unit, dict[torch.device, torch.Generator](), seed
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if kwargs.get("dtype") in NARROW:
+            kwargs["dtype"] = torch.float32
+        result = func(*args, **kwargs)
+        is_fresh = all(value.alias_info is None for value in func._schema.returns)
+        return tree_map(self._rounded, result) if self.unit and is_fresh else result
+
+    def _rounded(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.numel():
+            return x
+        if x.device not in self.generators:
+            self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
+        noise = torch.rand(x.shape, generator=self.generators[x.device], device=x.device, dtype=torch.float32)
+        return x * (1 + self.unit * (2 * noise - 1)).to(x.dtype)
+
+
+def gradients_of(model: nn.Module, part: Any, loss: Loss, unit: float = 0.0, seed: int = 0) -> Gradients:
+    """Return the gradients of a float32 model, float64 on its device."""
+    named = {inner_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    with torch.random.fork_rng(sorted({p.device.index or 0 for p in named.values() if p.is_cuda})), Widened(unit, seed):
+        gradients: Any = torch.autograd.grad(loss(model, part), list(named.values()), allow_unused=True)
+    return {
+        name: torch.zeros_like(p, dtype=torch.float64) if g is None else g.detach().to_dense().double()
+        for (name, p), g in zip(named.items(), gradients, strict=True)
+    }
+
+
+def concatenated(parts: Sequence[Any]) -> Any:
+    """Return micro-batches as one: tensors are concatenated along their first dim, dicts and tuples item by item.
+
+    Raises:
+        RecipeError: they cannot be.
+
+    Example:
+        >>> concatenated([(torch.zeros(2, 3), 1), (torch.ones(1, 3), 1)])[0].shape
+        torch.Size([3, 3])
+    """
+    first = parts[0]
+    if isinstance(first, Tensor):
+        try:
+            return torch.cat([part.to(first.device) for part in parts]) if first.ndim else first
+        except RuntimeError as error:
+            raise RecipeError(
+                f"Cannot join the micro-batches because their shapes differ: {', '.join(str(tuple(p.shape)) for p in parts)}.",
+                "Pad them to one length.",
+            ) from error
+    if isinstance(first, Mapping):
+        return {key: concatenated([part[key] for part in parts]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(concatenated(items) for items in zip(*parts, strict=True))
+    return first
+
+
+# ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _compared(
+    reference: nn.Module,
+    gradients: Gradients,
+    parts: Sequence[Any],
+    loss: Loss,
+    unit: float,
+    ranks: Ranks,
+    apart: Mapping[str, Sequence[Tensor]],
+) -> tuple[list[Reading], list[str]]:
+    parts = tree_map(_widened, list(parts))
+    whole = concatenated(parts)
+    exact = gradients_of(reference, whole, loss)
+    bounds = dict.fromkeys(exact, LEAST)
+    for seed in (0, 1):
+        moved = gradients_of(reference, whole, loss, unit, seed)
+        for name, gradient in moved.items():
+            length = float(exact[name].norm())
+            bounds[name] = max(
+                bounds[name], MARGIN * float((gradient - exact[name]).norm()) / length if length else 0.0
+            )
+    counts = _counts(len(parts) // ranks.size, ranks.size)
+    terms: list[Gradients] = []
+    readings, num_equal, largest = [], 0, 0.0
+    for name in reversed(exact):  # in the order of backward
+        r, bound = exact[name], bounds[name]
+        length = float(r.norm())
+        if not length and name not in gradients:
+            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
+            continue
+        if name in apart:
+            readings.append(_not_reduced(name, apart[name], exact[name]))
+            continue
+        g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
+        if bad := int((~g.isfinite()).sum()):
+            readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0))
+            continue
+        if not bool(g.any()) and length:
+            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
+            continue
+        distance = float((g - r).norm()) / length if length else math.inf
+        if distance <= bound:
+            num_equal += 1
+            largest = max(largest, distance)
+            continue
+        factor = float((g * r).sum()) / length**2 if length else 0.0
+        if factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
+            readings.append(
+                KINDS["gradient-factor"].reading(name, factor, 1.0, max(bound, LEAST), equals=equal_to(factor, counts))
+            )
+            continue
+        if not terms and 1 < len(parts) <= MOST_TERMS:
+            terms = [gradients_of(reference, part, loss) for part in parts]
+        words = _terms_of(g, r, [term[name] for term in terms], bound, ranks.size)
+        readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
+    line = f"gradients: {num_equal} of {counted(len(exact), 'tensor')} equal to float32's in one process"
+    line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})"
+    return _one_a_kind(readings, len(exact)), [line]
+
+
+def _widened(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
+
+
+def _one_a_kind(readings: list[Reading], number: int) -> list[Reading]:
+    """Join readings over tensors; of values that are not finite only the first in backward is news."""
+    bad = [reading for reading in readings if reading.what == "nonfinite-gradient"]
+    return bad[:1] + joined([reading for reading in readings if reading.what != "nonfinite-gradient"], number)
+
+
+def _not_reduced(name: str, of_ranks: Sequence[Tensor], exact: Tensor) -> Reading:
+    first = of_ranks[0].double()
+    spread = max(float((g.double() - first).norm()) for g in of_ranks[1:]) / max(float(first.norm()), 1e-300)
+    mean = torch.stack([g.double() for g in of_ranks]).mean(0).to(exact.device)
+    is_mean = float((mean - exact).norm()) <= 1e-2 * float(exact.norm())
+    return KINDS["not-reduced"].reading(name, spread, 0.0, terms="; their mean is float32's" if is_mean else "")
+
+
+def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_ranks: int) -> str:
+    """Say how often each micro-batch counts, where a sum of their gradients explains the difference."""
+    if not terms:
+        return ""
+    columns = [term.flatten().cpu() for term in terms]
+    shares, _ = fitted(r.flatten().cpu(), columns)
+    found, left = fitted(g.flatten().cpu(), columns)
+    if left > 2 * bound * float(g.norm()) or any(abs(share) < 1e-6 for share in shares):
+        return ""
+    times = [round(number / share, 4) + 0.0 for number, share in zip(found, shares, strict=True)]
+    per_rank = len(terms) // num_ranks
+    rows = [", ".join(f"{t:.3g}" for t in times[k : k + per_rank]) for k in range(0, len(times), per_rank)]
+    where = "; ".join(f"rank {k}: {row}" for k, row in enumerate(rows)) if num_ranks > 1 else rows[0]
+    return f"Micro-batches count {where} times."
+
+
+def _counts(num_parts: int, num_ranks: int) -> dict[float, str]:
+    """Return the numbers that a factor may equal, with their names."""
+    named = {float(num_parts): "the number of micro-batches", float(num_ranks): "the number of ranks"}
+    named |= {1 / number: f"1 / {name}" for number, name in list(named.items())}
+    if num_parts > 1 and num_ranks > 1:
+        named |= {float(num_parts * num_ranks): "micro-batches times ranks", 1 / (num_parts * num_ranks): "1 / (both)"}
+    named |= {2.0**power: f"2^{power}" for power in range(1, 33)} | {
+        2.0**-power: f"2^-{power}" for power in range(1, 33)
+    }
+    named[65536.0], named[2.0**-16] = "2^16, the loss scale that torch begins with", "1 / 65,536, a loss scale"
+    return {number: name for number, name in {**named, **_first(num_parts, num_ranks)}.items() if number != 1}
+
+
+def _first(num_parts: int, num_ranks: int) -> dict[float, str]:
+    both = ((num_ranks, "the number of ranks"), (num_parts, "the number of micro-batches"))
+    words: dict[float, str] = {}
+    for number, name in both:
+        for value, word in ((float(number), name), (1 / number, f"1 / {name}")):
+            words[value] = f"{words[value]} and {word}" if value in words else word
+    return words
+
+
+def equal_to(factor: float, counts: Mapping[float, str]) -> str:
+    """Return ``, which is NAME`` for a known number.
+
+    Example:
+        >>> equal_to(4.001, {4.0: "the number of ranks"}), equal_to(3.3, {4.0: "the number of ranks"})
+        (', which is the number of ranks', '')
+    """
+    name = next((name for number, name in counts.items() if abs(factor / number - 1) < 0.005), "")
+    return f", which is {name}" if name else ""
+
+
+# ── the optimizer's step ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _steps_on_a_copy(set_up: SetUp, gradients: Gradients, unseen: dict[str, str]) -> list[Reading]:
+    """Take three steps of a copy of the first optimizer with the same gradients, and compare the third with its rule."""
+    optimizer, readings = set_up.optimizers[0], list[Reading]()
+    names = {id(p): inner_name(name) for name, p in set_up.model.named_parameters()}
+    try:
+        twin = copy.deepcopy(optimizer)
+        pairs = [
+            (names.get(id(p), ""), other)
+            for group, others in zip(optimizer.param_groups, twin.param_groups, strict=True)
+            for p, other in zip(group["params"], others["params"], strict=True)
+        ]
+
+        def take(_: int, found: list[Reading], row: dict[str, Any]) -> None:
+            readings.extend(found)
+            unseen.update({f"{piece} (on a copy)": why for piece, why in (row.get("unseen") or {}).items()})
+
+        check = StepCheck({id(p): name for name, p in pairs}, twin, 0, take, first=3)
+        for _ in range(3):
+            for name, p in pairs:
+                p.grad = gradients[name].to(p.dtype).reshape(p.shape) if name in gradients else None
+            twin.step()
+        check.remove()
+    except Exception as error:
+        unseen["the optimizer's step"] = f"a copy of it cannot step: {type(error).__name__}: {error}"[:200]
+    return readings

@@ -1,0 +1,261 @@
+"""Saved here, resumed there: is it the same run? A certificate for any loop.
+
+The state that was saved is compared with what fresh objects hold after the load, and then the step after the checkpoint is taken
+by both. Tensors are compared by fingerprints of their bits and of their values, which do not depend on how they are sharded, so
+the second part may run on another number of ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading, Readings
+from narrowgauge.checks.set_up import inner_name
+from narrowgauge.distributed.ranks import all_ranks
+from narrowgauge.distributed.sharding import fingerprints_whole
+from narrowgauge.errors import RecipeError
+from narrowgauge.numerics.dtensor import is_sharded
+from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.optim.optimizer import Optimizer
+
+Objects = Mapping[str, Any]
+Step = Callable[[], Objects]
+Entry = dict[str, Any]
+BITS, VALUE, NOT_RESTORED = "same bits", "same value", "not restored"
+
+
+def check_resume(
+    step: Step | None,
+    save: Callable[[], Any],
+    load: Callable[[Any], tuple[Objects, Step]] | None,
+    *,
+    record: str | Path | None = None,
+) -> Readings:
+    """Prove that a resumed loop is the same run: restore in fresh objects, and take the step after the checkpoint again.
+
+    All ranks make the call. On another number of ranks it is two calls: one job passes ``load=None`` and a ``record`` to write,
+    the other ``step=None`` and the same ``record``; its ``save()`` says where the checkpoint is.
+
+    Args:
+        step: takes the loop's next step and returns what the loop has, by name: modules, optimizers, tensors, numbers, and
+            anything with a ``state_dict()``.
+        save: writes a checkpoint, and returns what ``load`` needs.
+        load: builds everything anew from the checkpoint, and returns the fresh objects by the same names, and their ``step``.
+        record: the file that carries what was saved to another job.
+    Returns:
+        A reading for each name that is not restored. Its lines say of each kind: same bits, same value, or not restored.
+    Raises:
+        RecipeError: two jobs, and no record.
+
+    Example:
+        >>> import copy, narrowgauge as ng
+        >>> def loop(saved=None):
+        ...     torch.manual_seed(0)
+        ...     model = nn.Linear(4, 4)
+        ...     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ...     objects = {"model": model, "optimizer": optimizer}
+        ...     if saved is not None:
+        ...         model.load_state_dict(saved)  # and not the optimizer
+        ...     def step():
+        ...         model(torch.ones(2, 4)).square().sum().backward()
+        ...         optimizer.step(), optimizer.zero_grad()
+        ...         return objects
+        ...     return objects, step
+        >>> objects, step = loop()
+        >>> result = ng.check_resume(step, lambda: copy.deepcopy(objects["model"].state_dict()), loop)
+        >>> [reading.tensor for reading in result][:3]
+        ['optimizer.step', 'optimizer.exp_avg', 'optimizer.exp_avg_sq']
+    """
+    ranks = all_ranks()
+    if record is None and (load is None or step is None):
+        raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
+    file = None if record is None else Path(record)
+    if step is not None:
+        held = snapshot(step())
+        saved = save()
+        generators = _generators()
+        after = snapshot(step())
+        if file is not None and ranks.is_first:
+            file.write_text(json.dumps({"held": held | generators, "after": after}), encoding="utf-8")
+        held |= generators
+        if load is None:
+            return Readings([], [f"{len(held)} tensors and numbers recorded in {record}"])
+    else:
+        assert file is not None
+        known = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
+        held, after, saved = known["held"], known["after"], save()
+    _scramble()
+    assert load is not None
+    objects, fresh_step = load(saved)
+    loaded = snapshot(objects)
+    restored = _generators()
+    if step is not None:
+        loaded |= restored
+    else:  # each rank has its own
+        held = {name: entry for name, entry in held.items() if name not in restored}
+    held = {name: entry for name, entry in held.items() if _object_of(name) in {*objects, "generators"}}
+    readings, lines = _differences(held, loaded, "after the load")
+    again = snapshot(fresh_step())
+    if not readings:
+        readings, more = _differences(after, again, "after one step more")
+        lines += more
+    return Readings(readings, lines, "every state has the bits of the run that went on")
+
+
+def _differences(before: Mapping[str, Entry], now: Mapping[str, Entry], when: str) -> tuple[list[Reading], list[str]]:
+    """Return a reading for each kind of state that is not restored, and a line that counts all."""
+    verdicts: dict[str, dict[str, list[str]]] = {}
+    for name, entry in before.items():
+        kind, _, rest = name.partition("|")
+        verdicts.setdefault(kind, {}).setdefault(_verdict(entry, now.get(name)), []).append(rest)
+    readings = []
+    for kind, groups in verdicts.items():
+        if names := groups.get(NOT_RESTORED):
+            name = f"{kind}|{names[0]}"
+            entry, other = before[name], now.get(name)
+            value, expected = (other or {}).get("number"), entry.get("number")
+            shown = f"{entry['shown']} was saved, {other['shown'] if other else 'nothing'} is there {when}"
+            count = f"{len(names)} of {sum(map(len, groups.values()))}: " if names[0] else ""
+            message = f"{count}{names[0]}{': ' if names[0] else ''}{shown}."
+            readings.append(KINDS["not-restored"].reading(kind, value, expected, message=message))
+    words = [
+        f"{kind} {', '.join(f'{v} ({len(n)})' if n[0] else v for v, n in groups.items())}"
+        for kind, groups in verdicts.items()
+    ]
+    return readings, [f"{when}: {'; '.join(words)}"]
+
+
+def _object_of(name: str) -> str:
+    return name.partition("|")[0].partition(".")[0].removesuffix(" buffers")
+
+
+def _verdict(entry: Entry, other: Entry | None) -> str:
+    if other is None:
+        return NOT_RESTORED
+    if entry["bits"] == other["bits"]:
+        return BITS
+    return VALUE if entry["value"] == other["value"] else NOT_RESTORED
+
+
+# ── what a loop holds ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def snapshot(objects: Objects) -> dict[str, Entry]:
+    """Return an entry for each state of a loop's objects, as ``KIND|NAME``; all ranks make the call."""
+    names = {
+        id(p): inner_name(n) for o in objects.values() if isinstance(o, nn.Module) for n, p in o.named_parameters()
+    }
+    states = {f"{kind}|{name}": value for key, o in objects.items() for kind, name, value in _states_of(key, o, names)}
+    tensors = {
+        key: value for key, value in states.items() if isinstance(value, Tensor) and value.layout is torch.strided
+    }
+    bits = fingerprints_whole(tensors)
+    values = fingerprints_whole({k: t.double() if t.is_floating_point() else t.long() for k, t in tensors.items()})
+    entries: dict[str, Entry] = {}
+    for key, value in states.items():
+        if key in tensors:
+            norm = _norm(tensors[key])
+            shown = f"{str(value.dtype).removeprefix('torch.')} of norm {norm:.6g}"
+            entries[key] = {
+                "bits": f"{value.dtype} {bits[key]}",
+                "value": str(values[key]),
+                "number": norm,
+                "shown": shown,
+            }
+        else:
+            number = float(value) if isinstance(value, (int, float)) else None
+            entries[key] = {
+                "bits": repr(value),
+                "value": repr(number if number is not None else value),
+                "number": number,
+            }
+            entries[key]["shown"] = repr(value)[:60]
+    return entries
+
+
+def _norm(tensor: Tensor) -> float:
+    total: Any = tensor.detach().double().square().sum()
+    squares = float(total.full_tensor() if is_sharded(total) else total)
+    return math.sqrt(squares)
+
+
+def _states_of(key: str, value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
+    """Yield kind, name and value of what an object holds."""
+    if isinstance(value, nn.Module):
+        yield from ((key, inner_name(name), p.detach()) for name, p in value.named_parameters())
+        yield from ((f"{key} buffers", inner_name(name), b) for name, b in value.named_buffers())
+    elif isinstance(value, torch.optim.Optimizer):
+        yield from _optimizer_states(key, value, names)
+    elif isinstance(value, Tensor):
+        yield key, "", value.detach()
+    elif hasattr(value, "state_dict"):
+        yield from ((key, name, item) for name, item in _leaves(value.state_dict()))
+    else:
+        yield from ((key, name, item) for name, item in _leaves(value))
+
+
+def _optimizer_states(
+    key: str, optimizer: torch.optim.Optimizer, names: Mapping[int, str]
+) -> Iterator[tuple[str, str, Any]]:
+    for index, group in enumerate(optimizer.param_groups):
+        for option in ("lr", "weight_decay"):
+            if option in group:
+                yield f"{key}.{option}", f"group {index}", float(group[option])
+        for place, p in enumerate(group["params"]):
+            name = names.get(id(p), f"group {index}, parameter {place}")
+            if isinstance(optimizer, Optimizer):
+                for what in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer"):
+                    try:
+                        yield f"{key}.{what}", name, optimizer.stored(p, what)
+                    except KeyError:  # another rule has other states
+                        continue
+                yield f"{key}.step", name, optimizer.num_steps(p)
+                continue
+            for what, state in optimizer.state.get(p, {}).items():
+                if isinstance(state, Tensor) and state.numel() == 1:
+                    state = float(state)
+                if isinstance(state, (Tensor, int, float)):
+                    yield f"{key}.{what}", name, state
+    if isinstance(optimizer, Optimizer) and optimizer.loss_scaler is not None:
+        yield f"{key}.loss scale", "", float(optimizer.loss_scaler.scale_tensor)
+
+
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, (list, tuple)) and len(value) <= 16:
+        for place, item in enumerate(value):
+            yield from _leaves(item, f"{name}.{place}" if name else str(place))
+    elif isinstance(value, np.ndarray):
+        yield name, torch.from_numpy(np.ascontiguousarray(value))
+    elif value is None or isinstance(value, (Tensor, int, float, str, bool)):
+        yield name, value
+
+
+def _generators() -> dict[str, Entry]:
+    """Return entries for the random generators of this process."""
+    numpy_state: Any = np.random.get_state()
+    states = {"torch": torch.get_rng_state(), "numpy": torch.from_numpy(numpy_state[1].astype(np.int64))}
+    states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
+    states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
+    prints = {name: str(fingerprint(state)) for name, state in states.items()}
+    return {
+        f"generators|{name}": {"bits": p, "value": p, "number": None, "shown": f"state {p[:8]}"}
+        for name, p in prints.items()
+    }
+
+
+def _scramble() -> None:
+    """Draw from the random generators, as another process's begin elsewhere: a load must set them."""
+    torch.rand(7), np.random.rand(7), random.random()

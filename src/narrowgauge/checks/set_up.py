@@ -1,0 +1,215 @@
+"""A user's set-up as the checks see it: a model, its optimizers, and the storage that each optimizer amounts to.
+
+An optimizer of another library is described by the row of ``STORAGES`` that does the same: ``torch.optim.AdamW`` over bfloat16
+weights is ``naive``, with a master copy it is ``master``, with Kahan's compensation ``kahan``. So one law judges all optimizers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.machine import require_float64
+from narrowgauge.numerics.dtensor import local_of
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.storages import STORAGES, WIDE, Storage
+from narrowgauge.torch_names import plain_name
+
+NARROW = (torch.bfloat16, torch.float16)
+NAIVE = {torch.bfloat16: "naive", torch.float16: "float16/naive", torch.float32: "float32", torch.float64: "float32"}
+MASTER = {torch.bfloat16: "master", torch.float16: "float16/master"}
+KNOWN = {
+    "torch", "narrowgauge", "torchao", "bitsandbytes", "apex", "transformer_engine", "transformers", "optimi", "heavyball",
+    "flashoptim",
+}  # fmt: skip
+"""Libraries whose optimizers say before their first step what they keep."""
+SAMPLE = 1 << 14
+"""Elements of each parameter that are read, evenly spread."""
+
+# How optimizers of other libraries say that they keep what a narrow weight rounds off: an option of a group or an attribute
+# of the optimizer, the values that mean it, and the storage that it amounts to.
+KEEPERS: tuple[tuple[str, tuple[object, ...], str], ...] = (
+    ("kahan_sum", (True, None), "kahan"),  # torch-optimi; None is its default, for narrow weights
+    ("use_kahan_summation", (True,), "kahan"),  # AnyPrecisionAdamW
+    ("bf16_stochastic_round", (True,), "stochastic"),  # torchao
+    ("stochastic_rounding", (True,), "stochastic"),  # HeavyBall
+    ("param_ecc", ("bf16+8", "fp16+8"), "split8"),  # HeavyBall
+    ("param_ecc", ("bf16+16", "fp16+16"), "exact"),
+    ("master_weight_bits", (24,), "split8"),  # FlashOptim
+    ("master_weight_bits", (32,), "exact"),
+)
+
+
+@dataclass(frozen=True)
+class SteppedParameter:
+    """A parameter in an optimizer, under its name in the model; ``storage`` says what is kept of it."""
+
+    name: str
+    parameter: Tensor
+    group: dict[str, Any]
+    optimizer: torch.optim.Optimizer
+    storage: Storage
+
+    @property
+    def rate(self) -> float:
+        """Return the learning rate, or the initial one that a schedule multiplies, whichever is larger."""
+        # Some have None: transformers' Adafactor computes its own.
+        return max(float(self.group.get(name) or 0.0) for name in ("lr", "initial_lr"))
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return dict(self.optimizer.state.get(self.parameter, {}))
+
+    @property
+    def is_short(self) -> bool:
+        """Return whether a change below half a spacing of a 16-bit weight is lost."""
+        return self.storage.visible not in WIDE and self.keeps_nothing
+
+    @property
+    def keeps_nothing(self) -> bool:
+        """Return whether the visible weight is all that is kept; float32 is too."""
+        row = self.storage
+        if type(self.optimizer).__module__.partition(".")[0] not in KNOWN and not self.state:
+            return False  # a class of the user's own may make a master copy in its first step
+        return not row.beside and row.weight.rounding == "nearest" and self.parameter.dtype is not torch.float64
+
+    @property
+    def is_normalized(self) -> bool:
+        """Return whether a rule bounds its changes by about the learning rate, rather than following the gradient's size."""
+        kind = type(self.optimizer).__name__.lower()
+        return "sign" in kind or not ("sgd" in kind or "lbfgs" in kind)
+
+
+@dataclass
+class SetUp:
+    """A model as given, perhaps wrapped, and its optimizers without wrappers."""
+
+    model: nn.Module
+    optimizers: list[torch.optim.Optimizer]
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the model's parameters by their names without wrappers."""
+        return {inner_name(name): parameter for name, parameter in self.model.named_parameters()}
+
+    @cached_property
+    def stepped(self) -> list[SteppedParameter]:
+        """Return every parameter of every optimizer, as often as a group names it."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        return [
+            SteppedParameter(
+                names.get(id(p), f"group {index}, parameter {place}"), p, group, optimizer, storage_of(optimizer, group, p)
+            )
+            for optimizer in self.optimizers
+            for index, group in enumerate(optimizer.param_groups)
+            for place, p in enumerate(group["params"])
+        ]  # fmt: skip
+
+    @property
+    def trained(self) -> list[SteppedParameter]:
+        """Return the stepped parameters that have values and are not frozen."""
+        return [p for p in self.stepped if p.parameter.requires_grad and not p.parameter.is_meta]
+
+
+def set_up_of(model: Any, optimizer: Any) -> SetUp:
+    """Return the set-up; refuse what is no model or optimizer."""
+    if not isinstance(model, nn.Module):
+        raise RecipeError(f"Cannot check a {type(model).__name__} as a model.", "Pass the torch.nn.Module.")
+    require_float64(model.parameters())
+    optimizers = []
+    for outer in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        inner = outer
+        while isinstance(deeper := getattr(inner, "optimizer", None), torch.optim.Optimizer) and deeper is not inner:
+            inner = deeper  # of Accelerate and Lightning
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise RecipeError(
+                f"Cannot check a {type(outer).__name__} as an optimizer.",
+                "Pass the torch.optim.Optimizer that steps the model, or a list of several.",
+            )
+        optimizers.append(inner)
+    return SetUp(model, optimizers)
+
+
+def described(set_up: SetUp) -> list[str]:
+    """Return a line with the formats of weights, gradients and states, and one for each optimizer's settings."""
+    by_kind: dict[str, dict[str, None]] = {"weights": {}, "gradients": {}, "states": {}}
+    for p in set_up.stepped:
+        by_kind["weights"][dtype_name(p.parameter.dtype)] = None
+        if p.parameter.grad is not None:
+            by_kind["gradients"][dtype_name(p.parameter.grad.dtype)] = None
+        states = [s for s in p.state.values() if isinstance(s, Tensor) and s.ndim and s.is_floating_point()]
+        by_kind["states"] |= {dtype_name(s.dtype): None for s in states}
+        if isinstance(p.optimizer, Optimizer):
+            by_kind["states"][p.storage.name] = None
+        elif type(p.optimizer).__module__.startswith("torch.optim") and not states:
+            by_kind["states"][dtype_name(p.parameter.dtype)] = None
+    by_kind["gradients"] = by_kind["gradients"] or by_kind["weights"]
+    lines = ["; ".join(f"{kind} {', '.join(names) or 'unknown'}" for kind, names in by_kind.items())]
+    for optimizer in set_up.optimizers:
+        rows = dict.fromkeys(p.storage.name for p in set_up.stepped if p.optimizer is optimizer)
+        group = optimizer.param_groups[0]
+        options = [f"{name} {_value(group[name])}" for name in ("lr", "betas", "eps", "weight_decay") if name in group]
+        package = type(optimizer).__module__.split(".")[0]
+        lines.append(f"{package}.{type(optimizer).__name__}, storage {' and '.join(rows)}: {', '.join(options)}")
+    return lines
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_value, value))})"
+    return "none" if value is None else f"{float(value):g}"
+
+
+def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Storage:
+    """Return the row of ``STORAGES`` that an optimizer amounts to, for one parameter."""
+    if isinstance(optimizer, Optimizer):
+        return optimizer.storage_of(parameter)
+    if parameter.dtype in NARROW:
+        if _has_master(optimizer, parameter) or _says_master(optimizer, group, parameter):
+            return STORAGES[MASTER[parameter.dtype]]
+        for option, values, name in KEEPERS:
+            value = group.get(option, getattr(optimizer, option, ...))
+            if any(value is keeper or value == keeper for keeper in values):
+                return STORAGES[name]
+    return STORAGES[NAIVE.get(parameter.dtype, "naive")]
+
+
+def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
+    """Return whether a state is a master copy: float32, and within one rounding of the narrow weight."""
+    weight = sample(parameter.detach()).float()
+    for value in dict(optimizer.state.get(parameter, {})).values():
+        if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
+            is_near = (sample(value) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30
+            if weight.count_nonzero() and bool(is_near.all()):
+                return True
+    return False
+
+
+def _says_master(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> bool:
+    """Return whether an optimizer says that it steps a master copy: ``FusedAdam`` of TransformerEngine or Apex.
+
+    Apex's makes a copy of each weight, and steps bfloat16 weights without it.
+
+    Source: Apex at 6424da3, ``optimizers/fused_adam.py``, lines 104 to 115, 219 to 223 and 274 to 288.
+    """
+    is_apex = hasattr(optimizer, "param_groups_master")
+    has_masters = group.get("master_weights", getattr(optimizer, "master_weights", None))
+    return has_masters is True and not (is_apex and parameter.dtype is torch.bfloat16)
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return evenly spread elements of this rank's part; the same at every call."""
+    flat = local_of(tensor).flatten()
+    return flat[:: max(1, flat.numel() // SAMPLE)]
+
+
+def inner_name(name: str) -> str:
+    """Return a name without the prefixes of compilers, activation checkpointing and DistributedDataParallel."""
+    return plain_name(name).removeprefix("module.")

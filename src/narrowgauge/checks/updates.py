@@ -1,0 +1,244 @@
+"""What rounding will lose of each tensor's updates, predicted from weights, states, learning rate and storage.
+
+Each weight is moved by the step that its rule would take and rounded as its storage rounds. With Adam's moments in the state the
+step is theirs; before the first step it is a normal draw of the size that Adam's steps settle to, and at most the learning rate.
+Sums and ratios are those of the audit, so the prediction reads as the audit's measurement during the run will.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from narrowgauge.analysis.kinds import KINDS
+from narrowgauge.analysis.reading import Reading, of_all
+from narrowgauge.checks.set_up import NARROW, SetUp, SteppedParameter, sample
+from narrowgauge.numerics.metrics import update_metrics, update_sums
+from narrowgauge.numerics.rounding import round_to
+from narrowgauge.optim.optimizer import Optimizer
+from narrowgauge.runs.finding import counted
+from narrowgauge.spec.formats import dtype_name
+from narrowgauge.spec.significance import MIN_EDQ
+from narrowgauge.spec.storages import STORAGES
+
+STILL = 0.9
+"""Share of the elements that the largest step does not move, from which a tensor stands still."""
+_TYPICAL = 0.23
+"""Root mean square of Adam's step over its learning rate, for gradients of random sign: √((1 − β1) / (1 + β1)) at β1 = 0.9."""
+DECOUPLED = ("adamw", "lion", "lamb", "muon", "adan")
+
+
+def update_readings(set_up: SetUp) -> Iterator[Reading]:
+    """Yield what rounding will lose: tensors that stand still, lost updates, decay, frozen moments, truncated settings."""
+    still = [p for p in set_up.trained if _stands_still(p)]
+    yield from _standing_still(still)
+    yield from _lost_updates([p for p in set_up.trained if p.is_short and p not in still])
+    yield from _swallowed_decay(set_up)
+    yield from _frozen_second_moment(set_up)
+    yield from _truncated(set_up)
+    yield from _no_matrix(set_up)
+
+
+# ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
+    """Return the change that a step will make to sampled weights, float32; ``None`` where nothing tells its size yet."""
+    state, rate = stepped.state, stepped.rate
+    mean, square = state.get("exp_avg"), state.get("exp_avg_sq")
+    shape = stepped.parameter.shape
+    if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape == shape and square.any():
+        betas, count = stepped.group.get("betas", (0.9, 0.999)), max(1.0, float(state.get("step", 1)))
+        first, second = sample(mean).float() / (1 - betas[0] ** count), sample(square).float() / (1 - betas[1] ** count)
+        step: Tensor = first / (second.sqrt() + float(stepped.group.get("eps", 1e-8)))
+        return -rate * step
+    if stepped.is_normalized:
+        share = (torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949 + 0.5) % 1.0
+        size = 1.0 if "sign" in type(stepped.optimizer).__name__.lower() or _is_lion(stepped) else _TYPICAL
+        draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1) if size < 1 else (share - 0.5).sign()
+        return (-rate * (size * draw).clamp(-1, 1)).float()
+    if stepped.parameter.grad is None:
+        return None
+    return -rate * sample(stepped.parameter.grad.detach()).float()
+
+
+def _is_lion(stepped: SteppedParameter) -> bool:
+    return "lion" in type(stepped.optimizer).__name__.lower()
+
+
+def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tensor:
+    """Return the audit's sums for a change of sampled weights, rounded to the visible format."""
+    stored = round_to(weight.float() + change, stepped.storage.visible).float() - weight.float()
+    return update_sums(change, stored, stored)
+
+
+def _stands_still(stepped: SteppedParameter) -> bool:
+    """Return whether the largest step, the learning rate itself, moves nearly no element."""
+    if not (stepped.rate > 0 and stepped.is_normalized and stepped.keeps_nothing):
+        return False
+    weight = sample(stepped.parameter.detach())
+    if not weight.count_nonzero():
+        return False
+    # In either direction: downwards from a power of two the spacing is half as large.
+    signs = 1 - 2 * (torch.arange(len(weight), device=weight.device) % 2).float()
+    share = float(update_metrics(predicted(stepped, stepped.rate * signs, weight))["lost_fraction"])
+    return share > STILL
+
+
+def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
+    groups: dict[tuple[float, str, float], list[SteppedParameter]] = {}
+    for p in still:
+        weight = sample(p.parameter.detach()).float().abs()
+        typical = float(weight.median()) or float(weight.max())
+        groups.setdefault((p.rate, p.storage.visible, 2.0 ** (math.frexp(typical)[1] - 1)), []).append(p)
+    for (rate, visible, typical), members in groups.items():
+        members.sort(key=lambda p: p.parameter.ndim)  # norms first
+        # Upwards half a spacing, downwards from a power of two a quarter.
+        spacing = 2.0 ** (math.log2(typical) - members[0].storage.weight.mantissa_bits)
+        ones = all(bool((sample(p.parameter.detach()) == typical).all()) for p in members)
+        needed = spacing / 4 if ones else spacing / 2
+        is_flat = all(p.parameter.ndim < 2 for p in members)
+        things = counted(len(members), "norm weight" if ones else "vector" if is_flat else "tensor")
+        yield KINDS["stands-still"].reading(
+            of_all(p.name for p in members), rate, None, needed, things=things, typical=typical, rate=rate,
+            format=visible, needed=needed, fallback=members[0].storage.fallback,
+        )  # fmt: skip
+
+
+def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
+    """16-bit weights without low bits, a master copy or a compensation; SGD's before its first gradient too."""
+    sums, names, worst = [], [], (2.0, "")
+    for p in short:
+        weight = sample(p.parameter.detach())
+        if p.rate <= 0 or (change := change_of(p, weight)) is None or not weight.numel():
+            continue
+        total = predicted(p, change, weight) * (p.parameter.numel() / len(weight))
+        sums.append(total)
+        if (quality := float(update_metrics(total)["edq"])) < MIN_EDQ:
+            names.append(p.name)
+            worst = min(worst, (quality, p.name))
+    if not names:
+        return
+    row, total = short[0].storage, torch.stack(sums).sum(0)
+    value, lost = (float(update_metrics(total)[name]) for name in ("edq", "lost_fraction"))
+    advice = (
+        f"Rounding will lose {lost:.0%} of the changes of a step at lr {short[0].rate:g}, so that it acts like {value:.2f} × lr; "
+        f'least of all in {worst[1]} ({worst[0]:.2f}). storage "{row.fallback}" keeps them in '
+        f"{STORAGES[row.fallback].bytes_per_param:g} bytes per parameter, where this takes {row.bytes_per_param:g}; start at "
+        f"lr {short[0].rate * value:.2g} there."
+    )
+    yield Reading(0, "storage", of_all(names), "lost-updates", value, 1.0, 1.0 - MIN_EDQ, advice)
+
+
+def _swallowed_decay(set_up: SetUp) -> Iterator[Reading]:
+    members = [p for p in set_up.trained if p.is_short and _is_swallowed(p)]
+    if members:
+        bits = members[0].storage.weight.mantissa_bits + 2
+        step = members[0].rate * float(members[0].group["weight_decay"])
+        yield KINDS["swallowed-decay"].reading(
+            of_all(p.name for p in members), step, None, 2.0**-bits, format=members[0].storage.visible, bits=bits,
+            fallback=members[0].storage.fallback,
+        )  # fmt: skip
+
+
+def _is_swallowed(stepped: SteppedParameter) -> bool:
+    kind = type(stepped.optimizer).__name__.lower()
+    is_decoupled = any(name in kind for name in DECOUPLED) or bool(stepped.group.get("decoupled_weight_decay"))
+    step = stepped.rate * float(stepped.group.get("weight_decay") or 0.0)
+    return is_decoupled and 0 < step < 2.0 ** -(stepped.storage.weight.mantissa_bits + 2)
+
+
+# ── states and settings ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _frozen_second_moment(set_up: SetUp) -> Iterator[Reading]:
+    """A second moment in so few bits that its decay is rounded away, for the first group that has one."""
+    for p in set_up.trained:
+        betas, (bits, is_block) = p.group.get("betas"), _second_moment_bits(p)
+        if bits is None or not isinstance(betas, (tuple, list)) or len(betas) < 2:
+            continue
+        least = 2.0 ** -(bits + 1 + is_block)
+        if 0 < 1 - float(betas[1]) < least:
+            fallback = "float32-states8" if p.storage.visible == "float32" else p.storage.fallback
+            then = "it ends up to twice too large" if is_block else "it never falls"
+            advice = (
+                f"beta2 = {float(betas[1]):g} moves a second moment of {bits} mantissa bits by less than half a spacing: {then}. "
+                f'Take beta2 below {1 - least:.4g}, or storage "{fallback}".'
+            )
+            name = f"{p.name} and all of its group" if len(p.group["params"]) > 1 else p.name
+            yield Reading(0, "storage", name, "frozen-moments", 1 - float(betas[1]), None, least, advice)
+            return
+
+
+# The scale of a block moves with its largest element, and random gradients reach the next code where 1 - beta2 is half a spacing:
+# torchao's 8-bit floats and 4-bit codes are unbiased at 0.95, and 1.2 to 2 times too large from 0.99 on. Its other 8-bit codes,
+# and bitsandbytes', have spacings of 1 to 3 %: within 7 % at 0.999, which is not judged.
+_BLOCK_BITS = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
+_LEVELS_OF_4_BITS = 16
+
+
+def _second_moment_bits(stepped: SteppedParameter) -> tuple[int | None, bool]:
+    """Return the mantissa bits of a second moment that is rounded to nearest, and whether it has a scale per block."""
+    code, state = stepped.storage.exp_avg_sq, stepped.state.get("exp_avg_sq")
+    if isinstance(stepped.optimizer, Optimizer):
+        is_near = "exp_avg_sq" in dict(stepped.storage.states) and code.parts == 1 and code.rounding == "nearest"
+        return (code.mantissa_bits if is_near else None), False
+    codes, levels = getattr(state, "codes", None), getattr(state, "qmap", None)
+    if isinstance(codes, Tensor):  # torchao's
+        is_four = (
+            isinstance(levels, Tensor) and levels.numel() == _LEVELS_OF_4_BITS
+        )  # half of them in the topmost binade
+        return (3 if is_four else _BLOCK_BITS.get(codes.dtype)), True
+    dtype = state.dtype if isinstance(state, Tensor) else None
+    if dtype is None and type(stepped.optimizer).__module__.startswith("torch.optim"):
+        dtype = stepped.parameter.dtype
+    return {torch.bfloat16: 7, torch.float16: 10}.get(dtype) if dtype is not None else None, False
+
+
+def _truncated(set_up: SetUp) -> Iterator[Reading]:
+    """Epsilons that the format of the denominator rounds to zero, and betas that a tensor's format rounds to 1."""
+    seen: set[str] = set()
+    for p in set_up.trained:
+        if isinstance(p.optimizer, Optimizer):
+            continue
+        for setting, value, dtype, cure in _settings_in_formats(p):
+            now = float(torch.tensor(value, dtype=dtype))
+            if now != value and (now == 0 or now == 1) and setting not in seen:
+                seen.add(setting)
+                yield KINDS["truncated-setting"].reading(
+                    p.name, now, value, setting=setting, format=dtype_name(dtype), cure=cure
+                )
+
+
+def _settings_in_formats(stepped: SteppedParameter) -> Iterator[tuple[str, float, torch.dtype, str]]:
+    """Yield settings with the format in which the optimizer computes with them."""
+    group, dtype = stepped.group, stepped.parameter.dtype
+    eps = group.get("eps")
+    # Fused kernels compute in float32.
+    if dtype in NARROW and stepped.is_short and isinstance(eps, float) and eps > 0 and not group.get("fused"):
+        cure = "Where the second moment is zero too, the step divides by zero. Take eps=1e-4, or fused=True."
+        yield "eps", eps, dtype, cure
+    betas = group.get("betas")
+    for place, beta in enumerate(betas if isinstance(betas, (tuple, list)) else ()):
+        # A tensor holds the truncated value already: 0.999 is the beta that was meant.
+        if isinstance(beta, Tensor) and beta.dtype in NARROW and float(beta) >= 1:
+            yield (
+                f"beta{place + 1}",
+                (0.9, 0.999)[place],
+                beta.dtype,
+                "Its moment keeps what it holds. Pass betas as floats.",
+            )
+
+
+def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
+    """Rules for matrices whose parameters are all flat."""
+    for optimizer in set_up.optimizers:
+        kind = type(optimizer).__name__
+        if any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion")):
+            dims = [p.parameter.ndim for p in set_up.trained if p.optimizer is optimizer]
+            if dims and max(dims) < 2:
+                name = of_all(p.name for p in set_up.trained if p.optimizer is optimizer)
+                yield KINDS["no-matrix"].reading(name, 0, None, 1, rule=kind)

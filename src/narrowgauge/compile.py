@@ -1,0 +1,347 @@
+"""Compile functions of tensors into one loop, and check the result against the function before it is used.
+
+A function is traced with symbolic sizes and compiled by PyTorch's Inductor, without Dynamo in front: a call then costs 10 µs
+where ``torch.compile`` takes 30, and the loop is the same. Inductor caches what it compiles on disk. At the first use of each
+pattern of arguments, compiled code runs on ordinary and on edge values. Unless it gives the same bits as the function, the
+function runs uncompiled, with one warning.
+
+Private names of PyTorch, why, and what to use instead:
+
+``torch._inductor.compile``, ``torch.fx.experimental.proxy_tensor.make_fx``
+    Compile a graph that Dynamo did not capture. Instead: ``torch.compile(function, dynamic=True)``, 20 µs more a call.
+``torch._subclasses.FakeTensorMode``, ``ShapeEnv.produce_guards_expression``
+    Give each size a symbol of its own, and say for which sizes the graph holds. Instead: as above.
+``torch.compiler._is_compiling_flag``
+    Lets functions see that they are traced, as ``torch.export`` does. Instead: slower square roots.
+Options of ``torch._inductor.config``
+    One loop for each function; the roundings of eager mode. Options that a release lacks are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from narrowgauge.edge_values import draw, same_numbers
+from narrowgauge.inductor import few_instructions, quiet
+from narrowgauge.machine import compiler_missing, compiler_name, gpu_compiler_missing, switched_off
+
+COMPILE_ELEMENTS = 1 << 18
+"""Compile for at least this many elements; fewer do not win back the seconds of compiling."""
+MOST_VERSIONS = 8
+"""Compiled versions of one function for one pattern of arguments, whose traces hold for different sizes."""
+SMALL_SIDE = 256
+"""Longer sides are cut to about this for the comparison of compiled code with its function."""
+
+announce: list[Callable[[], None]] = []
+"""Callbacks, called before anything is compiled, which takes seconds."""
+
+# Each threshold makes Inductor write an intermediate to memory. A fresh buffer of a large tensor's size costs more in page
+# faults than the whole step (measured: 4 to 10 times).
+_ONE_LOOP: dict[str, Any] = {
+    "realize_reads_threshold": 1000,
+    "realize_acc_reads_threshold": 1000,
+    "realize_opcount_threshold": 100_000,
+    "cpp.max_horizontal_fusion_size": 128,
+}
+_ON_CPU: dict[str, Any] = {
+    "size_asserts": False,  # 3 µs a call
+    "cpp.vec_isa_ok": True,  # otherwise three test programs are compiled, 3.5 s; a wrong answer fails to compile
+    "cpp.min_chunk_size": 1,  # sizes are symbols: use all threads whatever the first call's size
+}
+# On CUDA the defaults divide approximately and flush subnormals.
+_AS_EAGER: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+    "eager_numerics.disable_ftz": True,
+}
+# Make no constant on the device. Do not time variants: they would step the weights that they are given.
+_ON_GPU: dict[str, Any] = {
+    **_AS_EAGER,
+    "joint_graph_constant_folding": False,
+    "triton.autotune_pointwise": False,
+    "max_autotune": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+}
+_VECTOR_BITS = {"DEFAULT": 1, "AVX2": 256, "AVX512": 512}
+"""By PyTorch's name of the instructions it uses here, which ``ATEN_CPU_CAPABILITY`` may limit. Part of Inductor's cache key."""
+
+
+class Compiled:
+    """A compiled function and the sizes that its trace holds for."""
+
+    def __init__(self, call: Callable[..., Any], guards: str | None) -> None:
+        self._call, self._guards = call, None if guards is None else compile(guards, "<sizes>", "eval")
+        self._accepted: set[tuple[torch.Size, ...]] = set()
+
+    def __call__(self, *arguments: Tensor) -> Any:
+        return self._call(*arguments)
+
+    def accepts(self, arguments: Sequence[Tensor]) -> bool:
+        """Return whether the trace holds for arguments of these sizes."""
+        sizes = tuple([argument.shape for argument in arguments])
+        if sizes in self._accepted:
+            return True
+        if self._guards is not None:
+            from torch.fx.experimental.symbolic_shapes import SYMPY_INTERP
+
+            if not eval(self._guards, SYMPY_INTERP, {"L": {f"t{k}": x for k, x in enumerate(arguments)}}):
+                return False
+        self._accepted.add(sizes)
+        return True
+
+
+Cases = Callable[[], Iterable[Sequence[Tensor]]]
+_COMPILED: dict[tuple[Any, ...], list[Compiled | None]] = {}
+
+
+def fused(size: int, function: Callable[..., Any], *arguments: Tensor | None) -> Any:
+    """Call a function: compiled where it works on so many (``size``) elements that this pays.
+
+    Each function is compiled once for a pattern, so the same lines and constants must be the same function object.
+    """
+    if size < COMPILE_ELEMENTS or torch.compiler.is_compiling() or not can_compile(_place(arguments)):
+        return function(*arguments)
+    return compiled_for_pattern(function, *arguments)
+
+
+def compiled_for_pattern(function: Callable[..., Any], *arguments: Tensor | None) -> Any:
+    """Call a function compiled for this pattern of arguments and any size."""
+    tensors = [argument for argument in arguments if argument is not None]
+    run = compiled(function, arguments)
+    with torch.no_grad():
+        return function(*arguments) if run is None else run(*tensors)
+
+
+def compiled(
+    function: Callable[..., Any],
+    arguments: Sequence[Tensor | None],
+    *,
+    cases: Cases | None = None,
+    exact: bool = True,
+    one_loop: bool = False,
+) -> Compiled | None:
+    """Return a function of tensors compiled for arguments like these; ``None`` where that does not work.
+
+    Args:
+        function: pure but for writing into its arguments, without Python branches on values.
+        arguments: the first call's; a compiled function takes those that are not ``None``.
+        cases: makes arguments to compare both on: first ones that occur, then edge values. Drawn by dtype otherwise.
+        exact: compare floats that the function returns bit for bit; ``False`` allows rounding of the first case's sums. What
+            it writes into its arguments is always compared bit for bit.
+        one_loop: write no intermediate to memory. The compiler goes over an expression once for each path through it, so deep
+            ones with many reused values take it hours.
+
+    Cost: 5 to 15 s the first time on a machine, under a second from Inductor's cache.
+    """
+    tensors = [argument for argument in arguments if argument is not None]
+    versions = _COMPILED.setdefault((function, _pattern(arguments), torch.get_num_threads()), [])
+    for version in versions:
+        if version is None or version.accepts(tensors):
+            return version
+    if len(versions) == MOST_VERSIONS:
+        versions[:] = [None]
+        _warn_once(f"{_name(function)} was compiled for {MOST_VERSIONS} kinds of sizes")
+        return None
+    versions.append(_compile_and_compare(function, arguments, cases, exact, one_loop))
+    return versions[-1]
+
+
+def can_compile(place: Literal["cpu", "gpu"]) -> bool:
+    """Return whether functions can be compiled here; warn once where not."""
+    missing = switched_off() or (compiler_missing() if place == "cpu" else gpu_compiler_missing())
+    if missing:
+        _warn_once(missing)
+    return not missing
+
+
+@lru_cache
+def _warn_once(reason: str) -> None:
+    warnings.warn(
+        f"{reason}: steps and casts run uncompiled. They are slower and give the same bits; an audit's sums may differ in "
+        "their last digits.",
+        stacklevel=4,
+    )
+
+
+def _compile_and_compare(
+    function: Callable[..., Any], arguments: Sequence[Tensor | None], cases: Cases | None, exact: bool, one_loop: bool
+) -> Compiled | None:
+    if not can_compile(_place(arguments)):
+        return None
+    for tell in announce:
+        tell()
+    present = [argument is not None for argument in arguments]
+    tensors = [argument for argument in arguments if argument is not None]
+
+    def of_tensors(*present_tensors: Tensor) -> Any:
+        queue = iter(present_tensors)
+        return function(*(next(queue) if there else None for there in present))
+
+    try:
+        with torch.no_grad(), quiet(), _float32_by_default():
+            run = _compiled_code(of_tensors, tensors, one_loop)
+            same = [
+                matches(run, of_tensors, case, exact=exact, results=exact or number == 0)
+                for number, case in enumerate(cases() if cases is not None else _cases(run, tensors))
+            ]
+    except Exception as error:  # a broken compiler or a full disk must not stop a training run
+        line = (str(error).splitlines() or [""])[0][:160]
+        _warn_once(f"Cannot compile {_name(function)} ({type(error).__name__}: {line})")
+        return None
+    if not all(same):
+        _warn_once(f"PyTorch {torch.__version__} compiles {_name(function)} to code that gives other bits")
+    return run if all(same) else None
+
+
+def _compiled_code(function: Callable[..., Any], arguments: Sequence[Tensor], one_loop: bool) -> Compiled:
+    """Trace a function with symbolic sizes and compile the graph."""
+    from torch._subclasses import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    sizes = ShapeEnv(duck_shape=False)  # sides that are equal by accident are different symbols
+    mode = FakeTensorMode(shape_env=sizes)
+    fakes: list[Any] = [mode.from_tensor(argument.detach()) for argument in arguments]
+    with _seen_as_compiling():
+        graph = make_fx(function, tracing_mode="symbolic")(*fakes)
+    with few_instructions():
+        call = torch._inductor.compile(graph, list[Any](fakes), options=options(arguments[0].device, one_loop=one_loop))
+        call(*(argument.detach().clone() for argument in arguments))  # what is compiled lazily is compiled now
+    return Compiled(call, sizes.produce_guards_expression(fakes, ignore_static=False))
+
+
+def options(device: torch.device, *, one_loop: bool = False) -> dict[str, Any]:
+    """Return Inductor's options for a device, without those that this release lacks."""
+    from torch._inductor import config
+
+    if device.type == "cpu":
+        bits = _VECTOR_BITS.get(torch.backends.cpu.get_cpu_capability())
+        by_machine = {"cpp.threads": torch.get_num_threads(), "cpp.simdlen": bits, "cpp.march": _machine_flags(bits)}
+        chosen = _ON_CPU | {name: value for name, value in by_machine.items() if value}
+    else:
+        chosen = _ON_GPU
+
+    chosen = chosen | (_ONE_LOOP if one_loop else {})
+
+    def is_known(name: str) -> bool:
+        folder, _, option = name.rpartition(".")
+        return hasattr(getattr(config, folder, None) if folder else config, option)
+
+    return {name: value for name, value in chosen.items() if is_known(name)}
+
+
+@lru_cache
+def _machine_flags(bits: int | None) -> str:
+    """Return what follows ``-march=``, with the flags for g++ 12 and later that loops of many constants need.
+
+    Copy a vector by one move: g++ may copy two halves, and a load of the whole waits for both (4 times the time of a step).
+    Keep constants in memory: g++ builds them anew in each iteration. Schedule: independent chains stand one after the other.
+    """
+    if not bits or bits < 256:
+        return ""
+    flags = [
+        f"-mmove-max={bits}",
+        f"-mstore-max={bits}",
+        "-mtune-ctrl=^inter_unit_moves_to_vec",
+        "-fschedule-insns",
+        "-fsched-pressure",
+    ]
+    command = [compiler_name(), *flags, "-fsyntax-only", "-x", "c++", "/dev/null"]
+    with contextlib.suppress(OSError):
+        if subprocess.run(command, capture_output=True, check=False).returncode == 0:
+            return " ".join(["native", *flags])
+    return ""
+
+
+# ── the comparison ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def matches(
+    run: Callable[..., Any], function: Callable[..., Any], case: Sequence[Tensor], *, exact: bool, results: bool
+) -> bool:
+    """Return whether compiled code writes the same bits and, where ``results`` are compared, returns the same as its function.
+
+    Which NaN a float holds may differ. The arguments of the case are left as they were.
+    """
+    ours, theirs = ([argument.clone() for argument in case] for _ in range(2))
+    expected, actual = (torch.utils._pytree.tree_leaves(f(*copies)) for f, copies in ((function, ours), (run, theirs)))
+    if not all(map(same_numbers, ours, theirs)):
+        return False
+    return not results or all(_same(*pair, exact=exact) for pair in zip(actual, expected, strict=True))
+
+
+def _same(actual: Tensor, expected: Tensor, *, exact: bool) -> bool:
+    if exact or not expected.is_floating_point() or not expected.numel():
+        return same_numbers(actual, expected)
+    largest = float(expected.abs().nan_to_num(posinf=0.0).amax())
+    return torch.allclose(actual, expected, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
+
+
+def _cases(run: Compiled, arguments: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Draw ordinary and edge values of the arguments' dtypes; sides are cut where the trace holds for that."""
+    for edges in (False, True):
+        case = [_drawn_like(x, [_cut(side) for side in x.shape], edges, seed) for seed, x in enumerate(arguments)]
+        if not run.accepts(case):
+            case = [_drawn_like(x, x.shape, edges, seed) for seed, x in enumerate(arguments)]
+        yield case
+
+
+def _cut(side: int) -> int:
+    return side if side <= 2 * SMALL_SIDE else SMALL_SIDE + side % SMALL_SIDE
+
+
+def _drawn_like(like: Tensor, shape: Sequence[int], edges: bool, seed: int) -> Tensor:
+    """Draw a tensor with the order in memory of another; few values, such as scales and seeds, stay as they are."""
+    if like.numel() <= 16:
+        return like.clone()
+    order = sorted(range(like.ndim), key=like.stride, reverse=True)
+    values = draw(like.dtype, [shape[dim] for dim in order], edges=edges, seed=seed)
+    return values.to(like.device).permute([order.index(dim) for dim in range(like.ndim)])
+
+
+# ── patterns and surroundings ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _pattern(arguments: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(
+        None if x is None else (x.dtype, x.device, tuple([min(side, 2) for side in x.shape]), x.is_contiguous())
+        for x in arguments
+    )
+
+
+def _place(arguments: Sequence[Tensor | None]) -> Literal["cpu", "gpu"]:
+    return "cpu" if next(argument.is_cpu for argument in arguments if argument is not None) else "gpu"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@contextlib.contextmanager
+def _seen_as_compiling() -> Iterator[None]:
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _float32_by_default() -> Iterator[None]:
+    """Hide the user's default dtype, which the compiler gives to some constants."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,169 @@
+"""Gradients in 8 or 4 bits: a vector becomes records of bytes that ranks exchange, and back.
+
+A *record* holds 256 consecutive values: their integer codes, an e4m3 scale per block, and one power of two for all of them. The
+power gives every record its own range; the scale follows the largest magnitude of its block within an eighth. A code times its
+scale times its power is exact in float32.
+
+    256 int8 codes                 8 scales   1 exponent     265 bytes   0.2588 of float32's
+    256 int4 codes, two a byte    16 scales   1 exponent     145 bytes   0.1416
+
+Codes are rounded stochastically, so a sum over ranks and steps is right on average and no rounding error is kept between steps.
+Scales are rounded up, so that nothing saturates. The arithmetic is :func:`narrowgauge.numerics.quantization.quantize_blocks`.
+
+Special values: a NaN or a magnitude of 2^127 or more makes all 256 values of its record NaN. Magnitudes below
+2^-100 count as 2^-100 when a power is chosen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from narrowgauge.compile import fused
+from narrowgauge.numerics.quantization import TINY, blocked, quantize_blocks, words_of
+from narrowgauge.numerics.rounding import bits_of, float_of, power_below
+from narrowgauge.spec.computes import Cast
+from narrowgauge.spec.formats import get_format
+
+RECORD_VALUES = 256
+_MANTISSA_BITS, _EXPONENT_MASK = 23, 0xFF
+
+
+@dataclass(frozen=True)
+class BlockCode:
+    """Packs values into records by a stochastic cast to int8 or int4 in blocks with e4m3 scales."""
+
+    cast: Cast
+
+    @property
+    def block(self) -> int:
+        """Return how many values share a scale."""
+        assert self.cast.block is not None
+        return self.cast.block[1]
+
+    @property
+    def num_scales(self) -> int:
+        """Return how many scales a record has, a byte each."""
+        return RECORD_VALUES // self.block
+
+    @property
+    def code_bytes(self) -> int:
+        return RECORD_VALUES * self.cast.element.bits // 8
+
+    @property
+    def record_bytes(self) -> int:
+        return self.code_bytes + self.num_scales + 1
+
+    @property
+    def largest_scaled(self) -> float:
+        """Return the multiple of a record's power of two that its largest magnitude may reach.
+
+        It is above 2, so that all of the record lies below it, and gives a scale that is a power of two.
+        """
+        largest = get_format("float8_e4m3fn").max * self.cast.element.max
+        return float(largest / power_below(torch.tensor(largest / 2, dtype=torch.float32)))
+
+    def num_records(self, count: int) -> int:
+        """Return how many records hold ``count`` values; the last one is padded with zeros."""
+        return -(-count // RECORD_VALUES)
+
+    def encode(self, x: Tensor, key: int) -> Tensor:
+        """Pack a floating-point vector into uint8 ``[records, record_bytes]``.
+
+        Invariant: a function of the values, the key and each record's number; the same bits compiled and not. Decoded, each value
+        is within one step: its block's largest magnitude, divided by 127 (8 bits) or 7 (4 bits) and rounded up by at most an
+        eighth, or 2^-17 of the record's power if that is more. Its expectation over keys is the value, to 2^-16 of a step.
+
+        ``key`` holds 32 well mixed bits, as :func:`narrowgauge.numerics.hashing.step_seed` makes them, other ones for each
+        rank, step and vector: else equal gradients would be rounded in the same direction.
+
+        Example:
+            >>> records = BLOCK_CODES["compressed8"].encode(torch.ones(256), key=1)
+            >>> records.shape
+            torch.Size([1, 265])
+        """
+        x = x.detach().reshape(-1)
+        x = F.pad(x, (0, -len(x) % RECORD_VALUES)) if len(x) % RECORD_VALUES else x
+        sides = (1, self.block)
+        by_record, by_place = _words(len(x) // RECORD_VALUES, key, x.device)
+        codes, scales, powers, _ = fused(
+            x.numel(), _encoding(self), blocked(x.view(-1, RECORD_VALUES), sides),
+            blocked(by_record, (1, 1)), blocked(by_place, sides),
+        )  # fmt: skip
+        records = x.new_empty(len(codes), self.record_bytes, dtype=torch.uint8)
+        records[:, : self.code_bytes] = self._packed(codes.view(-1, RECORD_VALUES)).view(torch.uint8)
+        records[:, self.code_bytes : -1] = scales.view(-1, self.num_scales).to(torch.float8_e4m3fn).view(torch.uint8)
+        records[:, -1] = bits_of(powers) >> _MANTISSA_BITS
+        return records
+
+    def add_decoded(self, total: Tensor, records: Tensor) -> Tensor:
+        """Return a new ``total``, float32 ``[values]``, with the values of records added and each element rounded once.
+
+        ``total`` has the length of all records, or lacks the padding of the last.
+        """
+        shape = (len(records), 1, self.num_scales, self.block)
+        codes = self._unpacked(records[:, : self.code_bytes].contiguous().view(torch.int8)).view(shape)
+        scales = records[:, self.code_bytes : -1].contiguous().view(torch.float8_e4m3fn).float()
+        powers = float_of(records[:, -1:].to(torch.int32) << _MANTISSA_BITS)
+        steps = scales * (powers * (1 / _power_of_outer(self)))
+        padded = F.pad(total, (0, codes.numel() - len(total))) if codes.numel() > len(total) else total
+        added: Tensor = fused(padded.numel(), _add_codes, padded.view(shape), codes, steps.view(*shape[:-1], 1))
+        return added.view(-1).narrow(0, 0, len(total))
+
+    def decode(self, records: Tensor, count: int) -> Tensor:
+        """Return the first ``count`` values of records, float32."""
+        return self.add_decoded(torch.zeros(count, dtype=torch.float32, device=records.device), records)
+
+    def _packed(self, codes: Tensor) -> Tensor:
+        if self.cast.element.bits == 8:
+            return codes
+        low, high = codes[:, : RECORD_VALUES // 2], codes[:, RECORD_VALUES // 2 :]
+        return (low & 15) | (high << 4)
+
+    def _unpacked(self, codes: Tensor) -> Tensor:
+        if self.cast.element.bits == 8:
+            return codes
+        return torch.cat([(codes << 4) >> 4, codes >> 4], 1)
+
+
+def _power_of_outer(code: BlockCode) -> float:
+    """Return the inverse of the scale of a record of power 1: a power of two."""
+    return get_format("float8_e4m3fn").max * code.cast.element.max / code.largest_scaled
+
+
+def _words(num_records: int, key: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return random words of each record and of each place in a record."""
+    counters = [torch.arange(count, dtype=torch.int32, device=device) for count in (num_records, RECORD_VALUES)]
+    # Not torch.tensor, which on CUDA waits for the copy.
+    seed, first = (torch.full((), value, dtype=torch.int32, device=device) for value in (key, 0))
+    return words_of(counters[0], counters[1], seed, first)
+
+
+@lru_cache(None)
+def _encoding(code: BlockCode) -> Any:
+    """Return the definition of a record's codes, scales and power; with views inside it, the loops would not be vectorized."""
+    cast, largest_scaled = code.cast, code.largest_scaled
+
+    def encode_blocks(blocks: Tensor, by_record: Tensor, by_place: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        largest = blocks.abs().amax((1, 3)).amax(1).float().clamp_min(TINY)
+        power = power_below(largest)
+        codes, scales, inverse, _ = quantize_blocks(blocks, cast, (by_record, by_place), power * largest_scaled)
+        return codes.to(torch.int8), scales, power, inverse
+
+    return encode_blocks
+
+
+def _add_codes(total: Tensor, codes: Tensor, steps: Tensor) -> Tensor:
+    return total + codes.float() * steps
+
+
+BLOCK_CODES: dict[str, BlockCode] = {
+    "compressed8": BlockCode(Cast("int8", "1x32", "float8_e4m3fn", "stochastic")),
+    "compressed4": BlockCode(Cast("int4", "1x16", "float8_e4m3fn", "stochastic")),
+}
+"""By the name of the reduction."""

@@ -1,0 +1,102 @@
+"""The ranks of a job, as ``torchrun`` starts them.
+
+``torchrun`` starts a command on every rank and sets ``RANK``, ``LOCAL_RANK``, ``WORLD_SIZE`` and where the ranks meet.
+``--nproc N`` of a command calls it. Several hosts and restarts are flags of ``torchrun``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from narrowgauge.errors import RankError
+
+TIMEOUT = timedelta(hours=2)
+"""How long a rank waits for the others: rank 0 prepares the text while they wait."""
+
+
+def rank() -> int:
+    """Return the rank of this process: 0 without ``torchrun``."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Return the number of ranks: 1 without ``torchrun``."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launch(num_ranks: int, words: Sequence[str]) -> NoReturn:
+    """Become ``torchrun``, which runs ``narrowgauge WORDS`` on ranks of this machine; its exit status is the command's."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    sys.stdout.flush()
+    # Behind "--", torchrun does not take our --nproc for an abbreviation of its own option.
+    os.execv(sys.executable, [sys.executable, *torchrun, "-m", "--", "narrowgauge", *words])
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[None]:
+    """Join the other ranks for a block; without others there is no process group. Only rank 0 shows warnings."""
+    if world_size() == 1:
+        yield
+        return
+    import torch
+    import torch.distributed as dist
+
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device is None else "cpu:gloo,cuda:nccl", timeout=TIMEOUT, device_id=device)
+    try:
+        with warnings.catch_warnings():
+            if rank():
+                warnings.simplefilter("ignore")
+            yield
+        dist.barrier()  # another rank may still be sending
+    finally:
+        gc.collect()  # a group that is referenced keeps its threads, and they may abort the process at its exit
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def threads_of(number: int | None, is_order_invariant: bool) -> Iterator[None]:
+    """Set the CPU threads for a block; ``None`` leaves PyTorch's choice.
+
+    An order-invariant run takes one: the sums inside a matmul depend on the number of threads.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    if number is not None or is_order_invariant:
+        torch.set_num_threads(number or 1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def require_same(settings: Mapping[str, Any]) -> None:
+    """Refuse ranks with other settings or software: they would train another model without an error."""
+    import torch
+
+    from narrowgauge import __version__
+    from narrowgauge.distributed.ranks import all_ranks
+
+    threads, capability = torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()
+    software = {"narrowgauge": __version__, "torch": torch.__version__, "threads": threads, "processor": capability}
+    first, *others = all_ranks().gather({**settings, **software})
+    for number, other in enumerate(others, 1):
+        for name in first.keys() | other.keys():
+            if first.get(name) != other.get(name):
+                raise RankError(
+                    f"Cannot train: rank {number} has {name} = {other.get(name)}, and rank 0 has {first.get(name)}.",
+                    "Start every rank with the same command, version and environment.",
+                )

@@ -1,0 +1,90 @@
+"""Values on which two computations of one function differ first, if they differ at all: compiled code is checked on them.
+
+On most values, a compiler that flushes subnormals, drops a rounding, fuses a multiplication with an addition, divides
+approximately or reorders a comparison changes at most the last bit. It is caught at zeros of both signs, subnormals, ties
+between two values of a format, the ends of its range, infinities and NaN, and on values of every magnitude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Between two values of a narrower format, or the largest of one.
+_TIES = (
+    1.0,
+    1.5,
+    3.0,
+    *(1 + 2.0**-bits for bits in (1, 2, 3, 4, 7, 8, 9, 10, 11, 12, 16, 23)),
+    448.0,
+    57344.0,
+    65504.0,
+)
+
+
+def draw(dtype: torch.dtype, shape: Sequence[int], *, edges: bool, seed: int = 0) -> Tensor:
+    """Draw normal or, with ``edges``, finite edge values of a float dtype; of another one, random bits."""
+    if dtype.is_floating_point and edges:
+        return edge_values(dtype, shape, seed=seed, finite=True)
+    if dtype.is_floating_point:
+        return normal_values(dtype, shape, seed)
+    generator = torch.Generator().manual_seed(seed)
+    if dtype is torch.bool:
+        return torch.randint(2, tuple(shape), generator=generator, dtype=torch.uint8).bool()
+    ends = torch.iinfo(dtype)
+    return torch.randint(ends.min, ends.max, tuple(shape), generator=generator, dtype=dtype)
+
+
+def normal_values(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> Tensor:
+    """Draw normal values, float32 rounded to a dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float32, generator=generator).to(dtype)
+
+
+def edge_values(
+    dtype: torch.dtype, shape: Sequence[int], *, seed: int = 0, device: torch.device | str = "cpu", finite: bool = False
+) -> Tensor:
+    """Draw a third edge values of both signs, a third values of every magnitude, a third normal ones; no NaN.
+
+    ``seed`` chooses among them; ``finite`` leaves infinities out.
+    """
+    generator, info = torch.Generator().manual_seed(seed), torch.finfo(dtype)
+    tiny, eps = info.tiny, info.eps
+    ends = [0.0, tiny * eps, tiny * eps * 3, tiny * (1 - eps), tiny, tiny * 2, 1 - eps / 2, info.max, info.max / 2]
+    listed = torch.tensor([*ends, *_TIES, *([] if finite else [float("inf")])], dtype=torch.float64)
+    listed = torch.cat([listed, -listed]).clamp(*((info.min, info.max) if finite else (None, float("inf"))))
+    edges = listed[torch.randint(len(listed), shape, generator=generator)]
+    normal = torch.randn(shape, dtype=torch.float64, generator=generator)
+    low, high = (torch.tensor(end, dtype=torch.float64).log2().floor() for end in (tiny * eps, info.max))
+    exponents = torch.randint(int(low), int(high), shape, generator=generator)
+    kinds = torch.randint(3, shape, generator=generator)
+    spread = torch.ldexp(1 + torch.rand(shape, dtype=torch.float64, generator=generator), exponents) * normal.sign()
+    chosen = torch.where(kinds == 0, edges, torch.where(kinds == 1, spread, normal))
+    return chosen.float().to(dtype).to(device)
+
+
+def with_nan(values: Tensor, seed: int = 0) -> Tensor:
+    """Return a copy of 16- or 32-bit floats in which every seventeenth, counted from ``seed``, is a NaN.
+
+    They are of both signs and of several payloads: the quiet one, the least, which signals, and all ones.
+    """
+    kind, width = _BITS[values.dtype.itemsize], 8 * values.dtype.itemsize
+    infinity = int(torch.tensor(torch.inf, dtype=values.dtype).view(kind))
+    patterns = [infinity | (infinity >> 1), infinity + 1, (1 << (width - 1)) - 1]
+    signed = torch.tensor([*patterns, *(bits - (1 << (width - 1)) for bits in patterns)], dtype=torch.int64)
+    place = torch.arange(values.numel(), dtype=torch.int64).view(values.shape) + seed
+    integers = values.view(kind)
+    chosen = signed[place // 17 % len(signed)].to(integers.device)
+    return torch.where((place % 17 == 16).to(integers.device), chosen, integers).to(integers.dtype).view(values.dtype)
+
+
+def same_numbers(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same bits, where any NaN of a float tensor equals any other."""
+    if one.dtype is not other.dtype or one.shape != other.shape:
+        return False
+    bits = [x.view(_BITS[x.dtype.itemsize]) for x in (one, other)]
+    same = bits[0] == bits[1]
+    return bool((same | (one.isnan() & other.isnan()) if one.is_floating_point() else same).all())

@@ -1,0 +1,229 @@
+"""Change what PyTorch's compiler writes for a CPU, and ask it what it does. Names that PyTorch does not promise to keep:
+
+``torch._inductor.codegen.cpp.CppVecOverrides``, ``CppVecKernel._get_vec_load_line``, ``torch._inductor.virtualized.V``
+    What Inductor writes for an operation on vectors. Instead: what it writes by itself, a third slower.
+``torch._dynamo.callback.callback_handler``
+    Tells when a graph is compiled. Instead: a silent first step.
+``torch._dynamo.config.skip_nnmodule_hook_guards``, ``torch._dynamo.config.recompile_limit``
+    By default code that was compiled before a hook was attached ignores the hook, and is compiled eight times at most. Instead:
+    attach before compiling; ``torch.compiler.reset`` between models.
+``torch._inductor.exc.InductorError`` (``inner_exception``: ``CppCompileError.output``, ``InvalidCxxCompiler``)
+    What the C++ compiler said, out of PyTorch's report of 150 lines. Instead: the whole report.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+PREFETCHED = 128
+"""Elements ahead of a load that are prefetched: the hardware's own prefetch leaves a loop of many streams waiting."""
+
+
+@contextlib.contextmanager
+def few_instructions() -> Iterator[None]:
+    """Make Inductor write some operations on whole vectors of 32-bit values in fewer instructions, with the same bits.
+
+    ========================  =====================================================================================
+    a cast of bits            by itself, through an array on the stack
+    a shift by a constant     by itself, by a vector of counts that is built in each iteration
+    (x >> n) & mask           one shift of another kind where the mask only removes copies of the sign
+    where(x != x, a, b)       by itself, a mask is widened to a vector and converted first: 4 instructions, now 2
+    x · 2^k ± y               one instruction where the product is exact: x is a masked code that cannot overflow
+    a load                    prefetches what will be loaded later: without, memory's latency comes on top
+    ========================  =====================================================================================
+    """
+    try:
+        from torch._inductor.codegen.cpp import CppVecKernel, CppVecOverrides
+    except ImportError:
+        yield
+        return
+    replaced: dict[str, Callable[..., str]] = {
+        "to_dtype_bitcast": _cast_bits,
+        "bitwise_left_shift": _shift_left,
+        "bitwise_right_shift": _shift_right,
+        "bitwise_and": _mask,
+        "where": _where_nan,
+        "add": _add,
+        "sub": _subtract,
+    }
+    before = {name: method for name, method in vars(CppVecOverrides).items() if name in replaced}
+    load = vars(CppVecKernel).get("_get_vec_load_line")
+
+    def either(name: str) -> staticmethod[..., Any]:
+        def write(*arguments: Any) -> Any:
+            return replaced[name](*arguments) or before[name].__func__(*arguments)
+
+        write.__name__ = name
+        return staticmethod(write)
+
+    def load_ahead(self: Any, name: str, index: Any, dtype: torch.dtype, load_mask: Any = None) -> str:
+        assert load is not None
+        text: str = load(self, name, index, dtype, load_mask)
+        if index == 0 or load_mask:
+            return text
+        from torch._inductor.codegen.cpp_utils import cexpr_index
+
+        return f"(__builtin_prefetch({name} + {cexpr_index(index)} + {PREFETCHED}), {text})"
+
+    for name in before:
+        setattr(CppVecOverrides, name, either(name))
+    if load is not None:
+        CppVecKernel._get_vec_load_line = load_ahead  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(CppVecOverrides, name, method)
+        if load is not None:
+            CppVecKernel._get_vec_load_line = load  # type: ignore[method-assign]
+
+
+def _cast_bits(x: Any, dtype: torch.dtype, src_dtype: torch.dtype) -> str:
+    names = {torch.float32: "float", torch.int32: "int32_t"}
+    whole = {dtype, src_dtype} == names.keys() and _intrinsic("") != ""
+    return f"at::vec::cast<{names[dtype]}>({x})" if whole else ""
+
+
+def _shift_left(a: Any, b: Any) -> str:
+    return _shift("slli", a, _constant(_operands()[1]))
+
+
+def _shift_right(a: Any, b: Any) -> str:
+    return _shift("srai", a, _constant(_operands()[1]))
+
+
+def _mask(a: Any, b: Any) -> str:
+    shifted, mask = _operands()
+    if getattr(shifted, "target", "") != "bitwise_right_shift":
+        return ""
+    source, count = shifted.args[1], _constant(shifted.args[2])
+    bits = _constant(mask)
+    if count is None or not isinstance(bits, int) or not 0 <= bits < 1 << (32 - count):
+        return ""
+    moved = _shift("srli", _value(source), count)
+    return f"{moved} & {_value(mask)}" if moved and bits != (1 << (32 - count)) - 1 else moved
+
+
+def _where_nan(condition: Any, nan: Any, other: Any) -> str:
+    from torch._inductor.virtualized import V
+
+    test = V.interpreter.current_node.args[1]
+    if getattr(test, "target", "") != "ne" or str(_value(test.args[1])) != str(_value(test.args[2])):
+        return ""
+    x, kind = _value(test.args[1]), _intrinsic("")
+    if x.dtype is not torch.float32 or other.dtype is not torch.int32 or not kind:
+        return ""
+    value = f"at::vec::Vectorized<int32_t>({nan})"
+    if kind == "_mm512_":
+        chosen = f"_mm512_mask_mov_epi32({other}, _mm512_cmp_ps_mask({x}, {x}, _CMP_UNORD_Q), {value})"
+    else:
+        floats = [f"_mm256_castsi256_ps({bits})" for bits in (other, value)]
+        chosen = f"_mm256_castps_si256(_mm256_blendv_ps({', '.join(floats)}, _mm256_cmp_ps({x}, {x}, _CMP_UNORD_Q)))"
+    return f"at::vec::Vectorized<int32_t>({chosen})"
+
+
+def _add(a: Any, b: Any) -> str:
+    product = _exact_product(_operands()[0], a)
+    return f"at::vec::Vectorized<float>({_intrinsic('fmadd_ps')}({product}, {b}))" if product else ""
+
+
+def _subtract(a: Any, b: Any) -> str:
+    product = _exact_product(_operands()[1], b)
+    return f"at::vec::Vectorized<float>({_intrinsic('fnmadd_ps')}({product}, {a}))" if product else ""
+
+
+def _exact_product(node: Any, value: Any) -> str:
+    """Return the factors of a masked code times a power of two, which neither rounds nor overflows; otherwise nothing."""
+    if value.dtype is not torch.float32 or not _intrinsic("") or getattr(node, "target", "") != "mul":
+        return ""
+    x, factor = node.args[1], _constant(node.args[2])
+    if getattr(x, "target", "") != "to_dtype_bitcast" or getattr(x.args[1], "target", "") != "bitwise_and":
+        return ""
+    mask = _constant(x.args[1].args[2])
+    if not isinstance(factor, float) or not isinstance(mask, int) or factor < 1 or math.frexp(factor)[0] != 0.5:
+        return ""
+    fits = ((mask >> 23) & 255) + math.frexp(factor)[1] - 1 < 254
+    return f"{_value(x)}, at::vec::Vectorized<float>({_value(node.args[2])})" if fits else ""
+
+
+def _shift(name: str, x: Any, count: int | None) -> str:
+    intrinsic = _intrinsic(f"{name}_epi32")
+    fits = x.dtype is torch.int32 and count is not None and 0 <= count < 32
+    return f"at::vec::Vectorized<int32_t>({intrinsic}({x}, {count}))" if intrinsic and fits else ""
+
+
+def _intrinsic(name: str) -> str:
+    """Return an instruction on whole vectors of 32-bit values; empty where the present loop has none."""
+    from torch._inductor.virtualized import V
+
+    prefix = {256: "_mm256_", 512: "_mm512_"}.get(V.kernel.vec_isa.bit_width(), "")
+    one = V.kernel.tiling_factor * 32 == V.kernel.vec_isa.bit_width()
+    return prefix + name if prefix and one else ""
+
+
+def _operands() -> tuple[Any, Any]:
+    """Return the two operands of the operation that is being written, as nodes of the loop's graph."""
+    from torch._inductor.virtualized import V
+
+    return tuple(V.interpreter.current_node.args[1:3])
+
+
+def _constant(node: Any) -> int | None:
+    return node.args[1] if getattr(node, "target", "") == "constant" else None
+
+
+def _value(node: Any) -> Any:
+    from torch._inductor.virtualized import V
+
+    return V.interpreter.env[node]
+
+
+def why_compiling_failed(error: BaseException) -> str:
+    """Return the line of a C++ compiler or the operating system in an error of ``torch.compile``, or an empty string.
+
+    PyTorch reports it with the whole command and its own stack, on 150 lines. An error of another kind is a fault of the code
+    that was compiled, or of PyTorch, and needs all of them.
+    """
+    inner = getattr(error, "inner_exception", None)
+    if isinstance(inner, OSError):
+        return str(inner)
+    if type(inner).__name__ == "InvalidCxxCompiler":
+        return str(inner).splitlines()[0]
+    if type(inner).__name__ != "CppCompileError":
+        return ""
+    lines = [line.strip() for line in str(getattr(inner, "output", "")).splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "C++ compile error")
+
+
+MANY_VERSIONS = 64
+"""How often one piece of code may be recompiled, where several rows or several models share it."""
+
+
+def heed_hooks() -> None:
+    """Let code that is compiled from now on be recompiled where a module's hooks have changed.
+
+    A watched model has two versions of each, and a process may train several models of one class.
+    """
+    config = torch._dynamo.config
+    config.skip_nnmodule_hook_guards = False
+    config.recompile_limit = max(config.recompile_limit, MANY_VERSIONS)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Suppress the compiler's own deprecation warnings and banners, which do not concern users of an optimizer."""
+    level = logging.getLogger("torch").level
+    logging.getLogger("torch").setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.getLogger("torch").setLevel(level)

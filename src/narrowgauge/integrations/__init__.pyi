@@ -1,1 +1,0 @@
-from narrowgauge.integrations.check.findings import SetUpWarning as SetUpWarning

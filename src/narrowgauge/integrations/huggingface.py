@@ -1,0 +1,120 @@
+"""Hugging Face's Trainer, and TRL's: a callback that records and warns.
+
+The Trainer takes one of our optimizers as it takes any: ``optimizer_cls_and_kwargs=(ng.AdamW, {"lr": 1e-3})`` over a model that
+was loaded in bfloat16.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.optim.audit import audit, unwrapped
+from narrowgauge.optim.optimizer import Optimizer
+
+
+class NarrowgaugeCallback(TrainerCallback):
+    """Record a run of ``transformers.Trainer``, log the optimizer's audit, and warn of settings that defeat it.
+
+    The Trainer then logs every step, since callbacks get losses with log entries alone. A new training never overwrites a
+    record: it takes ``folder-2``, ``folder-3`` …; a resumed one continues in the last of them.
+
+    Args:
+        folder: the run folder; ``None`` takes ``narrowgauge`` in ``output_dir``.
+        gauges_every: steps between samples of the gauges; 0 for none.
+        audit_every: steps between those whose update is compared with the optimizer's rule; 0 for none.
+    Example:
+        >>> callback = NarrowgaugeCallback(gauges_every=100)
+        >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
+    """
+
+    def __init__(self, folder: str | Path | None = None, *, gauges_every: int = 0, audit_every: int = 0) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.recorder: RunRecorder | None = None
+        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any
+    ) -> None:
+        """Open the run folder; a resumed training goes back to its checkpoint's step."""
+        self._close(finished=False)  # of a training that was interrupted
+        optimizer, resume = unwrapped(named["optimizer"]), state.global_step > 0
+        for warning in _warnings(args, optimizer):
+            warnings.warn(warning, stacklevel=2)
+        self.recorder = RunRecorder(
+            folder_for(self.folder or Path(str(args.output_dir), "narrowgauge"), goes_on=resume),
+            named["model"],
+            optimizer,
+            settings=_settings(args, state),
+            resume=resume,
+            max_grad_norm=args.max_grad_norm or None,
+            **self._options,
+        )
+        if resume:
+            self.recorder.go_back(state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        control.should_log = True
+
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        """Record the step, and add the audit to its log entry."""
+        logs, optimizer = named.get("logs") or {}, unwrapped(named.get("optimizer"))
+        if self.recorder is None or "loss" not in logs:
+            return
+        self.recorder.step(logs["loss"], lr=logs["learning_rate"], grad_norm=logs.get("grad_norm"))
+        if isinstance(optimizer, Optimizer):
+            readings: dict[str, float] = {"num_skipped": optimizer.num_skipped}
+            if reading := audit(optimizer).get(""):
+                readings |= {"edq": reading.edq, "update_noise": reading.noise, "lost_fraction": reading.lost_fraction}
+            logs.update(readings)
+            state.log_history[-1].update(readings)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        loss = (named.get("metrics") or {}).get("eval_loss")
+        if self.recorder is not None and loss is not None:
+            self.recorder.evaluate(loss)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: Any) -> None:
+        self._close(finished=state.global_step >= state.max_steps)
+
+    def _close(self, finished: bool) -> None:
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.close(finished)
+
+
+def _warnings(args: TrainingArguments, optimizer: Any) -> list[str]:
+    if not isinstance(optimizer, Optimizer):
+        return []
+    texts = []
+    default = inspect.signature(type(optimizer)).parameters["lr"].default
+    rates = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
+    if rates == {default} and args.learning_rate != default:
+        texts.append(
+            f"{type(optimizer).__name__} was made without lr and steps at {default:g}, not at "
+            f"TrainingArguments(learning_rate={args.learning_rate:g}). Pass lr to it."
+        )
+    if optimizer.max_grad_norm is not None and args.max_grad_norm:
+        texts.append(
+            f"Gradients are clipped twice: to {args.max_grad_norm:g} by the Trainer and to {optimizer.max_grad_norm:g} by the "
+            "optimizer. Set TrainingArguments(max_grad_norm=0)."
+        )
+    return texts
+
+
+def _settings(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
+    """Return the settings under the names of ``narrowgauge train``, by which runs are compared."""
+    parts = args.gradient_accumulation_steps
+    return {
+        "steps": state.max_steps,
+        "batch_size": args.per_device_train_batch_size * parts * args.world_size,
+        "gradient_accumulation_steps": parts,
+        "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "max_grad_norm": args.max_grad_norm,
+        "seed": args.seed,
+    }

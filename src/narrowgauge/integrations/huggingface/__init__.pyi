@@ -1,4 +1,0 @@
-from narrowgauge.integrations.huggingface.callback import NarrowgaugeCallback as NarrowgaugeCallback
-from narrowgauge.integrations.huggingface.trainer import NarrowgaugeTrainer as NarrowgaugeTrainer
-from narrowgauge.integrations.huggingface.trainer_audit import audit_steps as audit_steps
-from narrowgauge.integrations.huggingface.training_arguments import optimizer_factory as optimizer_factory

@@ -1,0 +1,146 @@
+"""Lightning's Trainer: a callback that records a fit, also in Lightning's own loggers.
+
+Lightning needs nothing else: ``Trainer(precision="bf16-true")``, and ``ng.AdamW`` from ``configure_optimizers``.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.gauges.recording.run_recorder import RunRecorder, folder_for
+from narrowgauge.runs.schema import Row, numbers_of
+
+# Its two packages have separate classes; take those of the one that the program has imported.
+_IS_OLD = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+Callback: Any = import_module("pytorch_lightning" if _IS_OLD else "lightning.pytorch").Callback
+
+
+class NarrowgaugeMonitor(Callback):
+    """Record a fit as ``narrowgauge train`` records its runs, and send the numbers to the Trainer's loggers.
+
+    Losses and weights have the same bits with and without it. A new fit never overwrites a record: it takes ``folder-2``,
+    ``folder-3`` …; a resumed one continues in the last of them.
+
+    Args:
+        folder: the run folder; ``None`` takes ``narrowgauge`` in the Trainer's ``default_root_dir``.
+        gauges_every: steps between samples of the gauges; 0 for none.
+        audit_every: steps between those whose update is compared with the optimizer's rule; 0 for none.
+        loss, val_loss: the names under which the module logs its losses; a loss that ``training_step`` returns is preferred.
+        tokens: counts a batch's tokens; ``None`` records none.
+    Raises:
+        RecipeError: no loss is returned or logged, or there are several optimizers.
+    Example:
+        >>> monitor = NarrowgaugeMonitor("runs/word", gauges_every=100)
+        >>> str(monitor.folder)
+        'runs/word'
+    """
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        gauges_every: int = 0,
+        audit_every: int = 0,
+        loss: str = "loss",
+        val_loss: str = "val_loss",
+        tokens: Callable[[Any], int] | None = None,
+    ) -> None:
+        self.folder = None if folder is None else Path(folder)
+        self.recorder: RunRecorder | None = None
+        self._options: dict[str, Any] = {"gauges_every": gauges_every, "audit_every": audit_every}
+        self._loss_name, self._val_loss_name, self._count = loss, val_loss, tokens
+        self._step, self._tokens, self._rate = 0, 0, 0.0
+        self._loss: Tensor | None = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Open the run folder; a resumed fit goes back to its checkpoint's step."""
+        if len(trainer.optimizers) != 1:
+            raise RecipeError(
+                f"Cannot record a fit with {len(trainer.optimizers)} optimizers.",
+                "Give each its own ng.RunRecorder, in your training_step.",
+            )
+        optimizer = trainer.optimizers[0]
+        if getattr(optimizer, "max_grad_norm", None) and trainer.gradient_clip_val:
+            warnings.warn(
+                f"Gradients are clipped twice: to {trainer.gradient_clip_val:g} by the Trainer and to "
+                f"{optimizer.max_grad_norm:g} by the optimizer. Leave gradient_clip_val out.",
+                stacklevel=2,
+            )
+        self._step, self._loss, self._tokens = trainer.global_step, None, 0
+        resume = trainer.global_step > 0
+        names = ("max_steps", "max_epochs", "accumulate_grad_batches", "gradient_clip_val", "world_size")
+        self.recorder = RunRecorder(
+            folder_for(self.folder or Path(trainer.default_root_dir) / "narrowgauge", goes_on=resume),
+            pl_module,
+            optimizer,
+            settings={name: value for name in names if (value := getattr(trainer, name, None)) is not None},
+            resume=resume,
+            called=_called_model(pl_module),
+            max_grad_norm=trainer.gradient_clip_val if trainer.gradient_clip_algorithm in (None, "norm") else None,
+            on_row=partial(_log, trainer),
+            **self._options,
+        )
+        if resume:
+            self.recorder.go_back(trainer.global_step)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self._rate = float(optimizer.param_groups[0]["lr"])  # Lightning's schedules step before the batch ends
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Add a micro-batch, and record the step that it ended."""
+        if self.recorder is None:
+            return
+        loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+        if isinstance(loss, Tensor):
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        self._tokens += 0 if self._count is None else self._count(batch)
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        loss = trainer.callback_metrics.get(self._loss_name) if self._loss is None else self._loss
+        if loss is None:
+            raise RecipeError(
+                f"Cannot record a fit whose training_step returns no loss and logs no '{self._loss_name}'.",
+                "Return the loss, or log it: self.log('loss', loss).",
+            )
+        self.recorder.step(loss, lr=self._rate, tokens=None if self._count is None else self._tokens)
+        self._loss, self._tokens = None, 0
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        loss = trainer.callback_metrics.get(self._val_loss_name)
+        if self.recorder is not None and loss is not None and not trainer.sanity_checking:
+            self.recorder.evaluate(loss)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._close(finished=not trainer.interrupted)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._close(finished=False)
+
+    def _close(self, finished: bool) -> None:
+        recorder, self.recorder = self.recorder, None
+        if recorder is not None:
+            recorder.close(finished)
+
+
+def _log(trainer: Any, kind: str, row: Row) -> None:
+    """Send the numbers of a row to the Trainer's loggers."""
+    numbers = numbers_of(kind, row)
+    for logger in trainer.loggers if numbers else ():
+        logger.log_metrics(numbers, step=row["step"])
+
+
+def _called_model(module: nn.Module) -> nn.Module:
+    """Return the model that ``training_step`` calls: the only child if it has all parameters, else the module itself."""
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    is_whole = len(children) == 1 and next(module.parameters(recurse=False), None) is None
+    return children[0] if is_whole else module

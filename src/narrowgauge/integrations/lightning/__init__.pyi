@@ -1,3 +1,0 @@
-from narrowgauge.integrations.lightning.fit_audit import StepAudit as StepAudit
-from narrowgauge.integrations.lightning.monitor import NarrowgaugeMonitor as NarrowgaugeMonitor
-from narrowgauge.integrations.lightning.precision import NarrowgaugePrecision as NarrowgaugePrecision

@@ -1,0 +1,157 @@
+"""torchtitan: a converter for the model's linear layers, and an optimizer config.
+
+torchtitan 0.3 trains bfloat16 weights with ``training.dtype = "bfloat16"``. It builds its optimizers after it has sharded and
+initialized the model. Ours are then made by name, and the layers of the converter are swapped. torchtitan converts a model's
+*config*, and binds each layer's ``forward`` before the weights exist. So the converter puts layers into the config that can be
+swapped later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
+from torchtitan.config.override import derive
+from torchtitan.models.common.linear import Linear
+from torchtitan.protocols.model import ModelConfigConverter
+from torchtitan.protocols.module import Module
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.matmul.linear import DeferredLinear
+from narrowgauge.matmul.swapping import NarrowLayers, linears_of, swap_linears
+from narrowgauge.optim import optimizers
+from narrowgauge.spec.notation import get_compute
+from narrowgauge.torch_names import plain_name
+
+_STEP, _HISTORY = "narrowgauge.step", "narrowgauge.amax_history"
+
+
+class SwappableLinear(DeferredLinear, Linear):
+    """torchtitan's linear layer, with the compute that was requested for it; it runs once it is swapped."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        compute: str = ""
+
+    def __init__(self, config: Config) -> None:
+        Linear.__init__(self, config)
+        self.compute_name = config.compute
+        self.refusal: Any = self.register_forward_pre_hook(_refuse)
+
+
+def _refuse(module: Any, *_: Any) -> None:
+    raise RecipeError(
+        f"Cannot compute in '{module.compute_name}' because the optimizer is torchtitan's, which swaps no layers.",
+        "Set config.optimizer = narrowgauge_adamw(lr=…).",
+    )
+
+
+class NarrowgaugeConverter(ModelConfigConverter):
+    """Let a model's linear layers compute in a compute: ``converters=[NarrowgaugeConverter.Config(compute="float8-row")]``."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ModelConfigConverter.Config):
+        compute: str = "float8-row"
+
+    def __init__(self, config: Config) -> None:
+        self.compute = get_compute(config.compute).name
+
+    def convert(self, model_config: Module.Config) -> Module.Config:
+        """Replace the linear layers of a model's config in place; return it."""
+        layers = [place for place in model_config.traverse(Linear.Config) if type(place[1]) is Linear.Config]
+        if not layers:
+            raise RecipeError(f"Cannot compute in '{self.compute}': the model has no linear layers of torchtitan's.")
+        for _, plain, parent, place in layers:
+            swappable = derive(plain, SwappableLinear.Config, compute=self.compute)
+            if isinstance(parent, list):
+                parent[place] = swappable
+            else:
+                setattr(parent, str(place), swappable)
+        return model_config
+
+
+class NarrowgaugeOptimizers(OptimizersContainer):
+    """torchtitan's container, in which ``optimizer_name`` is a class of Narrowgauge such as ``AdamW`` or ``Lion``.
+
+    ``optimizer_factory_kwargs_by_name`` has the options of the whole optimizer: ``storage``, ``max_grad_norm``, ``seed``,
+    ``audit_every``.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(OptimizersContainer.Config):
+        pass
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        for part in model_parts:
+            layers = [module for module in part.modules() if isinstance(module, SwappableLinear)]
+            for layer in layers:
+                layer.refusal.remove()
+            if layers:
+                swap_linears(part, layers[0].compute_name)
+        super().__init__(config, model_parts=model_parts)
+        for place, linears in self._layers().items():
+            # The container is an optimizer, too: its own step must not count as one more.
+            linears.follow(self.optimizers[place * len(self.optimizers) // len(model_parts)])
+
+    @staticmethod
+    def _resolve_optimizer_factory(name: str) -> Callable[..., torch.optim.Optimizer]:
+        factory: Callable[..., torch.optim.Optimizer] = getattr(optimizers, name)
+        return factory
+
+    @staticmethod
+    def _build_impl_kwargs(config: OptimizersContainer.Config) -> dict[str, Any]:
+        return {}  # fused and foreach are torch.optim's
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return torchtitan's flat state by parameter name, with the step and the delayed scales of narrow layers."""
+        state: dict[str, Any] = super().state_dict()
+        for place, linears in self._layers().items():
+            state[f"{_STEP}.{place}"] = torch.tensor(linears.step)
+            state |= {f"{_HISTORY}.{place}.{plain_name(n)}": history for n, history in linears.histories().items()}
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        for optimizer in self.optimizers:
+            saved = optimizer.state_dict()
+            for group in saved["param_groups"]:
+                for number, name in zip(group["params"], group["param_names"], strict=True):
+                    state = saved["state"].get(number, {})
+                    saved["state"][number] = {key: state_dict[f"state.{name}.{key}"] for key in state}
+                options = group.keys() - {"params", "param_names"}
+                group |= {key: state_dict[f"param_groups.{group['param_names'][0]}.{key}"] for key in options}
+            optimizer.load_state_dict(saved)
+        for place, linears in self._layers().items():
+            linears.step = int(state_dict[f"{_STEP}.{place}"])
+            prefix = f"{_HISTORY}.{place}."
+            linears.load_histories({n.removeprefix(prefix): v for n, v in state_dict.items() if n.startswith(prefix)})
+
+    def _layers(self) -> dict[int, NarrowLayers]:
+        handles = {place: linears_of(part) for place, part in enumerate(self.model_parts)}
+        return {place: linears for place, linears in handles.items() if linears is not None}
+
+
+def narrowgauge_adamw(
+    lr: float = 8e-4,
+    *,
+    storage: str = "word",
+    max_grad_norm: float | None = None,
+    seed: int = 0,
+    audit_every: int = 10,
+    **settings: Any,
+) -> NarrowgaugeOptimizers.Config:
+    """Return the value of ``config.optimizer``, as torchtitan's ``default_adamw`` does, for weights in the storage's format.
+
+    Args:
+        lr: the peak learning rate; torchtitan's scheduler multiplies it.
+        storage, seed, audit_every: of :class:`narrowgauge.AdamW`.
+        max_grad_norm: clip here, in float32; then set ``training.max_norm`` to ``inf``. ``None`` leaves clipping to torchtitan.
+        settings: ``betas``, ``eps`` and ``weight_decay``.
+    """
+    options = {"storage": storage, "max_grad_norm": max_grad_norm, "seed": seed, "audit_every": audit_every}
+    group = ParamGroupConfig(pattern=r".*", optimizer_name="AdamW", optimizer_kwargs={"lr": lr, **settings})
+    return NarrowgaugeOptimizers.Config(param_groups=[group], optimizer_factory_kwargs_by_name={"AdamW": options})

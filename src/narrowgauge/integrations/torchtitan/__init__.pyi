@@ -1,6 +1,0 @@
-from narrowgauge.integrations.torchtitan.converter import NarrowgaugeConverter as NarrowgaugeConverter
-from narrowgauge.integrations.torchtitan.metrics import NarrowgaugeMetrics as NarrowgaugeMetrics
-from narrowgauge.integrations.torchtitan.metrics import with_record as with_record
-from narrowgauge.integrations.torchtitan.optimizers_container import NarrowgaugeAdamW as NarrowgaugeAdamW
-from narrowgauge.integrations.torchtitan.optimizers_container import narrowgauge_adamw as narrowgauge_adamw
-from narrowgauge.integrations.torchtitan.optimizers_container import with_recipe as with_recipe

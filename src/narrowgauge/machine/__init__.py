@@ -1,1 +1,0 @@
-"""This machine: its processor, C++ compiler, cache folder and child processes. Nothing here loads PyTorch."""

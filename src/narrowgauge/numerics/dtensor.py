@@ -1,0 +1,111 @@
+"""DTensors, such as parameters that FSDP2 shards, and the local tensors of this rank.
+
+Arithmetic runs on local tensors: every stored bit is a function of its element's own history. Ranks communicate only for numbers
+that belong to all of them, such as the norm of the gradients. States are returned as DTensors placed like their parameter, so
+that other ranks can load a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Return whether a tensor is a DTensor, replicated ones included."""
+    return hasattr(tensor, "device_mesh")
+
+
+def is_split_over_ranks(tensor: Any) -> bool:
+    """Return whether other ranks hold other elements of a tensor."""
+    return is_sharded(tensor) and any(map(_splits, tensor.placements))
+
+
+def _splits(placement: Any) -> bool:
+    # Not `is_shard()`, which is false for a dimension that two mesh axes split together.
+    return not (placement.is_replicate() or placement.is_partial())
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the local tensor of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def copied_to_cpu(tensor: Tensor) -> Tensor:
+    """Copy the local tensor to the CPU."""
+    local = local_of(tensor.detach())
+    return torch.empty(local.shape, dtype=local.dtype).copy_(local)
+
+
+def placed_like(owner: Any, part: Tensor) -> Tensor:
+    """Return this rank's part of a state as a DTensor placed like ``owner``, its parameter; unchanged for a plain parameter.
+
+    A distributed checkpoint can save the result and shard it again; int16 becomes int32. ``part`` is parameter-shaped, or has
+    a last dimension of 1.
+    """
+    if not is_sharded(owner) or part.ndim != owner.ndim:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    part = sendable(owner, part)
+    shape = owner.shape if part.shape[-1] == local_of(owner).shape[-1] else (*owner.shape[:-1], 1)
+    stride = torch.empty(shape, dtype=part.dtype, device="meta").stride()
+    result: Tensor = DTensor.from_local(
+        part, owner.device_mesh, owner.placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+    return result
+
+
+def sendable(owner: Any, part: Tensor) -> Tensor:
+    """Convert int16 states of a sharded parameter to int32: neither gloo nor NCCL sends integers of 16 bits."""
+    return part.to(torch.int32) if part.dtype is torch.int16 and is_sharded(owner) else part
+
+
+def by_group(tensors: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
+    """Sort tensors by the process groups over which sums of all their elements must be added up.
+
+    Args:
+        tensors: DTensors and others, on any meshes; all ranks give them in the same order.
+    Returns:
+        Pairs of process groups, one for each mesh axis that splits elements, and tensors. The first pair has no groups, and
+        perhaps no tensors.
+    """
+    whole: list[Any] = []
+    pairs: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {(): ([], whole)}
+    for tensor in tensors:
+        if is_split_over_ranks(tensor):
+            mesh, placements = tensor.device_mesh, tensor.placements
+            groups = [mesh.get_group(axis) for axis, placement in enumerate(placements) if _splits(placement)]
+            pairs.setdefault(tuple(group.group_name for group in groups), (groups, []))[1].append(tensor)
+        else:
+            whole.append(tensor)
+    return list(pairs.values())
+
+
+def add_up(value: Tensor, groups: Iterable[Any], how: str) -> Tensor:
+    """Return the sum or the maximum of ``value`` over all ranks of the groups: ``how`` is ``"sum"`` or ``"max"``."""
+    import torch.distributed as dist
+
+    operation = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
+    for group in groups:
+        value = value.clone()
+        dist.all_reduce(value, operation, group=group)
+    return value
+
+
+def gathered(owner: Any, part: Tensor) -> Tensor:
+    """Return the whole of a parameter-shaped tensor from the parts of all ranks."""
+    dtensor: Any = placed_like(owner, part)
+    return dtensor.full_tensor() if is_sharded(dtensor) else part
+
+
+def own_part(owner: Any, tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that every rank has in full."""
+    if not is_sharded(owner):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return local_of(distribute_tensor(tensor, owner.device_mesh, owner.placements, src_data_rank=None))

@@ -1,0 +1,122 @@
+"""Hashes: one number for the bits of a tensor, and well mixed seeds.
+
+The hash of a tensor is the sum, modulo 2^64, of a hash of every element's bits and place. An integer sum does not depend on
+order, so the hashes of shards add up to the hash of the whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import FormatError
+from narrowgauge.numerics.chunks import chunk_size, flat_chunks
+
+_INTEGER_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MODULUS = 1 << 64
+_GOLDEN = 0x9E3779B97F4A7C15
+# The finalizer's factors, as signed numbers.
+_MIX_1, _MIX_2 = 0xBF58476D1CE4E5B9 - _MODULUS, 0x94D049BB133111EB - _MODULUS
+
+
+def splitmix64(z: Any) -> Any:
+    """Mix the bits of int64 tensors, or of Python integers, which stay in 0 … 2^64 - 1.
+
+    Source:
+        Steele, Lea, Flood, OOPSLA 2014, doi 10.1145/2660193.2660195.
+    """
+    # torch shifts int64 arithmetically: the copies of the sign bit are masked away.
+    for places, factor in ((30, _MIX_1), (27, _MIX_2)):
+        z = (z ^ ((z >> places) & ((1 << (64 - places)) - 1))) * factor
+        z = z % _MODULUS if isinstance(z, int) else z
+    return z ^ ((z >> 31) & ((1 << 33) - 1))
+
+
+def step_seed(seed: int, step: int) -> int:
+    """Return 32 well mixed bits of (seed, step), as a signed number.
+
+    Example:
+        >>> step_seed(0, 1), step_seed(0, 2)
+        (2065550767, -1581685260)
+    """
+    word: int = splitmix64((seed * 0xD1342543DE82EF95 + step * _GOLDEN) % _MODULUS) & 0xFFFFFFFF
+    return word - (1 << 32) if word >> 31 else word
+
+
+def tensor_hash(x: Tensor, offset: int = 0) -> Tensor:
+    """Return :func:`fingerprint` as an int64 0-d tensor on the device of ``x``; nothing waits for the device."""
+    size = x.element_size()
+    if size not in _INTEGER_OF_SIZE:
+        raise FormatError(f"Cannot hash {x.dtype}: its elements have {size} bytes, not 1, 2, 4 or 8.")
+    x = x.detach().resolve_conj().resolve_neg()
+    places = torch.arange(min(chunk_size(x.device), x.numel()), dtype=torch.int64, device=x.device) * _signed(_GOLDEN)
+    total, place = torch.zeros((), dtype=torch.int64, device=x.device), offset
+    for (chunk,) in flat_chunks(x):
+        bits = chunk.view(_INTEGER_OF_SIZE[size]).to(torch.int64)
+        if size in (2, 4):
+            bits = bits & ((1 << (8 * size)) - 1)
+        total += splitmix64(bits + places[: chunk.numel()] + _signed((place + 1) * _GOLDEN)).sum()
+        place += chunk.numel()
+    return total
+
+
+def fingerprint(x: Tensor, *, offset: int = 0) -> int:
+    """Return a 64-bit hash: two tensors with equal hashes hold the same bits in the same places.
+
+    Invariant: ``Σ mix(bits_i + (offset + i + 1)·0x9E3779B97F4A7C15) mod 2^64``, ``i`` the row-major index, ``bits_i`` the
+    element's bits as an unsigned number, ``mix`` the finalizer of splitmix64. Strides, device and chunks do not enter.
+    Shards at their own offsets add up to the whole (:func:`combine`). It sees a swap, a sign, one ulp, −0, and NaN
+    payloads. It does not see shape or dtype: zeros of two bytes and of four are alike.
+
+    Args:
+        x: any dtype of 1, 2, 4 or 8 bytes, any shape and stride.
+        offset: the place of ``x``'s first element in the whole tensor, in elements.
+
+    Returns:
+        0 … 2^64 − 1; 0 for no elements.
+
+    Raises:
+        FormatError: elements of another size.
+
+    Cost: one read, 3 ns an element on one CPU thread; temporaries under 16 MiB.
+
+    Example:
+        >>> x = torch.arange(6.0)
+        >>> fingerprint(x) == combine([fingerprint(x[:2]), fingerprint(x[2:], offset=2)])
+        True
+    """
+    return int(tensor_hash(x, offset)) % _MODULUS
+
+
+def _signed(value: int) -> int:
+    """Return ``value`` modulo 2^64 as the int64 with the same bits."""
+    value %= _MODULUS
+    return value - _MODULUS if value >> 63 else value
+
+
+def combine(fingerprints: Iterable[int]) -> int:
+    """Return the fingerprint of a whole tensor from the fingerprints of its shards, each taken at its own offset.
+
+    >>> combine([2**64 - 1, 3])
+    2
+    """
+    return sum(fingerprints) % _MODULUS
+
+
+def fingerprint_all(named: Mapping[str, Tensor | int]) -> str:
+    """Return one fingerprint for a set of named tensors, such as a model's ``state_dict``: 16 hexadecimal digits.
+
+    Invariant: the sum modulo 2^64 of a 64-bit BLAKE2b of each (fingerprint, name): the order of the mapping does not enter,
+    and exchanging two tensors' names does. In place of a tensor its fingerprint may stand, as after :func:`combine`.
+
+    >>> fingerprint_all({"w": torch.ones(2)}) == fingerprint_all({"v": torch.ones(2)})
+    False
+    """
+    numbers = {name: x if isinstance(x, int) else fingerprint(x) for name, x in named.items()}
+    pairs = (number.to_bytes(8, "little") + name.encode() for name, number in numbers.items())
+    hashes = (hashlib.blake2b(pair, digest_size=8).digest() for pair in pairs)
+    return f"{combine(int.from_bytes(digest, 'little') for digest in hashes):016x}"

@@ -1,0 +1,376 @@
+"""Metrics: what storage loses of an update, what a cast loses of a tensor, and how the values of a tensor are distributed.
+
+*Updates.* An optimizer intends a change D. The stored weight changes by E, since w + D is rounded; the visible weight changes by
+V. All metrics follow from sums over a tensor (:data:`UPDATE_SUMS`), which add up over steps, tensors and shards before anything
+is divided. *EDQ* = ⟨D,E⟩/‖D‖² is the fraction of the update that is stored **on average**: 1 is perfect, 0 is a stall, and
+stochastic rounding gives 1. *Noise* = ‖E−D‖/‖D‖ is the change that was **not intended**: 0 is perfect, 1 is a stall, and
+stochastic bfloat16 gives 20. Fractions of lost elements count what the norms may hide: a few large entries that move while all
+others do not. The sums of one small tensor are noisy: add those of many steps first.
+
+*Tensors.* Each function is pure and has a known answer. None waits for a device, so a step that computes a thousand of them
+copies its results to the host once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import FormatError
+from narrowgauge.numerics.chunks import flat_chunks
+from narrowgauge.numerics.quantization import padded, quantize, random_words, rotate, spread
+from narrowgauge.numerics.rounding import EXPONENT, MAGNITUDE, bits_of, power_below
+from narrowgauge.spec.computes import Cast
+from narrowgauge.spec.formats import Format
+from narrowgauge.spec.significance import FEWEST_SPACINGS
+
+# ── updates ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CHANGE_SUMS = ("dd", "de", "ee", "dv", "vv", "nonzero", "lost", "unseen")
+"""Sums over the elements of an update: D², D·E, E², D·V, V², and how many had D ≠ 0; D ≠ 0 but E = 0; D ≠ 0 but V = 0."""
+DECAY_SUMS = ("cc", "ct")
+"""Sums of its weight decay, see :func:`decay_terms`: C², C·T; zero where the rule has no separate decay."""
+KERNEL_SUMS = (*CHANGE_SUMS, *DECAY_SUMS)
+"""What a kernel sums."""
+HOST_SUMS = ("elements", "spacings")
+"""What the host knows of an audited tensor: how many elements it has, and the least number of ulps that their decay comes to."""
+UPDATE_SUMS = (*KERNEL_SUMS, *HOST_SUMS)
+"""The order of the sums of an update."""
+_PLACE = {name: place for place, name in enumerate(UPDATE_SUMS)}
+
+
+def update_terms(intended: Tensor, stored: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
+    """Return the eight addends of one element each, from D, E and V, in the order of :data:`CHANGE_SUMS`.
+
+    Elementwise and pure, in the dtype given. Counts are 0 or 1 in that dtype too, so that one kind of register sums all eight.
+    Squares below the dtype's range vanish (float32: changes under 1e-23), the counts do not.
+
+    Example:
+        >>> [term.item() for term in update_terms(torch.tensor(2.0), torch.tensor(1.0), torch.tensor(0.0))]
+        [4.0, 2.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0]
+    """
+    moved = intended != 0
+    return (
+        intended * intended,
+        intended * stored,
+        stored * stored,
+        intended * visible,
+        visible * visible,
+        moved.to(intended.dtype),
+        (moved & (stored == 0)).to(intended.dtype),
+        (moved & (visible == 0)).to(intended.dtype),
+    )
+
+
+def decay_terms(intended: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the two addends of one element each, from C and T, in the order of :data:`DECAY_SUMS`.
+
+    C = −lr · wd · w is decoupled weight decay, a part of D. T is the part of E that exists because of it: the stored change for
+    D, less the stored change for D − C at the same random bits. Both are of one element and one step, so the difference is
+    decay's alone, whatever the gradient does. Where C is weaker than a 32nd of the stored ulp, it is taken to be that 32nd to a
+    16th (:func:`narrowgauge.optim.kernel.least_decay`).
+
+    Example:
+        >>> [term.item() for term in decay_terms(torch.tensor(-2.0), torch.tensor(-1.0))]
+        [4.0, 2.0]
+    """
+    return intended * intended, intended * stored
+
+
+def update_sums(intended: Tensor, stored: Tensor, visible: Tensor) -> Tensor:
+    """Return the sums of one tensor's update without decay, float64 ``[12]``: the reference for kernels.
+
+    Products are exact in float64 and summed there, chunk by chunk; counts are exact.
+
+    Example:
+        >>> d = torch.tensor([1.0, 1.0, 0.0, -2.0])
+        >>> update_sums(d, d, torch.zeros(4)).tolist()
+        [6.0, 6.0, 6.0, 0.0, 0.0, 3.0, 0.0, 3.0, 0.0, 0.0, 4.0, 0.0]
+    """
+    if not intended.shape == stored.shape == visible.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (intended, stored, visible))
+        raise FormatError(f"Cannot sum an update of tensors of different shapes: {shapes}.")
+    total = torch.zeros(len(CHANGE_SUMS), dtype=torch.float64, device=intended.device)
+    for parts in flat_chunks(intended, stored, visible):
+        d, e, v = (part.double() for part in parts)
+        total += torch.stack([term.sum() for term in update_terms(d, e, v)])
+    host = torch.tensor([0.0, 0.0, intended.numel(), 0.0], dtype=torch.float64, device=intended.device)
+    return torch.cat([total, host])
+
+
+def _noise(s: dict[str, Tensor]) -> Tensor:
+    # ‖E−D‖² = ΣE² − 2ΣD·E + ΣD²; rounding may leave the square of a small difference a little below zero.
+    return _ratio((s["ee"] - 2 * s["de"] + s["dd"]).clamp(min=0), s["dd"]).sqrt()
+
+
+def _ratio(part: Tensor, total: Tensor) -> Tensor:
+    return torch.where(total == 0, torch.nan, part / total)
+
+
+UPDATE_METRICS: dict[str, Callable[[dict[str, Tensor]], Tensor]] = {
+    # ⟨D,E⟩/‖D‖². Collage (arXiv 2405.03637, §3.2) divides by ‖D‖; divided once more it is a fraction, whose sums add up.
+    "edq": lambda s: _ratio(s["de"], s["dd"]),
+    # ‖E−D‖/‖D‖. Products in float32 do not resolve it below about 1e-3, float64 not below 1e-8.
+    "noise": _noise,
+    # The fraction of intended changes (D ≠ 0) that left the stored value as it was.
+    "lost_fraction": lambda s: _ratio(s["lost"], s["nonzero"]),
+    # The same of the visible weight: high is healthy where the storage keeps a tail, which collects the changes.
+    "unseen_fraction": lambda s: _ratio(s["unseen"], s["nonzero"]),
+    # Collage's "imprecision percentage": the fraction of all elements that left the visible weight as it was, D = 0 included.
+    "imprecision_share": lambda s: 1 - _ratio(s["nonzero"] - s["unseen"], s["elements"]),
+    # 1 − ⟨C,T⟩/‖C‖²: the fraction of weight decay that is not stored; NaN over so few ulps that roundings say nothing.
+    "lost_decay": lambda s: torch.where(s["spacings"] >= FEWEST_SPACINGS, 1 - _ratio(s["ct"], s["cc"]), torch.nan),
+    # ⟨D,V⟩/‖D‖²: the EDQ of the weight that the model sees.
+    "visible_edq": lambda s: _ratio(s["dv"], s["dd"]),
+}
+"""By name, from the named sums. Where nothing was intended each is NaN: it can neither hide nor raise an alarm."""
+
+
+def update_metrics(sums: Tensor) -> dict[str, Tensor]:
+    """Return all :data:`UPDATE_METRICS` of sums ``[..., 12]``, float64 ``[...]`` each.
+
+    Args:
+        sums: from an audit or :func:`update_sums`; add those of several steps or tensors first.
+    Example:
+        >>> d = torch.tensor([1.0, 1.0, 0.0, 0.0])
+        >>> metrics = update_metrics(update_sums(d, torch.tensor([1.0, 0.0, 0.0, 0.0]), d))
+        >>> [round(metrics[name].item(), 3) for name in ("edq", "noise", "lost_fraction", "imprecision_share")]
+        [0.5, 0.707, 0.5, 0.5]
+    """
+    if sums.ndim == 0 or sums.shape[-1] != len(UPDATE_SUMS):
+        raise FormatError(
+            f"Cannot read the sums of an update from shape {tuple(sums.shape)}: it is [..., {len(UPDATE_SUMS)}].",
+            f"Their order is {', '.join(UPDATE_SUMS)}.",
+        )
+    named = {name: sums[..., place].double() for name, place in _PLACE.items()}
+    return {name: metric(named) for name, metric in UPDATE_METRICS.items()}
+
+
+# ── the values of a tensor ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rms(x: Tensor) -> Tensor:
+    """Return the root of the mean square, 0-d float32, in bfloat16 to its three digits; 0 for no values."""
+    # In the tensor's own dtype it adds in float32 all the same, and is twice as fast; float16 lacks the range for the result.
+    wide = torch.float32 if x.dtype is torch.float16 else None
+    norm: Tensor = torch.linalg.vector_norm(x.detach(), dtype=wide)
+    return norm.float() / math.sqrt(max(1, x.numel()))
+
+
+def power_of_rms(x: Tensor) -> Tensor:
+    """Return the largest power of two not above the root mean square of ``x``, 0-d float32, detached.
+
+    It is 1 for zeros, and for tensors whose mean square is not a float32. An infinite value stays infinite when divided by it.
+
+    Example:
+        >>> power_of_rms(torch.tensor([3e-6, -5e-6])).log2()
+        tensor(-18.)
+    """
+    wide = x.detach().to(torch.promote_types(x.dtype, torch.float32))
+    power = power_below(wide.square().mean().sqrt().float())
+    return torch.where((power > 0) & (power < torch.inf), power, torch.ones_like(power))
+
+
+def nonfinite_count(x: Tensor) -> Tensor:
+    """Return how many values are NaN or infinite, 0-d int64."""
+    return (~torch.isfinite(x.detach())).sum()
+
+
+def exponent_histogram(x: Tensor, first: int, bins: int) -> Tensor:
+    """Return how many values have each binary exponent, int64 ``[bins]``; ``first`` is the exponent of the first bin, above -126.
+
+    Bin ``k`` counts ``2**(first + k) <= abs(x) < 2**(first + k + 1)``; magnitudes below fall into the first bin,
+    above into the last; zeros, NaN and infinities into none. Histograms of parts add up to that of the whole.
+
+    Example:
+        >>> exponent_histogram(torch.tensor([0.0, 1.0, -1.5, 4.0, 1e-9]), -1, 4).tolist()
+        [1, 2, 0, 1]
+    """
+    bits = bits_of(x.detach().float().reshape(-1)) & MAGNITUDE
+    place = ((bits >> 23) - 127 - first).clamp(0, bins - 1)
+    counted = torch.where((bits != 0) & (bits < EXPONENT), place, bins).long()
+    counts = torch.zeros(bins + 1, dtype=torch.int64, device=x.device)
+    return counts.scatter_add_(0, counted, torch.ones_like(counted))[:bins]
+
+
+def kurtosis(x: Tensor) -> Tensor:
+    """Return the fourth moment of ``[..., values]`` over the squared second, float32 ``[...]``, both about zero.
+
+    1 for two values ±a, 3 for a normal distribution, large with outliers, NaN where all values are zero.
+    """
+    squares = x.detach().float().square()
+    return squares.square().mean(-1) / squares.mean(-1).square()
+
+
+def feature_peak(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest rms of a column of ``[..., rows, columns]`` over the rms of all, float32, and the column, int64.
+
+    The ratio is 1 where all columns have the same rms, the root of their number where only one column is not zero.
+
+    Example:
+        >>> peak, column = feature_peak(torch.tensor([[0.0, 1.0], [0.0, 1.0]]))
+        >>> round(peak.item(), 4), column.item()
+        (1.4142, 1)
+    """
+    energy = x.detach().float().square().mean(-2)
+    largest, column = energy.max(-1)
+    return (largest / energy.mean(-1)).sqrt(), column
+
+
+def block_scale_exponents(scales: Tensor) -> Tensor:
+    """Return the lowest, median and highest binary exponent of the positive block scales, float32 ``[3]``; NaN for none."""
+    used = torch.where(scales > 0, scales, torch.nan).float().reshape(-1)
+    exponents = torch.frexp(used).exponent.float() - 1
+    exponents = torch.where(used.isfinite(), exponents, torch.nan)
+    quantiles = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float32, device=scales.device)
+    return torch.nanquantile(exponents, quantiles, interpolation="lower")
+
+
+def update_to_weight(before: Tensor, after: Tensor) -> Tensor:
+    """Return the rms of a change over the rms of the value, from ``[..., n]`` float32 ``[...]``; NaN where ``before`` is zero."""
+    change = (after.float() - before.float()).square().mean(-1)
+    return (change / before.float().square().mean(-1)).sqrt()
+
+
+def update_to_ulp(intended: Tensor, weight: Tensor, mantissa_bits: int | Tensor) -> Tensor:
+    """Return the median size of a change in ulps of the weight: below a half, rounding to nearest stores nothing.
+
+    Args:
+        intended: changes ``[..., n]``.
+        weight: the values that change, same shape.
+        mantissa_bits: of the weight's format; 7 for bfloat16. A tensor that broadcasts where rows differ.
+    Returns:
+        float32 ``[...]``, the lower median over the elements whose weight is not zero; NaN without any.
+    Example:
+        >>> update_to_ulp(torch.tensor([2.0**-9, 2.0**-8]), torch.tensor([1.0, 1.0]), 7).item()
+        0.25
+    """
+    exponent = torch.frexp(weight.float()).exponent - 1 - mantissa_bits
+    ulps = torch.where(weight != 0, torch.ldexp(intended.float().abs(), -exponent), torch.nan)
+    return ulps.nanmedian(-1).values
+
+
+def moment_bias(stored: Tensor, exact: Tensor) -> Tensor:
+    """Return Σ stored / Σ exact of second moments ``[..., n]``, float64 ``[...]``: above 1 where they froze, NaN for zeros."""
+    return _ratio(stored.double().sum(-1), exact.double().sum(-1))
+
+
+def attention_statistics(query: Tensor, key: Tensor, scale: float, places: Tensor) -> Tensor:
+    """Return the largest attention logit of some queries, and the mean entropy of their weights: float32 ``[2]``.
+
+    A query sees the keys up to its own place, as in a causal model. The entropy is relative to even weights: 1 where all keys
+    count equally, 0 where only one does; 1 for first tokens, which see one key.
+
+    Args:
+        query: ``[heads, tokens, width]`` of one sequence.
+        key: ``[key heads, tokens, width]``; query heads share them in turn, and are a multiple of them.
+        scale: by which logits are multiplied.
+        places: int64 ``[queries]``: whose logits are computed.
+    Example:
+        >>> x = torch.zeros(1, 4, 8)
+        >>> attention_statistics(x, x, 1.0, torch.tensor([3])).tolist()
+        [0.0, 1.0]
+    """
+    if query.shape[0] % key.shape[0]:
+        raise FormatError(f"Cannot share {key.shape[0]} key heads among {query.shape[0]} query heads.")
+    wide = key.detach().float().repeat_interleave(query.shape[0] // key.shape[0], 0)
+    logits = query.detach()[:, places].float() @ wide.transpose(1, 2) * scale
+    seen = torch.arange(key.shape[1], dtype=torch.int64, device=key.device) <= places[:, None]
+    logits = torch.where(seen, logits, -torch.inf)
+    entropy = torch.special.entr(logits.softmax(-1)).sum(-1)
+    even = (places + 1).float().log()
+    return torch.stack([logits.amax(), torch.where(even > 0, entropy / even, 1.0).mean()])
+
+
+# ── casts ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+CAST_SUMS = ("signal", "error", "beyond", "zeroed", "nonzero", "total")
+"""The order of the sums of a cast: Σx², Σ(x−y)², values beyond the format's end, nonzero values that became zero, nonzero
+values, all values."""
+
+
+class CastLoss(NamedTuple):
+    """What a cast loses.
+
+    Attributes:
+        sqnr_db: signal to quantization noise ratio, decibels; +inf where nothing was lost.
+        overflow: the fraction of values beyond the format's largest.
+        underflow: the fraction of nonzero values that become zero.
+    """
+
+    sqnr_db: float
+    overflow: float
+    underflow: float
+
+
+def cast_sums(x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None, amax: Tensor | None = None) -> Tensor:
+    """Return what a cast takes from a matrix ``[rows, columns]``, as sums that add up: over rows, batches and steps.
+
+    Args:
+        dim: the dimension that the matmul contracts.
+        fold: multiplied into ``x`` first; the other operand's scales.
+        amax: the largest magnitude to scale a tensor by, in place of its own: ``[1, 1]``, or ``[rows, 1]`` where the rows
+            belong to several tensors.
+    Returns:
+        float64 ``[rows, 6]`` in the order of :data:`CAST_SUMS`; padding counts as nothing.
+    Example:
+        >>> cast_sums(torch.tensor([[1.0, 1e-6]]), Cast("float8_e4m3fn", "row")).tolist()[0][2:]
+        [0.0, 1.0, 2.0, 2.0]
+    """
+    return cast_and_sum(x, cast, dim, fold=fold, amax=amax)[0]
+
+
+def cast_and_sum(
+    x: Tensor, cast: Cast, dim: int = 1, *, fold: Tensor | None = None, amax: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return :func:`cast_sums`, and the outer scale by which the values were cast."""
+    values = padded(x, cast, dim).float()
+    words = None
+    if cast.rounding != "nearest":
+        words = random_words(values.shape[0], values.shape[1], torch.zeros((), dtype=torch.int32, device=x.device))
+    quantized = quantize(values, cast, dim, words=words, fold=fold, amax=amax)
+    values = values if fold is None else values * fold
+    values = values if cast.rotation == "none" else rotate(values, dim, cast.rotation)
+    scaled = values if quantized.inner is None else values / spread(quantized.inner, values.shape)
+    scaled = scaled if quantized.outer is None else scaled / quantized.outer
+    rounded = quantized.values()
+    nonzero = values != 0
+    parts = (
+        values.double().square(),
+        (values.double() - rounded.double()).square(),
+        scaled.abs() > _end(cast.element),
+        (rounded == 0) & nonzero,
+        nonzero,
+    )
+    sums = torch.stack([part.sum(1).double() for part in parts], 1)
+    if len(sums) > len(x):  # a rotation moves values into the padding
+        sums[len(x) - 1] += sums[len(x) :].sum(0)
+        sums = sums[: len(x)]
+    total = torch.full((x.shape[0], 1), float(x.shape[1]), dtype=torch.float64, device=x.device)
+    return torch.cat([sums, total], 1), quantized.outer
+
+
+def _end(row: Format) -> float:
+    """Return the magnitude up to which values round to the format's largest: half an ulp beyond it."""
+    return row.max + (0.5 if row.kind == "int" else 2.0 ** (row.max_exponent - row.mantissa_bits - 1))
+
+
+def sqnr_of_sums(sums: Tensor) -> Tensor:
+    """Return the signal to quantization noise ratio of added :func:`cast_sums` ``[..., 6]``, in decibels; +inf for no error."""
+    signal, error = sums[..., 0], sums[..., 1]
+    return 10 * torch.log10(torch.where(error == 0, torch.inf, signal / error))
+
+
+def cast_loss(sums: Tensor) -> CastLoss:
+    """Return the metrics of :func:`cast_sums` ``[6]`` added up.
+
+    Example:
+        >>> cast_loss(torch.tensor([100.0, 1.0, 0, 1, 4, 5]))
+        CastLoss(sqnr_db=20.0, overflow=0.0, underflow=0.25)
+    """
+    _, _, beyond, zeroed, nonzero, total = sums.tolist()
+    return CastLoss(float(sqnr_of_sums(sums)), beyond / max(total, 1), zeroed / max(nonzero, 1))

@@ -1,0 +1,572 @@
+"""Codes: float32 values rounded to the bits of a storage, and decoded.
+
+Everything here is written once, in int32 and float32 operations. It gives the same bits eagerly, compiled, on CPUs and on GPUs.
+
+A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several codes share a 32-bit word, each at its own
+``shift``. Encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``. Decoding is a shift and a mask.
+
+A weight has two parts: the *visible* weight, with which the model computes, and its *tail*, the signed rest of the stored weight.
+A NaN loses its sign and payload. It becomes the quiet NaN, or the largest positive value of a code that has no NaN (of a
+float16 weight, infinity).
+
+A :class:`Lane` is what one step reads of some elements. Where its bits lie in memory is the business of
+:mod:`narrowgauge.optim.layout`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.rounding import (
+    EXPONENT,
+    MAGNITUDE,
+    bits_of,
+    canonical_bits,
+    canonical_bits64,
+    cut,
+    dither,
+    float_of,
+    half,
+    quiet,
+    random_bits,
+    rounded_to_odd,
+)
+from narrowgauge.spec.storages import BFLOAT16, FLOAT32, VISIBLE, Code, Storage, low_parts, width_alone
+
+SIGN, MANTISSA = -(1 << 31), 0x7FFFFF
+INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
+
+
+def dropped_bits(code: Code) -> int:
+    """Return how many low mantissa bits of a float32 a code drops; a float64 is never rounded."""
+    return 0 if code.is_double else 23 - code.mantissa_bits
+
+
+def value_dtype(storage: Storage) -> torch.dtype:
+    """Return the dtype in which a storage's rule computes."""
+    return torch.float64 if storage.arithmetic == "float64" else torch.float32
+
+
+# ── one code ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | None = None) -> Tensor:
+    """Round ``x`` to a code: int32, zero outside the code's bits.
+
+    Args:
+        addend: what to add before cutting (:func:`narrowgauge.numerics.rounding.cut`).
+        shift: where in the word the code's lowest bit goes.
+        scale: for a scaled code, the first result of :func:`multipliers`.
+    """
+    if code.is_double:
+        return canonical_bits64(x)
+    if code.is_window:
+        return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
+    # The code is the upper bits of the float32, which are in place at shift = dropped. Elsewhere a mask removes the copies
+    # of the sign that a right shift makes, or the sign that an unsigned code leaves out.
+    moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
+    return moved if code.signed and shift == dropped_bits(code) else moved & (((1 << code.bits) - 1) << shift)
+
+
+def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
+    """Return the float32 values of codes at ``shift`` in words; ``scale`` is the second result of :func:`multipliers`."""
+    if code.is_double:
+        return word.view(torch.float64)
+    if code.is_window:
+        return _decode_window(code, word, shift, 2.0 ** _scale(code) if scale is None else scale)
+    mask = -(1 << dropped_bits(code)) & (-1 if code.signed else MAGNITUDE)
+    left = _moved(word, dropped_bits(code) - shift)
+    return float_of(left & mask if code.bits < 32 else left)
+
+
+def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float) -> Tensor:
+    """Encode a small float with subnormals: scaled by a power of two, its exponent field begins at zero like float32's."""
+    bits, dropped = bits_of(x * scale), dropped_bits(code)
+    magnitude = bits & MAGNITUDE  # of unsigned codes too: -0 and a negative NaN would fill the word
+    if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
+        # The topmost code of a word: one shift before the addition, and the sign where it is.
+        left, steps = shift - dropped, _last_step(code) << shift
+        return (((magnitude.clamp(max=steps >> left) << left) + (addend << left)) & steps) | _sign(bits)
+    step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
+    if code.hold:
+        # Of x itself: scaled, the smallest of float32's own subnormals are zero already.
+        step = step.maximum(bits_of(x).clamp(max=1))
+    step = _moved(step, shift)
+    if not code.signed:
+        return step
+    sign = _sign(bits)
+    place = shift + code.bits - 1
+    return step | (sign if place == 31 else (sign >> (31 - place)) & (1 << place))
+
+
+def _sign(bits: Tensor) -> Tensor:
+    """Return the sign bits of floats, none for a NaN.
+
+    As integers, NaNs with a sign are the negative numbers next to 0, and their sum with a mantissa has none.
+    """
+    return bits & (bits + MANTISSA) & SIGN
+
+
+def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) -> Tensor:
+    steps = _last_step(code) << dropped_bits(code)
+    moved = _moved(word, dropped_bits(code) - shift)
+    place = shift + code.bits - 1
+    if code.signed and place == 31:
+        bits = moved & (steps | SIGN)  # a right shift of an int32 leaves its sign where it is
+    elif code.signed:
+        bits = (moved & steps) | ((word << (31 - place)) & SIGN)
+    else:
+        bits = moved & steps
+    return float_of(bits) * scale
+
+
+def _last_step(code: Code) -> int:
+    """Return the largest magnitude of a window code in steps from zero, to which larger values saturate."""
+    return (1 << (code.exponent_bits + code.mantissa_bits)) - 1
+
+
+def _scale(code: Code) -> int:
+    """Return the difference between the window's exponents and float32's."""
+    return code.lowest + 126
+
+
+def _moved(x: Tensor, left: int) -> Tensor:
+    """Shift left, or right (copying the sign) by a negative number."""
+    return x << left if left > 0 else x >> -left if left < 0 else x
+
+
+def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the powers of two that take rows into the window of a scaled code and back: float32, shaped like ``bound``.
+
+    The window ends at the smallest power of two not below ``bound``, the amax of a row or somewhat more. Values up to 1.7 times
+    that end still fit. A code that begins at ``2**lowest`` of its end has its largest window at ``2**-lowest``.
+    """
+    # Rounding the exponent up: anything but a power of two carries. Both results must be normal float32 values.
+    exponent = ((bits_of(bound.nan_to_num(nan=3e38, posinf=3e38)) + 0x7FFFFF) >> 23) - 127
+    exponent = (exponent + _scale(code)).clamp(-126, 126)
+    return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
+
+
+# ── the weight ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def visible_value(visible: str, bits: Tensor) -> Tensor:
+    """Return the float32 of a visible weight's bits, or its float64.
+
+    For float16 they are the bits of that float32 times 2^-112, whose exponents are float16's own. Its infinities and NaNs
+    become 65536 and more.
+    """
+    bits_of_format, _, exponent = VISIBLE[visible]
+    if bits_of_format == 64:
+        return bits.view(torch.float64)
+    return float_of(bits) * 2.0**-exponent if exponent else float_of(bits)
+
+
+def gradient_value(visible: str, bits: Tensor) -> Tensor:
+    """Return :func:`visible_value` of a gradient, whose infinities and NaNs stay."""
+    value = visible_value(visible, bits)
+    if VISIBLE[visible][2]:
+        value = torch.where(value.abs() >= 65536.0, float_of(bits | EXPONENT), value)
+    return value
+
+
+def visible_bits(visible: str, x: Tensor) -> Tensor:
+    """Return the bits of a visible weight: the inverse of :func:`visible_value`."""
+    bits_of_format, _, exponent = VISIBLE[visible]
+    if bits_of_format == 64:
+        return x.view(torch.int64)
+    return bits_of(x * 2.0**exponent) if exponent else bits_of(x)
+
+
+def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
+    """Round ``x`` to the visible format's bits; ``addend`` is 0 where ``x`` is a value of the format, or beyond it."""
+    _, below, exponent = VISIBLE[storage.visible]
+    return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
+
+
+def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Split a weight of one part, not scaled by row, into the visible weight and its tail or master.
+
+    Returns:
+        ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, ``None`` where there is
+        neither; and the value of both together.
+    """
+    if storage.weight.is_double:
+        bits = canonical_bits64(x)
+        stored = bits.view(torch.float64)
+        if not storage.master:
+            return bits, None, stored
+        _, below, exponent = VISIBLE[storage.visible]
+        # What is beyond float32's range is beyond that of both visible formats.
+        near = rounded_to_odd(stored)
+        return _in_range(storage, cut(near * 2.0**exponent if exponent else near, below, half(below))), bits, stored
+    if storage.visible == "float32":
+        bits = cut(x, 0, 0)
+        return bits, None, float_of(bits)
+    _, below, exponent = VISIBLE[storage.visible]
+    scaled = x * 2.0**exponent if exponent else x
+    if storage.master:
+        bits = cut(x, 0, 0)
+        return _in_range(storage, cut(scaled, below, half(below))), bits, float_of(bits)
+    if not storage.tail_bits:
+        visible = _in_range(storage, cut(scaled, below, addend))
+        return visible, None, visible_value(storage.visible, visible)
+    if storage.visible == "bfloat16" and dropped_bits(storage.weight):
+        # The sum before it is cut: its lowest bits are never packed, and rounding to bfloat16 does not see them.
+        total = canonical_bits(scaled) + addend
+        visible = (total + half(below)) & -(1 << below)
+        return visible, total, visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight)))
+    whole = cut(scaled, dropped_bits(storage.weight), addend)
+    # The nearest visible value, and the signed rest: adding half of the tail's range carries exactly where the rest is
+    # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
+    visible = _in_range(storage, (whole + half(below)) & -(1 << below))
+    return visible, whole - visible, visible_value(storage.visible, whole)
+
+
+def _in_range(storage: Storage, visible: Tensor) -> Tensor:
+    """Turn NaN, and what rounds past float16's largest value, into its infinity."""
+    if storage.visible != "float16":
+        return visible
+    infinity = 31 << 23
+    return (visible & MAGNITUDE).clamp(max=infinity) | (visible & SIGN)
+
+
+def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
+    """Return the stored weight of visible bits and their field: the inverse of :func:`encode_weight`.
+
+    A visible weight that is not the rounded master was written by others and replaces the master. A tail is added to whatever
+    the visible weight is: it moves a weight that others wrote by half an ulp at most.
+    """
+    if storage.master:
+        assert field is not None
+        seen, stored = visible_value(storage.visible, visible), decode(storage.weight, field, 0)
+        is_outdated = encode_weight(storage, stored, 0)[0] != _in_range(storage, visible)
+        return torch.where(is_outdated, seen.to(stored.dtype), stored)
+    return visible_value(storage.visible, visible if field is None else visible + field)
+
+
+def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
+    """Return a signed tail's bits at their place in a word, zeros elsewhere."""
+    dropped = dropped_bits(storage.weight)
+    return _moved(tail, shift - dropped) & (((1 << storage.tail_bits) - 1) << shift)
+
+
+def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
+    """Return the signed tail at ``shift`` in a word: the inverse of :func:`place_tail`."""
+    # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended. What lies below it in
+    # the word is cleared; below bit 0 there is nothing.
+    dropped = dropped_bits(storage.weight)
+    tail = _moved(word, 32 - storage.tail_bits - shift) >> (32 - storage.tail_bits - dropped)
+    return tail & -(1 << dropped) if dropped and shift else tail
+
+
+# ── a weight and its states ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """What a step reads of some elements.
+
+    Args:
+        visible: int32 bits of the visible weight (:func:`visible_value`). Of float64 weights all bits are int64.
+        gradient: likewise of the gradient.
+        fields: by field, the word that holds it and the bit where it begins.
+        scales: by code scaled by row, its :func:`multipliers`.
+    """
+
+    visible: Tensor
+    gradient: Tensor
+    fields: Mapping[str, tuple[Tensor, int]]
+    scales: Mapping[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """The values of a lane in the storage's arithmetic.
+
+    Args:
+        weight: what the rule reads: the stored weight, or the visible one where ``low`` is its compensation.
+        low: Kahan's compensation, ``None`` where the storage has none.
+        states: in the order in which they were requested.
+    """
+
+    visible: Tensor
+    weight: Tensor
+    low: Tensor | None
+    states: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a step writes, and what the audit reads.
+
+    Args:
+        visible: int32 bits of the new visible weight.
+        fields: int32, the bits of every field in their place.
+        changes: float32: the intended change, the change of the stored weight, and that of the visible one.
+    """
+
+    visible: Tensor
+    fields: dict[str, Tensor]
+    changes: tuple[Tensor, Tensor, Tensor]
+
+
+def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
+    """Return what the code of the weight and of each state adds before it cuts, from one hashed word per element.
+
+    The key is the element's own bits: its stored weight before the step and its gradient's *mantissa* before any scaling (with
+    the exponent, a power of two on all gradients would change the rounding). The 32 bits are dealt to the stochastic codes, the
+    weight first. A code that drops more bits than it was dealt borrows its lower ones from its neighbour's upper ones: 12 bits
+    for 18 would make a chance below 2^-12 none, and at beta2 = 0.9999 a second moment would stop short by 2 %.
+    """
+    table = {"weight": storage.weight, **{state: storage.code(state) for state, _ in storage.states}}
+    result: dict[str, Tensor | int] = {n: half(dropped_bits(c)) for n, c in table.items()}
+    stochastic = [(n, dropped_bits(c)) for n, c in table.items() if c.rounding == "stochastic"]
+    if not stochastic:
+        return result
+    mantissa = (gradient_bits >> 16) & 0x7F if storage.visible == "bfloat16" else gradient_bits & 0x7FFFFF
+    random, start = random_bits(bits_of(weight) ^ mantissa, seed), 0
+    for place, (name, dropped) in enumerate(stochastic):
+        start += min(dropped, (32 - start) // (len(stochastic) - place))
+        missing = max(0, dropped - start)
+        # The first code has no neighbour below: it borrows round the word, from the last one's upper bits.
+        turned = random if not missing else (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
+        result[name] = dither(turned, start + missing - dropped, dropped, dropped)
+    return result
+
+
+def read(storage: Storage, lane: Lane, states: Sequence[str]) -> Values:
+    """Decode a lane's weight and some of its states."""
+    visible = visible_value(storage.visible, lane.visible)
+    weight, low = _weight(storage, lane, visible)
+    return Values(visible, weight, low, tuple(read_state(storage, lane, name) for name in states))
+
+
+def write(
+    storage: Storage, lane: Lane, old: Values, change: Tensor, states: Mapping[str, Tensor], seed: Tensor
+) -> Written:
+    """Round the result of a step to the storage's formats.
+
+    Args:
+        old: what :func:`read` returned for the lane.
+        change: to be added to its weight.
+        states: the new ones, by name.
+    """
+    addend = addends(storage, _key(storage, lane, old.weight), lane.gradient, seed)
+    fields: dict[str, Tensor] = {}
+    if old.low is not None:
+        # Kahan's order: the compensation is added to the change first, so that neither is lost beside the weight.
+        total = old.low + change
+        visible = encode_visible(storage, old.visible + total, addend["weight"])
+        moved = visible_value(storage.visible, visible) - old.visible
+        shift = lane.fields["weight_low"][1]
+        fields["weight_low"] = encode(storage.weight, total - moved, addend["weight"], shift)
+        taken = moved + (decode(storage.weight, fields["weight_low"], shift) - old.low)
+    else:
+        visible, fields, stored = _split_weight(storage, lane, old.weight + change, addend["weight"])
+        taken = stored - old.weight
+    for name, value in states.items():
+        fields |= write_state(storage, lane, name, value, addend[name])
+    seen = (visible_value(storage.visible, visible) - old.visible).to(change.dtype)
+    return Written(visible, fields, (change, taken, seen))
+
+
+def _key(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
+    """Return the weight as a key of random bits; the codes of the states fill the bits that a weight of 8 bits lacks.
+
+    Else thousands of elements would round alike. The states are read before the step, so that the audit's second step without
+    decay draws the same bits.
+    """
+    if not storage.weight.scaled:
+        return weight
+    key, widths = bits_of(weight), dict(storage.fields)
+    for place, (name, _) in enumerate(storage.states):
+        word, shift = lane.fields[name]
+        # Above the gradient's mantissa, and mostly below the weight's.
+        key = key ^ (((word >> shift) & ((1 << min(widths[name], 8)) - 1)) << (7 + 5 * place))
+    return float_of(key)
+
+
+def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the float32 that the rule reads, and Kahan's compensation where there is one."""
+    if not storage.beside:
+        return visible, None
+    word, shift = lane.fields[storage.beside[0]]
+    if storage.weight.parts > 1 and not storage.master:
+        return visible, decode(storage.weight, word, shift)
+    field = word if storage.master else take_tail(storage, word, shift)
+    return decode_weight(storage, lane.visible, field), None
+
+
+def read_parts(storage: Storage, lane: Lane, name: str) -> tuple[Tensor, ...]:
+    """Decode the parts of a state, or of a weight that is an expansion."""
+    code = storage.code(name)
+    names = (name, *low_parts(name, code))
+    if name == "weight":
+        first = (visible_value(storage.visible, lane.visible),)
+    else:
+        first = (decode(code, *lane.fields[name], _back(code, lane.scales, name, 0)),)
+    low = (decode(code, *lane.fields[part], _back(code, lane.scales, name, k)) for k, part in enumerate(names[1:], 1))
+    return (*first, *low)
+
+
+def read_state(storage: Storage, lane: Lane, name: str) -> Tensor:
+    """Return a state's float32 value: the sum of its parts."""
+    parts = read_parts(storage, lane, name)
+    return sum(parts[1:], parts[0])
+
+
+def read_weight(storage: Storage, lane: Lane) -> Tensor:
+    """Return the stored weight with all its parts."""
+    if storage.weight.parts > 1:
+        return read_state(storage, lane, "weight")
+    return _weight(storage, lane, visible_value(storage.visible, lane.visible))[0]
+
+
+def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the visible bits of a float32 weight and its fields in their places."""
+    if storage.weight.parts > 1:
+        code, zero = storage.weight, torch.zeros((), dtype=torch.int32, device=value.device)
+        alone = replace(lane, fields={**lane.fields, "weight": (zero, 32 - code.bits if not code.is_window else 0)})
+        fields = write_state(storage, alone, "weight", value, addend)
+        shift, into = alone.fields["weight"][1], _into(code, lane.scales, "weight", 0)
+        first = decode(code, fields.pop("weight"), shift, _inverse(into))
+        return encode_visible(storage, first, 0), fields
+    return _split_weight(storage, lane, value, addend)[:2]
+
+
+def _split_weight(
+    storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int
+) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """Return the visible bits of a weight of one part, its field in its place, and the float32 of both."""
+    if storage.weight.scaled:
+        # Few bits, all of them visible: a value of the code in its row is one of the visible format too.
+        into = _into(storage.weight, lane.scales, "weight", 0)
+        stored = decode(storage.weight, encode(storage.weight, value, addend, 0, into), 0, _inverse(into))
+        return encode_visible(storage, stored, 0), {}, stored
+    visible, field, stored = encode_weight(storage, value, addend)
+    if field is None:
+        return visible, {}, stored
+    name = storage.beside[0]
+    return visible, {name: field if storage.master else place_tail(storage, field, lane.fields[name][1])}, stored
+
+
+def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: Tensor | int) -> dict[str, Tensor]:
+    """Return a state's bits in their places; each part takes what the ones before leave."""
+    code, fields, rest = storage.code(name), {}, value
+    names = (name, *low_parts(name, code))
+    for place, part in enumerate(names):
+        shift = lane.fields[part][1]
+        into = _into(code, lane.scales, name, place)
+        fields[part] = encode(code.part(place), rest, addend, shift, into)
+        if part != names[-1]:
+            rest = rest - decode(code, fields[part], shift, _inverse(into))
+    return fields
+
+
+def write_parts(
+    storage: Storage, lane: Lane, old: Sequence[Tensor], change: Tensor, parts: Mapping[str, Sequence[Tensor]]
+) -> Written:
+    """Round a weight and states given in parts, each part to the nearest: the inverse of :func:`read_parts`.
+
+    Args:
+        old: the parts of the weight before the step.
+        change: what was to be added to it.
+        parts: those of the new weight and of each state, by name; float32.
+    """
+    fields: dict[str, Tensor] = {}
+    stored: list[Tensor] = []
+    for name, values in parts.items():
+        code = storage.code(name)
+        for place, (part, value) in enumerate(zip((name, *low_parts(name, code)), values, strict=True)):
+            shift = lane.fields[part][1] if part in lane.fields else 0
+            into = _into(code, lane.scales, name, place)
+            bits = encode(code.part(place), value, half(dropped_bits(code)), shift, into)
+            if name == "weight":
+                stored.append(decode(code, bits, shift, _inverse(into)))
+            if part != "weight":
+                fields[part] = bits
+    visible = encode_visible(storage, stored[0], 0)
+    moved = [new - before for new, before in zip(stored, old, strict=True)]
+    return Written(visible, fields, (change, sum(moved[1:], moved[0]), moved[0]))
+
+
+def _back(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int) -> Tensor | None:
+    """Return the multiplier out of the window of a scaled code's part: each is finer by the bits of the one before."""
+    return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1)) if code.scaled else None
+
+
+def _into(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int) -> Tensor | None:
+    return scales[name][0] * 2.0 ** (place * (code.mantissa_bits + 1)) if code.scaled else None
+
+
+def _inverse(into: Tensor | None) -> Tensor | None:
+    return None if into is None else 1.0 / into
+
+
+# ── a tensor of its own ─────────────────────────────────────────────────────────────────────────────────────────────────
+# Bases and moments of low-rank rules do not lie beside a weight. Each is stored in the code of a moment, one tensor per part.
+
+
+def alone_zeros(name: str, code: Code, shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
+    """Return the zeroed tensors of a state of its own, by the names under which they are saved.
+
+    Integers are ``…_codes``, parts in PyTorch's own dtypes have the plain name. ``…_bound`` is the amax of each row.
+    """
+    parts = (name, *low_parts(name, code))
+    tensors = {_saved_as(part, code): torch.zeros(tuple(shape), dtype=_dtype(code), device=device) for part in parts}
+    if code.scaled:
+        tensors[f"{name}_bound"] = torch.zeros((*shape[:-1], 1), dtype=torch.float32, device=device)
+    return tensors
+
+
+def alone_value(name: str, code: Code, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return the float32 values; of a state in float32 its own memory."""
+    return read_state(*_alone(name, code, tensors), name)
+
+
+def encode_alone(
+    name: str, code: Code, tensors: Mapping[str, Tensor], values: Tensor, seed: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Return values as the tensors of :func:`alone_zeros`.
+
+    With a ``seed`` (0-d int32), a stochastic code rounds so. The key of the random bits is a value's place and mantissa, so
+    a power of two on all values changes nothing.
+    """
+    value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
+    encoded: dict[str, Tensor] = {}
+    if code.scaled:
+        empty = value.new_zeros((*value.shape[:-1], 1))
+        encoded[f"{name}_bound"] = value.abs().amax(-1, keepdim=True) if value.numel() else empty
+    addend: Tensor | int = half(dropped)
+    if seed is not None and code.rounding == "stochastic":
+        place = torch.arange(value.numel(), dtype=torch.int32, device=value.device).view(value.shape)
+        addend = dither(random_bits(place ^ (bits_of(value) & MANTISSA), seed), 32 - dropped, dropped, dropped)
+    row, lane = _alone(name, code, {**tensors, **encoded})
+    for part, bits in write_state(row, lane, name, value, addend).items():
+        encoded[_saved_as(part, code)] = bits.to(INTEGER[width_alone(code)]).view(_dtype(code))
+    return encoded
+
+
+def _alone(name: str, code: Code, tensors: Mapping[str, Tensor]) -> tuple[Storage, Lane]:
+    """Return a storage that has this state and no other, and the state as its lane."""
+    fields = {}
+    for part in (name, *low_parts(name, code)):
+        tensor = tensors[_saved_as(part, code)]
+        fields[part] = tensor.view(INTEGER[tensor.dtype.itemsize * 8]).to(torch.int32), 0
+    bound, word = tensors.get(f"{name}_bound"), fields[name][0]
+    row = Storage("alone", "float32", FLOAT32, code, code, "", "", states=((name, "exp_avg"),))
+    return row, Lane(word, word, fields, {} if bound is None else {name: multipliers(code, bound)})
+
+
+def _dtype(code: Code) -> torch.dtype:
+    """Return PyTorch's dtype with the same bits, where there is one."""
+    return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[width_alone(code)]
+
+
+def _saved_as(part: str, code: Code) -> str:
+    return part if _dtype(code).is_floating_point else f"{part}_codes"

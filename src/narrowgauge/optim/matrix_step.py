@@ -1,0 +1,375 @@
+"""The step of matrix rules: one rank computes the step of a matrix, and every rank writes its shard.
+
+Ranks take as many matrices at a time as there are ranks, the largest first, one matrix for each rank:
+
+1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
+2. The matrix is gathered on its rank, which computes ``MatrixRule.direction``.
+3. The result is scattered, states that are not sharded are broadcast, and every rank writes its shard.
+
+The bits are those of one process. Weights and states are decoded a piece at a time, so that few whole copies exist.
+Parameters that are not DTensors belong to this process alone. DTensors that are not sharded by rows along one mesh axis
+(and replicated along another) are gathered and stepped on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.dtensor import gathered, is_sharded, local_of, own_part
+from narrowgauge.optim import codes, layout
+from narrowgauge.optim.codes import Lane
+from narrowgauge.optim.kernel import MatrixKernel, num_scales
+from narrowgauge.optim.row_bounds import rescaled, set_scales
+from narrowgauge.optim.rules.matrix import PIECE, Options, decay_of, matrix_shape
+from narrowgauge.optim.state import ParameterState, weight_bound
+from narrowgauge.spec.storages import Storage
+
+
+def step_matrices(
+    states: Iterable[ParameterState], options: Options, numbers_of: Callable[[ParameterState], Any]
+) -> Iterator[tuple[ParameterState, Tensor]]:
+    """Step matrices of one param group; yield those that are audited, each with its sums.
+
+    ``numbers_of`` returns the scalars of a state's step, see :class:`narrowgauge.optim.step.Numbers`.
+    """
+    for ranks, members in _by_ranks(states):
+        members.sort(key=lambda state: -state.owner.numel())
+        for first in range(0, len(members), ranks.count):
+            batch = members[first : first + ranks.count]
+            yield from _step_batch(ranks, [MatrixStep(s, options, numbers_of(s)) for s in batch])
+
+
+def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[ParameterState, Tensor]]:
+    """Step at most one matrix for each rank. All ranks compute between the last gather and the first scatter."""
+    measures: list[Tensor | None] = []
+    for place, step in enumerate(steps):
+        measure = step.rule.measure(step.options)
+        whole = None if measure is None else ranks.gather(place, step.owner, step.weight())
+        measures.append(None if measure is None or whole is None else measure(whole))
+        del whole
+    wholes = [[ranks.gather(place, step.owner, part) for part in step.averaged()] for place, step in enumerate(steps)]
+    results: list[list[Tensor] | None] = []
+    for place, step in enumerate(steps):
+        matrices = [whole for whole in wholes.pop(0) if whole is not None]
+        results.append(step.direction(matrices, measures[place]) if matrices else None)
+        del matrices
+    for place, step in enumerate(steps):
+        whole_results, results[place] = results[place], None
+        parts = [
+            ranks.scatter(place, step.owner, None if whole_results is None else whole_results[number])
+            for number in range(1 + len(step.in_direction))
+        ]
+        del whole_results
+        for tensor in step.state.tensors_of_extras().values():
+            ranks.broadcast(place, tensor)
+        sums = step.write(parts)
+        if sums is not None:
+            yield step.state, sums
+
+
+# ── ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Alone:
+    """Compute every matrix in this process: the parameters are plain tensors, or sharded in an uncommon way."""
+
+    count = 1
+
+    def owns(self, place: int) -> bool:
+        """Return whether this rank computes the matrix at a place of the batch."""
+        return True
+
+    def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
+        """Return the whole of a tensor shaped like ``owner``, as a matrix, on the rank of its place; else ``None``."""
+        return gathered(owner, part).reshape(matrix_shape(owner.shape))
+
+    def scatter(self, place: int, owner: Tensor, whole: Tensor | None) -> Tensor:
+        """Return this rank's part of a float32 matrix that the rank of its place has."""
+        assert whole is not None
+        return own_part(owner, whole.view(owner.shape))
+
+    def broadcast(self, place: int, tensor: Tensor) -> None:
+        """Overwrite a tensor by that of the rank of this place."""
+
+
+class Shared(Alone):
+    """Share matrices out over a mesh: rows are sharded along one axis, and perhaps replicated along another."""
+
+    def __init__(self, mesh: Any, shard_axis: int | None, replica_axis: int | None) -> None:
+        axes = shard_axis, replica_axis
+        self.shards, self.replicas = (None if axis is None else mesh.get_group(axis) for axis in axes)
+        self.shard, self.replica = (0 if axis is None else mesh.get_local_rank(axis) for axis in axes)
+        self.num_shards = 1 if shard_axis is None else mesh.size(shard_axis)
+        self.count = mesh.size()
+
+    def owns(self, place: int) -> bool:
+        return divmod(place, self.num_shards) == (self.replica, self.shard)
+
+    def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
+        import torch.distributed as dist
+
+        replica, shard = divmod(place, self.num_shards)
+        if replica != self.replica:
+            return None
+        rows, columns = matrix_shape(owner.shape)
+        part = part.reshape(len(part), columns)
+        if self.shards is None:
+            return part if self.owns(place) else None
+        height = -(-rows // self.num_shards)
+        buffer = part.new_empty(height * self.num_shards, columns) if self.owns(place) else None
+        into = None if buffer is None else list(buffer.split(height))
+        dist.gather(_padded(part, height), into, group=self.shards, group_dst=shard)
+        return None if buffer is None else buffer[:rows]
+
+    def scatter(self, place: int, owner: Tensor, whole: Tensor | None) -> Tensor:
+        import torch.distributed as dist
+
+        replica, shard = divmod(place, self.num_shards)
+        rows, columns = matrix_shape(owner.shape)
+        height, local = -(-rows // self.num_shards), local_of(owner)
+        part = torch.empty(height, columns, dtype=torch.float32, device=local.device)
+        if self.shards is None and whole is not None:
+            part = whole.contiguous()
+        elif self.shards is not None and replica == self.replica:
+            pieces = None if whole is None else list(_padded(whole, height * self.num_shards).split(height))
+            dist.scatter(part, pieces, group=self.shards, group_src=shard)
+        if self.replicas is not None:
+            dist.broadcast(part, group=self.replicas, group_src=replica)
+        return part[: len(local)].view(local.shape)
+
+    def broadcast(self, place: int, tensor: Tensor) -> None:
+        import torch.distributed as dist
+
+        replica, shard = divmod(place, self.num_shards)
+        content = tensor.view(-1).view(torch.uint8)  # neither gloo nor NCCL sends integers of 16 bits
+        if self.shards is not None and replica == self.replica:
+            dist.broadcast(content, group=self.shards, group_src=shard)
+        if self.replicas is not None:
+            dist.broadcast(content, group=self.replicas, group_src=replica)
+
+
+def _padded(part: Tensor, rows: int) -> Tensor:
+    """Return a contiguous matrix with this many rows; added rows are zero."""
+    if len(part) == rows:
+        return part.contiguous()
+    return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
+
+
+def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Alone, list[ParameterState]]]:
+    """Group states by the mesh that shards them, in the order in which every rank meets the meshes."""
+    batches: dict[Any, tuple[Alone, list[ParameterState]]] = {}
+    for state in states:
+        owner: Any = state.owner
+        if owner.numel() == 0:
+            continue
+        key = (owner.device_mesh, owner.placements) if is_sharded(owner) else None
+        if key not in batches:
+            batches[key] = _ranks_of(owner), []
+        batches[key][1].append(state)
+    return list(batches.values())
+
+
+def _ranks_of(owner: Any) -> Alone:
+    if not is_sharded(owner):
+        return Alone()
+    by_rows = [axis for axis, placement in enumerate(owner.placements) if placement.is_shard(0)]
+    replicated = [axis for axis, placement in enumerate(owner.placements) if placement.is_replicate()]
+    if max(len(by_rows), len(replicated)) > 1 or len(by_rows) + len(replicated) < owner.device_mesh.ndim:
+        return Alone()
+    return Shared(owner.device_mesh, *(axes[0] if axes else None for axes in (by_rows, replicated)))
+
+
+# ── one matrix ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Some words of a state, as lanes, and where their elements lie in a tensor of the parameter's shape.
+
+    Args:
+        start: the number of words (or rows of words) before it.
+        tensors: words and multipliers of rows, as a kernel takes them.
+    """
+
+    storage: Storage
+    shape: tuple[int, ...]
+    start: int
+    tensors: list[Tensor]
+
+    def lanes(self) -> list[Lane]:
+        """Return the lanes of its words, as a kernel reads them."""
+        storage, parts = self.storage, layout.num_parts(self.storage)
+        words = self.tensors[: len(self.tensors) - num_scales(storage)]
+        scales = self.tensors[len(words) :]
+        weights = layout.lanes_of_weight(storage.visible, words[:parts])
+        gradients = layout.lanes_of_weight(storage.visible, words[parts : 2 * parts])
+        fields = layout.by_lane(storage, words[2 * parts :])
+        pairs = list(zip(scales[::2], scales[1::2], strict=True))
+        lanes = []
+        for number, (weight, gradient, field) in enumerate(zip(weights, gradients, fields, strict=True)):
+            part = number // layout.per_word(storage)
+            of_lane = {name: pairs[index * parts + part] for index, name in enumerate(storage.scaled)}
+            lanes.append(Lane(weight, gradient, field, of_lane))
+        return lanes
+
+    def elements(self, values: Tensor, *, of_rows: bool = False) -> list[Tensor]:
+        """Return the piece's part of a contiguous tensor, one matrix (or vector) for each part of the rows.
+
+        ``of_rows``: the tensor has one value for each row.
+        """
+        stop = self.start + self.tensors[0].shape[0]
+        if not layout.by_rows(self.storage):
+            per_word = layout.per_word(self.storage)
+            return [values.view(-1)[self.start * per_word : stop * per_word]]
+        group = layout.extent(self.storage, self.shape)[0]
+        matrix = values if of_rows else values.view(layout.matrix_of(self.storage, self.shape))
+        return [
+            matrix[part * group + self.start : part * group + stop] for part in range(layout.num_parts(self.storage))
+        ]
+
+    def fill(self, values: Tensor, lanes: Sequence[Tensor]) -> None:
+        """Write the values of each lane to their places in a tensor of the parameter's shape."""
+        per_word = layout.per_word(self.storage)
+        for part, target in enumerate(self.elements(values)):
+            joined = torch.stack(list(lanes[part * per_word : (part + 1) * per_word]), -1).flatten(-2)
+            target.copy_(joined[tuple(map(slice, target.shape))])
+
+    def pick(self, values: Tensor) -> list[Tensor]:
+        """Return the values of each lane from a float32 tensor of the parameter's shape; padding is zero."""
+        per_word, words = layout.per_word(self.storage), self.tensors[0].shape
+        lanes: list[Tensor] = []
+        for source in self.elements(values):
+            padded = values.new_zeros(*words[:-1], words[-1] * per_word)
+            padded[tuple(map(slice, source.shape))] = source
+            lanes += [lane.contiguous() for lane in padded.unflatten(-1, (-1, per_word)).unbind(-1)]
+        return lanes
+
+
+class MatrixStep:
+    """The step of one matrix, of which this rank has a shard."""
+
+    def __init__(self, state: ParameterState, options: Options, numbers: Any) -> None:
+        assert isinstance(state.kernel, MatrixKernel)
+        self.state, self.options, self.numbers = state, options, numbers
+        self.owner, self.storage = state.owner, state.storage
+        self.kernel, self.rule = state.kernel, state.kernel.rule
+        self.beside = [name for name, _ in state.storage.states]
+        self.in_direction = [] if self.rule.average is not None else self.beside
+        """The states beside the weight that the direction updates; the average updates others."""
+        self.skip: Tensor = numbers.values[1] != 0
+        self._set_scales({})  # to read by
+
+    def weight(self) -> Tensor:
+        """Return the stored weight of this rank's shard."""
+        weight = self._empty()
+        for piece in self._pieces():
+            piece.fill(weight, [codes.read_weight(self.storage, lane) for lane in piece.lanes()])
+        return weight
+
+    def averaged(self) -> list[Tensor]:
+        """Return what the direction reads of this rank's shard: the gradient, and states beside the weight."""
+        tensors = [self._empty() for _ in range(1 + len(self.in_direction))]
+        for piece in self._pieces():
+            lanes = [self._average(lane) for lane in piece.lanes()]
+            for number, tensor in enumerate(tensors):
+                name = self.in_direction[number - 1] if number else ""
+                piece.fill(tensor, [states[name] if name else gradient for gradient, states in lanes])
+        return tensors
+
+    def direction(self, wholes: list[Tensor], measure: Tensor | None) -> list[Tensor]:
+        """Return the step of the whole matrix and the new states beside it; store the others."""
+        extras = {name: self.state.extra(name) for name in self.state.extras}
+        states = {**dict(zip(self.in_direction, wholes[1:], strict=True)), **extras}
+        step, new = self.rule.direction(wholes[0], measure, states, self.options, self.state.step + 1)
+        for name in new.keys() & extras.keys():
+            self.state.put_extra(name, new[name], self.numbers.seed, self.skip)
+        # States that the options no longer use stay.
+        return [x.contiguous() for x in (step, *(new.get(name, states[name]) for name in self.in_direction))]
+
+    def write(self, parts: list[Tensor]) -> Tensor | None:
+        """Write this rank's shard; return the sums of its audit, if there is one and this rank has elements."""
+        if self.state.bounds:
+            self._set_scales(self._row_peaks(parts))
+        decay, totals = decay_of(self.options), []
+        for piece in self._pieces():
+            decided: list[Tensor] = []
+            steps, *states = (piece.pick(part) for part in parts)
+            for number, lane in enumerate(piece.lanes()):
+                change = steps[number]
+                if self.rule.decays:
+                    change = change - codes.read_weight(self.storage, lane) * decay
+                new = self._average(lane)[1] if self.rule.average is not None else {}
+                new |= {name: values[number] for name, values in zip(self.in_direction, states, strict=True)}
+                decided += [change, *(new[name] for name in self.beside)]
+            tensors, numbers = [*piece.tensors, *decided], self.numbers
+            sums = self.kernel.run(tensors, numbers.values, numbers.seed, audited=numbers.audited)
+            totals += [] if sums is None else [sums]
+        return torch.stack(totals).sum(0) if totals and self.state.parameter.numel() else None
+
+    def _average(self, lane: Lane) -> tuple[Tensor, dict[str, Tensor]]:
+        gradient = codes.gradient_value(self.storage.visible, lane.gradient) * self.numbers.values[0]
+        states = {name: codes.read_state(self.storage, lane, name) for name in self.beside}
+        if self.rule.average is None:
+            return gradient, states
+        gradient, new = self.rule.average(gradient, states, self.options)
+        return gradient, {**states, **new}
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Yield the shard in pieces, of which the rule and the kernel make many temporaries each."""
+        state = self.state
+        if not state.parameter.numel():
+            return
+        tensors, weight = state.direct(), None
+        if tensors is None or not all(map(layout.is_aligned, tensors)):
+            weight, words = layout.copied_words(self.storage, state.parameter.detach())
+            _, slopes = layout.copied_words(self.storage, state.gradient)
+            tensors = [*words, *slopes, *state.plane_words, *state.scales]
+        length, row = len(tensors[0]), tensors[0][0].numel()
+        # A GPU needs large pieces, since each costs some hundred launches, and its kernel takes 16 bytes at a time.
+        least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
+        unit = 4 // math.gcd(row, 4)
+        size = max(least // (row * layout.num_lanes(self.storage)), -(-length // most), 1)
+        size = -(-size // unit) * unit
+        for start in range(0, length, size):
+            pieces = [tensor[start : start + size] for tensor in tensors]
+            yield Piece(self.storage, tuple(state.parameter.shape), start, pieces)
+        if weight is not None:
+            state.parameter.detach().copy_(weight.reshape(state.parameter.shape))
+
+    # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _set_scales(self, peaks: dict[str, Tensor]) -> None:
+        """Set the multipliers of the next pass over the words: bounds change to new ones where there are ``peaks``."""
+        state = self.state
+        if state.bounds:
+            bounds = {name: peaks.get(name, bound) for name, bound in state.bounds.items()}
+            scales = {n: rescaled(self.storage.code(n), state.bounds[n], peak, self.skip) for n, peak in bounds.items()}
+            set_scales([state], scales)
+
+    def _row_peaks(self, parts: list[Tensor]) -> dict[str, Tensor]:
+        """Return the bounds of each row's new states and weight, ``[rows, 1]``."""
+        state = self.state
+        peaks = {name: state.peaks_of(part) for name, part in zip(self.in_direction, parts[1:], strict=True)}
+        if self.rule.average is not None:
+            peaks = {name: torch.zeros_like(state.bounds[name]) for name in self.beside if name in state.bounds}
+            for piece in self._pieces() if peaks else ():
+                lanes = [self._average(lane)[1] for lane in piece.lanes()]
+                for name, peak in peaks.items():
+                    for part, rows in enumerate(piece.elements(peak, of_rows=True)):
+                        per_word = layout.per_word(self.storage)
+                        row_maxima = [
+                            lane[name].abs().amax(1, keepdim=True) for lane in lanes[part * per_word :][:per_word]
+                        ]
+                        rows.copy_(torch.stack(row_maxima).amax(0)[: len(rows)])
+        if "weight" in state.bounds:
+            peaks["weight"] = weight_bound(state.peaks_of(state.parameter.detach()))
+        return {name: peak for name, peak in peaks.items() if name in state.bounds}

@@ -1,0 +1,244 @@
+"""Activations: the tensors that the layers of a decoder save for backward.
+
+A published constant (34 bytes per token and feature: Korthikanti et al.) holds for one implementation. Hugging Face's modules
+save half as much again as fused kernels do. So a layer is a list of saved tensors, each with its bytes per token, for two kinds
+of kernels: ``"eager"``, the Hugging Face modules one operation after the other, and ``"fused"``, as in Megatron-LM,
+TransformerEngine and Liger: norms and activation functions save their input only and recompute the rest.
+
+Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, arXiv 2205.05198, section 4, for
+what each operation keeps; the eager columns are counts of ``torch.autograd.graph.saved_tensors_hooks``
+(tests/planner/test_activations.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from narrowgauge.planner.model import Architecture
+from narrowgauge.spec.computes import BLOCKS, Compute
+from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import VISIBLE, WIDE
+
+Attention = Literal["flash", "eager"]
+Kernels = Literal["eager", "fused"]
+EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
+"""Tensors of the MLP's width that an activation function keeps in eager mode, where it is several operations."""
+_STATISTIC = 4  # bytes of a float32 per token: a norm's scale, or a row's
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """Tensors of one kind that a layer saves for backward.
+
+    Args:
+        bytes_per_token: in one layer.
+        per_key: further bytes per token and key that it attends to: eager attention's scores.
+        is_stream: whether it is of the residual stream, which tensor ranks share only with sequence parallelism.
+    """
+
+    name: str
+    bytes_per_token: float
+    per_key: float = 0.0
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Widths:
+    """Bytes per element of a model's tensors in a recipe.
+
+    Args:
+        stream: of the residual stream and norms; float32 under autocast.
+        matmul: of operands and results of attention and MLP.
+        is_cast: whether matmuls cast a stream of another dtype (autocast): each matmul saves its own cast of the input, and of
+            the weight.
+    """
+
+    stream: float
+    matmul: float
+    is_cast: bool
+
+
+@lru_cache(maxsize=256)
+def widths_of(compute: Compute, visible: str) -> Widths:
+    """Return the widths in a compute with weights that the model sees in a format.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> widths_of(COMPUTES["bfloat16"], "float32")
+        Widths(stream=4.0, matmul=2.0, is_cast=True)
+    """
+    stream = VISIBLE[visible][0] / 8
+    if visible not in WIDE:
+        return Widths(stream, stream, False)
+    matmul = get_format(compute.dtype).storage_bits / 8
+    return Widths(stream, matmul, matmul != stream)
+
+
+def saved_of_input(compute: Compute, matmul_bytes: float) -> tuple[float, float]:
+    """Return ``(per element, per token)`` bytes that a linear layer saves of its input: codes with scales, or the input itself.
+
+    Example:
+        >>> from narrowgauge.spec.computes import COMPUTES
+        >>> saved_of_input(COMPUTES["int8-row"], 2.0), saved_of_input(COMPUTES["mxfp8"], 2.0)
+        ((1.0, 4.0), (2.0, 0.0))
+    """
+    if not compute.keeps_codes:
+        return matmul_bytes, 0.0
+    cast = compute.output.left
+    element = cast.element.storage_bits / 8
+    if cast.granularity in BLOCKS:
+        return element + (cast.bits - cast.element.bits) / 8, 0.0
+    return element, float(_STATISTIC) if cast.granularity == "row" else 0.0
+
+
+def layer_tensors(
+    architecture: Architecture,
+    recipe: Recipe,
+    *,
+    is_mixture: bool = False,
+    attention: Attention = "flash",
+    kernels: Kernels = "eager",
+) -> tuple[SavedTensor, ...]:
+    """List what one layer, with experts if ``is_mixture``, saves, in the order of the forward pass.
+
+    The recipe's main compute and storage say how wide each tensor is; overrides by layer do not count. ``"flash"``
+    attention saves no scores, whichever kernel it is.
+    """
+    shape = (architecture, recipe.compute, recipe.storage.visible)
+    return _layer_tensors(*shape, is_mixture, attention, kernels)
+
+
+@lru_cache(maxsize=256)
+def _layer_tensors(
+    architecture: Architecture, compute: Compute, visible: str, is_mixture: bool, attention: Attention, kernels: Kernels
+) -> tuple[SavedTensor, ...]:
+    layer = _Layer(architecture, compute, widths_of(compute, visible), attention, kernels)
+    mlp = layer.mixture() if is_mixture else layer.mlp()
+    return (*layer.norms(), *layer.attention_tensors(), *mlp)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    architecture: Architecture
+    compute: Compute
+    widths: Widths
+    attention: Attention
+    kernels: Kernels
+
+    def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
+        """Return what one norm saves per token; ``groups`` statistics, of a ``stream`` of so many bytes per element."""
+        stream, kind = stream or self.widths.stream, self.architecture.norm
+        if kind == "layer":
+            # Mean and scale, in the input's dtype on a CPU.
+            return stream * size + 2 * stream * groups
+        if self.kernels == "fused":
+            return stream * size + _STATISTIC * groups
+        # The input as float32, its scale, and the normalized value before the gain.
+        normalized = 4.0 if kind == "rms-float32" else stream
+        return (4 + normalized) * size + _STATISTIC * groups
+
+    def norms(self) -> Iterator[SavedTensor]:
+        a = self.architecture
+        yield SavedTensor("norms", a.norms_per_layer * self.norm_bytes(a.hidden_size), is_stream=True)
+
+    def inputs(self, size: float, consumers: int = 1, *, is_saved_anyway: bool = False) -> float:
+        """Return what matmuls save of one input per token.
+
+        ``is_saved_anyway`` says that another operation keeps the uncast input, in the matmuls' dtype.
+        """
+        element, scale = saved_of_input(self.compute, self.widths.matmul)
+        if self.compute.keeps_codes:
+            # Under autocast every layer casts the input for itself, so no two find the same codes.
+            return (element * size + scale) * (consumers if self.widths.is_cast and not is_saved_anyway else 1)
+        if is_saved_anyway:
+            return 0.0
+        return element * size * (consumers if self.widths.is_cast else 1)
+
+    def attention_tensors(self) -> Iterator[SavedTensor]:
+        """Yield inputs of the projections, queries, keys, values and the attention's result."""
+        a, e = self.architecture, self.widths.matmul
+        queries, values = a.num_heads * a.query_dim, a.num_heads * a.value_dim
+        if a.latent:
+            yield from self._latent_tensors()
+            keys, saved_values = queries, values
+        else:
+            fused = 1 if a.has_fused_inputs else 3
+            yield SavedTensor("input of the projections", self.inputs(a.hidden_size, fused), is_stream=True)
+            keys = saved_values = a.num_kv_heads * a.value_dim
+        if a.head_norms != "none":
+            groups = a.num_heads + a.num_kv_heads if a.head_norms == "head" else 2
+            yield SavedTensor("norms of queries and keys", self.norm_bytes(queries + keys, groups, e))
+        # Values that are a part of one result keep all of it, beside the queries and keys that were rotated.
+        rotated = queries + keys if a.has_fused_inputs and not a.positions else 0
+        yield SavedTensor("queries, keys and values", e * (queries + keys + saved_values + rotated))
+        yield SavedTensor("attention", e * values + _STATISTIC * a.num_heads)
+        if self.attention == "eager":
+            # The scores' softmax in float32 (fused: in the matmuls' dtype), and what multiplies the values.
+            softmax = 4.0 if self.kernels == "eager" else e
+            yield SavedTensor("scores", 0.0, per_key=a.num_heads * (softmax + (e if softmax != e else 0.0)))
+        yield SavedTensor("input of the output projection", self.inputs(values, is_saved_anyway=True))
+
+    def _latent_tensors(self) -> Iterator[SavedTensor]:
+        a, latent = self.architecture, self.architecture.latent
+        assert latent is not None
+        yield SavedTensor("input of the projections", self.inputs(a.hidden_size, 2), is_stream=True)
+        ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank]
+        yield SavedTensor(
+            "norms of the latents", sum(self.norm_bytes(rank, stream=self.widths.matmul) for rank in ranks)
+        )
+        yield SavedTensor("latents", sum(self.inputs(rank) for rank in ranks))
+
+    def _mlp_bytes(self, size: int) -> float:
+        """Return the bytes of gate, up and their product, without the input."""
+        e, kind = self.widths.matmul, self.architecture.activation
+        tensors = EAGER_ACTIVATION_TENSORS.get(kind, 1) if self.kernels == "eager" else 1
+        if self.architecture.is_gated:
+            tensors += 1 if self.kernels == "fused" else 2
+        return (
+            tensors * e * size + self.inputs(size, is_saved_anyway=not self.compute.keeps_codes) + self._product(size)
+        )
+
+    def _product(self, size: int) -> float:
+        """Return the input of the down projection, where that saves it as it is."""
+        return 0.0 if self.compute.keeps_codes else self.widths.matmul * size
+
+    def _gates(self) -> int:
+        return 2 if self.architecture.is_gated and not self.architecture.has_fused_inputs else 1
+
+    def mlp(self) -> Iterator[SavedTensor]:
+        """Yield inputs and inner tensors of a dense MLP."""
+        a = self.architecture
+        yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, self._gates()), is_stream=True)
+        yield SavedTensor("MLP", self._mlp_bytes(a.intermediate_size))
+
+    def mixture(self) -> Iterator[SavedTensor]:
+        """Yield the router, each token's copies for its experts, and their inner tensors."""
+        a, mixture, e = self.architecture, self.architecture.mixture, self.widths.matmul
+        assert mixture is not None
+        chosen = mixture.experts_per_token
+        # The router's input, its probabilities in float32, and the chosen experts: their weights, and three lists of places.
+        yield SavedTensor(
+            "router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True
+        )
+        yield SavedTensor("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
+        yield SavedTensor("experts", chosen * self._mlp_bytes(mixture.expert_size))
+        yield SavedTensor("results of the experts", chosen * e * a.hidden_size, is_stream=True)
+        if mixture.shared_size:
+            yield SavedTensor("shared experts", self._mlp_bytes(mixture.shared_size))
+
+
+def bytes_per_token(tensors: tuple[SavedTensor, ...], mean_keys: float = 0.0) -> float:
+    return sum(tensor.bytes_per_token + tensor.per_key * mean_keys for tensor in tensors)
+
+
+def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:
+    """Return the bytes per multiplied parameter that autocast's casts of the weights take until backward; 0 without autocast.
+
+    A narrow compute saves no cast of a weight beyond its matmul.
+    """
+    widths = widths_of(recipe.compute, recipe.storage.visible)
+    return widths.matmul if widths.is_cast and recipe.compute.is_wide else 0.0

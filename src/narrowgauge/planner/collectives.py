@@ -1,0 +1,407 @@
+"""Collectives: how long ranks take to exchange tensors, from bandwidth and latency.
+
+S bytes among R ranks. A ring gathers or reduces and scatters in R − 1 steps of S/R bytes each; an all-reduce does both. A group
+that spans nodes has two bounds: what each chip sends within its node, and what each node sends over its network cards, of which a
+group uses as many as it has ranks there. A ring does both at the same time, so the slower one counts; a hierarchical all-reduce
+does them one after the other, on a share of the bytes, and its latency grows with the number of nodes only. A tree's grows with
+its logarithm. A switch that adds (NVLink SHARP) halves what a chip sends within a node. The fastest is taken, as NCCL would
+choose it.
+
+Source: Thakur, Rabenseifner and Gropp, Optimization of collective communication operations in MPICH, 2005; NCCL's documentation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from narrowgauge.planner.clusters import Cluster, Nodes
+from narrowgauge.planner.layer_times import Work
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.roofline import bytes_per_number
+from narrowgauge.planner.terms import Term
+
+LINK_LATENCY_SECONDS = 4e-6
+"""Of one step of a ring within a node: 2 × 7 steps of eight H200s take 54 µs more than their bytes at 16 MiB (ml-engineering,
+network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s)."""
+
+_ADDING_SWITCHES = ("NVLink4", "NVLink5")
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """What a group of ranks, spread evenly over nodes, communicates over.
+
+    Args:
+        link_bytes_per_second: of a chip within its node.
+        network_bytes_per_second: of a chip's share of its node's network cards.
+        link_latency, network_latency: seconds of a message.
+        has_adding_switch: whether the switch between the chips of a node adds what they send.
+    """
+
+    ranks: int
+    nodes: int
+    link_bytes_per_second: float
+    network_bytes_per_second: float
+    link_latency: float = LINK_LATENCY_SECONDS
+    network_latency: float = 5e-6
+    has_adding_switch: bool = False
+
+    @property
+    def ranks_per_node(self) -> float:
+        return self.ranks / self.nodes
+
+    @property
+    def sent_within(self) -> float:
+        """Return the seconds per byte of a gathered tensor within nodes."""
+        return (self.ranks - 1) / self.ranks / self.link_bytes_per_second if self.ranks_per_node > 1 else 0.0
+
+    @property
+    def sent_between(self) -> float:
+        """Return the seconds per byte of a gathered tensor between nodes."""
+        return (self.nodes - 1) / self.nodes / (self.ranks_per_node * self.network_bytes_per_second)
+
+    def __str__(self) -> str:
+        where = "in a node" if self.nodes == 1 else f"over {self.nodes} nodes"
+        rate = self.link_bytes_per_second if self.nodes == 1 else self.network_bytes_per_second
+        return f"{self.ranks} ranks {where} at {rate / 1e9:,.3g} GB/s"
+
+
+def path_of(
+    ranks: int, stride: int, nodes: Nodes, cluster: Cluster, *, link: float = 1.0, network: float = 1.0
+) -> Path:
+    """Return the path of ranks that lie ``stride`` apart in the numbering of all ranks; nodes hold consecutive ranks.
+
+    ``nodes`` are those they run on, and the slowest network of the cluster counts. ``link`` and ``network`` are the shares of the
+    printed rates that collectives reach.
+
+    Example:
+        >>> from narrowgauge.planner.clusters import cluster_of
+        >>> cluster = cluster_of("H100-SXM", 64)
+        >>> path = path_of(16, 2, cluster.groups[0], cluster)
+        >>> path.nodes, path.ranks_per_node
+        (4, 4.0)
+    """
+    within = max(1, min(ranks, nodes.chips // stride))
+    slowest = min(group.network_bytes_per_second for group in cluster.groups)
+    return Path(
+        ranks,
+        math.ceil(ranks / within),
+        nodes.link_bytes_per_second(within, stride) * link,
+        slowest * network,
+        network_latency=cluster.latency_seconds,
+        has_adding_switch=nodes.chips > 2
+        and nodes.chip.link.startswith(_ADDING_SWITCHES)
+        and "bridge" not in nodes.chip.link,
+    )
+
+
+def all_gather_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds until every rank has ``num_bytes``, of which each held its part; a ring.
+
+    Example:
+        >>> all_gather_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
+        7.0
+    """
+    if path.ranks == 1:
+        return 0.0
+    latency = (path.ranks - path.nodes) * path.link_latency + (path.nodes - 1) * path.network_latency
+    return num_bytes * max(path.sent_within, path.sent_between) + latency
+
+
+def reduce_scatter_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds until every rank has its part of the sum of ``num_bytes``: as many as it takes to gather them."""
+    return all_gather_seconds(num_bytes, path)
+
+
+def all_reduce_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds until every rank has the sum of ``num_bytes``: of a ring, a tree, a hierarchy or a switch the fastest.
+
+    Example:
+        >>> all_reduce_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
+        14.0
+    """
+    ways = [ring_seconds, tree_seconds, hierarchical_seconds]
+    if path.has_adding_switch and path.nodes == 1:
+        ways.append(switch_seconds)
+    return min(way(num_bytes, path) for way in ways)
+
+
+def ring_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds of a ring's all-reduce: 2 (R − 1)/R S/B + 2 (R − 1) α."""
+    return reduce_scatter_seconds(num_bytes, path) + all_gather_seconds(num_bytes, path)
+
+
+def tree_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds of a tree's all-reduce: 2 S/B + 2 log2(R) α; between nodes a tree, within them a chain."""
+    if path.ranks == 1:
+        return 0.0
+    within = 1 / path.link_bytes_per_second if path.ranks_per_node > 1 else 0.0
+    between = 1 / (path.ranks_per_node * path.network_bytes_per_second) if path.nodes > 1 else 0.0
+    steps = (path.ranks_per_node - 1) * path.link_latency + math.ceil(math.log2(path.nodes)) * path.network_latency
+    return 2 * (num_bytes * max(within, between) + steps)
+
+
+def switch_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds of an all-reduce in a node's switch: each chip sends its tensor once and receives a part and the sum.
+
+    Eight H200s reach 482 GB/s of ``busbw`` so, and 368 without (ml-engineering, network/benchmarks).
+    """
+    if path.ranks == 1:
+        return 0.0
+    return num_bytes * (1 + 1 / path.ranks) / path.link_bytes_per_second + 2 * path.ranks * path.link_latency
+
+
+def hierarchical_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds of an all-reduce in three parts: scattered within nodes, summed between them, gathered within them."""
+    k, n = path.ranks_per_node, path.nodes
+    within = 2 * ((k - 1) / k * num_bytes / path.link_bytes_per_second + (k - 1) * path.link_latency)
+    steps = min(n - 1, math.ceil(math.log2(n)) * 2) * path.network_latency
+    between = 2 * ((n - 1) / n * num_bytes / k / path.network_bytes_per_second + steps)
+    return within + between
+
+
+def all_to_all_seconds(num_bytes: float, path: Path, *, between: float = 1.0) -> float:
+    """Return the seconds until every rank, which sends ``num_bytes`` in all, has sent each other rank its part.
+
+    Of the bytes for other nodes the share ``between`` travels, where equal parts for ranks of one node travel once.
+
+    Example:
+        >>> all_to_all_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
+        7.0
+    """
+    if path.ranks == 1:
+        return 0.0
+    within = (path.ranks_per_node - 1) / path.ranks * num_bytes / path.link_bytes_per_second
+    far = between * (path.ranks - path.ranks_per_node) / path.ranks * num_bytes / path.network_bytes_per_second
+    # Sends to all peers are under way at once: latency counts once per doubling.
+    latency = math.ceil(math.log2(path.ranks)) * (path.network_latency if path.nodes > 1 else path.link_latency)
+    return max(within, far) + latency
+
+
+def send_seconds(num_bytes: float, path: Path) -> float:
+    """Return the seconds of one message between neighbours of the group."""
+    if path.ranks == 1:
+        return 0.0
+    if path.ranks_per_node > 1:
+        return num_bytes / path.link_bytes_per_second + path.link_latency
+    return num_bytes / path.network_bytes_per_second + path.network_latency
+
+
+# ── exchanges: what ranks send in a step, how long it takes, and how much of it computing hides ───────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of the largest stage on one rank, before they are sharded: all but experts, and its share of the experts."""
+
+    dense: float
+    experts: float
+
+    def on_rank(self, layout: Layout, zero: int = 1) -> float:
+        """Return the parameters per rank once ZeRO shards them, from stage ``zero`` on; context ranks share them too.
+
+        Ranks that share experts are among those that share a replica's state, so each expert's state has fewer ranks to lie on.
+
+        Example:
+            >>> Parameters(800.0, 100.0).on_rank(Layout(shard=8, expert=4))
+            150.0
+        """
+        ranks = layout.num_sharing if layout.zero >= zero else 1
+        return self.dense / ranks + self.experts / layout.sharing_experts(ranks)
+
+
+def parameters_of(work: Work, layers: int) -> Parameters:
+    """Return the parameters of a stage of that many layers; an embedding lies on the first or last stage, and is counted."""
+    a, layout = work.architecture, work.layout
+    outer, share = a.outer_parameters, layers / a.num_layers
+    inner = a.num_parameters - outer - a.expert_parameters
+    if layout.pipeline > 1 and not a.tie_embeddings:
+        outer -= a.vocab_size * a.hidden_size  # the head is on another stage
+    experts = a.expert_parameters * share / layout.expert_tensor_ranks / layout.expert
+    return Parameters((inner * share + outer) / layout.tensor, experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Exchanges:
+    """What one rank exchanges in a step, as terms of the seconds that computing does not hide.
+
+    ``compute`` can hide exchanges: the seconds of a micro-batch on the stage's layers, forward and backward, of which
+    ``attention`` are spent in attention.
+    """
+
+    work: Work
+    cluster: Cluster
+    layers: int
+    compute: float
+    attention: float
+
+    def __iter__(self) -> Iterator[Term]:
+        layout = self.work.layout
+        if layout.tensor > 1:
+            yield self._tensor()
+        if layout.context > 1:
+            yield self._context()
+        if layout.expert > 1:
+            yield self._expert()
+        if layout.pipeline > 1:
+            yield self._pipeline()
+        if layout.zero and layout.num_sharing > 1:
+            yield self._shard()
+        if layout.data > 1 or (layout.zero == 0 and layout.num_replicas * layout.context > 1):
+            yield self._replicas()
+
+    def _path(self, ranks: int, stride: int) -> Path:
+        shares = self.work.shares
+        return path_of(ranks, stride, self.work.nodes, self.cluster, link=shares["link"], network=shares["network"])
+
+    def _exchange(self, name: str, seconds: float, kind: str, under: float, path: Path, what: str) -> Term:
+        """Return an exchange of which ``under`` seconds of computing can hide a share.
+
+        Computing is slower meanwhile, since the exchange takes multiprocessors.
+        """
+        assumed = " (assumed)" if path.nodes > 1 and self.work.nodes.is_network_assumed else ""
+        hidden = min(seconds * self.work.shares[f"overlap.{kind}"], under)
+        slowed = hidden * self.work.shares["slowed.link" if path.nodes == 1 else "slowed.network"]
+        formula = f"{what}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
+        exposed = seconds - hidden + slowed
+        return Term("communication", name, exposed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
+
+    def _per_layer(
+        self,
+        name: str,
+        kind: str,
+        path: Path,
+        size: float,
+        layers: float,
+        counts: tuple[int, str],
+        one: float,
+        under: float,
+    ) -> Term:
+        """Return an exchange of ``size`` bytes and ``one`` second that every layer of every micro-batch has ``counts`` times."""
+        batches, (count, what) = self.work.layout.micro_batches, counts
+        text = f"{batches} × {layers:g} layers × {count} {what} of {_size(size)}"
+        return self._exchange(name, batches * layers * count * one, kind, batches * under, path, text)
+
+    def _again(self, usual: int, recomputed: int) -> int:
+        return recomputed if self.work.layout.recompute == "full" else usual
+
+    def _tensor(self) -> Term:
+        """Gather and reduce the residual stream around attention and MLP: two pairs forward, two backward."""
+        path, size = self._path(self.work.layout.tensor, 1), self.work.stream_bytes
+        counts, one = (self._again(4, 6), "gathers and reductions"), 2 * all_gather_seconds(size, path)
+        return self._per_layer(
+            "activations between tensor ranks", "tensor", path, size, self.layers, counts, one, self.compute
+        )
+
+    def _context(self) -> Term:
+        """Send keys and values around the ring of context ranks, and their gradients."""
+        layout, a = self.work.layout, self.work.architecture
+        path = self._path(layout.context, layout.tensor)
+        size = self.work.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * self.work.width / layout.tensor
+        counts, one = (self._again(3, 4) * (layout.context - 1), "sends"), send_seconds(size, path)
+        return self._per_layer(
+            "keys and values between context ranks", "context", path, size, self.layers, counts, one, self.attention
+        )
+
+    def _expert(self) -> Term:
+        """Send tokens to their experts and back, forward and backward."""
+        layout, mixture = self.work.layout, self.work.architecture.mixture
+        assert mixture is not None
+        path = self._path(layout.expert, layout.expert_tensor_ranks * layout.context)
+        layers = self.layers * mixture.num_layers / self.work.architecture.num_layers
+        size = self.work.stream_bytes * mixture.experts_per_token / layout.tensor
+        # A token that visits several experts of a node may travel there once.
+        once = 1 - self.work.shares["once_per_node"] * _repeated(mixture.experts_per_token, path.nodes)
+        counts, one = (self._again(4, 6), "all-to-alls"), all_to_all_seconds(size, path, between=once)
+        return self._per_layer("tokens between experts", "expert", path, size, layers, counts, one, self.compute)
+
+    def _pipeline(self) -> Term:
+        """Send the residual stream to the next stage, and its gradient back."""
+        layout, size = self.work.layout, self.work.stream_bytes / self.work.layout.tensor
+        path = self._path(layout.pipeline, layout.num_ranks // layout.pipeline)
+        count, under = 2 * layout.interleave * layout.micro_batches, layout.micro_batches * self.compute
+        seconds, what = count * send_seconds(size, path), f"{count} sends of {_size(size)}"
+        return self._exchange("activations between stages", seconds, "pipeline", under, path, what)
+
+    def _shard(self) -> Term:
+        """Gather weights and reduce gradients among the ranks that share a replica's state: shards and context ranks.
+
+        Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``); Megatron-LM's distributed optimizer.
+        """
+        layout, numbers = self.work.layout, parameters_of(self.work, self.layers)
+        ranks, of_experts = layout.num_sharing, layout.sharing_experts(layout.num_sharing)
+        dense = self._path(ranks, layout.tensor)
+        others = self._path(of_experts, min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts))
+        adapters = self.work.architecture.adapters
+        weight = bytes_per_number(self.work.recipe.storage.visible) if adapters is None else adapters.base_bytes
+        gradient = self._gradient_bytes
+        gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
+        sums = layout.micro_batches if layout.zero >= 2 else 1
+        seconds = 0.0
+        for number, path in ((numbers.dense, dense), (numbers.experts, others)):
+            if number:
+                # Layer by layer, while the next is computed; or once a step, in buckets that grow with the ranks.
+                parts = self.layers if layout.zero >= 2 else _buckets(number, path.ranks, self.layers)
+                seconds += parts * gathers * all_gather_seconds(number / parts * weight, path)
+                seconds += parts * sums * reduce_scatter_seconds(number / parts * gradient, path)
+        what = (
+            f"{numbers.dense + numbers.experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B "
+            "reduced"
+        )
+        name, under = "weights and gradients between shards", sums * self.compute
+        return self._exchange(name, seconds, "shard", under, dense, what)
+
+    def _replicas(self) -> Term:
+        """Sum gradients over replicas once per step; without sharding over shard and context ranks too."""
+        layout, owned = self.work.layout, parameters_of(self.work, self.layers)
+        sharing = layout.num_sharing if layout.zero >= 1 else 1
+        every, dense = layout.num_replicas * layout.context, owned.dense / sharing
+        experts = owned.on_rank(layout) - dense
+        # An expert has fewer copies: one for each group of expert ranks, of which some share its state.
+        copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
+        paths = [self._path(ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
+        sizes = [number * self._gradient_bytes for number in (dense, experts)]
+        seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
+        under = self.compute * 2 / 3  # the last backward pass
+        what = f"an all-reduce of {_size(sum(sizes))}"
+        return self._exchange("gradients between replicas", seconds, "shard", under, paths[0], what)
+
+    @property
+    def _gradient_bytes(self) -> float:
+        sent = self.work.recipe.reduction.bytes_per_element(self.work.recipe.storage.visible)
+        return sent * self.work.architecture.trained_share
+
+
+def _buckets(num_parameters: float, ranks: int, layers: int) -> int:
+    """Count the buckets in which gradients are reduced once a step; not more than layers.
+
+    A bucket has 40 million parameters, or a million a rank if that is more, so that latency does not decide.
+
+    Source: Megatron-LM, megatron/core/distributed/distributed_data_parallel.py, ``bucket_size``, with ``overlap_grad_reduce``
+    (without it one bucket holds all).
+
+    Example:
+        >>> _buckets(8e9, 64, 32), _buckets(8e9, 2048, 32)
+        (32, 4)
+    """
+    return min(layers, math.ceil(num_parameters / max(40e6, 1e6 * ranks)))
+
+
+def _repeated(experts_per_token: int, nodes: int) -> float:
+    """Return the share of a token's copies for other nodes that go to a node twice; experts are drawn evenly.
+
+    Example:
+        >>> _repeated(1, 8), round(_repeated(8, 2), 2)
+        (0.0, 0.75)
+    """
+    if nodes == 1:
+        return 0.0
+    copies = experts_per_token * (nodes - 1) / nodes
+    visited = (nodes - 1) * (1 - (1 - 1 / nodes) ** experts_per_token)
+    return 1 - visited / copies
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e6:,.3g} MB"

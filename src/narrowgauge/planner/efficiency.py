@@ -1,0 +1,105 @@
+"""Efficiencies: the shares of its printed rates that a chip reaches in training, and how far plans miss published runs.
+
+No kernel reaches the rates of the data sheet. ``data/efficiency.toml`` has the shares that kernels and links reach by
+publications, what libraries reach of their kernels' sum, and the errors of planned step times.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from narrowgauge.errors import ChipError, NarrowgaugeError, suggestion
+from narrowgauge.spec.chips import CHIPS, Chip
+from narrowgauge.spec.toml import load_data
+
+_TABLES: dict[str, Any] = load_data("efficiency", "planner")
+SOFTWARE: tuple[str, ...] = tuple(_TABLES["software"])
+"""Libraries and years whose speed can be planned."""
+
+RESTARTS = 0.25
+"""How much longer than its steps a whole run takes, at the high end of its interval: failures, restarts, repeated work,
+evaluations. BLOOM took 11 % more GPU-hours than its steps (arXiv 2211.05100 and the project's log), Llama 3 and MegaScale lost
+less than 10 % (arXiv 2407.21783, section 3.3.4; 2402.15627), Llama 2's 7B and 13B took about a third more than such models' steps
+(arXiv 2307.09288, table 2)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Efficiency:
+    """Named shares of one chip's printed rates: ``matmul.FORMAT``, and the keys of ``general`` in the file.
+
+    Example:
+        >>> from narrowgauge.spec.chips import get_chip
+        >>> shares = efficiency_of(get_chip("H100-SXM"))
+        >>> round(shares["matmul.bfloat16"], 2), shares["network"]
+        (0.72, 0.85)
+    """
+
+    values: Mapping[str, float] = field(repr=False)
+    engines: str = ""
+    software: str = ""
+
+    def __getitem__(self, name: str) -> float:
+        return self.values[name]
+
+    def matmul(self, format: str) -> float:
+        """Return the share of a format's peak rate that a large matmul reaches."""
+        name = f"matmul.{format}"
+        if name not in self.values:
+            formats = ", ".join(key.partition(".")[2] for key in self.values if key.startswith("matmul."))
+            raise ChipError(f"a share of {format}'s rate was requested, which is not known here.", f"Known: {formats}.")
+        return self.values[name]
+
+
+def best_share(format: str, chip: Chip) -> float:
+    """Return the share of its printed rate that the best published matmul reaches.
+
+    Where the chip's own is not published, take the median of all chips; where its bfloat16 one is, scaled by how the chip's
+    bfloat16 share compares with theirs.
+    """
+    # The 16-bit formats share multipliers; matmuls are published in bfloat16.
+    name = "bfloat16" if format == "float16" else format
+    if name in chip.measured_tflops:
+        return _measured_share(name, chip)
+    name = name if any(name in c.measured_tflops for c in CHIPS.values()) else "bfloat16"
+    median = statistics.median(_measured_share(name, c) for c in CHIPS.values() if name in c.measured_tflops)
+    if "bfloat16" not in chip.measured_tflops:
+        return median
+    usual = statistics.median(_measured_share("bfloat16", c) for c in CHIPS.values() if name in c.measured_tflops)
+    return median * min(1.0, _measured_share("bfloat16", chip) / usual)
+
+
+def _measured_share(format: str, chip: Chip) -> float:
+    return chip.measured_tflops[format] / chip.peak_tflops[format]
+
+
+@cache
+def efficiency_of(chip: Chip, software: str = "") -> Efficiency:
+    """Return what a chip reaches of its printed rates with a library of ``SOFTWARE``; empty for what is assumed on the chip."""
+    if software and software not in SOFTWARE:
+        raise NarrowgaugeError(
+            f"software {software!r} was requested.",
+            suggestion(software, SOFTWARE) or f"There is {', '.join(SOFTWARE)}.",
+        )
+
+    def for_chip(table: Mapping[str, Any]) -> Any:
+        return next((row for start, row in table.items() if chip.architecture.startswith(start)), {})
+
+    row = dict(_TABLES["software"][software] if software else for_chip(_TABLES["assumed"]))
+    by_generation = {key: row.pop(key) for key in list(row) if isinstance(row[key], dict)}
+    engines = row.pop("engines")
+    general = _TABLES["general"]
+    values = {f"matmul.{name}": general["typical"] * best_share(name, chip) for name in chip.peak_tflops}
+    values |= {**general, **for_chip(_TABLES["generations"]), **row, **for_chip(by_generation)}
+    if not chip.link_gb_per_second:
+        values["link"] = general["host_path"]
+    return Efficiency(values, engines, software)
+
+
+def error_of(*, has_mixture: bool, has_software: bool) -> tuple[float, float]:
+    """Return the 10 and 90 % quantiles of measured over planned seconds, of published runs of one class."""
+    row = _TABLES["error"]["mixture" if has_mixture else "dense"]["named" if has_software else "assumed"]
+    return row["low"], row["high"]

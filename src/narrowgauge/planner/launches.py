@@ -1,0 +1,488 @@
+"""Launches: jobs as they were started, read from a file of settings or from the folder of a run, and where their steps went.
+
+A launch file has the settings of ``narrowgauge train`` that decide how long a step takes, and says where the job runs::
+
+    model = "llama-8b"
+    recipe = "bfloat16/word"
+    batch_size = 64
+    sequence_length = 8192
+
+    [cluster]                 # or cluster = "cluster.toml"
+    chip = "H100-SXM"
+    chips = 64
+    interconnect_gbit_per_second = 3200
+
+    [layout]                  # for layouts that train does not run; it then decides the batch as well
+    shard = 64
+    micro_batches = 1
+
+    [measured]
+    step_seconds = 3.9        # or tokens_per_second
+
+Other settings of a training run may stand there too and are not read. In a run folder, steps whose update was not applied, and
+those that a rollback undid, are added to the steps that count: what they cost is the price of numerics and of faults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecordError
+from narrowgauge.planner.clusters import Cluster, cluster_in, cluster_of, read_cluster, read_table
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model import read_model
+from narrowgauge.planner.plan_tables import changes_table
+from narrowgauge.planner.scaling_laws import CAUSES, SIGMAS
+from narrowgauge.planner.step_time import Job, step_terms
+from narrowgauge.planner.terms import Change, Term, Terms, changes
+from narrowgauge.planner.units import duration_text
+from narrowgauge.runs.finding import counted
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
+
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A job as it was started, and where it was measured the seconds of a step by part."""
+
+    name: str
+    job: Job
+    measured: Terms | None = None
+
+
+def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
+    """Read a launch from a TOML file or a run folder; ``chip`` runs it where the launch does not say, as run folders do not."""
+    path = Path(path).expanduser()
+    where = str(path)
+    if path.is_dir():
+        run = read_run(path)
+        step = measured_step(run)
+        if chip is None:
+            raise ChipError(f"the run {path} does not say on which chip of the table it ran.", "Add --chip NAME.")
+        layout, cluster = layout_of(run.config, step.num_ranks, where), cluster_of(chip, step.num_ranks, step.num_ranks)
+        return Launch(path.name, _job(run.config, layout, cluster, where), step.terms.without("outside"))
+    table = read_table(path, "launch", "It is a TOML file of settings, or a run folder.")
+    fixed = _layout(table["layout"], where) if "layout" in table else None
+    cluster = _cluster(table, path, chip, fixed)
+    job = _job(table, fixed or layout_of(table, cluster.num_chips, where), cluster, where)
+    return Launch(path.name, job, _measured(table.get("measured"), job, path))
+
+
+def _job(table: Settings, layout: Layout, cluster: Cluster, where: str) -> Job:
+    recipe, model = (
+        parse(_required(table, "recipe", where), where),
+        read_model(str(_required(table, "model", where))),
+    )
+    return Job(model, recipe, layout, cluster, _whole(table, "sequence_length", where))
+
+
+def layout_of(table: Settings, num_ranks: int, where: str) -> Layout:
+    """Return how ``narrowgauge train`` spreads a job of these settings over ranks.
+
+    With unequal numbers of micro-batches, ranks wait for those with the most. ``where`` the settings stand is for messages.
+
+    Example:
+        >>> table = {"batch_size": 16, "gradient_accumulation_steps": 8, "replicas": 2}
+        >>> layout = layout_of(table, 4, "here")
+        >>> layout.data, layout.shard, layout.micro_batch, layout.micro_batches
+        (2, 2, 2, 2)
+    """
+    batch = _whole(table, "batch_size", where)
+    pieces = _whole(table, "gradient_accumulation_steps", where, default=num_ranks)
+    replicas = _whole(table, "replicas", where, default=1)
+    if batch % pieces or num_ranks % replicas or pieces < num_ranks:
+        raise DataError(
+            f"{where}: a batch of {batch} sequences in {pieces} micro-batches does not suit {num_ranks} ranks in "
+            f"{counted(replicas, 'replica')}.",
+            "Each micro-batch has as many sequences, and each rank one micro-batch or more.",
+        )
+    is_sharded = num_ranks > 1 and table.get("shard", "full") == "full"
+    return Layout(
+        data=replicas if is_sharded else num_ranks,
+        shard=num_ranks // replicas if is_sharded else 1,
+        zero=3 if is_sharded else 0,
+        micro_batch=batch // pieces,
+        micro_batches=-(-pieces // num_ranks),
+        recompute="full" if table.get("activation_checkpointing") else "none",
+        offload="all" if table.get("offload") else "none",
+        accumulation_dtype=str(table.get("accumulation_dtype") or "float32"),
+    )
+
+
+def _required(table: Settings, key: str, where: str) -> Any:
+    if table.get(key) is None:
+        advice = "A launch needs model, recipe, batch_size, sequence_length."
+        raise DataError(f"{where} does not say its {key}.", advice)
+    return table[key]
+
+
+def _whole(table: Settings, key: str, where: str, default: int | None = None) -> int:
+    value = default if default is not None and table.get(key) is None else _required(table, key, where)
+    if type(value) is not int or value < 1:
+        raise DataError(f"{where}: {key} = {value!r} is not a whole number above zero.", f"Write {key} = 8.")
+    return value
+
+
+def _layout(table: Any, where: str) -> Layout:
+    known = {field.name: field.default for field in dataclasses.fields(Layout)}
+    if not isinstance(table, dict) or (unknown := sorted(table.keys() - known.keys())):
+        problem = f"the key {unknown[0]!r}" if isinstance(table, dict) else f"{table!r}"
+        raise DataError(f"{where}: [layout] has {problem}.", f"Known: {', '.join(known)}.")
+    for name, value in table.items():
+        if type(value) is not type(known[name]):
+            raise DataError(f"{where}: [layout] has {name} = {value!r}.", f"For instance {name} = {known[name]!r}.")
+    return Layout(**table)
+
+
+def _cluster(table: Settings, path: Path, chip: Chip | None, layout: Layout | None) -> Cluster:
+    cluster = table.get("cluster")
+    if isinstance(cluster, str):
+        return read_cluster(path.parent / Path(cluster).expanduser())
+    if cluster is None and chip is not None:
+        return cluster_of(chip, layout.num_ranks if layout else 1)
+    if not isinstance(cluster, dict) or not {"chip", "chips"} <= cluster.keys():
+        raise ChipError(f"{path} does not say where it runs.", 'Add [cluster] with chip = "H100-SXM" and chips = 8.')
+    return cluster_in(path, {**cluster, "chips": _whole(cluster, "chips", f"{path}, [cluster]")})
+
+
+def _measured(table: Any, job: Job, path: Path) -> Terms | None:
+    if table is None:
+        return None
+    entries: list[tuple[str, Any]] = list(table.items()) if isinstance(table, dict) else []
+    (key, value), *more = entries or [("", None)]
+    if more or key not in ("step_seconds", "tokens_per_second") or type(value) not in (int, float) or not value > 0:
+        raise DataError(f"{path}: [measured] is {table!r}.", "Write step_seconds or tokens_per_second, above zero.")
+    seconds = float(value) if key == "step_seconds" else job.tokens_per_step / value
+    return Terms((Term("step", "measured step", seconds, f"[measured] of {path.name}", str(path)),))
+
+
+# ── measured runs: where their steps went, and what of it more ranks did not divide ───────────────────────────────────────
+
+LEAST_STEPS = 6
+"""Steps that a run must have: the first two compile, and a quarter at either end is left out."""
+_WARM_UP = 2
+_PARTS = {
+    "steps": "computing and communication",
+    "void": "steps whose update was not applied",
+    "undone": "steps that a rollback undid",
+    "outside": "outside steps: evaluations, checkpoints, data",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredStep:
+    """Seconds that an average step of a run took by part, without its first steps and its extremes; ``tokens`` of all ranks."""
+
+    name: str
+    num_ranks: int
+    tokens: int
+    terms: Terms
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of a step, without what is outside steps."""
+        return self.terms.without("outside").total
+
+
+def measured_step(run: Run) -> MeasuredStep:
+    """Return where the time of a run's average step went; a run with fewer than ``LEAST_STEPS`` steps is refused."""
+    rows = [row for row in run.steps if row.get("seconds")]
+    if len(rows) < LEAST_STEPS:
+        raise RecordError(
+            f"the time of {run.path} was requested, which has {len(rows)} timed steps; {LEAST_STEPS} are needed.",
+            "Train a few steps more: narrowgauge resume.",
+        )
+    timed = sorted(float(row["seconds"]) for row in rows[_WARM_UP:])
+    quarter = len(timed) // 4
+    middle, source = timed[quarter : len(timed) - quarter], str(run.path)
+    mean = statistics.fmean(middle)
+    half = SIGMAS * statistics.stdev(middle) / math.sqrt(len(middle)) if len(middle) > 1 else 0.0
+    formula = f"mean of the middle {len(middle)} steps"
+    terms = [Term("steps", _PARTS["steps"], mean, formula, source, mean - half, mean + half)]
+    void = sum(bool(row.get("skipped") or row.get("spike")) for row in run.steps)
+    undone = sum(int(event.get("batches") or 0) for event in run.events if event.get("kind") == "rollback")
+    useful = max(1, len(run.steps) - void)
+    for group, number in (("void", void), ("undone", undone)):
+        if number:
+            formula = f"{number} steps of {duration_text(mean)} / {useful} that count"
+            terms.append(Term(group, _PARTS[group], mean * number / useful, formula, source))
+    wall, inside = (run.summary or {}).get("wall_seconds"), sum(float(row["seconds"]) for row in rows)
+    if wall and not any(event.get("kind") == "resume" for event in run.events):
+        formula = f"({duration_text(float(wall))} − {duration_text(inside)} in steps) / {len(rows)} steps"
+        rest = max(0.0, float(wall) - inside) / len(rows)
+        terms.append(Term("outside", _PARTS["outside"], rest, formula, source))
+    tokens = int(run.config["batch_size"]) * int(run.config["sequence_length"])
+    return MeasuredStep(run.path.name, int(run.run.get("machine", {}).get("ranks", 1)), tokens, Terms(tuple(terms)))
+
+
+@dataclass(frozen=True, slots=True)
+class Attribution:
+    """Measured runs, the fewest ranks first, and what the larger ones lost."""
+
+    steps: tuple[MeasuredStep, ...]
+
+    def _scale(self, step: MeasuredStep) -> float:
+        first = self.steps[0]
+        return first.num_ranks / step.num_ranks * step.tokens / first.tokens
+
+    def lost(self, step: MeasuredStep) -> tuple[Change, ...]:
+        """Return the seconds by part that a step took beyond its share of the smallest run's, the largest first."""
+        return changes(self.steps[0].terms, step.terms, self._scale(step))
+
+    def tables(self) -> list[Table]:
+        """Return where the steps of each run went, and what each larger one lost against proportion."""
+        rows: list[Row] = []
+        lost: list[Row] = []
+        for step in self.steps:
+            ideal = self.steps[0].seconds * self._scale(step)
+            parts = {group: duration_text(seconds) for group, seconds in step.terms.groups.items()}
+            rows.append(
+                {"run": step.name, "ranks": step.num_ranks, "tokens": f"{step.tokens:,}",
+                 "step": duration_text(step.seconds), "proportion": duration_text(ideal),
+                 "efficiency": f"{ideal / step.seconds:.0%}", **dict.fromkeys(_PARTS, ""), **parts}
+            )  # fmt: skip
+            for change in self.lost(step) if step is not self.steps[0] else ():
+                if abs(change.difference) > 0.02 * ideal:
+                    causes = [cause for cause in CAUSES["cause"] if cause["group"] == change.group]
+                    remedy = "; ".join(f"{cause['name']}: {cause['remedy']}" for cause in causes)
+                    row = {
+                        "run": step.name,
+                        "part": change.name,
+                        "lost": f"{change.difference:+.3g} s",
+                        "remedy": remedy,
+                    }
+                    lost.append(row)
+        shown = {group: group for group in _PARTS if any(row[group] for row in rows)}
+        columns = (
+            *text_columns(run="run"), *number_columns(ranks="ranks", tokens="tokens", step="step", in_proportion="proportion",
+            efficiency="efficiency", **shown),
+        )  # fmt: skip
+        losses = (
+            *text_columns(run="run", part="part"),
+            *number_columns(lost="lost"),
+            *text_columns(what_helps="remedy"),
+        )
+        return [
+            Table(columns, rows, "Seconds of a step"),
+            *([Table(losses, lost, "Against proportion")] if lost else []),
+        ]
+
+    def row(self) -> Row:
+        """Return plain values, for JSON."""
+        return {
+            "runs": [
+                {
+                    "name": step.name,
+                    "ranks": step.num_ranks,
+                    "tokens": step.tokens,
+                    "step_seconds": step.seconds,
+                    "seconds": step.terms.groups,
+                    "lost_seconds": {change.group: change.difference for change in self.lost(step)},
+                }
+                for step in self.steps
+            ],
+        }
+
+
+def attribute(runs: Sequence[Run]) -> Attribution:
+    """Measure where the steps of runs of one model and recipe went."""
+    for key in ("model", "recipe", "sequence_length"):
+        values = {str(run.config.get(key)) for run in runs}
+        if len(values) > 1:
+            raise RecordError(
+                f"runs of one job were requested, and these differ in {key}: {', '.join(sorted(values))}.",
+                "Name runs that differ in the number of ranks only.",
+            )
+    steps = [measured_step(run) for run in runs]
+    if len({step.name for step in steps}) < len(steps):
+        steps = [replace(step, name=str(run.path)) for step, run in zip(steps, runs, strict=True)]
+    return Attribution(tuple(sorted(steps, key=lambda step: step.num_ranks)))
+
+
+# ── regression: two launches, which term of the step became slower, and which setting did it ──────────────────────────────
+
+_AXES = ("data", "shard", "zero", "tensor", "pipeline", "interleave", "context", "expert")
+_LEAST = 0.002
+"""Of a step: a smaller change of a term is not shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """A setting that differs between two launches; ``seconds`` it adds to a step alone, None where it cannot be applied alone."""
+
+    name: str
+    before: str
+    after: str
+    seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Regression:
+    """Two launches with their modelled steps, and the effect of each setting that differs, the largest first."""
+
+    before: Launch
+    after: Launch
+    before_step: Terms
+    after_step: Terms
+    effects: tuple[Effect, ...]
+
+    @property
+    def scale(self) -> float:
+        """Return the tokens of a step after over those before: times before are multiplied by it."""
+        return self.after.job.tokens_per_step / self.before.job.tokens_per_step
+
+    @property
+    def changes(self) -> tuple[Change, ...]:
+        """Return the change of each modelled term, the largest first, for the tokens of a step after."""
+        return changes(self.before_step, self.after_step, self.scale)
+
+    @property
+    def explained(self) -> float:
+        """Return the seconds by which the modelled step grew."""
+        return self.after_step.total - self.scale * self.before_step.total
+
+    @property
+    def measured(self) -> float | None:
+        """Return the seconds by which the measured step grew; None unless both launches were measured."""
+        if self.before.measured is None or self.after.measured is None:
+            return None
+        return self.after.measured.total - self.scale * self.before.measured.total
+
+    def sentences(self) -> list[str]:
+        """Say by how much a step grew, and how much of what was measured the settings explain."""
+        before, after = self.scale * self.before_step.total, self.after_step.total
+        model = (
+            f"By the model {self.after.name} takes {duration_text(after)} a step of {self.after.job.tokens_per_step:,} tokens "
+            f"where {self.before.name} takes {duration_text(before)} for as many: {_slower(self.explained, before)}."
+        )
+        if self.measured is None or self.before.measured is None:
+            return [model, "Not both launches were measured: add [measured] to the files to check the model."]
+        was = self.scale * self.before.measured.total
+        return [
+            model,
+            f"Measured: {_slower(self.measured, was)} ({duration_text(was)} → {duration_text(was + self.measured)}). The "
+            f"settings explain {_slower(self.explained, was)}; {self.measured - self.explained:+.3g} s come from software, "
+            "machine, ranks or data.",
+        ]
+
+    def tables(self) -> list[Table]:
+        """Return the changes of the modelled and of the measured step, and what each setting does alone."""
+        tables = [changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total)]
+        if self.before.measured is not None and self.after.measured is not None:
+            differences = changes(self.before.measured, self.after.measured, self.scale)
+            tables.append(changes_table(differences, "Parts of the measured step"))
+        rows = [
+            {**dataclasses.asdict(e), "alone": "not alone" if e.seconds is None else f"{e.seconds:+.3g} s"}
+            for e in self.effects
+        ]
+        columns = (*text_columns(setting="name", before="before", after="after"), *number_columns(alone="alone"))
+        return [*tables, Table(columns, rows, "What each setting does alone")]
+
+    def row(self) -> Row:
+        """Return plain values, for JSON."""
+        return {
+            "before": {"name": self.before.name, "seconds": self.scale * self.before_step.total},
+            "after": {"name": self.after.name, "seconds": self.after_step.total},
+            "tokens": self.after.job.tokens_per_step,
+            "terms": [
+                {"group": c.group, "name": c.name, "before": c.before, "after": c.after, "difference": c.difference}
+                for c in self.changes
+            ],
+            "settings": [dataclasses.asdict(effect) for effect in self.effects],
+            "explained_seconds": self.explained,
+            "measured_seconds": self.measured,
+            "sentences": self.sentences(),
+        }
+
+
+def _slower(seconds: float, step: float) -> str:
+    return f"{duration_text(abs(seconds))} or {abs(seconds) / step:.1%} {'faster' if seconds < 0 else 'slower'}"
+
+
+def compare_launches(before: Launch, after: Launch) -> Regression:
+    """Compare two launches of the same job: their steps, and what each setting that differs does alone."""
+    if before.name == after.name:
+        before, after = replace(before, name=f"{before.name} (before)"), replace(after, name=f"{after.name} (after)")
+    old, new = _planned(before.job), _planned(after.job)
+    effects = []
+    for name, was, now, job in _differences(before.job, after.job):
+        try:
+            seconds = (
+                _planned(job).total * before.job.tokens_per_step / job.tokens_per_step - old.total if job else None
+            )
+        except NarrowgaugeError:  # the setting needs another one that changed too
+            seconds = None
+        effects.append(Effect(name, _text(was), _text(now), seconds))
+    effects.sort(key=lambda effect: -abs(effect.seconds or 0.0))
+    return Regression(before, after, old, new, tuple(effects))
+
+
+def _planned(job: Job) -> Terms:
+    """Return a step as planned, without what a measured step leaves out: checkpoints and failures."""
+    return step_terms(job).without("checkpoints", "faults")
+
+
+def _differences(before: Job, after: Job) -> Iterator[tuple[str, Any, Any, Job | None]]:
+    """Yield settings that differ: name, both values, and the first job with the second one's value; None if that is no job."""
+    for name in ("architecture", "recipe", "sequence_length"):
+        was, now = getattr(before, name), getattr(after, name)
+        if was != now:
+            yield "model" if name == "architecture" else name, was, now, replace(before, **{name: now})
+    old, new = before.layout, after.layout
+    axes = {name: getattr(new, name) for name in _AXES}
+    if any(getattr(old, name) != size for name, size in axes.items()):
+        # Axes multiply to the number of chips, so they change together, and with the chips if these changed.
+        is_same_size = old.num_ranks == new.num_ranks
+        job = replace(before, layout=replace(old, **axes), cluster=before.cluster if is_same_size else after.cluster)
+        differing = [name for name, size in axes.items() if getattr(old, name) != size]
+        was, now = (", ".join(f"{name} {getattr(layout, name)}" for name in differing) for layout in (old, new))
+        yield (
+            "parallelism",
+            *((was, now) if is_same_size else (f"{was} on {before.cluster}", f"{now} on {after.cluster}")),
+            job,
+        )
+    for name, was, now in _fields(old, new, _AXES):
+        yield name, was, now, replace(before, layout=replace(old, **{name: now}))
+    a, b = before.cluster, after.cluster
+    if len(a.groups) != 1 or len(b.groups) != 1:
+        if a != b:
+            yield "cluster", str(a), str(b), replace(before, cluster=b)
+        return
+    [was], [now] = a.groups, b.groups
+    # A layout of another number of ranks brings its chips along.
+    skipped = ("count", "dollars_per_hour", *(["chips"] if old.num_ranks != new.num_ranks else []))
+    for name, first, second in _fields(was, now, skipped):
+        nodes = replace(was, **{name: second})
+        if name == "chips":  # the same chips in nodes of another size
+            nodes = replace(nodes, count=was.num_chips // second)
+        is_possible = nodes.num_chips == was.num_chips
+        job = replace(before, cluster=replace(a, groups=(nodes,)))
+        yield "chips of a node" if name == "chips" else name, first, second, job if is_possible else None
+    for name, first, second in _fields(a, b, ("groups", "name")):
+        yield name, first, second, replace(before, cluster=replace(a, **{name: second}))
+
+
+def _fields(before: Any, after: Any, skipped: Sequence[str]) -> Iterator[tuple[str, Any, Any]]:
+    for field in dataclasses.fields(before):
+        was, now = getattr(before, field.name), getattr(after, field.name)
+        if field.name not in skipped and was != now:
+            yield field.name, was, now
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "as printed"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return value.title if isinstance(value, Recipe) else str(getattr(value, "name", value))

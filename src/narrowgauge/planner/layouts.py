@@ -1,0 +1,185 @@
+"""Layouts: how a model, its state and a batch are spread over chips.
+
+The ranks of a job are numbered along five axes. ``data`` replicas see different sequences; ``shard`` ranks too, and share the
+replica's state between them (ZeRO, FSDP2; both together are HSDP). ``tensor`` ranks share each matrix, ``pipeline`` stages the
+layers, ``context`` ranks the sequence. ``expert`` ranks, which share the experts of a mixture, add none: they lie inside the
+data, shard and context axes, and inside the tensor axis where its ranks do not share each expert's matrices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.spec.sums import ACCUMULATIONS
+
+Recompute = Literal["none", "selective", "full"]
+Offload = Literal["none", "optimizer", "all"]
+AXES = ("data", "shard", "tensor", "pipeline", "context")
+_COUNTS = (*AXES, "interleave", "expert", "micro_batch", "micro_batches")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One way to run a model on many chips.
+
+    Args:
+        data: replicas of the whole state.
+        shard: ranks that share a replica's state; context ranks, which hold the same weights, share it with them.
+        zero: what they share: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP2 with resharding).
+        tensor, pipeline, context: ranks that share each matrix, stages, and ranks that share a sequence.
+        interleave: groups of layers per stage (virtual stages).
+        expert: ranks that share the experts of a layer.
+        micro_batch, micro_batches: sequences that a rank computes at once, and how many of these before an optimizer step.
+        recompute: what backward recomputes: nothing, the attention's scores (with flash attention that is none), or layers.
+        offload: what is kept in the host's memory between uses: optimizer states, or weights and gradients too.
+        sequence_parallel: whether tensor ranks split norms and residuals too; Megatron-LM before 2022 keeps them whole.
+        accumulation_dtype: the sum of several micro-batches' gradients.
+    """
+
+    data: int = 1
+    shard: int = 1
+    zero: Literal[0, 1, 2, 3] = 3
+    tensor: int = 1
+    pipeline: int = 1
+    interleave: int = 1
+    context: int = 1
+    expert: int = 1
+    micro_batch: int = 1
+    micro_batches: int = 1
+    recompute: Recompute = "none"
+    offload: Offload = "none"
+    sequence_parallel: bool = True
+    accumulation_dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        for name in _COUNTS:
+            if getattr(self, name) < 1:
+                raise RecipeError(f"a layout has {name} = {getattr(self, name)}.", "Use 1 or more.")
+        if self.interleave > 1 and self.pipeline == 1:
+            raise RecipeError(f"a layout has interleave = {self.interleave} on one stage.", "Use pipeline stages.")
+        if self.accumulation_dtype not in ACCUMULATIONS:
+            raise RecipeError(
+                f"a layout has accumulation_dtype = {self.accumulation_dtype!r}.",
+                suggestion(self.accumulation_dtype, ACCUMULATIONS) or f"There are {', '.join(ACCUMULATIONS)}.",
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.data * self.shard * self.tensor * self.pipeline * self.context
+
+    @property
+    def num_sharing(self) -> int:
+        """Count the ranks that share a replica's state under ZeRO: shards, and context ranks.
+
+        Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``); Megatron-LM's distributed optimizer.
+        """
+        return self.shard * self.context
+
+    @property
+    def stream_ranks(self) -> int:
+        """Count the tensor ranks that share norms and residuals: all of them, or none."""
+        return self.tensor if self.sequence_parallel else 1
+
+    @property
+    def expert_tensor_ranks(self) -> int:
+        """Count the ranks that share each expert's matrices: the tensor ranks, or one where the expert ranks need these as well.
+
+        Source: Liu et al., MoE Parallel Folding, arXiv 2504.14960, section 3.2.
+
+        Example:
+            >>> [Layout(shard=32, tensor=2, expert=ranks).expert_tensor_ranks for ranks in (32, 64)]
+            [2, 1]
+        """
+        return self.tensor if self.num_replicas * self.context % self.expert == 0 else 1
+
+    def sharing_experts(self, ranks: int) -> int:
+        """Count how many of ``ranks`` data ranks, and the tensor ranks beside them, share the state of one rank's experts."""
+        return max(1, ranks * (self.tensor // self.expert_tensor_ranks) // self.expert)
+
+    @property
+    def num_replicas(self) -> int:
+        """Count the ranks that compute different sequences at the same time."""
+        return self.data * self.shard
+
+    @property
+    def model_ranks(self) -> int:
+        """Count the ranks that compute one sequence together: tensor, pipeline and context."""
+        return self.tensor * self.pipeline * self.context
+
+    @property
+    def num_sequences(self) -> int:
+        """Count the sequences of an optimizer step, over all ranks."""
+        return self.num_replicas * self.micro_batch * self.micro_batches
+
+    def tokens_on_rank(self, sequence_length: int) -> float:
+        """Count the tokens of a micro-batch on one rank."""
+        return self.micro_batch * sequence_length / self.context
+
+    @property
+    def is_whole(self) -> bool:
+        """Tell whether every rank computes whole layers of whole sequences: replicas and shards without other axes."""
+        return self.tensor == self.pipeline == self.context == self.expert == 1
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Tell whether it is FSDP2 or HSDP without other axes, or replicas alone."""
+        return self.is_whole and (self.zero in (0, 3) or self.shard == 1)
+
+    @property
+    def runs_here(self) -> bool:
+        """Tell whether this project's trainer runs it; it offloads all or nothing."""
+        return self.is_fsdp and self.offload != "optimizer"
+
+
+# ── layouts as they are asked for: names, and fields with values ──────────────────────────────────────────────────────────
+
+NAMED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": {"tensor": 1, "pipeline": 1, "context": 1, "expert": 1, "zero": 3},
+    "ddp": {"shard": 1, "tensor": 1, "pipeline": 1, "context": 1, "expert": 1},
+}
+"""What ``narrowgauge train`` runs, and pure data parallelism."""
+_WORDS = {
+    "recompute": ("none", "selective", "full"),
+    "offload": ("none", "optimizer", "all"),
+    "accumulation_dtype": tuple(ACCUMULATIONS),
+}
+_FIELDS = tuple(field.name for field in dataclasses.fields(Layout) if field.name != "sequence_parallel")
+_ADVICE = "For instance tensor=2,pipeline=4,zero=1,recompute=full, or fsdp2."
+
+
+def read_layout(text: str) -> dict[str, Any]:
+    """Read the fields of a layout: ``FIELD=VALUE`` and names of layouts, separated by commas; fields override names.
+
+    Example:
+        >>> read_layout("tensor=2, recompute=full")
+        {'tensor': 2, 'recompute': 'full'}
+        >>> read_layout("fsdp2,shard=8")["shard"]
+        8
+    """
+    named: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    for part in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = (side.strip() for side in part.partition("="))
+        if not equals and name.lower() in NAMED_LAYOUTS:
+            named |= NAMED_LAYOUTS[name.lower()]
+        elif not equals:
+            raise RecipeError(f"no layout is named '{name}'.", suggestion(name.lower(), NAMED_LAYOUTS) or _ADVICE)
+        elif name not in _FIELDS:
+            raise RecipeError(f"a layout has no field '{name}'.", suggestion(name, _FIELDS) or _ADVICE)
+        elif fields.setdefault(name, _value(name, value)) != _value(name, value):
+            raise RecipeError(f"a layout has {name} = {fields[name]} and {name} = {value}.", "Name it once.")
+    fields = {**named, **fields}
+    Layout(**{name: value for name, value in fields.items() if name != "interleave"})
+    return fields
+
+
+def _value(name: str, text: str) -> Any:
+    if name in _WORDS and text in _WORDS[name]:
+        return text
+    if name in _WORDS or not text.isdecimal() or (name == "zero" and int(text) > 3):
+        advice = f"It is one of {', '.join(_WORDS[name])}." if name in _WORDS else "Use a number from 1 on."
+        raise RecipeError(f"a layout has {name} = '{text}'.", "Use 0 to 3." if name == "zero" else advice)
+    return int(text)

@@ -1,0 +1,459 @@
+"""Models: the shape of a decoder down to each matmul, from a preset or from the class that transformers builds of a config.json.
+
+Parameters and operations are sums over one list of matmuls, so that no two of them can disagree. A preset answers at once. A
+``config.json`` is built by transformers on the meta device, without memory, and its parameters are read: none is guessed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from narrowgauge.errors import DataError, RecipeError, suggestion
+from narrowgauge.spec.computes import COMPUTES, stored_bytes
+from narrowgauge.spec.models import MODELS, Model, refuse_own_code
+from narrowgauge.spec.toml import load_data
+
+Part = Literal["attention", "mlp", "experts", "head"]
+Split = Literal["column", "row", "none"]
+Norm = Literal["rms", "rms-float32", "layer"]
+Activation = str
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """The experts of a mixture; a router chooses ``experts_per_token`` of ``num_experts`` in each of ``num_layers``.
+
+    ``shared_size`` is the intermediate size of the experts that every token visits, together.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    expert_size: int
+    num_layers: int
+    shared_size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttention:
+    """An attention whose keys and values are expanded from a latent vector (MLA).
+
+    Args:
+        query_rank: of the latent query; None if queries are projected directly.
+        plain_dim, rotary_dim: of a head's query and key without and with positions.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+    """
+
+    query_rank: int | None
+    key_value_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+
+_SIDE, _OUTLIER_COLUMNS = 4096, 4
+BASE_BYTES = {
+    "bfloat16": 2.0,
+    "int8": 1.0,
+    "int8-outlier": stored_bytes(COMPUTES["int8-outlier"], _SIDE, _SIDE, _OUTLIER_COLUMNS) / _SIDE**2,
+    "float8": 1.0,
+    "nf4": 0.5 + 0.127 / 8,
+    "nvfp4": 0.5 + 1 / 16,
+}
+"""Bytes a parameter of a frozen base: nf4 with doubly quantized scales (QLoRA, arXiv 2305.14314, section 3: 0.127 bits), nvfp4
+with a scale of 8 bits for each 16, int8-outlier with 0.1 % of the columns in 16 bits too (LLM.int8(), arXiv 2208.07339, section
+3.2), of a matrix of 4,096 × 4,096."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """LoRA: two matrices of a low rank beside each linear layer of attention and MLP, which is frozen.
+
+    ``base``, a key of ``BASE_BYTES``, is how the frozen layers are stored; what is narrower than 16 bits is widened before each
+    product (QLoRA).
+
+    Source: Hu et al., LoRA, arXiv 2106.09685; Dettmers et al., QLoRA, arXiv 2305.14314.
+    """
+
+    rank: int
+    base: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise RecipeError(f"adapters of rank {self.rank} were requested.", "Use 1 or more, such as 16.")
+        if self.base not in BASE_BYTES:
+            raise RecipeError(
+                f"a base in {self.base!r} was requested.",
+                suggestion(self.base, BASE_BYTES) or f"It is one of {', '.join(BASE_BYTES)}.",
+            )
+
+    @property
+    def base_bytes(self) -> float:
+        return BASE_BYTES[self.base]
+
+    @property
+    def is_widened(self) -> bool:
+        """Tell whether a layer is widened to 16 bits before each of its products."""
+        return self.base_bytes < BASE_BYTES["bfloat16"]
+
+    def parameters_of(self, matmul: Matmul) -> int:
+        """Count the parameters of all adapters of a kind of matmul; experts, routers and the head have none."""
+        if matmul.part not in ("attention", "mlp"):
+            return 0
+        return self.rank * (matmul.in_features + matmul.out_features) * matmul.count
+
+
+@dataclass(frozen=True, slots=True)
+class Matmul:
+    """Equal weights that are multiplied, ``[out_features, in_features]`` each.
+
+    Args:
+        count: of weights in the model.
+        split: what tensor parallelism shards: rows of the output (``"column"``), the sum (``"row"``) or nothing.
+        tokens_share: share of the tokens that each weight sees, 1 outside mixtures.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    count: int
+    part: Part
+    split: Split
+    tokens_share: float = 1.0
+    has_bias: bool = False
+
+    @property
+    def is_expert(self) -> bool:
+        """Tell whether expert parallelism shares it."""
+        return self.name.startswith("experts.")
+
+    @property
+    def num_elements(self) -> int:
+        return self.count * self.out_features * self.in_features
+
+    @property
+    def num_parameters(self) -> int:
+        return self.count * self.out_features * (self.in_features + self.has_bias)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Count forward's operations: two per weight that a token meets."""
+        return 2 * self.num_elements * self.tokens_share
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """The shape of a decoder.
+
+    Args:
+        matmuls: every weight that is multiplied, the head last; a head that is tied to the embedding is among them.
+        vectors: parameters of norms and other vectors in all layers; biases of matmuls are counted there.
+        outer_vectors: parameters outside the layers that are neither embedding, positions, head nor biases of the head: norms,
+            and what no text decoder has, such as a vision tower.
+        num_heads, num_kv_heads, query_dim, value_dim: of attention.
+        intermediate_size: of an MLP.
+        is_gated: whether the MLP multiplies two projections (SwiGLU, GeGLU) instead of one.
+        positions: learned ones; 0 for rotary or other fixed ones.
+        norm: ``"rms"`` has gains, ``"rms-float32"`` applies them in float32, ``"layer"`` may have gains and biases.
+        norms_per_layer: of the width of the residual stream.
+        head_norms: norms of queries and keys: ``"none"``, of each ``"head"``, or of ``"all"`` heads together.
+        activation: the MLP's function, in Hugging Face's spelling.
+        has_fused_inputs: whether queries, keys and values are one matmul.
+        window, window_share: tokens that a layer attends to, None for all; and the share of the layers with that window.
+        adapters: LoRA over the frozen model; None if all is trained.
+        stated_parameters: the count of a model of which nothing else is known (:func:`of_size`).
+        source: where the shape is published.
+        left_out: parts of the model whose time and activations are not planned; empty if it is whole.
+    """
+
+    name: str
+    num_layers: int = 0
+    hidden_size: int = 0
+    vocab_size: int = 0
+    matmuls: tuple[Matmul, ...] = ()
+    vectors: int = 0
+    outer_vectors: int = 0
+    num_heads: int = 0
+    num_kv_heads: int = 0
+    query_dim: int = 0
+    value_dim: int = 0
+    intermediate_size: int = 0
+    is_gated: bool = True
+    tie_embeddings: bool = False
+    positions: int = 0
+    norm: Norm = "rms"
+    norms_per_layer: int = 2
+    head_norms: Literal["none", "head", "all"] = "none"
+    activation: Activation = "silu"
+    has_fused_inputs: bool = False
+    window: int | None = None
+    window_share: float = 1.0
+    mixture: Mixture | None = None
+    latent: LatentAttention | None = None
+    adapters: Adapters | None = None
+    stated_parameters: int | None = None
+    source: str = ""
+    left_out: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.num_parameters, self.adapters))
+
+    @property
+    def has_shape(self) -> bool:
+        """Tell whether more is known than the number of parameters."""
+        return self.stated_parameters is None
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Count layers with an MLP instead of a mixture."""
+        return self.num_layers - (self.mixture.num_layers if self.mixture else 0)
+
+    @cached_property
+    def embedding_parameters(self) -> int:
+        return (self.vocab_size + self.positions) * self.hidden_size
+
+    @cached_property
+    def head_parameters(self) -> int:
+        """Count the head's own parameters: none of a tied weight, and its bias."""
+        head = self.matmuls[-1]
+        return head.num_parameters - (head.num_elements if self.tie_embeddings else 0)
+
+    @property
+    def outer_parameters(self) -> int:
+        return self.embedding_parameters + self.head_parameters + self.outer_vectors
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Count all parameters; a tied embedding counts once."""
+        if self.stated_parameters is not None:
+            return self.stated_parameters
+        return self.outer_parameters + self.vectors + sum(m.num_parameters for m in self.matmuls if m.part != "head")
+
+    @cached_property
+    def expert_parameters(self) -> int:
+        """Count the parameters of the experts among which routers choose: what expert parallelism shares."""
+        return sum(matmul.num_parameters for matmul in self.matmuls if matmul.is_expert)
+
+    @cached_property
+    def largest_layer(self) -> int:
+        """Count the parameters of the largest layer without its experts."""
+        sizes = {"attention": self.vectors / self.num_layers, "mlp": 0.0, "experts": 0.0}
+        mixtures = self.mixture.num_layers if self.mixture else 0
+        for matmul in self.matmuls:
+            if matmul.part != "head" and not matmul.is_expert:
+                part = "experts" if matmul.part == "experts" or matmul.name.startswith("shared.") else matmul.part
+                layers = {"attention": self.num_layers, "mlp": self.num_dense_layers, "experts": mixtures}[part]
+                sizes[part] += matmul.num_parameters / layers
+        return round(sizes["attention"] + max(sizes["mlp"], sizes["experts"]))
+
+    @cached_property
+    def num_trained_parameters(self) -> int:
+        """Count the parameters that have gradients and states: all, or those of the adapters."""
+        if self.adapters is None:
+            return self.num_parameters
+        return sum(self.adapters.parameters_of(matmul) for matmul in self.matmuls)
+
+    @property
+    def trained_share(self) -> float:
+        return 1.0 if self.adapters is None else self.num_trained_parameters / self.num_parameters
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Count the parameters that a token meets: all but the experts that it does not visit; an embedding counts whole."""
+        if self.mixture is None:
+            return self.num_parameters
+        idle = 1 - self.mixture.experts_per_token / self.mixture.num_experts
+        return self.num_parameters - round(self.expert_parameters * idle)
+
+    def mean_keys(self, sequence_length: int, *, is_causal: bool = True) -> float:
+        """Return the keys that a token attends to, on average over tokens and layers.
+
+        Half the sequence if the mask is used; all of it in Megatron's convention. A window ``w`` shortens the causal mean to
+        ``w - w² / 2s``.
+        """
+        whole = sequence_length / 2 if is_causal else float(sequence_length)
+        if self.window is None or self.window >= sequence_length:
+            return whole
+        near = self.window - self.window**2 / (2 * sequence_length) if is_causal else float(self.window)
+        return self.window_share * near + (1 - self.window_share) * whole
+
+    def attention_flops(self, sequence_length: int, *, is_causal: bool = True) -> float:
+        """Count operations of scores and values per token, forward and backward, in all layers.
+
+        The half below the diagonal, which ``is_causal`` counts, is ``6 L h s``; the whole, as Megatron-LM counts, ``12 L h s``.
+
+        Source: Narayanan et al., arXiv 2104.04473, appendix; Dao, FlashAttention-2, arXiv 2307.08691, section 4.1 (causal half).
+
+        Example:
+            >>> decoder("small", num_layers=2, hidden_size=64, num_heads=4, intermediate_size=160,
+            ...         vocab_size=100).attention_flops(128) == 6 * 2 * 64 * 128
+            True
+        """
+        per_key = 2 * self.num_heads * (self.query_dim + self.value_dim)
+        return 3 * self.num_layers * per_key * self.mean_keys(sequence_length, is_causal=is_causal)
+
+    def flops_per_token(self, sequence_length: int, *, is_causal: bool = True) -> float:
+        """Count a training step's operations per token: ``6`` per multiplied parameter that a token meets, and the attention's.
+
+        Recomputation is not counted: it is in HFU, not in MFU.
+        """
+        if self.stated_parameters is not None:
+            return 6.0 * self.stated_parameters
+        # A frozen weight has no gradient; the operations of adapters are left out, as is usual.
+        passes = 3 if self.adapters is None else 2
+        weights = passes * sum(matmul.flops_per_token for matmul in self.matmuls)
+        return weights + self.attention_flops(sequence_length, is_causal=is_causal)
+
+
+def of_size(num_parameters: float, name: str = "") -> Architecture:
+    """Return a model of which only the number of parameters is known: enough for its state, not for activations or time.
+
+    Example:
+        >>> of_size(10e9).num_parameters
+        10000000000
+    """
+    return Architecture(name or f"{num_parameters:.3g} parameters", stated_parameters=round(num_parameters))
+
+
+# ── presets: a decoder from its sizes ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def decoder(
+    name: str,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_heads: int,
+    vocab_size: int,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    intermediate_size: int | None = None,
+    has_biases: bool = False,
+    mixture: Mixture | None = None,
+    latent: LatentAttention | None = None,
+    **fields: Any,
+) -> Architecture:
+    """Return a decoder of the usual kind: layers of attention and an MLP, or a mixture, between an embedding and a head.
+
+    Args:
+        num_kv_heads: None for as many as heads; head_dim: None for the width over the heads; intermediate_size: None for four
+            times the width.
+        has_biases: of all matmuls but the head, and of norms.
+        fields: further fields of :class:`Architecture`.
+
+    Example:
+        >>> small = decoder("small", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, intermediate_size=160,
+        ...                 vocab_size=100)
+        >>> small.num_parameters == 2 * 100 * 64 + 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 160 + 2 * 64) + 64
+        True
+    """
+    kv_heads, head_dim = num_kv_heads or num_heads, head_dim or hidden_size // num_heads
+    size, is_gated = intermediate_size or 4 * hidden_size, fields.get("is_gated", True)
+    query_dim = latent.plain_dim + latent.rotary_dim if latent else head_dim
+    value_dim = latent.value_dim if latent else head_dim
+    moe = mixture.num_layers if mixture else 0
+
+    def mlp(inner: int, count: int, part: Part, prefix: str = "", share: float = 1.0) -> list[Matmul]:
+        ups = ("gate_proj", "up_proj") if is_gated else ("up_proj",)
+        rows = [(up, hidden_size, inner, "column") for up in ups] + [("down_proj", inner, hidden_size, "row")]
+        return [Matmul(prefix + n, i, o, count, part, s, share, has_biases) for n, i, o, s in rows]  # type: ignore[arg-type]
+
+    attention: list[tuple[str, int, int, Split]]
+    if latent:
+        queries = latent.query_rank
+        attention = [
+            ("kv_a_proj", hidden_size, latent.key_value_rank + latent.rotary_dim, "none"),
+            ("kv_b_proj", latent.key_value_rank, num_heads * (latent.plain_dim + latent.value_dim), "column"),
+            ("q_b_proj" if queries else "q_proj", queries or hidden_size, num_heads * query_dim, "column"),
+        ]
+        attention += [("q_a_proj", hidden_size, queries, "none")] if queries else []
+    else:
+        sizes = (("q_proj", num_heads * head_dim), ("k_proj", kv_heads * head_dim), ("v_proj", kv_heads * head_dim))
+        attention = [(part, hidden_size, out, "column") for part, out in sizes]
+    attention.append(("o_proj", num_heads * value_dim, hidden_size, "row"))
+    matmuls = [Matmul(n, i, o, num_layers, "attention", s, 1.0, has_biases) for n, i, o, s in attention]
+    matmuls += mlp(size, num_layers - moe, "mlp") if moe < num_layers else []
+    if mixture:
+        matmuls.append(Matmul("router", hidden_size, mixture.num_experts, moe, "experts", "none"))
+        share = mixture.experts_per_token / mixture.num_experts
+        matmuls += mlp(mixture.expert_size, moe * mixture.num_experts, "experts", "experts.", share)
+        matmuls += mlp(mixture.shared_size, moe, "mlp", "shared.") if mixture.shared_size else []
+    matmuls.append(Matmul("lm_head", hidden_size, vocab_size, 1, "head", "column"))
+    norm = hidden_size * (2 if has_biases else 1)
+    vectors = 2 * norm + (2 * head_dim if fields.get("head_norms") == "head" else 0)
+    vectors += (latent.query_rank or 0) + latent.key_value_rank if latent else 0
+    return Architecture(
+        name, num_layers, hidden_size, vocab_size, tuple(matmuls), num_layers * vectors, norm, num_heads, kv_heads,
+        query_dim, value_dim, size, mixture=mixture, latent=latent, **fields,
+    )  # fmt: skip
+
+
+@cache
+def _presets() -> dict[str, Any]:
+    return load_data("presets", "planner")
+
+
+def preset_names() -> list[str]:
+    """List the presets besides those that the trainer builds."""
+    return list(_presets()["models"])
+
+
+def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
+    sizes = {**_presets()["families"][row.get("like", "llama")], **row}
+    sizes.pop("like", None)
+    parts = {"mixture": Mixture, "latent": LatentAttention}
+    return decoder(name, **{key: parts[key](**value) if key in parts else value for key, value in sizes.items()})
+
+
+def _of_trainer(model: Model) -> Architecture:
+    """Return the shape of a model that the trainer builds."""
+    row = {
+        "like": "gpt" if model.family == "gpt2" else "llama",
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": model.vocab_size,
+        "tie_embeddings": model.tie_embeddings,
+        "source": model.source,
+    }
+    return _of_preset(model.name, row | ({"positions": model.max_positions} if model.family == "gpt2" else {}))
+
+
+def read_model(text: str) -> Architecture:
+    """Return the architecture of a preset (``narrowgauge show models``), or of a Hugging Face model folder or ``config.json``.
+
+    Example:
+        >>> read_model("mixtral-8x7b").num_parameters
+        46702792704
+    """
+    presets, key = _presets(), text.strip().lower()
+    key = presets["aliases"].get(key, key)
+    if key in MODELS:
+        return _of_trainer(MODELS[key])
+    if key in presets["models"]:
+        return _of_preset(key, presets["models"][key])
+    path = Path(text).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        near = suggestion(key, (*MODELS, *presets["models"], *presets["aliases"]))
+        raise RecipeError(
+            f"no model and no config.json is named {text!r}.", near or "narrowgauge plan run --help names the presets."
+        )
+    try:
+        config = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read: {error}.", "It must be a Hugging Face config.json.") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{file} holds {type(config).__name__}, no table.", "It must be a Hugging Face config.json.")
+    refuse_own_code(file)
+    # Imported here: it loads PyTorch.
+    from narrowgauge.planner.built_models import of_config
+
+    return of_config(config, str(path), str(file))

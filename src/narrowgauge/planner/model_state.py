@@ -1,0 +1,219 @@
+"""State: bytes of weights, gradients and optimizer states that a rank holds between steps.
+
+What a parameter takes follows from the storage's own fields (:mod:`narrowgauge.spec.storages`); here it is multiplied by how many
+parameters of each kind a rank has.
+
+Source: Rajbhandari et al., ZeRO, arXiv 1910.02054, section 5: stage 1 shares optimizer states, 2 gradients too, 3 weights too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from narrowgauge.errors import RecipeError, suggestion
+from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.model import Architecture, Matmul
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.storages import VISIBLE, Storage, for_vectors, width_of
+from narrowgauge.spec.update_rules import UPDATE_RULES, refuse_matrix_rule
+
+
+@dataclass(frozen=True, slots=True)
+class Bytes:
+    """Bytes of some parameters: weights as the model sees them, gradients, and the rest of the optimizer's state."""
+
+    weights: float = 0.0
+    gradients: float = 0.0
+    optimizer: float = 0.0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.weights + other.weights, self.gradients + other.gradients, self.optimizer + other.optimizer)
+
+    def __mul__(self, factor: float) -> Bytes:
+        return Bytes(self.weights * factor, self.gradients * factor, self.optimizer * factor)
+
+    @property
+    def total(self) -> float:
+        return self.weights + self.gradients + self.optimizer
+
+
+OPTIMIZER_STATES = {name: row.moments for name, row in UPDATE_RULES.items() if row.moments is not None}
+"""The states that optimizers keep of each element of a matrix, with the storage's code for each."""
+_FACTOR_BYTES = 4  # of each row and column of a matrix that Adafactor steps
+
+
+def is_stepped(storage: Storage, optimizer: str) -> bool:
+    """Tell whether an optimizer steps parameters in a storage: Muon and Adafactor only in float32 arithmetic.
+
+    Example:
+        >>> from narrowgauge.spec.storages import STORAGES
+        >>> is_stepped(STORAGES["kahan"], "muon"), is_stepped(STORAGES["collage-plus"], "muon")
+        (True, False)
+    """
+    return not UPDATE_RULES[optimizer].is_matrix or storage.arithmetic == "float32"
+
+
+def with_optimizer(recipe: Recipe, optimizer: str) -> Recipe:
+    """Return AdamW's recipe with the states of another optimizer, a key of ``OPTIMIZER_STATES``.
+
+    Raises:
+        RecipeError: no such optimizer is planned, or it does not step a storage of the recipe.
+
+    Example:
+        >>> from narrowgauge.spec.notation import parse
+        >>> {name: with_optimizer(parse("bfloat16/master"), name).bytes_per_param for name in OPTIMIZER_STATES}
+        {'adamw': 16.0, 'adam': 16.0, 'lion': 12.0, 'muon': 12.0, 'adafactor': 8.0}
+    """
+    if optimizer not in OPTIMIZER_STATES:
+        raise RecipeError(
+            f"the states of optimizer {optimizer!r} were requested.",
+            suggestion(optimizer, OPTIMIZER_STATES) or f"Known: {', '.join(OPTIMIZER_STATES)}.",
+        )
+    for storage in recipe.storages:
+        if not is_stepped(storage, optimizer):
+            refuse_matrix_rule(optimizer, storage)
+    states = OPTIMIZER_STATES[optimizer]
+    overrides = tuple(
+        override if override.storage is None else replace(override, storage=override.storage.keeping(states))
+        for override in recipe.overrides
+    )
+    return replace(recipe, storage=recipe.storage.keeping(states), overrides=overrides)
+
+
+@lru_cache(maxsize=256)
+def bytes_per_parameter(storage: Storage) -> Bytes:
+    """Return the bytes of one parameter, without scales by row.
+
+    Example:
+        >>> from narrowgauge.spec.storages import STORAGES
+        >>> bytes_per_parameter(STORAGES["master"]), bytes_per_parameter(STORAGES["word"])
+        (Bytes(weights=2.0, gradients=2.0, optimizer=12.0), Bytes(weights=2.0, gradients=2.0, optimizer=4.0))
+    """
+    visible = VISIBLE[storage.visible][0] / 8
+    return Bytes(visible, visible, sum(width_of(group) for group in storage.packing) / 8)
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """State of one part of a model: of matrices that tensor parallelism shards, and of what every rank holds whole."""
+
+    matrices: Bytes = Bytes()
+    whole: Bytes = Bytes()
+
+    def on_rank(self, tensor: int) -> Bytes:
+        """Return what each of ``tensor`` ranks holds."""
+        return self.matrices * (1 / tensor) + self.whole
+
+    def __add__(self, other: StatePart) -> StatePart:
+        return StatePart(self.matrices + other.matrices, self.whole + other.whole)
+
+    def __mul__(self, factor: float) -> StatePart:
+        return StatePart(self.matrices * factor, self.whole * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """State of a model by where it lies: embedding and learned positions on the first stage, head and last norm on the last.
+
+    A tied head lies on both if they are two. ``layers`` are without experts.
+    """
+
+    layers: StatePart
+    experts: StatePart = StatePart()
+    embedding: StatePart = StatePart()
+    head: StatePart = StatePart()
+
+
+@lru_cache(maxsize=256)
+def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
+    """Return the state of a whole model; a model of which only the size is known is one matrix."""
+    a = architecture
+    if not a.has_shape:
+        return ModelState(StatePart(bytes_per_parameter(recipe.storage) * a.num_parameters))
+    if a.adapters is not None:
+        return _frozen_state(a, recipe)
+    layers, experts = _vector_state(a, recipe), StatePart()
+    for matmul in a.matmuls[:-1]:
+        for storage, count in _storages(a, recipe, matmul):
+            part = _matrix_state(storage, matmul, count)
+            experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
+    table, head = (_outer_storage(recipe, name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    first = _matrix_state(table, Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column"), 1)
+    first += StatePart(whole=bytes_per_parameter(table) * (a.positions * a.hidden_size))
+    last = StatePart(whole=bytes_per_parameter(recipe.storage_of("model.norm.weight", 1)) * a.outer_vectors)
+    if not a.tie_embeddings:
+        last += _matrix_state(head, a.matmuls[-1], 1)
+    return ModelState(layers, experts, first, last)
+
+
+def _outer_storage(recipe: Recipe, name: str) -> Storage:
+    """Return the storage of embedding or head, which are AdamW's where Muon steps the layers."""
+    storage = recipe.storage_of(name, 2)
+    return storage.keeping(OPTIMIZER_STATES["adamw"]) if storage.states == OPTIMIZER_STATES["muon"] else storage
+
+
+def _frozen_state(a: Architecture, recipe: Recipe) -> ModelState:
+    """Return the state of a frozen model and its adapters, which alone have gradients and states."""
+    assert a.adapters is not None
+    trained = bytes_per_parameter(recipe.storage)
+    visible = Bytes(trained.weights)
+    layers, experts = StatePart(whole=visible * a.vectors), StatePart()
+    for matmul in a.matmuls[:-1]:
+        base = Bytes(a.adapters.base_bytes if matmul.name != "router" else visible.weights) * matmul.num_elements
+        base += visible * (matmul.num_parameters - matmul.num_elements) + trained * a.adapters.parameters_of(matmul)
+        part = StatePart(whole=base) if matmul.split == "none" else StatePart(base)
+        experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
+    table = a.hidden_size * a.vocab_size
+    outer = a.head_parameters + a.outer_vectors
+    first = StatePart(visible * table, visible * (a.embedding_parameters - table))
+    return ModelState(layers, experts, first, StatePart(visible * outer))
+
+
+def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Storage, float]]:
+    """Return a matmul's storages, and how many weights have each: one by one where a recipe names exceptions."""
+    if not (recipe.keep or recipe.overrides):
+        return [(recipe.storage, matmul.count)]
+    place = f"{'self_attn' if matmul.part == 'attention' else 'mlp'}.{matmul.name}.weight"
+    names = (f"model.layers.{layer}.{place}" for layer in range(a.num_layers))
+    return [(recipe.storage_of(name, 2), matmul.count / a.num_layers) for name in names]
+
+
+def _vector_state(a: Architecture, recipe: Recipe) -> StatePart:
+    numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
+    storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
+    parts = (StatePart(whole=bytes_per_parameter(s) * (a.vectors / len(numbers))) for s in storages)
+    return sum(parts, StatePart())
+
+
+def _matrix_state(storage: Storage, matmul: Matmul, count: float) -> StatePart:
+    elements = count * matmul.in_features * matmul.out_features
+    rows = Bytes(optimizer=storage.bytes_per_row * count * matmul.out_features)
+    if not storage.states:
+        rows += Bytes(optimizer=_FACTOR_BYTES * count * (matmul.in_features + matmul.out_features))
+    matrices = bytes_per_parameter(storage) * elements + rows
+    biases = bytes_per_parameter(for_vectors(storage)) * (count * matmul.out_features * matmul.has_bias)
+    return StatePart(whole=matrices + biases) if matmul.split == "none" else StatePart(matrices, biases)
+
+
+def on_stage(
+    architecture: Architecture, state: ModelState, layout: Layout, layers: float, stage: int
+) -> tuple[Bytes, Bytes]:
+    """Return a stage's state before ZeRO shares it: experts, and the rest.
+
+    The first stage has the embedding, the last the head.
+    """
+    share = layers / architecture.num_layers if architecture.has_shape else 1 / layout.pipeline
+    rest = state.layers * share
+    is_first, is_last = stage == 0, stage == layout.pipeline - 1
+    if is_first or (is_last and architecture.tie_embeddings):
+        rest += state.embedding
+    if is_last:
+        rest += state.head
+    return (state.experts * (share / layout.expert)).on_rank(layout.expert_tensor_ranks), rest.on_rank(layout.tensor)
+
+
+def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:
+    """Return what one of ``ranks`` holds of a state under the layout's ZeRO stage."""
+    shares = [1 / ranks if layout.zero >= stage else 1.0 for stage in (3, 2, 1)]
+    return Bytes(state.weights * shares[0], state.gradients * shares[1], state.optimizer * shares[2])

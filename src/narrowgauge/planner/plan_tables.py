@@ -1,0 +1,471 @@
+"""A plan in tables and at most eight fixed sentences: options, sizes, every term of the best one, and a settings file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from narrowgauge.errors import NarrowgaugeError, RecipeError
+from narrowgauge.planner.efficiency import efficiency_of
+from narrowgauge.planner.option import OURS, Option, Question
+from narrowgauge.planner.scaling_laws import CAUSES
+from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
+from narrowgauge.planner.terms import Change, Terms, changes
+from narrowgauge.planner.units import (
+    axes_text,
+    bytes_text,
+    count_text,
+    dollars_text,
+    duration_text,
+    layout_text,
+    seconds_text,
+    unit_of,
+)
+from narrowgauge.spec.models import MODELS
+from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
+
+MOST_SHARED = 3
+"""The most clusters for which one configuration for all is searched."""
+# Groups of a step that are the model's own operations; all others are overhead.
+_USEFUL = ("matmuls", "attention")
+_LEAST_SHARE = 0.005
+_NOTES = {
+    "muon": "Muon keeps one moment of the layers' matrices, AdamW steps the rest, and orthogonalisation is not timed",
+    "lion": "Lion keeps one moment of every parameter",
+    "adafactor": "Adafactor keeps a value for each row and column of a matrix, and AdamW steps vectors",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer to a question.
+
+    Args:
+        options: best first; those that do not fit come last, the nearest to fitting first.
+        shared: with several clusters, one configuration for all: an option on each; empty if there is none.
+        trainable: where the best option is not one of this project's trainer, the trainer's best one (the nearest to fitting if
+            none fits), or the error that says why it has none; else None.
+    """
+
+    question: Question
+    options: tuple[Option, ...]
+    shared: tuple[Option, ...] = ()
+    trainable: Option | RecipeError | None = None
+
+    @property
+    def best(self) -> Option:
+        """Return the best option; the nearest to fitting if none fits."""
+        return self.options[0]
+
+    @property
+    def is_state_only(self) -> bool:
+        """Tell whether weights, gradients and optimizer states are all that is counted."""
+        return self.best.step is None
+
+    @property
+    def title(self) -> str:
+        """Name the model, the machines and the length of a sequence."""
+        question, size = self.question, f"{count_text(self.question.architecture.num_parameters)} parameters"
+        adapters = question.architecture.adapters
+        parts = {
+            f"{question.model}: {size}" if question.model else size: True,
+            f"LoRA of rank {adapters.rank} over {adapters.base}" if adapters else "": True,
+            f"states of {question.optimizer}": question.optimizer != "adamw",
+            ", ".join(dict.fromkeys(option.cluster for option in self.options if option.cluster)): True,
+            f"sequences of {question.sequence_length:,} tokens": not self.is_state_only
+            and question.largest != "context",
+        }
+        return "; ".join(part for part, is_shown in parts.items() if part and is_shown)
+
+    def row(self) -> Row:
+        """Return the question, the options and the answer as plain values, for JSON."""
+        options = [option.row(self.question.num_tokens) for option in self.options]
+        return {"question": self.question.row(), "options": options, "answer": self.sentences()}
+
+    def sentences(self) -> list[str]:
+        """Say what follows from the options, the most important first."""
+        return list(_state_sentences(self) if self.is_state_only else _run_sentences(self))
+
+    def tables(self) -> list[Table]:
+        """Return the table of options, and where several sizes were asked for what more chips buy."""
+        rows = [_option_row(option, self.question) for option in self.options]
+        shown = [column for column in _COLUMNS if any(column.cell(row) for row in rows)]
+        if len({row["cluster"] for row in rows}) == 1:
+            shown = [column for column in shown if column.key != "cluster"]
+        sizes = list(_size_rows(self))
+        return [Table(tuple(shown), rows, self.title), *([Table(_SIZES, sizes, "More chips")] if sizes else [])]
+
+    def explanation(self) -> list[Table]:
+        """Return every term of the best option's memory and step."""
+        best = self.best
+        title = f"Memory of the worst rank, {best.recipe.title}, {layout_text(best.layout)}"
+        tables = [_terms_table(best.memory, "bytes", title)]
+        if best.step is not None:
+            tables.append(_terms_table(best.step, "s", f"An optimizer step of {best.tokens_per_step:,} tokens"))
+        return tables
+
+
+# ── tables: options, sizes, terms, and changes between two sums ───────────────────────────────────────────────────────────
+
+
+def _terms_table(terms: Terms, unit: str, title: str) -> Table:
+    """Return terms in ``"bytes"`` or ``"s"``: value and interval in one unit, formula and source."""
+    scale, shown = unit_of(terms.total, unit)
+
+    def numbers(value: float, ends: tuple[float, float]) -> Row:
+        interval = "" if ends == (value, value) else f"{ends[0] / scale:,.3f}–{ends[1] / scale:,.3f}"
+        return {"value": f"{value / scale:,.3f}", "interval": interval}
+
+    rows: list[Row] = [
+        {"group": t.group, "term": t.name, **numbers(t.value, t.interval), "formula": t.formula, "source": t.source}
+        for t in terms
+    ]
+    total = {"group": "total", "term": f"all {len(rows)} terms", "formula": "", "source": ""}
+    rows.append(total | numbers(terms.total, terms.interval))
+    columns = [*text_columns(group="group", term="term"), Column(shown, "value", right=True)]
+    columns += [Column("80 % interval", "interval", right=True)] if any(row["interval"] for row in rows) else []
+    return Table((*columns, *text_columns(formula="formula", source="source")), rows, title)
+
+
+def changes_table(differences: tuple[Change, ...], title: str, least: float = 0.0) -> Table:
+    """Return the changes between two sums of seconds that are larger than ``least``."""
+    rows: list[Row] = [
+        {"group": c.group, "term": c.name, "before": seconds_text(c.before), "after": seconds_text(c.after),
+         "difference": f"{c.difference:+.3g} s", "formula": c.formula}
+        for c in differences
+        if abs(c.difference) > least
+    ]  # fmt: skip
+    columns = (
+        *text_columns(group="group", term="term"), *number_columns(before="before", after="after", difference="difference"),
+        *([Column("formula", "formula")] if any(row["formula"] for row in rows) else []),
+    )  # fmt: skip
+    return Table(columns, rows, title)
+
+
+def _option_row(option: Option, question: Question) -> Row:
+    """Return the cells of an option; a column whose cells are all empty is not shown."""
+    is_state, rate = option.step is None, option.tokens_per_second
+    days, cost = option.days(question.num_tokens), option.cost(question.num_tokens)
+    return {
+        "recipe": option.recipe.title,
+        "bytes": option.recipe.bytes_per_param,
+        "cluster": option.cluster,
+        "layout": (axes_text if is_state else layout_text)(option.layout),
+        "context": f"{option.sequence_length:,}" if question.largest == "context" else "",
+        "batch": f"{option.layout.num_sequences:,}" if question.largest == "batch" else "",
+        "all": bytes_text(option.memory.total * option.num_chips) if is_state else "",
+        "each": bytes_text(option.memory.total) if is_state else "",
+        "resuming": bytes_text(option.resuming_bytes) if is_state else "",
+        "free_state": _free_text(option) if is_state else "",
+        "fits": "" if option.fits is None else "yes" if option.fits else "no",
+        "memory": "" if is_state else bytes_text(option.memory.total),
+        "free": "" if is_state else _free_text(option),
+        "rate": "" if rate is None else f"{rate:,.0f}",
+        "mfu": "" if option.mfu is None else f"{option.mfu:.0%}",
+        "step": "" if option.step is None else seconds_text(option.step.total),
+        "days": "" if days is None else f"{days:,.3g}" if days < 1000 else f"{days:,.0f}",
+        "cost": "" if cost is None else f"{cost:,.0f}",
+        "limited_by": option.limited_by if option.fits and not is_state else "",
+        "why_not": _clause(option),
+    }
+
+
+_COLUMNS = (
+    *name_columns(recipe="recipe"), *number_columns(B_per_parameter="bytes"), *text_columns(cluster="cluster", layout="layout"),
+    *number_columns(context="context", batch="batch", all_chips="all", each="each", while_resuming="resuming", free="free_state"),
+    *text_columns(fits="fits"), *number_columns(memory="memory", free="free"), Column("tokens/s", "rate", right=True),
+    Column("MFU", "mfu", right=True), *number_columns(step="step", days="days"), Column("$", "cost", right=True),
+    *text_columns(limited_by="limited_by", why_not="why_not"),
+)  # fmt: skip
+_SIZES = (
+    *text_columns(cluster="cluster", layout="layout"), Column("tokens/s", "rate", right=True),
+    *number_columns(times="times", efficiency="efficiency"), *text_columns(grew_most="grew", what_helps="remedy"),
+)  # fmt: skip
+
+
+def _free_text(option: Option) -> str:
+    """Write what the worst rank leaves free; with its interval where the memory may or may not suffice."""
+    if option.headroom_bytes is None or option.capacity_bytes is None:
+        return ""
+    free = bytes_text(option.headroom_bytes)
+    if option.is_certain or option.why_not:
+        return free
+    low, high = (bytes_text(option.capacity_bytes - end) for end in reversed(option.memory.interval))
+    return f"{free} ({low} to {high})"
+
+
+def _clause(option: Option) -> str:
+    """Say why it cannot run, and what would change that; empty where it can."""
+    return "" if option.fits is not False else f"{option.reason}. {option.advice}".strip()
+
+
+def _size_rows(plan: Plan) -> Iterator[Row]:
+    """Yield what more of the same chips buy, and which group of the step takes the rest."""
+    for kind in dict.fromkeys(cluster.chip_names for cluster in plan.question.clusters):
+        names = {cluster.name for cluster in plan.question.clusters if cluster.chip_names == kind}
+        fitting = [option for option in plan.options if option.fits and option.step and option.cluster in names]
+        sizes: dict[int, Option] = {}
+        for option in fitting:
+            if option.recipe == fitting[0].recipe:
+                sizes.setdefault(option.num_chips, option)
+        for few, many in pairwise(sizes[number] for number in sorted(sizes)):
+            yield _size_row(few, many)
+            ours = plan.trainable
+            if isinstance(ours, Option) and ours.fits and (ours.cluster, ours.recipe) == (many.cluster, many.recipe):
+                yield _size_row(few, ours)
+
+
+def _size_row(few: Option, many: Option) -> Row:
+    speed_up = (many.tokens_per_second or 0.0) / (few.tokens_per_second or 1.0)
+    group = _grown_group(few, many)
+    return {
+        "cluster": f"{many.cluster} for {few.num_chips}",
+        "layout": layout_text(many.layout),
+        "rate": f"{many.tokens_per_second:,.0f}",
+        "times": f"{speed_up:.3g}",
+        "efficiency": f"{speed_up * few.num_chips / many.num_chips:.0%}",
+        "grew": group or "nothing",
+        "remedy": _remedy(group) if group else "",
+    }
+
+
+def _grown_group(few: Option, many: Option) -> str:
+    """Name the group of the step that grew most beyond its share of the smaller size; empty if none did."""
+    assert few.step is not None and many.step is not None
+    scale = few.num_chips / many.num_chips * many.tokens_per_step / few.tokens_per_step
+    sums: dict[str, float] = {}
+    for change in changes(few.step, many.step, scale):
+        sums[change.group] = sums.get(change.group, 0.0) + change.difference
+    worst = max(sums, key=lambda group: sums[group], default="")
+    return worst if worst and sums[worst] > _LEAST_SHARE * many.step.total else ""
+
+
+def _remedy(group: str) -> str:
+    return str(CAUSES["groups"].get(group, {}).get("remedy", "see --explain"))
+
+
+# ── the sentences ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _state_sentences(plan: Plan) -> Iterator[str]:
+    best = plan.best
+    yield (
+        f"Only the state is counted (weights, gradients and optimizer states): "
+        f"{bytes_text(best.memory.total * best.num_chips)} in {best.recipe.title} ({axes_text(best.layout)}). "
+        "narrowgauge plan run adds activations, logits and buffers."
+    )
+    yield "While resuming, optimizer states exist twice: those that were made, and those of the checkpoint."
+    if best.layout.shard > 1 or best.layout.model_ranks > 1:
+        yield _data_parallel(plan)
+
+
+def _run_sentences(plan: Plan) -> Iterator[str]:
+    best, question = plan.best, plan.question
+    if best.fits:
+        low, high = best.confidence()["tokens_per_second"]
+        yield (
+            f"{best.recipe.title} with {layout_text(best.layout)} on {best.cluster} fits with {_free_text(best)} to spare: "
+            f"{best.tokens_per_second:,.0f} tokens/s (80 % interval {low:,.0f} to {high:,.0f}), {best.mfu:.0%} of the peak."
+        )
+        if question.num_tokens is not None:
+            yield _duration(plan, question.num_tokens)
+        yield _step(best)
+        if best.runs_with != OURS:
+            yield _other_trainer(best, plan.trainable)
+    else:
+        yield f"Nothing fits. The closest is {best.recipe.title} ({layout_text(best.layout)}): {_clause(best)}"
+    if best.num_chips > 1 and question.architecture.adapters is None:
+        yield _data_parallel(plan)
+    if best.fits:
+        spare = (best.capacity_bytes or 0.0) - best.resuming_bytes
+        verdict = (
+            f"{bytes_text(spare)} to spare" if spare >= 0 else f"too large by {bytes_text(-spare)}: load it on the CPU"
+        )
+        yield f"While resuming, optimizer states exist twice: {bytes_text(best.resuming_bytes)} on a chip, {verdict}."
+    if len({cluster.chip_names for cluster in question.clusters}) > 1 and len(question.clusters) <= MOST_SHARED:
+        names = " and ".join(cluster.name for cluster in question.clusters)
+        rates = ", ".join(f"{option.tokens_per_second:,.0f} tokens/s on {option.cluster}" for option in plan.shared)
+        for first in plan.shared[:1]:
+            yield f"One configuration for {names}: {first.recipe.title} with {layout_text(first.layout)}: {rates}."
+        if not plan.shared:
+            yield f"No configuration fits on all of {names}: the chips with the least memory decide."
+    yield f"Assumed: {'; '.join(_assumptions(plan))}."
+
+
+def _duration(plan: Plan, tokens: float) -> str:
+    """Say how long the run takes and what it costs, and whether it keeps the limits."""
+    question, best = plan.question, plan.best
+    low, high = best.confidence(tokens)["days"]
+    text = (
+        f"{count_text(tokens)} tokens take {_days(best.days(tokens))} (80 % interval {_days(low)} to {_days(high)}, with up to "
+        f"{best.restarts:.0%} for restarts)"
+    )
+    if best.dollars_per_token is not None:
+        text += f", {dollars_text(best.cost(tokens) or 0.0)} ({dollars_text(1e9 * best.dollars_per_token)} a billion)"
+    if not question.is_bounded:
+        return f"{text}."
+    limits = [f"within {_days(question.deadline_days)}"] if question.deadline_days is not None else []
+    limits += [f"for at most {dollars_text(question.budget)}"] if question.budget is not None else []
+    asked = " and ".join(limits) + (" (assumed; --days sets one)" if question.is_deadline_assumed else "")
+    if not question.meets(best):
+        return f"{text}: no tried number of chips trains them {asked}."
+    word, sign = ("fewest", -1) if question.deadline_days is not None else ("most", 1)
+    others = [option for option in plan.options if option.fits and not question.meets(option)]
+    beyond = [option for option in others if sign * option.num_chips > sign * best.num_chips]
+    missed = ""
+    if beyond:
+        nearest = min(beyond, key=lambda option: sign * option.num_chips)
+        missed = f"; {nearest.cluster} ({_days(nearest.days(tokens))}) do not"
+    return f"{text}: the {word} chips that train them {asked}{missed}."
+
+
+def _days(days: float | None) -> str:
+    return duration_text(86_400 * (days or 0.0))
+
+
+def _step(option: Option) -> str:
+    """Say why N chips are not N times one: every group of the step that is not the model's own operations, in seconds."""
+    assert option.step is not None
+    groups = option.step.groups
+    lost = sorted(((seconds, name) for name, seconds in groups.items() if name not in _USEFUL), reverse=True)
+    parts = ", ".join(f"{name} {seconds_text(s)}" for s, name in lost if s >= _LEAST_SHARE * option.step.total)
+    return (
+        f"Of a step of {seconds_text(option.step.total)} ({option.tokens_per_step:,} tokens), matmuls and attention take "
+        f"{seconds_text(sum(groups.get(name, 0.0) for name in _USEFUL))}; the rest is {parts or 'nothing'}. Against "
+        f"{option.limited_by}: {_remedy(option.limited_by)}."
+    )
+
+
+def _other_trainer(best: Option, ours: Option | RecipeError | None) -> str:
+    """Say what runs a layout that this project's trainer does not, and what the trainer would run instead."""
+    start = f"This layout runs with {best.runs_with}; narrowgauge train runs FSDP2"
+    if isinstance(ours, RecipeError):
+        return f"{start}, and {str(ours).rstrip('.')}."
+    if ours is None:
+        return f"{start} (--layout fsdp2)."
+    if not ours.fits:
+        return f"{start}, whose closest layout ({layout_text(ours.layout)}) is {_clause(ours)}"
+    return (
+        f"{start}: {layout_text(ours.layout)} (--layout fsdp2) reaches {ours.tokens_per_second:,.0f} tokens/s in steps of "
+        f"{ours.tokens_per_step:,} tokens, with {_free_text(ours)} to spare."
+    )
+
+
+def _data_parallel(plan: Plan) -> str:
+    """Say what pure data parallelism would hold on each chip."""
+    size, capacity = plan.question.architecture.num_parameters, plan.best.capacity_bytes
+    widths = sorted({option.recipe.bytes_per_param for option in plan.options}, reverse=True)
+    needs = " and ".join(
+        f"{bytes_text(size * w)} at {w:g} B a parameter" for w in dict.fromkeys((widths[0], widths[-1]))
+    )
+    sentence = f"Pure data parallelism keeps the whole state on every chip: {needs}"
+    if capacity is None:
+        return f"{sentence}."
+    verdict = "impossible" if size * widths[-1] > capacity else "the narrowest state fits"
+    return f"{sentence}; a chip has {bytes_text(capacity)}: {verdict}."
+
+
+def _assumptions(plan: Plan) -> Iterator[str]:
+    """Yield what the plan takes for granted: networks, libraries, parts of the model, and what recipes lose."""
+    question, best = plan.question, plan.best
+    architecture, recipes = question.architecture, {option.recipe.title: option.recipe for option in plan.options}
+    groups = [(cluster.num_chips, group) for cluster in question.clusters for group in cluster.groups]
+    yield from dict.fromkeys(
+        f"{efficiency_of(g.chip, g.software).engines} on {g.chip.name} (--software)" for _, g in groups
+    )
+    yield from dict.fromkeys(
+        f"{group.network_bytes_per_second * 8e-9 * group.chips:,.0f} Gbit/s a node of {group.chip.name} (--interconnect)"
+        for num_chips, group in groups
+        if group.is_network_assumed and num_chips > group.chips
+    )
+    yield f"{best.recipe.title} loses {best.recipe.storage.loses}"
+    lossy = [name for name, recipe in recipes.items() if not recipe.storage.keeps_updates]
+    if lossy:
+        yield f"{', '.join(lossy)} lose small updates, or their second moments freeze at a beta2 of 0.999, and are listed last"
+    if any(recipe.compute.scales_loss for recipe in recipes.values()):
+        yield "float16 ends at 65504, so its loss is scaled and steps that overflow are skipped; bfloat16 needs no loss scale"
+    preset = MODELS.get(question.model)
+    if preset is not None and best.sequence_length > preset.max_positions:
+        yield f"positions beyond {preset.name}'s {preset.max_positions:,} (a config.json with larger max_position_embeddings)"
+    if question.tokens_per_step is None and not LEAST_TOKENS_PER_STEP <= best.tokens_per_step <= MOST_TOKENS_PER_STEP:
+        usual = f"{count_text(LEAST_TOKENS_PER_STEP)} to {count_text(MOST_TOKENS_PER_STEP)}"
+        yield f"steps of {best.tokens_per_step:,} tokens, where published ones have {usual}"
+    if architecture.left_out:
+        yield f"no time or activations of {architecture.left_out}"
+    if (adapters := architecture.adapters) is not None:
+        trained = f"{count_text(architecture.num_trained_parameters)} parameters, {architecture.trained_share:.2%}"
+        yield f"LoRA of rank {adapters.rank} trains {trained}; PEFT runs it under ng.prepare, not narrowgauge train"
+    if question.optimizer in _NOTES:
+        yield _NOTES[question.optimizer]
+
+
+# ── the best option as settings of narrowgauge train ──────────────────────────────────────────────────────────────────────
+
+
+def train_settings(plan: Plan) -> str:
+    """Return the best option as a TOML file for ``narrowgauge train``; its comments say how many ranks to start.
+
+    Raises:
+        NarrowgaugeError: no option fits, or the trainer cannot run it.
+    """
+    import tomli_w
+
+    best, question, layout = plan.best, plan.question, plan.best.layout
+    refusals = (
+        (not best.fits, f"nothing fits: {best.reason}.", best.advice),
+        (
+            question.optimizer == "adafactor",
+            "Adafactor is planned for every matrix, and narrowgauge train leaves embedding and head to AdamW.",
+            "Leave --rule out here, and give it to narrowgauge train.",
+        ),
+        (
+            best.runs_with != OURS,
+            f"narrowgauge train does not run this layout ({axes_text(layout)}).",
+            "Use --layout fsdp2,offload=none or fsdp2,offload=all.",
+        ),
+    )
+    for is_refused, reason, advice in refusals:
+        if is_refused:
+            raise NarrowgaugeError(f"Cannot write settings, because {reason}", advice)
+    settings: dict[str, Any] = {
+        "model": _trainable_model(plan),
+        "batch_size": layout.num_sequences,
+        "sequence_length": best.sequence_length,
+        "gradient_accumulation_steps": layout.num_sequences // layout.micro_batch,
+        "activation_checkpointing": layout.recompute == "full",
+        "shard": "full" if layout.shard > 1 else "none",
+    }
+    if question.num_tokens is not None:
+        settings["steps"] = max(1, round(question.num_tokens / best.tokens_per_step))
+    if question.optimizer != "adamw":
+        settings["rule"] = question.optimizer
+    if layout.accumulation_dtype != "float32":
+        settings["accumulation_dtype"] = layout.accumulation_dtype
+    if layout.shard > 1:
+        settings |= {"replicas": layout.data, "offload": layout.offload == "all"}
+    # A table must come last: keys after it would be its own.
+    settings["recipe"] = best.recipe.to_value()
+    start = "narrowgauge train --config FILE"
+    if best.num_chips > 1:
+        start = f"torchrun --nproc-per-node N --nnodes M -m {start}, with N × M = {best.num_chips}"
+    return f"# {plan.title}\n# {axes_text(layout)}: {start}\n{tomli_w.dumps(settings)}"
+
+
+def _trainable_model(plan: Plan) -> str:
+    name = plan.question.model
+    path, preset = Path(name).expanduser(), MODELS.get(name.strip().lower())
+    if preset is not None and plan.best.sequence_length > preset.max_positions:
+        raise NarrowgaugeError(
+            f"Cannot write settings, because {preset.name} has {preset.max_positions:,} positions and sequences have "
+            f"{plan.best.sequence_length:,} tokens.",
+            "Name a folder with a config.json whose max_position_embeddings says so.",
+        )
+    if preset is None and not path.exists():
+        raise NarrowgaugeError(
+            f"Cannot write settings, because only the shape of {name!r} is known here.",
+            "Name a folder with its Hugging Face config.json.",
+        )
+    return str(path.resolve()) if preset is None else preset.name

@@ -1,0 +1,172 @@
+"""The roofline: how long linear layers and streams of bytes take on a chip, from its data sheet and measured shares.
+
+A matmul takes its multiply-adds at the chip's rate for the operands' format, or its bytes at the memory's bandwidth,
+whichever is longer; a cast takes its bytes. Neither reaches the printed peak, so each is multiplied by a measured share of it
+(:mod:`narrowgauge.planner.efficiency`), and each kernel takes a few microseconds to start and to end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+from narrowgauge.planner.efficiency import Efficiency
+from narrowgauge.spec.chips import Chip
+from narrowgauge.spec.computes import SLOTS, TENSORS, Cast, Compute, Product, casts_made, named
+from narrowgauge.spec.formats import get_format
+from narrowgauge.spec.kernels import kernel_for, needs_kernel
+from narrowgauge.spec.recipes import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The shape of a linear layer's weight ``[out, in]``; transposed is stored as ``[in, out]`` (transformers' ``Conv1D``)."""
+
+    out_features: int
+    in_features: int
+    is_transposed: bool = False
+
+    @property
+    def num_weights(self) -> int:
+        return self.out_features * self.in_features
+
+    def __str__(self) -> str:
+        return f"{self.out_features} × {self.in_features}"
+
+
+class Setting(NamedTuple):
+    """How a linear layer is computed: the compute's name, the dtype of its input and output, and that of its weight."""
+
+    compute: str
+    stream: str = "bfloat16"
+    weights: str = "bfloat16"
+
+    @property
+    def is_plain(self) -> bool:
+        """Tell whether PyTorch's own linear function computes it."""
+        return self.compute == self.stream
+
+    @property
+    def plain(self) -> Setting:
+        """Return the same layer by PyTorch's own linear function."""
+        return self._replace(compute=self.stream)
+
+
+def setting_of(layer: str, recipe: Recipe) -> Setting:
+    """Return how a recipe computes the layer with that name."""
+    weights, compute = recipe.storage_of(f"{layer}.weight", 2).visible, recipe.compute_of(layer).name
+    # Layers that a recipe keeps are computed in float32, like their weights.
+    stream = "float32" if recipe.keeps(layer) else recipe.dtype
+    # These computes differ from the plain one of their dtype only by their storage.
+    return Setting(stream if compute in ("float8", "float16-throughout") else compute, stream, weights)
+
+
+def is_native(product: Product, chip: Chip) -> bool:
+    """Tell whether the chip multiplies the operands' own codes, and a kernel of this version uses that."""
+    formats = [cast.format for cast in (product.left, product.right)]
+    if needs_kernel(product):
+        has_kernel = kernel_for(product, chip.target) is not None
+    else:
+        has_kernel = product.is_wide or chip.vendor == "NVIDIA"
+    return has_kernel and all(chip.rate_format(format) in chip.peak_tflops for format in formats)
+
+
+def describe_support(compute: Compute, chip: Chip) -> str:
+    """Return ``native``, or ``emulated`` and why."""
+    emulated = [product for product in compute.products.values() if not is_native(product, chip)]
+    formats = sorted({cast.format for product in emulated for cast in (product.left, product.right)})
+    if not emulated:
+        return "native"
+    missing = [format for format in formats if chip.rate_format(format) not in chip.peak_tflops]
+    if missing:
+        return f"emulated: {chip.name} does not multiply {' or '.join(missing)}"
+    return f"emulated: no kernel for {compute.name} on {chip.name} here"
+
+
+def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip, shares: Efficiency) -> float:
+    """Return the longer of computing, and reading and writing; and the start and end of a kernel."""
+    name = chip.rate_format(format)
+    rate = chip.peak_tflops[name] * 1e12 * shares.matmul(name)
+    return max(flops / rate, bytes_seconds(num_bytes, chip, shares)) + shares["kernel_seconds"]
+
+
+def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
+    """Return the seconds of reading or writing, without the start of a kernel."""
+    return num_bytes / (chip.bandwidth_bytes_per_second * shares["bandwidth"])
+
+
+@lru_cache(maxsize=4096)
+def operation_seconds(
+    shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
+) -> dict[str, float]:
+    """Return the seconds of the operations of a linear layer on ``num_tokens`` rows: casts by slot, matmuls by name.
+
+    All callers share the result, so nobody may change it.
+    """
+    compute = named(setting.compute)
+    sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
+    sizes["gradient"] = num_tokens * shape.out_features
+    flops = 2.0 * num_tokens * shape.num_weights
+    seconds: dict[str, float] = {}
+    casts = () if setting.is_plain else casts_made(compute)
+    for matmul, product in compute.products.items():
+        native = is_native(product, chip)
+        for name in casts:
+            if SLOTS[name].matmul == matmul:
+                cast, what = compute.casts[name], SLOTS[name].tensor
+                width = bytes_per_number(setting.weights if what == "weight" else setting.stream)
+                moved = sizes[what] * (width * _passes(cast) + _written_bytes(cast, native))
+                seconds[name] = bytes_seconds(moved, chip, shares) + shares["kernel_seconds"]
+        moved, extra = _moved_bytes(matmul, product, sizes, setting, native)
+        format = product.left.format if native else setting.stream
+        seconds[matmul] = matmul_seconds(flops, moved, format, chip, shares) + bytes_seconds(extra, chip, shares)
+    return seconds
+
+
+def _moved_bytes(
+    matmul: str, product: Product, sizes: dict[str, float], setting: Setting, native: bool
+) -> tuple[float, float]:
+    """Return the bytes that a matmul reads and writes, and those beside it."""
+    left, right = (SLOTS[f"{matmul}.{side}"].tensor for side in ("left", "right"))
+    [result] = set(TENSORS) - {left, right}  # as large as the one that does not enter
+    read = sum(sizes[what] * _written_bytes(c, native) for what, c in ((left, product.left), (right, product.right)))
+    moved = read + sizes[result] * bytes_per_number(setting.weights if result == "weight" else setting.stream)
+    return moved, _extra_bytes(matmul, product, native, setting, sizes[left], sizes[right], sizes[result])
+
+
+def _passes(cast: Cast) -> int:
+    """Count how often a cast reads its operand: once where each row or block has a scale, else once more for the scale."""
+    if cast.scaling == "static":
+        return 1
+    return 2 if cast.granularity in ("tensor", "column") or cast.scale == "float8_e4m3fn" else 1
+
+
+def _written_bytes(cast: Cast, native: bool) -> float:
+    """Return the bytes per element of an operand: its codes, or the 16-bit values that are multiplied instead."""
+    if native and cast.block is not None:
+        return cast.bits / 8  # with the scales of its blocks
+    return bytes_per_number(cast.format) if cast.is_wide or native else 2.0
+
+
+def _extra_bytes(
+    matmul: str, product: Product, native: bool, setting: Setting, left: float, right: float, result: float
+) -> float:
+    """Return the bytes moved beside a matmul's: to transpose narrow floats, whose kernels take rows only; to scale."""
+    if setting.is_plain:
+        return 0.0
+    total = 0.0
+    width = _written_bytes(product.left, native)
+    if native and not product.is_wide and matmul == "grad_weight":
+        total += 2 * left * width
+    if native and product.left.format.startswith(("float8", "float4")) and matmul != "output":
+        total += 2 * right * width
+    scaled_inside = native and product.left.format.startswith("float8")
+    if product.left.block is None and not product.is_wide and not scaled_inside and product.left.scaling != "static":
+        total += result * ((4 if native else 2) + 2 + (2 if native else 0))
+    return total
+
+
+@lru_cache(maxsize=64)
+def bytes_per_number(format: str) -> float:
+    return get_format(format).storage_bits / 8

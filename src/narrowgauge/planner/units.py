@@ -1,0 +1,108 @@
+"""Figures and layouts of a plan as text; 1 GB is 10^9 bytes."""
+
+from __future__ import annotations
+
+from narrowgauge.planner.layouts import Layout
+
+_BYTES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
+_COUNTS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Write bytes in the unit that suits them.
+
+    Example:
+        >>> bytes_text(26.25e9), bytes_text(480e9), bytes_text(-3.2e6)
+        ('26.3 GB', '480 GB', '-3.2 MB')
+    """
+    scale, unit = unit_of(num_bytes, "bytes")
+    # Halves are rounded up, as people do.
+    number = num_bytes / scale * (1 + 1e-12)
+    digits = f"{number:,.0f}" if abs(number) >= 100 else f"{number:.1f}".removesuffix(".0")
+    return f"{digits} {unit}"
+
+
+def seconds_text(seconds: float) -> str:
+    """Write the seconds of a step or of a part of it.
+
+    Example:
+        >>> seconds_text(5.117), seconds_text(0.0123), seconds_text(4110)
+        ('5.12 s', '12.3 ms', '4,110 s')
+    """
+    scale, unit = unit_of(seconds, "s")
+    return f"{seconds:,.0f} s" if seconds >= 1000 else f"{seconds / scale:.3g} {unit}"
+
+
+def duration_text(seconds: float) -> str:
+    """Write a time in the largest unit of which it has two, to three digits.
+
+    Example:
+        >>> duration_text(864000), duration_text(93600), duration_text(5.5 * 86400), duration_text(0.0123)
+        ('10 d', '26 h', '5.5 d', '12.3 ms')
+    """
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("min", 60.0)):
+        if abs(seconds) >= (1.75 if unit == "d" else 2) * size:
+            value = seconds / size
+            return f"{f'{value:,.0f}' if abs(value) >= 100 else f'{value:.3g}'} {unit}"
+    return f"{seconds:.3g} s" if abs(seconds) >= 1 or seconds == 0 else f"{1e3 * seconds:.3g} ms"
+
+
+def dollars_text(dollars: float) -> str:
+    """Write a price: whole dollars from a hundred on.
+
+    Example:
+        >>> dollars_text(41_312.4), dollars_text(1.3771), dollars_text(0.00042)
+        ('$41,312', '$1.38', '$0.00042')
+    """
+    return f"${dollars:,.0f}" if dollars >= 100 else f"${dollars:.2f}" if dollars >= 1 else f"${dollars:.2g}"
+
+
+def count_text(number: float) -> str:
+    """Write a count of parameters or tokens.
+
+    Example:
+        >>> count_text(32.5e9), count_text(10e9), count_text(1_331_200_000), count_text(128)
+        ('32.5B', '10B', '1.33B', '128')
+    """
+    scale, unit = next(((scale, unit) for scale, unit in _COUNTS if abs(number) >= scale), (1.0, ""))
+    return f"{number / scale:.3g}{unit}"
+
+
+def unit_of(value: float, quantity: str) -> tuple[float, str]:
+    """Return the size and name of the unit of ``"bytes"`` or ``"s"`` in which a value is at least one."""
+    units = _SECONDS if quantity == "s" else _BYTES
+    # 480 GB is easier to compare with a chip's memory than 0.48 TB: terabytes begin at ten.
+    return next((unit for unit in units if abs(value) >= unit[0] * (10 if unit[1] == "TB" else 1)), units[-1])
+
+
+def layout_text(layout: Layout) -> str:
+    """Write a layout and its batch in a few words.
+
+    Example:
+        >>> layout_text(Layout(shard=8, micro_batch=2, micro_batches=4, recompute="full"))
+        'shard 8, micro-batch 2 × 4, recompute full'
+    """
+    parts = [axes_text(layout), f"micro-batch {layout.micro_batch} × {layout.micro_batches}"]
+    if layout.recompute != "none":
+        parts.append(f"recompute {layout.recompute}")
+    if layout.offload != "none":
+        parts.append(f"offload {layout.offload}")
+    if layout.accumulation_dtype != "float32":
+        parts.append(f"gradients summed in {layout.accumulation_dtype}")
+    return ", ".join(parts)
+
+
+def axes_text(layout: Layout) -> str:
+    """Write how a layout divides a model and its state among chips.
+
+    Example:
+        >>> axes_text(Layout(shard=4, zero=1, tensor=2, pipeline=4)), axes_text(Layout())
+        ('shard 4 (ZeRO-1), tensor 2, pipeline 4', 'one chip')
+    """
+    axes = [(name, getattr(layout, name)) for name in ("data", "shard", "tensor", "pipeline", "context", "expert")]
+    zero = f" (ZeRO-{layout.zero})" if layout.zero != 3 else ""
+    parts = [f"{name} {size}{zero if name == 'shard' else ''}" for name, size in axes if size > 1]
+    if layout.interleave > 1:
+        parts.append(f"interleaved {layout.interleave}")
+    return ", ".join(parts) or "one chip"

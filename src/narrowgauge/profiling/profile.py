@@ -1,0 +1,256 @@
+"""Measure what each recipe costs a model on this machine: its steps, and its layers against those of its baseline.
+
+A machine's speed drifts, so every ratio is taken within a round, and the median of all rounds is reported.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from narrowgauge.errors import RecipeError
+from narrowgauge.planner.roofline import Setting, Shape
+from narrowgauge.profiling import cast_error, measurement
+from narrowgauge.profiling.cast_error import Loss
+from narrowgauge.profiling.layers import Kind, baseline_of, plain_recipe, settings_of
+from narrowgauge.profiling.measurement import Round
+from narrowgauge.spec.computes import SLOTS
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.tables import Column, Row, Table
+from narrowgauge.trainer.config import TrainConfig
+
+EVEN = 0.02
+"""A smaller relative difference is neither a gain nor a loss: repeated measurements differ as much."""
+_SHOWN = 12
+Seconds = Mapping[str, float]
+Times = Mapping[tuple[Shape, Setting], Seconds]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What each recipe costs a model.
+
+    Args:
+        rows: an object for each recipe: times in seconds, ratios above 1 where it is faster than its baseline.
+        notes: assumptions and warnings.
+    """
+
+    title: str
+    rows: list[Row]
+    notes: tuple[str, ...] = ()
+
+    def tables(self) -> list[Table]:
+        """Return one table of all recipes; then for each its layers and, where requested, what its casts lose."""
+        tables = [Table(_SUMMARY, self.rows, self.title)]
+        for row in self.rows:
+            tables.append(Table(_LAYERS, row["layers"], f"{row['recipe']}: one layer of each kind, against bfloat16"))
+        for row in self.rows:
+            if losses := row["losses"]:
+                title = (
+                    f"{row['recipe']}: the {min(_SHOWN, len(losses))} worst of {len(losses)} casts (all with --json)"
+                )
+                tables.append(Table(_LOSSES, losses[:_SHOWN], title))
+        return tables
+
+    def text(self) -> str:
+        """Return the fastest recipe, as a file with the layers plain that are slower narrow; and the notes."""
+        best = max(self.rows, key=lambda row: float(row["step_ratio"]))
+        verdict = f"Fastest: {best['recipe']}, {best['step_ratio']:.2f} × {best['baseline']}."
+        if best["step_ratio"] < 1:
+            verdict = f"None of these is faster here than {best['baseline']}; {best['recipe']} comes nearest."
+        verdict += f" As a recipe file, with {len(best['overrides'])} slower kinds of layers in 16 bits:"
+        return "\n".join([verdict, "", _toml(best["fastest"]), *(f"note: {note}" for note in self.notes)])
+
+
+def profile(
+    model: str,
+    recipes: Sequence[Recipe],
+    *,
+    numerics: bool = False,
+    batch_size: int = 8,
+    sequence_length: int = 256,
+    say: Callable[[str], None] = lambda _: None,
+) -> Profile:
+    """Measure what each recipe costs a model in time.
+
+    Args:
+        model: a preset's name, or a folder with a Hugging Face ``config.json``.
+        recipes: one that is named twice counts once.
+        numerics: also train a few steps on text and report what each cast loses.
+        batch_size: sequences per step.
+        say: called with a line of progress before each long operation.
+    Raises:
+        NarrowgaugeError: an unknown model or recipe, or a model that does not fit.
+
+    Cost: the compilation of a training step and of the casts of each recipe, and then some steps.
+    """
+    if not recipes:
+        raise RecipeError("no recipe was named.", "For instance --recipes int8-row/word,float8-row/word.")
+    recipes = list(dict.fromkeys(recipes))
+    config = TrainConfig(model=model, batch_size=batch_size, sequence_length=sequence_length).validated()
+    kinds, rounds = measurement.measure(recipes, config, say=say)
+    notes = measurement.noise_notes(rounds)
+    notes += [
+        f"{recipe.name} has phases; the layers are those of the last one, in {recipe.compute.name}."
+        for recipe in recipes
+        if recipe.phases
+    ]
+    losses: list[tuple[Loss, ...]] = [()] * len(recipes)
+    if numerics:
+        text = f"{cast_error.NUM_BATCHES} steps on '{config.data}'"
+        say(f"casting the tensors of {text}")
+        losses = cast_error.losses(recipes, config)
+        notes.append(f"what casts lose was measured in the first {text}.")
+    where = measurement.where()
+    shared = {"model": model, "where": where, "num_sequences": batch_size, "sequence_length": sequence_length}
+    rows = [
+        {
+            **cost_row(recipe, kinds, rounds),
+            **shared,
+            "multiplied": measurement.describe_support(recipe.compute),
+            "losses": [asdict(loss) for loss in lost],
+            "notes": notes,
+        }
+        for recipe, lost in zip(recipes, losses, strict=True)
+    ]
+    title = f"{model}, {batch_size} × {sequence_length} tokens a step, measured on {where}"
+    return Profile(title, rows, tuple(notes))
+
+
+# ── from seconds to costs ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kind_operations(kind: Kind, settings: Mapping[Kind, Setting], times: Times) -> dict[str, float]:
+    """Return the seconds of one kind's operations; a cast of a shared input (q, k, v) is split evenly among the layers."""
+    sharing = sum(other.group == kind.group and settings[other] == settings[kind] for other in settings)
+    return {
+        name: seconds / (sharing if name in SLOTS and SLOTS[name].tensor == "input" else 1)
+        for name, seconds in times[kind.shape, settings[kind]].items()
+    }
+
+
+def linears_seconds(settings: Mapping[Kind, Setting], times: Times) -> float:
+    """Sum the seconds of all linear layers, forward and backward."""
+    return sum(kind.count * sum(kind_operations(kind, settings, times).values()) for kind in settings)
+
+
+def cost_row(recipe: Recipe, kinds: Sequence[Kind], rounds: Sequence[Round]) -> Row:
+    """Return what a recipe costs: ratios are its baseline's seconds over its own, medians over rounds."""
+    baseline = baseline_of(recipe)
+    narrow, wide = settings_of(kinds, recipe), settings_of(kinds, baseline)
+    times = {
+        key: {name: statistics.median(r.times[key][name] for r in rounds) for name in operations}
+        for key, operations in rounds[0].times.items()
+    }
+
+    def over_rounds(ratio: Callable[[Round], float]) -> float:
+        return statistics.median(map(ratio, rounds))
+
+    def seconds(kind: Kind, settings: Mapping[Kind, Setting], times: Times) -> float:
+        return sum(kind_operations(kind, settings, times).values())
+
+    layers = []
+    for kind in kinds:
+        ratio = over_rounds(lambda r, kind=kind: seconds(kind, wide, r.times) / seconds(kind, narrow, r.times))  # type: ignore[misc]
+        layers.append(_layer_row(kind, narrow[kind], kind_operations(kind, narrow, times), ratio))
+        layers[-1]["baseline_seconds"] = seconds(kind, wide, times)
+    overrides = [layer["pattern"] for layer in layers if layer["verdict"] == "loses"]
+    return {
+        "recipe": recipe.name,
+        "baseline": baseline.name,
+        "step_ratio": over_rounds(lambda r: r.steps[baseline] / r.steps[recipe]),
+        "step_seconds": over_rounds(lambda r: r.steps[recipe]),
+        "linears_ratio": over_rounds(lambda r: linears_seconds(wide, r.times) / linears_seconds(narrow, r.times)),
+        "linears_share": over_rounds(lambda r: linears_seconds(wide, r.times) / r.steps[baseline]),
+        "overrides": overrides,
+        "fastest": _fastest(recipe, overrides, [k.pattern for k in kinds if not narrow[k].is_plain]),
+        "layers": layers,
+    }
+
+
+def _layer_row(kind: Kind, setting: Setting, operations: Seconds, ratio: float) -> Row:
+    """Return one kind of layer in one recipe; seconds are of one layer, forward and backward."""
+    parts = {
+        f"{direction}_{what}_seconds": sum(
+            seconds
+            for name, seconds in operations.items()
+            if ("." in name) == (what == "cast") and name.startswith("output") == (direction == "forward")
+        )
+        for direction in ("forward", "backward")
+        for what in ("cast", "matmul")
+    }
+    verdict = "gains" if ratio > 1 + EVEN else "loses" if ratio < 1 - EVEN else "even"
+    return {
+        "pattern": kind.pattern,
+        "out_features": kind.shape.out_features,
+        "in_features": kind.shape.in_features,
+        "count": kind.count,
+        "compute": setting.compute,
+        **parts,
+        "parts_seconds": dict(operations),
+        "seconds": sum(operations.values()),
+        "ratio": ratio,
+        "verdict": "kept" if setting.is_plain else verdict,
+    }
+
+
+def _fastest(recipe: Recipe, slower: Sequence[str], narrow: Sequence[str]) -> dict[str, Any]:
+    """Return the recipe with the slower layers plain, as a table that :func:`narrowgauge.spec.notation.parse` reads."""
+    if slower and set(slower) == set(narrow):
+        return plain_recipe(recipe).to_dict()
+    table = recipe.to_dict()
+    added = [{"pattern": pattern, "compute": recipe.dtype} for pattern in slower]
+    return {**table, "override": [*table.get("override", []), *added]} if added else table
+
+
+# ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _ratio(name: str) -> Any:
+    return lambda row: f"{row[name]:.2f} ×"
+
+
+def _ms(name: str) -> Any:
+    return lambda row: f"{1e3 * row[name]:.3g}"
+
+
+_SUMMARY = (
+    Column("recipe", "recipe", code=True),
+    Column("step", _ratio("step_ratio"), right=True),
+    Column("linears", _ratio("linears_ratio"), right=True),
+    Column("their share", lambda row: f"{row['linears_share']:.0%}", right=True),
+    Column("baseline", "baseline", code=True),
+    Column("multiplied", "multiplied"),
+)
+_LAYERS = (
+    Column("layer", "pattern", code=True),
+    Column("count", "count", right=True),
+    Column("out × in", lambda row: f"{row['out_features']} × {row['in_features']}", right=True),
+    Column("forward: cast ms", _ms("forward_cast_seconds"), right=True),
+    Column("matmul", _ms("forward_matmul_seconds"), right=True),
+    Column("backward: cast", _ms("backward_cast_seconds"), right=True),
+    Column("matmul", _ms("backward_matmul_seconds"), right=True),
+    Column("total", _ms("seconds"), right=True),
+    Column("baseline", _ms("baseline_seconds"), right=True),
+    Column("speed-up", _ratio("ratio"), right=True),
+    Column("", "verdict"),
+)
+_LOSSES = (
+    Column("layer", "layer", code=True),
+    Column("operand", "operand"),
+    Column("cast", "cast"),
+    Column("SQNR dB", lambda row: f"{row['sqnr_db']:.1f}", right=True),
+    Column("overflow", lambda row: f"{row['overflow']:.2%}", right=True),
+    Column("underflow", lambda row: f"{row['underflow']:.2%}", right=True),
+)
+
+
+def _toml(table: dict[str, Any]) -> str:
+    import tomli_w
+
+    lists = {key: value for key, value in table.items() if key in ("override", "phase")}
+    text = tomli_w.dumps({key: value for key, value in table.items() if key not in lists})
+    entries = ((key, entry) for key, value in lists.items() for entry in value)
+    return text + "".join(f"\n[[{key}]]\n{tomli_w.dumps(entry)}" for key, entry in entries)

@@ -1,0 +1,149 @@
+"""Hooks on modules and optimizers of other people, which copy and pickle what they hang on.
+
+One pair of hooks on an optimizer's step is shared by all followers, since PyTorch's own break a loop in two ways:
+
+* PyTorch hooks ``step`` of each class. A subclass that calls ``super().step()`` runs its hooks twice for one step, the inner pair
+  within the outer one. Only the outer pair counts here.
+* PyTorch iterates over its hooks while it calls them, so a hook that removes another ends in ``RuntimeError: OrderedDict mutated
+  during iteration``. Here followers come and go in a list of our own, at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from narrowgauge.torch_names import calls_of_step
+
+
+class OwnHook:
+    """A hook that copies and pickles of its module or optimizer do not have.
+
+    Example:
+        >>> import copy
+        >>> OwnHook(lambda module: "seen")(None), copy.deepcopy(OwnHook(lambda module: "seen"))(None)
+        ('seen', None)
+    """
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> Any:
+        return self._call(*args)
+
+    def __deepcopy__(self, _: Any) -> OwnHook:
+        return OwnHook(_ignore)
+
+    def __reduce__(self) -> tuple[type[OwnHook], tuple[Any]]:
+        return OwnHook, (_ignore,)
+
+
+def _ignore(*_: Any) -> None:
+    pass
+
+
+_PLACE = "_narrowgauge_step_hooks"
+Listener = Callable[[torch.optim.Optimizer], object]
+
+
+class Follower:
+    """A pair of functions called around each step of an optimizer, until :meth:`remove`, which may be called within a step."""
+
+    def __init__(self, hooks: _StepHooks, before: Listener, after: Listener) -> None:
+        self._hooks, self.before, self.after = hooks, before, after
+        self.is_active = True
+
+    def remove(self) -> None:
+        self.is_active = False
+        self._hooks.remove(self)
+
+
+def follow_steps(optimizer: torch.optim.Optimizer, before: Listener, after: Listener) -> Follower:
+    """Call a function before and one after each step of an optimizer, in the order in which they were added.
+
+    Args:
+        optimizer: without wrappers.
+        before: called when the gradients of the step are there: in a step with a closure, after the closure's first call.
+        after: called when the step is done.
+
+    Example:
+        >>> calls = []
+        >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+        >>> follower = follow_steps(optimizer, lambda _: calls.append("before"), lambda _: calls.append("after"))
+        >>> optimizer.step(), follower.remove(), optimizer.step()
+        (None, None, None)
+        >>> calls
+        ['before', 'after']
+    """
+    hooks = optimizer.__dict__.get(_PLACE, _absent)()  # None also in a copy of the optimizer, which has no hooks either
+    if hooks is None or not hooks.is_attached:
+        hooks = _StepHooks(optimizer)
+        optimizer.__dict__[_PLACE] = OwnHook(lambda: hooks)
+    follower = Follower(hooks, before, after)
+    hooks.followers.append(follower)
+    return follower
+
+
+def _absent() -> None:
+    return None
+
+
+class _StepHooks:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.followers: list[Follower] = []
+        self._depth, self._has_begun, self.is_attached = 0, False, True
+        # A compiler that traces the step passes the hooks over.
+        self._handles = [
+            optimizer.register_step_pre_hook(OwnHook(torch.compiler.disable(self._enter))),
+            optimizer.register_step_post_hook(OwnHook(torch.compiler.disable(self._leave))),
+        ]
+
+    def remove(self, follower: Follower) -> None:
+        if follower in self.followers:
+            self.followers.remove(follower)
+        # Within a step PyTorch iterates over the hooks: they stay, and do nothing.
+        if not self.followers and not self._depth:
+            for handle in self._handles:
+                handle.remove()
+            self.is_attached = False
+
+    def _enter(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        # A step that raised has left the depth above 0; the stack says whether this one is within another.
+        self._depth = max(1, calls_of_step(optimizer)) if self._depth else 1
+        if self._depth > 1:
+            return None
+        self._has_begun = False
+        if any(map(callable, [*args, *kwargs.values()])):  # a closure computes the gradients within the step
+            return tuple(self._then_begin(optimizer, a) for a in args), {
+                name: self._then_begin(optimizer, value) for name, value in kwargs.items()
+            }
+        self._begin(optimizer)
+        return None
+
+    def _then_begin(self, optimizer: torch.optim.Optimizer, closure: Any) -> Any:
+        if not callable(closure):
+            return closure
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            loss = closure(*args, **kwargs)
+            self._begin(optimizer)
+            return loss
+
+        return call
+
+    def _begin(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            for follower in list(self.followers):
+                if follower.is_active:
+                    follower.before(optimizer)
+
+    def _leave(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._depth = max(0, calls_of_step(optimizer) - 1) if self._depth > 1 else 0
+        if self._depth:
+            return
+        for follower in list(self.followers):
+            if follower.is_active:
+                follower.after(optimizer)

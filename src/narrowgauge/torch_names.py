@@ -1,0 +1,411 @@
+"""Every name of PyTorch that we use and that it does not promise to keep, with the reason and the alternative. (The compiler's
+are in ``compile.py``.)
+
+``torch._higher_order_ops.effects._register_effectful_op``
+    Gauges mark tensors from inside compiled code; the operator returns nothing and must not be removed as dead code.
+    Alternative: ``torch.library.Library.register_effect`` once it is public, or marking in eager mode only.
+``torch._C._current_autograd_node``, ``_current_graph_task_id``, ``_autograd._get_sequence_nr``; ``Node._sequence_nr``
+    Which module a backward operation belongs to, in the search for the first bad value. Alternative: naming only the node.
+``Node._input_metadata``
+    In which formats a model's outputs were computed. Alternative: a record without them.
+``DTensor._local_tensor``
+    FSDP2 looks there for ``fsdp_pre_all_gather``, and ``to_local`` of a parameter returns another object. Alternative: gathering
+    weights in their own format.
+``torch.library.get_kernel``, ``Library.impl(…, allow_override=True)``, ``Library._destroy``
+    Fused attention of 16-bit operands runs as float32 on a CPU that does not multiply them, within a context. Alternative:
+    PyTorch's slow kernel.
+``FSDPModule._get_fsdp_state``, ``FSDPParamGroup`` (``fsdp_params``, ``mesh_info``, ``mp_policy``, ``_reduce_scatter_comm``,
+``reduce_grads``, ``all_reduce_grads``, ``reduce_scatter_unused_params``), ``FSDPParam._unsharded_param``
+    Which parameters travel together, in which order and dtypes, between which ranks, and what is not sent now. An all-reduce over
+    replicas that has nothing left to sum goes to a group of one rank. Alternative: the mesh as an argument.
+``FSDPParam`` (``sharded_param``, ``_module_info``, ``_unsharded_param``, ``all_gather_outputs``, ``reset_sharded_param``,
+``_init_extensions``), ``FSDPParamGroup._init_mp_dtypes``
+    A recipe changes the format of parameters that are sharded already; FSDP2 looks for such changes only in its first forward
+    pass. Alternative: refusing models that the caller has sharded.
+``_fsdp_orig_uid`` of a parameter that ``fully_shard`` has replaced (PyTorch 2.11 leaves no such mark)
+    An optimizer made before it steps such parameters, which never get a gradient. Alternative: torch's silence.
+``torch.nn.utils.clip_grad._get_total_norm``
+    ``clip_grad_norm_`` calls it; its sum over shards depends on the order of the ranks. Alternative: only ``max_grad_norm=``.
+``torch.autograd.Variable._execution_engine.queue_callback``
+    Replicated parameters are summed when a backward pass ends. Alternative: a call after it.
+``DistributedDataParallel._ddp_params_and_buffers_to_ignore`` (read in PyTorch 2.13 only from the model that it wraps)
+    It sends the first rank's buffers to all before each forward pass; a narrow layer's say which sequences of the batch are on
+    this rank. Alternative: ``broadcast_buffers=False``, which a user must pass.
+``_orig_mod`` and ``_checkpoint_wrapped_module`` in names of modules
+    Parameters are named without these prefixes. Alternative: longer names.
+Frames of ``Optimizer.profile_hook_step``
+    Whether a step is called within another one of the same optimizer, as by ``super().step()``. Alternative: it counts twice.
+``torch.distributed.distributed_c10d._get_default_store``
+    Ranks compare a few numbers in a check that one rank may call alone, where a collective would wait forever. Alternative: none.
+``torch.utils._python_dispatch._disable_current_modes``
+    Whether a kernel works is tried with real tensors while the compiler traces with fake ones. Alternative: trying all kernels
+    when a model is prepared.
+``torch.utils._pytree.tree_map_only``
+    Tensors in the inputs and outputs of modules, named tuples and outputs of transformers included. Alternative: 15 lines.
+
+A release that renames one of these fails here, with a plain ImportError or AttributeError, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from narrowgauge.machine import untested_torch
+
+
+def _warn_of_release() -> None:
+    """Warn once a run: on rank 0, and not in processes started to load data or compile."""
+    message = untested_torch(torch.__version__)
+    if message and os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+        warnings.warn(message, stacklevel=2)
+
+
+_warn_of_release()
+
+# ── public PyTorch, in few words ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the host to a device without waiting; the copy joins the device's queue."""
+    # A copy from memory that is not pinned would have to end before its memory is used again.
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
+
+
+class HostCopy:
+    """The value that a 0-d tensor has now, for the host to read later.
+
+    Reading the tensor itself would wait for all work that the device has received in the meantime.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._done: torch.Event | None = None
+        if value.device.type == "cpu":
+            self._value = value.clone()
+        else:
+            self._value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
+            self._done = torch.Event(value.device)
+            self._done.record(torch.accelerator.current_stream(value.device))
+
+    def item(self) -> float:
+        """Return the value; waits for its copy alone."""
+        if self._done is not None:
+            self._done.synchronize()
+        return float(self._value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Return the same structure with the function applied to every tensor."""
+    from torch.utils._pytree import tree_map_only
+
+    return tree_map_only(Tensor, function, value)
+
+
+# ── autograd, hooks, modules ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def autograd_node() -> Any:
+    """Return the node of the backward pass whose operations run now; ``None`` outside of one."""
+    return torch._C._current_autograd_node()
+
+
+def runs_backward() -> bool:
+    """Return whether this thread is inside a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def current_backward() -> int:
+    """Return a number for the backward pass that this thread is inside of; -1 outside."""
+    return torch._C._current_graph_task_id()
+
+
+def local_shard(parameter: Any) -> Tensor:
+    """Return this rank's shard of a DTensor: the object that FSDP2 shards, gathers and asks for its extensions."""
+    shard: Tensor = parameter._local_tensor
+    return shard
+
+
+def next_sequence_number() -> int:
+    return torch._C._autograd._get_sequence_nr()
+
+
+def sequence_number(node: Any) -> int:
+    """Return the number of a node; -1 for none."""
+    return -1 if node is None else int(node._sequence_nr())
+
+
+def keep_effect(operator: Any) -> None:
+    """Declare that a custom operator has side effects, so that the compiler removes no call of it."""
+    from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
+
+    _register_effectful_op(operator._opoverload, _EffectType.ORDERED)
+
+
+def no_modes() -> AbstractContextManager[Any]:
+    """Return a context in which tensors are real, also while a compiler traces with fake ones."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()
+
+
+@contextmanager
+def cpu_kernel_wrapped(name: str, wrapper: Callable[..., Any]) -> Iterator[None]:
+    """Replace an operator's CPU kernel within a context: ``wrapper`` is called with the old kernel, then the arguments."""
+    kernel = torch.library.get_kernel(name, "CPU")
+    library = torch.library.Library("aten", "IMPL")
+
+    def wrapped(keys: Any, *args: Any, **options: Any) -> Any:
+        return wrapper(lambda *args, **options: kernel.call_boxed(keys, *args, **options), *args, **options)
+
+    logger = logging.getLogger("torch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(name.removeprefix("aten::"), wrapped, "CPU", with_keyset=True, allow_override=True)
+    logger.setLevel(level)
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """Return a name without the prefixes of compilers and checkpoints."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def leave_out_of_ddp(model: Any, names: Iterable[str]) -> None:
+    """Let DistributedDataParallel neither send nor sum the tensors of these names in the model."""
+    model._ddp_params_and_buffers_to_ignore = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *names}
+
+
+# ── FSDP2 ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
+    """Return the parameter groups of FSDP2 in a model, each with a module that it belongs to, and itself."""
+    from torch.distributed.fsdp import FSDPModule
+
+    by_id: dict[int, tuple[Any, Any]] = {}
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            groups = getattr(state, "_fsdp_param_groups", None)
+            if groups is None:  # PyTorch before 2.12
+                groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+            by_id.update((id(group), (module, group)) for group in groups)
+    return list(by_id.values())
+
+
+def fsdp_policies(model: Any) -> list[Any]:
+    """Return the mixed-precision policies by which FSDP2 gathers the parameters of a model."""
+    return [fsdp_policy(group, p) for _, group in fsdp_groups(model) for p in fsdp_parameters(group)]
+
+
+def fsdp_policy(group: Any, parameter: Tensor) -> Any:
+    """Return the mixed-precision policy of a parameter in a group: the group's, from PyTorch 2.15 on the parameter's."""
+    policy = getattr(group, "mp_policy", None)
+    return policy or next(p.mp_policy for p in group.fsdp_params if p.sharded_param is parameter)
+
+
+def fsdp_parameters(group: Any) -> list[Tensor]:
+    return [parameter.sharded_param for parameter in group.fsdp_params]
+
+
+def fsdp_places(group: Any) -> list[tuple[Tensor, list[tuple[Any, str]]]]:
+    """Return the sharded parameters of a group of FSDP2, each with its modules and its names there."""
+    places = []
+    for parameter in group.fsdp_params:
+        info = parameter._module_info
+        shared = zip(info.shared_modules, info.shared_param_names, strict=True)
+        places.append((parameter.sharded_param, [(info.module, info.param_name), *shared]))
+    return places
+
+
+def fsdp_gathered(group: Any) -> list[Tensor]:
+    """Return the parameters that replace a group's sharded ones in the modules while these are gathered."""
+    return [p._unsharded_param for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+
+
+def renew_fsdp_group(group: Any) -> None:
+    """Let a parameter group of FSDP2, none of whose parameters is gathered, take the ones that its modules hold now.
+
+    FSDP2 does so only in its first forward pass; later ones gather into buffers of the dtype of that time, which are made again.
+    """
+    for parameter in group.fsdp_params:
+        parameter.reset_sharded_param()
+        parameter._init_extensions()
+        parameter.all_gather_outputs = []
+        if hasattr(parameter, "_unsharded_param"):
+            del parameter._unsharded_param
+    group._init_mp_dtypes()
+
+
+def was_taken_by_fsdp(parameter: Tensor) -> bool:
+    """Return whether FSDP2 has replaced this whole parameter by another one, and never gives it a gradient.
+
+    It does so in ``fully_shard``, where some versions of PyTorch leave no mark, and to gathered ones after a forward pass.
+    """
+    is_plain = type(parameter) is torch.nn.Parameter and parameter.numel() > 0
+    return hasattr(parameter, "_fsdp_orig_uid") or (is_plain and not parameter.untyped_storage().size())
+
+
+def fsdp_sum_dtype(group: Any, parameter: Tensor) -> torch.dtype | None:
+    """Return the dtype in which FSDP2 sums a parameter's gradients: ``reduce_dtype``, else the one they are computed in.
+
+    ``None`` where it rounds them to another dtype before they would be summed, if only one rank holds the group.
+    """
+    policy, stored = fsdp_policy(group, parameter), parameter.dtype
+    computed = policy.param_dtype or stored
+    summed: torch.dtype = policy.reduce_dtype or computed
+    is_exact = _holds(stored, summed) or (_holds(stored, computed) and _holds(summed, computed))
+    return summed if is_exact else None
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Return whether a floating-point dtype has all values of another."""
+    return torch.promote_types(wide, narrow) == wide
+
+
+def fsdp_keeps_gradients(group: Any) -> bool:
+    """Return whether FSDP2 is set not to send, or not to all-reduce, the gradients of a group now."""
+    return not (group.reduce_grads and group.all_reduce_grads)
+
+
+def fsdp_lacks_zeros(group: Any) -> bool:
+    """Return whether FSDP2 is set to send zeros for unused parameters of a group, but sends none as none was ever gathered."""
+    is_asked = getattr(group, "reduce_scatter_unused_params", False)  # PyTorch 2.13
+    return is_asked and any(not hasattr(parameter, "_unsharded_param") for parameter in group.fsdp_params)
+
+
+def replace_total_norm(wrap: Callable[[Callable[..., Tensor]], Callable[..., Tensor]]) -> None:
+    """Replace the norm in ``clip_grad_norm_``, and ``torch.nn.utils.get_total_norm``, for good."""
+    from torch.nn import utils
+    from torch.nn.utils import clip_grad
+
+    new = wrap(clip_grad._get_total_norm)
+    clip_grad._get_total_norm = new
+    utils.get_total_norm = new
+
+
+def fsdp_columns(group: Any) -> list[tuple[Any, int]]:
+    """Return the contents of one shard's row of a group's flat gradient: sharded parameters, each with its number of elements."""
+    return [(parameter.sharded_param, parameter.padded_sharded_param_size.numel()) for parameter in group.fsdp_params]
+
+
+def swap_reduce_scatter(group: Any, comm: Any) -> Any:
+    """Give a parameter group of FSDP2 another object that sums its gradients; returns the old one."""
+    old, group._reduce_scatter_comm = group._reduce_scatter_comm, comm
+    return old
+
+
+@dataclass(frozen=True)
+class FsdpMesh:
+    """The ranks of a parameter group of FSDP2: a mesh, and its dims for shards and for replicas."""
+
+    mesh: Any
+    shard_dim: int | None
+    replicate_dim: int | None
+
+
+def fsdp_mesh(group: Any) -> FsdpMesh:
+    info = group.mesh_info
+    return FsdpMesh(info.mesh, info.shard_mesh_dim, info.replicate_mesh_dim)
+
+
+def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[], None]:
+    """Let ``comm`` sum the gradients of a parameter group of FSDP2: reduce-scatter, all-reduce and division.
+
+    Args:
+        comm: an object with the methods of FSDP2's ``ReduceScatter``.
+        alone: a process group of this rank alone, for the all-reduce over replicas that is left to do.
+    Returns:
+        A function that undoes it.
+    """
+    info = group.mesh_info
+    before = group._reduce_scatter_comm, group.gradient_divide_factor, group.force_sum_reduction_for_comms
+    replicas = getattr(info, "replicate_process_group", None)
+    module.set_custom_reduce_scatter(comm)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if replicas is not None:
+        info.replicate_process_group = alone
+
+    def undo() -> None:
+        group._reduce_scatter_comm, group.gradient_divide_factor, group.force_sum_reduction_for_comms = before
+        if replicas is not None:
+            info.replicate_process_group = replicas
+
+    return undo
+
+
+def queue_after_backward(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def default_store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def graph_dtypes(roots: Iterable[Tensor], most: int = 100_000) -> tuple[set[torch.dtype], bool]:
+    """Return the floating-point dtypes of all results of PyTorch's operations that some tensors were computed from.
+
+    Also return whether there may be more: custom autograd functions do not show what they computed.
+    """
+    dtypes: set[torch.dtype] = set()
+    nodes: list[Any] = [root.grad_fn for root in roots]
+    seen: set[Any] = {None}
+    is_more = False
+    while nodes and len(seen) < most:
+        if (node := nodes.pop()) in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            is_more = True
+        else:
+            dtypes |= {entry.dtype for entry in getattr(node, "_input_metadata", ()) if entry.dtype.is_floating_point}
+        nodes += [before for before, _ in node.next_functions]
+    return dtypes, is_more or bool(nodes)
+
+
+def is_compiled_model(model: Any) -> bool:
+    """Return whether ``torch.compile`` runs a model, or a part of it."""
+    return any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) is not None for m in model.modules())
+
+
+def unwrapped_model(model: Any) -> Any:
+    """Return the model inside ``torch.compile`` and ``DistributedDataParallel``."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and type(model).__name__ == "DistributedDataParallel":
+            inner = model.module
+        if not isinstance(inner, torch.nn.Module):
+            return model
+        model = inner
+
+
+def calls_of_step(optimizer: Any) -> int:
+    """Return how many calls of ``step`` of an optimizer this thread is in: two where a subclass calls ``super().step()``."""
+    count, frame = 0, sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "wrapper" and code.co_filename == torch.optim.Optimizer.__init__.__code__.co_filename:
+            count += frame.f_locals.get("self") is optimizer
+        frame = frame.f_back  # type: ignore[assignment]
+    return count

@@ -1,0 +1,481 @@
+"""Compare recipes: ``ng.compare`` in a loop of your own, ``narrowgauge compare`` with the built-in trainer.
+
+A comparison is a folder. It holds a run folder for each recipe and seed, and at the end ``compare.json`` and ``report.html``.
+Runs go seed by seed, so complete pairs exist whenever a comparison stops. A run that diverges is a result like any other.
+
+The same ``narrowgauge compare`` continues a stopped comparison: finished runs stay, an interrupted one resumes from its
+checkpoint. Recipes and seeds may be added.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs, require_resolvable
+from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
+from narrowgauge.analysis.comparison.run_stats import divergence
+from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.report.publishing import publish
+from narrowgauge.runs.events import Event
+from narrowgauge.runs.finding import duration
+from narrowgauge.runs.record import Run, is_run, read_run
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import RunWriter, require_free
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer.config import (
+    KEPT_CHECKPOINTS,
+    NUM_EVALS,
+    OF_A_RUN,
+    OF_RANKS,
+    TrainConfig,
+    first_free,
+    load_settings,
+)
+from narrowgauge.trainer.console import PipedConsole, progress_bar
+from narrowgauge.trainer.resume_checks import FIXED, changed_settings
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from narrowgauge.gauges.attach import Gauges
+    from narrowgauge.gauges.recording.run_recorder import LoopRecord
+
+
+# ── runs and their folders ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run of a comparison: the label of its recipe, its seed, its folder."""
+
+    label: str
+    seed: int
+    folder: Path
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether the run is finished, or diverged and stopped."""
+        if not is_run(self.folder):
+            return False
+        run = read_run(self.folder)
+        return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
+
+
+def plan_runs(labels: Sequence[str], seeds: Sequence[int], out: Path) -> list[PlannedRun]:
+    """Return the runs of a comparison, seed by seed."""
+    return [PlannedRun(label, seed, out / run_name(label, seed)) for seed in seeds for label in labels]
+
+
+def seed_numbers(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """Return seeds from their number, counted from 0, or from the seeds themselves."""
+    numbers = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise NarrowgaugeError(f"seeds = {seeds!r} was requested.", "Request at least one, none twice.")
+    return numbers
+
+
+def require_distinct(recipes: Sequence[Any]) -> None:
+    """Refuse an empty list of recipes, a recipe listed twice, and two recipes of one name."""
+    if not recipes:
+        raise RecipeError("no recipe was named.", "For instance bfloat16/master,bfloat16/word.")
+    labels = [recipe_name(recipe) for recipe in recipes]
+    folders = [run_name(label, 0).lower() for label in labels]
+    for index, recipe in enumerate(recipes):
+        if recipe in recipes[:index]:
+            raise RecipeError(f"two of the recipes are identical, {labels[index]}.", "Name each once.")
+        if folders[index] in folders[:index]:
+            raise RecipeError(
+                f"two of the recipes are called {labels[index]}.",
+                'Give each a name of its own: name = "…" in its file.',
+            )
+
+
+def compare_and_publish(runs: Sequence[Run], out: Path, resolve: float | None = None) -> tuple[Comparison, Path]:
+    """Compare runs, write ``compare.json`` and the page, and return the comparison and the page's path."""
+    comparison = compare_runs(runs, resolve=resolve)
+    return comparison, publish(comparison, out)
+
+
+# ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RunLog:
+    """The log of a run, to which a training function writes; it adds missing step numbers and seconds.
+
+    Rows are those of :class:`narrowgauge.RunRecorder`: the detectors read them, and what they find is an event and a warning.
+    """
+
+    def __init__(self, record: LoopRecord) -> None:
+        self._record = record
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Log an optimizer step: ``loss``, and any of ``lr``, ``grad_norm``, ``tokens`` (so far), ``edq``, …
+
+        After :meth:`watch`, columns of the optimizer are added; so call it before the schedule's step.
+        """
+        self._record.step(_numbers(row, "log.step"))
+
+    def eval(self, row: Mapping[str, Any]) -> None:
+        """Log a validation: ``val_loss``, and any other metric. Its time does not count as that of a step."""
+        self._record.evaluate(_numbers(row, "log.eval"))
+
+    def gauge(self, row: Mapping[str, Any]) -> None:
+        """Log a row of gauges; ``log.watch(model, optimizer)`` does so by itself."""
+        self._record.reporter.gauge(dict(row))
+
+    def event(self, event: Event) -> None:
+        """Log an event."""
+        self._record.reporter.event(event)
+
+    def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges | None:
+        """Record the gauges of a model, and columns of its optimizer in each step, until the run ends.
+
+        Args:
+            model: before it is compiled, as for :func:`ng.attach_gauges`.
+            optimizer: ours, which is audited, or torch's, which is not.
+            every: steps from one sample of the gauges to the next; 0 for none.
+        Returns:
+            The gauges, if there are any.
+        """
+        return self._record.watch(model, optimizer, every).gauges
+
+    def close(self, returned: Any, recipe: str) -> None:
+        """Write the summary of a finished run from what the training function returned."""
+        returned = returned if isinstance(returned, Mapping) or returned is None else {"val_loss": returned}
+        metrics = _numbers(returned or {}, f"the training function of {recipe}")
+        summary = {**self._record.summary(recipe=recipe), **metrics}
+        if not isinstance(summary.get("val_loss"), int | float):
+            raise NarrowgaugeError(
+                f"the training function gave no validation loss for {recipe}, val_loss is {summary.get('val_loss')!r}.",
+                'Return it, return a dict with "val_loss", or call log.eval({"val_loss": …}).',
+            )
+        self._record.close(lambda: summary)
+
+    def abandon(self) -> None:
+        """End the log of a run that did not finish."""
+        self._record.close(None)
+
+
+def compare(
+    train_function: Callable[[str, int, RunLog], Any],
+    recipes: Sequence[str],
+    *,
+    seeds: int | Sequence[int] = 1,
+    out: str | Path | None = None,
+    resolve: float | None = None,
+) -> Comparison:
+    """Compare recipes in your own training loop.
+
+    Runs of one seed are paired, so let the seed alone decide the initial weights and the batches. A comparison needs only the
+    last validation loss of each run; every other logged metric adds a curve or a column.
+
+    Args:
+        train_function: called as ``train_function(recipe, seed, log)``. It trains once and returns the last validation
+            loss, or a dict of summary metrics (``val_loss``, ``bytes_per_param``, ``tokens_per_second``,
+            ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``), or nothing if it called
+            ``log.eval({"val_loss": …})``. ``log.step({"loss": …})`` logs a step, ``log.eval`` a validation;
+            ``log.watch(model, optimizer)`` adds gauges and the audit.
+        recipes: what is passed to the function, names of recipes or any others.
+        seeds: how many, from 0 on, or which ones.
+        out: a new or empty folder for the runs, ``compare.json`` and ``report.html``; ``None`` keeps nothing. Where the function
+            raises, the finished runs are there for ``narrowgauge report``.
+        resolve: as for :func:`compare_runs`.
+
+    Returns:
+        The comparison: ``rows``, a ``verdict`` in sentences, ``differences`` from the ``baseline``.
+
+    Raises:
+        NarrowgaugeError: no recipe or seed, one named twice, a function that gives no loss, or a row that does not hold numbers.
+        RecipeError: ``resolve`` is not above 0 and finite.
+        RecordError: ``out`` is not empty.
+
+    Example:
+        >>> def train_function(recipe, seed, log):
+        ...     for step in range(1, 4):
+        ...         log.step({"loss": 3 - step / 2})
+        ...     wide = recipe == "bfloat16/master"
+        ...     return {"val_loss": 1.5 + seed / 10 - 0.002 * seed * wide, "bytes_per_param": 16 if wide else 8}
+        >>> comparison = compare(train_function, ["bfloat16/master", "bfloat16/word"], seeds=2)
+        >>> [(row["recipe"], row["num_seeds"]) for row in comparison.rows]
+        [('bfloat16/master', 2), ('bfloat16/word', 2)]
+        >>> comparison.baseline
+        'bfloat16/master'
+    """
+    require_resolvable(resolve)
+    names = [recipes] if isinstance(recipes, str) else list(recipes)
+    require_distinct([parsed_recipe(recipe) or recipe for recipe in names])
+    labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
+
+    def run_all(folder: Path) -> list[Run]:
+        runs = plan_runs(labels, numbers, folder)
+        for index, planned in enumerate(runs):
+            _call(train_function, names[index % len(names)], planned)
+        return [read_run(planned.folder) for planned in runs]
+
+    if out is not None:
+        require_package("plotly")  # for the page; not after hours of training
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
+            return compare_runs(run_all(Path(folder)), resolve=resolve)
+    require_free(out)
+    return compare_and_publish(run_all(Path(out)), Path(out), resolve)[0]
+
+
+def _call(train_function: Callable[[str, int, RunLog], Any], recipe: str, planned: PlannedRun) -> None:
+    from narrowgauge.distributed.ranks import all_ranks
+    from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
+    from narrowgauge.gauges.recording.run_reporter import Reporter
+
+    known = parsed_recipe(recipe)
+    config = {"recipe": recipe if known is None else known.to_value(), "seed": planned.seed}
+    with RunWriter.create(planned.folder, {"config": config}) as writer:
+        log = RunLog(LoopRecord(Reporter(writer, Notices(), known, is_audited=False), all_ranks()))
+        try:
+            log.close(train_function(recipe, planned.seed, log), planned.label)
+        except BaseException:
+            log.abandon()
+            raise
+
+
+def _numbers(row: Any, caller: str) -> Row:
+    """Return a row of plain numbers; it may hold tensors of one number."""
+    if not isinstance(row, Mapping):
+        raise NarrowgaugeError(f"{caller} was given {row!r:.60}.", 'It takes a dict, for instance {"loss": 2.5}.')
+    try:
+        return {str(key): value.item() if hasattr(value, "item") else value for key, value in row.items()}
+    except (ValueError, RuntimeError) as error:
+        raise NarrowgaugeError(
+            f"{caller} was given a value that is not one number: {error}.", "Give numbers."
+        ) from error
+
+
+# ── with the built-in trainer ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What ``narrowgauge compare`` compares: recipes, seeds, and the settings that all runs share.
+
+    Args:
+        base: the settings of every run but its recipe, seed and folder.
+        resolve: the difference of losses that the verdict is to resolve; no run depends on it.
+    """
+
+    recipes: tuple[Recipe, ...]
+    seeds: tuple[int, ...]
+    base: TrainConfig
+    resolve: float | None = None
+
+    def config_of(self, recipe: Recipe, seed: int, out: Path) -> TrainConfig:
+        """Return the settings of one run of the comparison in ``out``.
+
+        A unit-scaled model among others keeps its own default learning rate, which is in other units.
+        """
+        units = {other.compute.transform == "unit" for other in self.recipes}
+        lr = None if recipe.compute.transform == "unit" and len(units) > 1 else self.base.lr
+        return replace(self.base, recipe=recipe, seed=seed, out=str(out / run_name(recipe.title, seed)), lr=lr)
+
+
+def define(
+    recipes: Sequence[Recipe],
+    settings: Mapping[str, Any],
+    *,
+    file: Path | None = None,
+    seeds: int = 1,
+    resolve: float | None = None,
+) -> Definition:
+    """Make and check a definition from a command line.
+
+    Args:
+        settings: fields of ``TrainConfig``, over those of ``file``.
+
+    Raises:
+        NarrowgaugeError: a setting is invalid, or belongs to one run.
+    """
+    require_package("plotly")
+    chosen = {**(_settings_of(file) if file is not None else {}), **settings}
+    base = replace(TrainConfig(keep_checkpoints=KEPT_CHECKPOINTS), **chosen)
+    if "eval_every" not in chosen:
+        base = replace(base, eval_every=max(1, base.steps // NUM_EVALS))
+    base = replace(base, out=None, stop_after=None, recipe=TrainConfig().recipe, seed=0)
+    base = replace(base, model=base.validated().model).located()
+    require_distinct(recipes)
+    numbers = seed_numbers(seeds)
+    require_resolvable(resolve)
+    if resolve is not None and len(numbers) < 2:
+        raise NarrowgaugeError(f"Cannot resolve {resolve:g} with one seed, which gives no interval.", "Add --seeds 3.")
+    definition = Definition(tuple(recipes), numbers, base, resolve)
+    for recipe in recipes:
+        replace(definition.config_of(recipe, 0, Path()), out=None).validated()
+    return definition
+
+
+def _settings_of(file: Path) -> dict[str, Any]:
+    table = load_settings(file)
+    config = TrainConfig.from_dict(table, str(file))
+    for name in OF_A_RUN:
+        if name in table:
+            raise NarrowgaugeError(
+                f"{file} has {name} = {table[name]!r}, which the runs of a comparison do not share.",
+                "Leave it out there; use --recipes, --seeds and --out.",
+            )
+    return {name: getattr(config, name) for name in table}
+
+
+def _require_same(folder: Path, config: TrainConfig) -> None:
+    """Refuse a run that is there with other settings; what was left to rules is not compared."""
+    settings = {name: value for name, value in config.filled().to_dict().items() if name in FIXED}
+    if changed := changed_settings(read_run(folder).config, settings, settings):
+        name, before, now = changed[0]
+        raise RecordError(
+            f"Cannot compare in {folder.parent}: {folder.name} has {name} = {before}, and {now} was requested.",
+            "Choose another --out, or the settings of the runs there.",
+        )
+
+
+def free_folder(model: str) -> Path:
+    """Return ``comparisons/MODEL-N`` with the first N that is free."""
+    return first_free(Path("comparisons") / Path(model).name.removesuffix(".json"))
+
+
+def run_comparison(
+    definition: Definition, out: str | Path | None = None, stream: TextIO | None = None
+) -> tuple[Comparison, Path]:
+    """Make the runs of a comparison that have not ended, compare them, and write the page.
+
+    The same definition gives the same numbers except times, resumed or not.
+
+    Args:
+        out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``.
+        stream: for the progress display; ``None`` for standard output.
+    Returns:
+        The comparison and the path of the page.
+    Raises:
+        NarrowgaugeError: runs are there with other settings, or a run failed; finished runs stay.
+        KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
+    """
+    folder = Path(out) if out is not None else free_folder(definition.base.model)
+    runs = plan_runs([recipe.title for recipe in definition.recipes], definition.seeds, folder)
+    configs = [definition.config_of(recipe, seed, folder) for seed in definition.seeds for recipe in definition.recipes]
+    for planned, config in zip(runs, configs, strict=True):
+        if is_run(planned.folder):
+            _require_same(planned.folder, config)
+    with _Display(runs, definition.base.steps, folder, stream or sys.stdout) as display:
+        try:
+            _train_all(runs, configs, display)
+        except KeyboardInterrupt as interruption:
+            num_done = sum(planned.has_ended for planned in runs)
+            raise type(interruption)(
+                f"{num_done} of {len(runs)} runs are done. Give the same command with --out {folder} to go on."
+            ) from None
+    return compare_and_publish([read_run(planned.folder) for planned in runs], folder, definition.resolve)
+
+
+def _train_all(runs: Sequence[PlannedRun], configs: Sequence[TrainConfig], display: _Display) -> None:
+    for planned, config in zip(runs, configs, strict=True):
+        began = time.monotonic()
+        took = "earlier"
+        if not planned.has_ended:
+            display.begin(planned)
+            _train(config, display)
+            took = duration(time.monotonic() - began)
+        display.end(read_run(planned.folder), planned, took)
+
+
+def _train(config: TrainConfig, display: _Display) -> None:
+    """Train a run, or resume one that was stopped. A divergence is no failure."""
+    # Imported here: PyTorch takes seconds to load, and a mistake in the definition is reported before.
+    import torch
+
+    from narrowgauge.distributed.job import threads_of
+    from narrowgauge.trainer import loop, recovery
+
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    folder = Path(str(config.out))
+    try:
+        with threads_of(config.threads, config.recipe.reduction.order_invariant):
+            if is_run(folder):
+                chosen = {name: getattr(config, name) for name in OF_RANKS}
+                loop.resume(folder, chosen=chosen, screen=display)
+            else:
+                loop.train(config, screen=display)
+    except recovery.DivergenceError:
+        pass  # it is in the record
+    except NarrowgaugeError as error:
+        error.message = f"{folder.name}: {error.message}"
+        raise
+
+
+class _Display:
+    """The progress of a comparison, and the screen of each of its runs: a bar on a terminal, elsewhere a line per run."""
+
+    def __init__(self, runs: Sequence[PlannedRun], num_steps: int, folder: Path, stream: TextIO) -> None:
+        self._runs, self._num_steps = runs, num_steps
+        self._num_ended = 0
+        self._console = PipedConsole(file=stream, highlight=False)
+        self._progress = progress_bar(self._console)
+        self._task = self._progress.add_task("", total=len(runs) * num_steps)
+        labels = ", ".join(dict.fromkeys(planned.label for planned in runs))
+        seeds = ", ".join(dict.fromkeys(str(planned.seed) for planned in runs))
+        self._print(f"{labels} · seeds {seeds} · {folder}")
+
+    def __enter__(self) -> _Display:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def begin(self, planned: PlannedRun) -> None:
+        """Show a run that begins or is resumed."""
+        self._name = f"{planned.label}, seed {planned.seed}"
+        self.stage("starting")
+
+    def end(self, run: Run, planned: PlannedRun, took: str) -> None:
+        """Print the line of a run that has ended, now or in an earlier command."""
+        self._num_ended += 1
+        self._progress.update(self._task, completed=self._num_ended * self._num_steps)
+        diverged = divergence(run)
+        loss = f"validation loss {run.summary['val_loss']:.4f}" if run.summary and not diverged else ""
+        result = f"diverged ({diverged})" if diverged else loss
+        self._print(f"{self._num_ended}/{len(self._runs)}  {planned.label}, seed {planned.seed}  {result}  {took}")
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Show a line of the run as its stage."""
+        self.stage(line.partition(" Go on with: ")[0])
+
+    def stage(self, what: str) -> None:
+        """Show what the run does now."""
+        self._progress.update(self._task, description=f"{self._name}: {what}")
+
+    def start(self, name: str, step: int) -> None:
+        """Show that steps begin."""
+        self.stage("the first steps compile")
+
+    def step(self, row: Row) -> None:
+        """Show a step."""
+        self.stage(f"loss {row['loss']:.4f}")
+        self._progress.update(self._task, completed=self._num_ended * self._num_steps + row["step"])
+
+    def evaluation(self, row: Row) -> None:
+        """Show a validation loss."""
+        self.stage(f"validation loss {row['val_loss']:.4f}")
+
+    def summary(self, rows: list[Row]) -> None:
+        """Print nothing: the comparison prints a table of its own."""

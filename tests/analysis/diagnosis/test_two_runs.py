@@ -1,0 +1,183 @@
+"""Two runs: records that differ in one known thing, with the step, stage, tensor, bound and settings that must be told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from narrowgauge.analysis.two_runs import TwoRuns, compare_two
+from narrowgauge.runs.record import Run
+
+SETTINGS: dict[str, Any] = {"recipe": "bfloat16/word", "seed": 0, "lr": 1e-3, "max_grad_norm": 1.0, "batch_size": 4}
+NUMEL = 1 << 20
+TENSORS = (
+    "tokens:batch", "output:layers.0", "output:layers.1", "grad:layers.1", "grad:layers.0", "weight:layers.0", "weight:layers.1",
+    "exp_avg:layers.0", "exp_avg:layers.1",
+)  # fmt: skip
+ROUNDED = 1 + 1e-6
+"""A factor that another order of sums may make."""
+
+
+def made(
+    name: str, changed: Any = None, *, only: bool = False, prints: bool = True, steps: int = 4, **tables: Any
+) -> Run:
+    """Make a run whose tensors differ from another's where ``changed`` says, and in all that follows unless ``only``.
+
+    Args:
+        changed: ``(step, tensor)`` to the factor of that tensor's norm.
+        tables: of ``run.toml``, added to what every run has.
+    """
+    changed, is_off = changed or {}, False
+    table = {"config": SETTINGS, "machine": {"num_threads": 2, "capability": "AVX2"}, "versions": {"torch": "2.13.0"}}
+    table |= {key: {**table.get(key, {}), **values} for key, values in tables.items()}
+    run = Run(Path(name), {"data": {"fingerprint": "a"}, **table})
+    run.__dict__.update(gauges=[], fingerprints=[])
+    for step in range(1, steps + 1):
+        row: dict[str, list[float]] = {}
+        for number, key in enumerate(TENSORS):
+            factor = changed.get((step, key), 1.0)
+            off = factor != 1.0 or (is_off and key != "tokens:batch")
+            is_off = is_off or (factor != 1.0 and not only)
+            row[key] = [2000 * step + 2 * number + off, 2.0 * (factor if factor != 1.0 else 1 + 1e-6 * off), NUMEL]
+        loss, norm = 3.0 + row["output:layers.1"][1], row["grad:layers.0"][1]
+        run.steps.append({"step": step, "loss": loss, "lr": 1e-3, "grad_norm": norm})
+        if prints:
+            run.fingerprints.append({"step": step, "tensors": row})
+    return run
+
+
+def pair(changed: Any = None, **options: Any) -> TwoRuns:
+    """Compare an undisturbed run with one that has changes."""
+    tables = {key: options.pop(key) for key in ("config", "machine", "versions", "data", "model") if key in options}
+    return compare_two(made("a", **options), made("b", changed, **tables, **options))
+
+
+BUG = "other code or damaged memory. Repeat one run once: damage does not come twice."
+VARIES = "a sum whose order varies. Repeat one run once"
+CASES: dict[str, tuple[dict[str, Any], tuple[int, str, str], str]] = {
+    "another seed": (
+        {"changed": {(1, "tokens:batch"): 1.1}, "config": {"seed": 1}}, (1, "data", "tokens:batch"), "act there: seed 0 and 1.",
+    ),
+    "other data": (
+        {"changed": {(1, "tokens:batch"): 1.1}, "data": {"fingerprint": "b"}}, (1, "data", "tokens:batch"),
+        "act there: fingerprint a and b.",
+    ),
+    "other batches": ({"changed": {(2, "tokens:batch"): 1.1}}, (2, "data", "tokens:batch"), BUG),
+    "another recipe": (
+        {"changed": {(1, "output:layers.0"): 1.01}, "config": {"recipe": "float8-row/word"}}, (1, "forward", "output:layers.0"),
+        "recipe bfloat16/word and float8-row/word.",
+    ),
+    "another rate": (
+        {"changed": {(1, "weight:layers.0"): 1.001}, "config": {"lr": 2e-3}}, (1, "optimizer step", "weight:layers.0"),
+        "lr 0.001 and 0.002.",
+    ),
+    "a limit of the norm, which acts on no gradient": (
+        {"changed": {(2, "grad:layers.0"): 1.01}, "config": {"max_grad_norm": 2.0}}, (2, "gradient", "grad:layers.0"),
+        f"{BUG}\nThey differ too, and cannot act there: max_grad_norm 1.0 and 2.0.",
+    ),
+    "fewer threads, which only round": (
+        {"changed": {(2, "grad:layers.1"): ROUNDED}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"),
+        "num_threads 2 and 1.",
+    ),
+    "fewer threads, and more than rounding": (
+        {"changed": {(2, "grad:layers.1"): 1.01}, "machine": {"num_threads": 1}}, (2, "gradient", "grad:layers.1"), BUG,
+    ),
+    "rounding without a setting": ({"changed": {(2, "grad:layers.1"): ROUNDED}}, (2, "gradient", "grad:layers.1"), VARIES),
+    "a flipped bit of a weight": (
+        {"changed": {(3, "weight:layers.1"): 1.5}, "only": True}, (3, "optimizer step", "weight:layers.1"), BUG,
+    ),
+    "a bug behind rounding": (
+        {"changed": {(2, "grad:layers.1"): ROUNDED, (4, "grad:layers.0"): 1.01}, "machine": {"num_threads": 1}},
+        (4, "gradient", "grad:layers.0"), "By rounding they differ since step 2, first in grad:layers.1 (gradient).",
+    ),
+    "the largest excess behind rounding": (
+        {"changed": {(2, "grad:layers.1"): ROUNDED, (4, "grad:layers.1"): 1.001, (4, "grad:layers.0"): 1.1}},
+        (4, "gradient", "grad:layers.0"), BUG,
+    ),
+    "no fingerprints": (
+        {"changed": {(3, "output:layers.1"): 1.5}, "prints": False}, (3, "loss", ""),
+        "the tensor is not recorded: repeat both up to step 3 with --fingerprints-every 1",
+    ),
+}  # fmt: skip
+"""By case: what differs, then the step, stage and tensor of the first reading, and a sentence."""
+ROUNDING = ("fewer threads, which only round", "rounding without a setting")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_difference_and_what_can_act_there_are_told(case: str) -> None:
+    options, place, sentence = CASES[case]
+    found = pair(**options)
+    first = found.readings[0]
+    assert (first.step, first.stage, first.tensor) == place and sentence in str(found), str(found)
+    assert found.is_rounding == (case in ROUNDING), str(found)
+    assert first.what != "norm" or (first.expected == 2.0 and first.value == pytest.approx(2.0, rel=0.6))
+    assert json.dumps(found.to_dict()) and found.to_dict()["readings"][0]["tensor"] == place[2]
+
+
+def test_rounding_that_training_amplifies_stays_within_its_bound() -> None:
+    changed = {(step, key): 1 + 1e-6 * 5**step for step in range(2, 7) for key in TENSORS if key != "tokens:batch"}
+    assert pair(changed, steps=6).is_rounding
+
+
+def test_equal_records_are_the_same_run() -> None:
+    found = pair(machine={"num_threads": 1})
+    assert found.verdict == "The same in all that both recorded (4 steps)." and not found.readings
+    assert "Recorded settings that differ: num_threads 2 and 1." in str(found) and found.to_dict()["same"]
+    assert "(1 step)" in compare_two(made("a", steps=1), made("b")).verdict
+    assert "no step in common" in compare_two(made("a", steps=0), made("b")).verdict
+    paths = made("a", config={"data": "/x/text"}), made("b", config={"data": "/y/text"})
+    assert not compare_two(*paths).settings, "the same text in another folder"
+
+
+KINDS = ("held", "tokens", "output", "sent", "grad", "clip", "weight", "exp_avg")
+ON_RANKS: dict[str, tuple[dict[str, dict[int, float]], str, str]] = {
+    "no clip on one of three": (
+        {"clip": {1: 1.0}, "weight": {1: 7}, "exp_avg": {1: 7}}, "clip", "1 on rank 1, 0.5 on rank 2; rank 1 applied no clip",
+    ),
+    "another gradient sent by one": ({"sent": {1: 7}, "grad": {0: 7, 1: 7, 2: 7}}, "gradient", ""),
+    "other tokens on one": ({"tokens": {1: 7}}, "data", ""),
+    "a weight that changed at rest on one": ({"held": {1: 7}}, "between steps", ""),
+}  # fmt: skip
+
+
+def on_ranks(name: str, changed: dict[str, dict[int, float]], num_ranks: int = 3) -> Run:
+    run = made(name)
+    for row in run.fingerprints:
+        of_step = changed if row["step"] == 4 else {}
+        row["ranks"] = {
+            kind: [of_step.get(kind, {}).get(rank, 0.5 if kind == "clip" else 100 + rank) for rank in range(num_ranks)]
+            for kind in KINDS
+        }
+    return run
+
+
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_the_rank_is_named_that_alone_differs(case: str) -> None:
+    changed, stage, sentence = ON_RANKS[case]
+    found = compare_two(on_ranks("a", {}), on_ranks("b", changed))
+    assert (found.readings[0].step, found.readings[0].stage, found.to_dict()["ranks"]) == (4, stage, [1]), str(found)
+    assert "of rank 1." in found.verdict and sentence in str(found)
+    other_parts = {kind: dict.fromkeys(range(3), 7.0) for kind in ("grad", "weight")}
+    for layout in (on_ranks("b", other_parts), on_ranks("c", {}, 2)):  # other shards, another number of ranks
+        assert not compare_two(on_ranks("a", {}), layout).readings
+
+
+def test_what_only_one_run_has_is_the_answer() -> None:
+    one, other = made("a"), made("b")
+    for row in one.fingerprints:
+        row["tensors"]["grad:layers.2"] = [5, 1.0, NUMEL]
+    found = compare_two(one, other)
+    assert (found.readings[0].stage, found.readings[0].what) == ("gradient", "only-in-one-run")
+    assert "Only a has grad:layers.2." in str(found)
+    other.fingerprints[2]["tensors"]["held:w"] = [5, 1.0, NUMEL]
+    one = made("a")
+    held = compare_two(one, other)
+    assert (held.readings[0].step, held.readings[0].stage, held.readings[0].what) == (3, "between steps", "changed")
+    for row in other.fingerprints:  # a kind that one of them did not record at all says nothing
+        row["tensors"] = {
+            key: entry for key, entry in row["tensors"].items() if key.partition(":")[0] not in ("output", "held")
+        }
+    assert not compare_two(one, other).readings

@@ -1,0 +1,140 @@
+"""States of other libraries: the values that they themselves read in them.
+
+``golden/foreign`` holds files that torchao, optimi and FlashOptim (its kernels, in Triton's interpreter) wrote, with fingerprints
+of the values that each reads back (``make.py`` there). nanotron and TransformerEngine need a GPU: their states are laid out here
+after their sources.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.checkpoints.adam_states import _read
+from narrowgauge.checkpoints.nanotron import read_nanotron
+from narrowgauge.errors import DataError
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
+EXPECTED: dict[str, dict[str, str]] = json.loads((GOLDEN / "expected.json").read_text())
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def fingerprint(values: Tensor) -> str:
+    return hashlib.sha256(values.detach().float().contiguous().numpy().tobytes()).hexdigest()[:16]
+
+
+def loaded(content: dict[str, Any]) -> tuple[ng.AdamW, dict[str, nn.Parameter], str]:
+    """Load a checkpoint's weights, then its states, into an optimizer that keeps float32 values."""
+    parameters = {name: nn.Parameter(value.clone()) for name, value in content["model"].items()}
+    storage = "exact" if all(p.dtype is torch.bfloat16 for p in parameters.values()) else "float32"
+    if any(p.dtype is torch.float16 for p in parameters.values()):
+        parameters = {name: nn.Parameter(value.float()) for name, value in parameters.items()}
+    optimizer = ng.AdamW(list(parameters.items()), storage=storage, compile=False)
+    return optimizer, parameters, ng.load_states(optimizer, content["optimizer"])
+
+
+@pytest.mark.parametrize("name", list(EXPECTED))
+def test_values_are_those_that_the_package_reads(name: str) -> None:
+    content = dict(_read(GOLDEN / f"{name}.pt"))
+    optimizer, parameters, library = loaded(content)
+    kinds = [
+        kind for kind in EXPECTED[name] if kind != "weight" or content["model"]["big.weight"].dtype is not torch.float16
+    ]
+    weight = parameters["big.weight"]
+    assert {k: fingerprint(optimizer.stored(weight, k)) for k in kinds} == {k: EXPECTED[name][k] for k in kinds}
+    assert library.lower() == name.partition("-")[0]
+    assert int(optimizer.state_dict()["state"][0]["step"]) == 3
+
+
+@pytest.mark.parametrize("master", ["int16", "float32", "none"])
+def test_fused_adam_keeps_its_masters_and_the_step_of_its_group(master: str) -> None:
+    torch.manual_seed(0)
+    exact = torch.randn(40, 30) * torch.logspace(-30, 3, 40)[:, None]
+    bits = exact.view(torch.int32)
+    # multi_tensor/adam.cu: the lower 16 bits as int16; the weight is rounded up where they are negative.
+    remainder = (bits & 0xFFFF).to(torch.int16)
+    weight = ((bits >> 16) + (remainder < 0)).to(torch.int16).view(torch.bfloat16)
+    moments = {"exp_avg": torch.randn(40, 30), "exp_avg_sq": torch.rand(40, 30)}
+    masters = {"int16": {"master_param": remainder}, "float32": {"master_param": exact}, "none": {}}[master]
+    group = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "step": 7}
+    state = {"state": {0: {**moments, **masters}}, "param_groups": [{**group, "params": [0]}]}
+    optimizer, parameters, library = loaded({"model": {"w": weight}, "optimizer": state})
+    assert library == "FusedAdam" and int(optimizer.state_dict()["state"][0]["step"]) == 7
+    assert torch.equal(optimizer.stored(parameters["w"]), exact if masters else weight.float())
+    assert all(torch.equal(optimizer.stored(parameters["w"], kind), moments[kind]) for kind in MOMENTS)
+
+
+def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.zeros(4))
+    optimizer = ng.AdamW([weight], storage="float32")
+    good = {"step": 3, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(4)}
+
+    def state(entry: dict[str, Any], params: tuple[int, ...] = (0,)) -> dict[str, Any]:
+        return {"state": {0: entry}, "param_groups": [{"params": list(params)}]}
+
+    torch.save(torch.zeros(3), tmp_path / "tensor.pt")
+    (tmp_path / "text.pt").write_text("hello")
+    for checkpoint, says in (
+        ({"weights": 1}, "no 'state' and 'param_groups'"),
+        (state({**good, "max_exp_avg_sq": weight}), "contains 'max_exp_avg_sq'"),
+        (state({"exp_avg": good["exp_avg"], "exp_avg_sq": good["exp_avg_sq"]}), "lacks 'step'"),
+        (state({"step": 3, "exp_avg": good["exp_avg"]}), "lacks 'exp_avg_sq'"),
+        (state({**good, "exp_avg": torch.zeros(5)}), "its state has shape"),
+        (state(good, (0, 1)), "has 2 parameters, and the optimizer has 1"),
+        (tmp_path / "tensor.pt", "contains a Tensor"),
+        (tmp_path / "text.pt", "Cannot read"),
+        (tmp_path / "absent.pt", "Cannot read"),
+    ):
+        with pytest.raises(DataError, match=says):
+            ng.load_states(optimizer, checkpoint)
+
+
+class Trap:
+    """A pickle that runs code."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.file,)
+
+
+def test_no_code_in_a_file_is_run(tmp_path: Path) -> None:
+    torch.save({"state": Trap(tmp_path / "sprung")}, tmp_path / "a.pt")
+    with pytest.raises(DataError, match="names code, which is not run"):
+        ng.load_states(ng.AdamW([nn.Parameter(torch.zeros(4))], storage="float32"), tmp_path / "a.pt")
+    assert not (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_weights_of_nanotron_are_joined_over_ranks(num_ranks: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    weights = {"up.weight": torch.randn(10, 6), "down.weight": torch.randn(6, 10), "norm.weight": torch.randn(6)}
+    for name, value in weights.items():
+        module, last = name.split(".")
+        (tmp_path / "model" / module).mkdir(parents=True)
+        if module == "norm":
+            save_file({"data": value}, tmp_path / "model" / module / f"model_{last}.safetensors")
+            continue
+        dim = 0 if module == "up" else 1
+        for rank, part in enumerate(value.chunk(num_ranks, dim)):
+            start = rank * part.shape[dim]
+            whole = [(start, start + part.shape[d]) if d == dim else (0, part.shape[d]) for d in (0, 1)]
+            sides = ("|".join(f"0,{n},None" for n in part.shape), "|".join(f"{a},{b},None" for a, b in whole))
+            metadata = {"local_global_slices_pairs": "#".join(sides), "unsharded_shape": str(tuple(value.shape))}
+            file = f"model_{last}_pp-rank-0-of-1_tp-rank-{rank}-of-{num_ranks}.safetensors"
+            save_file({"data": part.contiguous()}, tmp_path / "model" / module / file, metadata)
+    read = read_nanotron(tmp_path)
+    assert read.keys() == weights.keys() and all(torch.equal(read[name], weights[name]) for name in weights)
+    if num_ranks > 1:
+        next((tmp_path / "model").rglob("*tp-rank-1*")).unlink()
+        with pytest.raises(DataError, match="lacks 30 values of"):
+            read_nanotron(tmp_path)

@@ -1,0 +1,106 @@
+"""A small language model and a plain training loop, with a place for a fault after each of its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from narrowgauge.analysis.reading import Reading
+from narrowgauge.checks.step_check import StepCheck
+
+VOCABULARY, WIDTH, LENGTH = 48, 32, 24
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def batches(seed: int = 1) -> Iterable[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        yield torch.randint(0, VOCABULARY, (4, LENGTH + 1), generator=generator)
+
+
+class Loop:
+    """A training loop. Its methods are the places for a fault: replace one, or wrap it.
+
+    Args:
+        every: steps between compared ones; 0 for no watcher.
+        watch: further options of the watcher.
+    """
+
+    def __init__(
+        self,
+        *,
+        every: int = 2,
+        clip: float = 0.0,
+        dtype: torch.dtype = torch.float32,
+        optimizer: Callable[..., Any] = torch.optim.AdamW,
+        watch: dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        self.model = Model().to(dtype)
+        self.optimizer = optimizer(self.model.parameters(), **({"lr": 1e-3, "weight_decay": 0.1} | settings))
+        self.clip, self.data = clip, iter(batches())
+        self.rows: dict[int, dict[str, Any]] = {}
+        self.readings: list[Reading] = []
+        self.watcher = StepCheck(self.model, self.optimizer, every, self.take, **(watch or {})) if every else None
+
+    def take(self, step: int, readings: list[Reading], row: dict[str, Any]) -> None:
+        self.readings += readings
+        if row:
+            self.rows[step] = row
+
+    def loss(self) -> Tensor:
+        tokens = next(self.data)
+        return F.cross_entropy(self.model(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    def after_backward(self) -> None:
+        if self.clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+
+    def update(self) -> None:
+        self.optimizer.step()
+
+    def after_update(self) -> None:
+        self.optimizer.zero_grad()
+
+    def run(self, steps: int = 4) -> Loop:
+        for _ in range(steps):
+            self.loss().backward()
+            self.after_backward()
+            self.update()
+            self.after_update()
+        return self
+
+    def numbers(self) -> dict[str, float]:
+        """Return the first value of each kind of reading."""
+        return {reading.what: reading.value for reading in reversed(self.readings)}
+
+    def bits(self) -> Tensor:
+        return torch.cat([p.detach().float().flatten() for p in self.model.parameters()])

@@ -1,0 +1,341 @@
+"""Every kind of the static check reads what it says in a set-up that is wrong, and nothing in one that is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.analysis.kinds import KINDS, kind_rows
+from narrowgauge.checks import parameters as process
+from narrowgauge.distributed.ranks import Ranks
+from narrowgauge.spec.significance import MIN_EDQ
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TOKENS = torch.randint(0, 32, (6, 9), generator=torch.Generator().manual_seed(0))
+Loop = Callable[[Path], ng.Check]
+
+
+def language_model(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(32, 16), nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 32))
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    logits = model(TOKENS[:, :-1])
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), TOKENS[:, 1:].flatten())
+
+
+def prepared(recipe: str = "bfloat16/word", **options: Any) -> tuple[nn.Module, ng.AdamW]:
+    return ng.prepare(language_model(), recipe, compile=False, **options)
+
+
+def torch_adamw(dtype: torch.dtype = torch.bfloat16, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = language_model().to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **options})
+
+
+# ── parameters ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def missing_parameters(_: Path) -> ng.Check:
+    model = language_model()
+    return ng.check(model, torch.optim.AdamW([*model[0].parameters(), *model[1].parameters()]))
+
+
+def replaced_parameters(_: Path) -> ng.Check:
+    model = language_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model[4] = nn.Linear(32, 32)  # a new head of the same size
+    return ng.check(model, optimizer)
+
+
+def parameters_twice(_: Path) -> ng.Check:
+    model = language_model()
+    tied = [p for module in (model, model[4]) for p in module.parameters()]
+    return ng.check(model, torch.optim.AdamW(tied))
+
+
+def cast_weights(_: Path) -> ng.Check:
+    model, optimizer = torch_adamw(torch.float32, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
+    loss_of(model).backward()
+    optimizer.step()
+    model.bfloat16()
+    return ng.check(model, optimizer)
+
+
+# ── what rounding loses ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sixteen_bits(_: Path) -> ng.Check:
+    return ng.check(*torch_adamw(lr=1e-5, weight_decay=0.1))
+
+
+def truncated_setting(_: Path) -> ng.Check:
+    return ng.check(*torch_adamw(torch.float16, lr=0.1, eps=1e-8))
+
+
+def no_matrix(_: Path) -> ng.Check:
+    model = language_model()
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    return ng.check(model, ng.Muon([flat], storage="float32"))
+
+
+def no_gradient(_: Path) -> ng.Check:
+    model, optimizer = torch_adamw(torch.float32)
+    loss_of(model[:4]).backward()
+    return ng.check(model, optimizer)
+
+
+# ── the process and its ranks ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
+    change(value)
+    try:
+        yield
+    finally:
+        change(before)
+
+
+def default_dtype(_: Path) -> ng.Check:
+    model, optimizer = torch_adamw(torch.float32)
+    with setting(torch.set_default_dtype, torch.bfloat16, torch.float32):
+        return ng.check(model, optimizer)
+
+
+def fast_float32(_: Path) -> ng.Check:
+    with setting(torch.set_float32_matmul_precision, "high", torch.get_float32_matmul_precision()):
+        return ng.check(*torch_adamw(torch.float32))
+
+
+def flushed_subnormals(_: Path) -> ng.Check:
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush subnormal numbers")
+    with setting(torch.set_flush_denormal, True, False):
+        return ng.check(*torch_adamw(torch.float32))
+
+
+def reproducible(extra: nn.Module) -> tuple[nn.Module, ng.AdamW]:
+    model, optimizer = prepared("bfloat16/word/reproducible")
+    model.append(extra)
+    return model, optimizer
+
+
+def tuned_kernels(_: Path) -> ng.Check:
+    model, optimizer = reproducible(nn.Conv1d(32, 32, 1).requires_grad_(False))
+    # Its own context: PyTorch's testing package, which some frameworks import, forbids plain assignments.
+    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, benchmark=True):
+        return ng.check(model, optimizer)
+
+
+def order_bound_modules(_: Path) -> ng.Check:
+    return ng.check(*reproducible(nn.Dropout(0.1)))  # a forward pass of it would be refused
+
+
+@contextmanager
+def one_rank(folder: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def cut_by_policy(folder: Path) -> ng.Check:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with one_rank(folder):
+        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+        model = language_model().bfloat16()
+        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
+        return ng.check(model, ng.AdamW(model.parameters(), storage="word"))
+
+
+def narrow_rank_sums(folder: Path) -> ng.Check:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    with one_rank(folder):
+        model = nn.parallel.DistributedDataParallel(language_model())
+        model.register_comm_hook(None, fp16_compress_hook)
+        return ng.check(model, torch.optim.AdamW(model.parameters()))
+
+
+def replicas_apart(folder: Path) -> ng.Check:
+    """As the first of two ranks; the second one, whose model another seed has drawn, was there before."""
+    with one_rank(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "_PATIENCE", timedelta(milliseconds=1))
+        first = ng.prepare(language_model(0), "bfloat16/word", compile=False)
+        second = ng.prepare(language_model(1), "bfloat16/word", compile=False)
+        second[0].load_state_dict(first[0].state_dict())  # as DDP copies
+        for rank, (model, optimizer) in ((1, second), (0, first)):
+            patch.setattr(process, "all_ranks", partial(Ranks, rank, 2))
+            patch.setattr(process, "_calls", count())
+            found = ng.check(nn.parallel.DistributedDataParallel(model), optimizer)
+            if rank == 0:
+                return found
+            assert not found  # whoever is alone knows nothing
+    raise AssertionError
+
+
+def narrow_matmul_sums(_: Path) -> ng.Check:
+    if not torch.cuda.is_available():
+        pytest.skip("partial sums in bfloat16 are a setting of CUDA's matmuls")
+    model = language_model().to("cuda", torch.bfloat16)
+    return ng.check(model, ng.AdamW(model.parameters()))
+
+
+NARROW = {"stands-still", "lost-updates", "frozen-moments", "swallowed-decay"}
+PROVOKED: dict[str, tuple[Loop, set[str]]] = {
+    "missing-parameters": (missing_parameters, set()),
+    "replaced-parameters": (replaced_parameters, set()),
+    "parameters-twice": (parameters_twice, set()),
+    "cast-weights": (cast_weights, NARROW),
+    "stands-still": (sixteen_bits, NARROW),
+    "swallowed-decay": (sixteen_bits, NARROW),
+    "truncated-setting": (truncated_setting, NARROW),
+    "no-matrix": (no_matrix, set()),
+    "no-gradient": (no_gradient, set()),
+    "process-setting": (default_dtype, set()),
+    "cut-by-policy": (cut_by_policy, set()),
+    "narrow-rank-sums": (narrow_rank_sums, set()),
+    "order-bound": (order_bound_modules, set()),
+    "replicas-apart": (replicas_apart, set()),
+}
+
+
+def test_every_kind_of_the_check_is_provoked_and_the_table_has_a_source_for_each() -> None:
+    assert set(PROVOKED) == {kind.name for kind in KINDS.values() if kind.by == "ng.check(model, optimizer)"}
+    assert len(kind_rows()) <= 60 and all(row["source"] and row["value"] for row in kind_rows())
+
+
+@pytest.mark.parametrize("name", PROVOKED)
+def test_a_kind_reads_what_it_says_and_nothing_else(name: str, tmp_path: Path) -> None:
+    provoke, others = PROVOKED[name]
+    check = provoke(tmp_path)
+    assert name in whats(check) and set(whats(check)) - others <= {name}, check
+    reading = next(reading for reading in check if reading.what == name)
+    assert reading.tensor and reading.advice.endswith(".") and "{" not in reading.advice
+    assert reading.severity == KINDS[name].severity and (reading.value is not None)
+
+
+def whats(check: ng.Check) -> list[str]:
+    return [reading.what for reading in check]
+
+
+@pytest.mark.parametrize("provoke", [fast_float32, flushed_subnormals, tuned_kernels, narrow_matmul_sums])
+def test_a_setting_of_the_process_is_a_note(provoke: Loop, tmp_path: Path) -> None:
+    check = provoke(tmp_path)
+    assert whats(check) == ["process-setting"] and check.ok
+
+
+# ── set-ups that are right ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["bfloat16/word", "bfloat16/split", "float32/float32", "float8-row/compact", "float64/float64"]
+)
+def test_a_prepared_model_is_clean(recipe: str) -> None:
+    model, optimizer = prepared(recipe, max_grad_norm=1.0)
+    with ng.check(model, optimizer, step=2, max_grad_norm=1.0) as check:
+        assert check.require() is check and not len(check)
+        for _ in range(3):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not len(check), check
+
+
+def test_other_libraries_that_keep_what_rounding_takes_are_clean() -> None:
+    model = language_model().bfloat16()
+
+    class Master(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    master = self.state[p].setdefault("fp32_param", p.detach().float())
+                    p.data.copy_(master.sub_(group["lr"] * p.grad.float()))
+
+    master = Master(model.parameters(), lr=1e-3)
+    loss_of(model).backward()
+    master.step()
+    assert not whats(ng.check(model, master))
+    for option in (
+        {"kahan_sum": None},
+        {"bf16_stochastic_round": True},
+        {"param_ecc": "bf16+8"},
+        {"master_weight_bits": 24},
+    ):
+        other = torch.optim.SGD([{"params": list(model.parameters()), **option}], lr=1e-3)
+        assert not whats(ng.check(model, other)), option
+
+
+def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate_are_clean(tmp_path: Path) -> None:
+    from transformers import Adafactor
+
+    model = layers()
+    flat = nn.Parameter(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert not whats(ng.check(model, torch.optim.AdamW([flat])))
+    assert not whats(ng.check(model, Adafactor(model.parameters())))
+    both = nn.ModuleDict({"base": layers().bfloat16().requires_grad_(False), "adapter": nn.Linear(8, 8)})
+    assert not whats(ng.check(both, torch.optim.AdamW(both["adapter"].parameters())))
+    with torch.device("meta"):
+        model = layers().bfloat16()
+    assert not whats(ng.check(model, torch.optim.AdamW(model.parameters())))
+    with one_rank(tmp_path):
+        assert not whats(ng.check(*prepared(mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))))
+
+
+# ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def one_weight(value: Tensor, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    weight = nn.Parameter(value.bfloat16())
+    options = {"lr": 1e-3, "betas": (0.9, 0.95), "weight_decay": 0.0, **options}
+    return nn.ParameterList([weight]), torch.optim.AdamW([weight], **options)
+
+
+@pytest.mark.parametrize("lr", [3e-4, 6e-4, 2e-3])
+def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
+    """Gradients of random sign, a bfloat16 weight: the EDQ before the run beside that of 60 steps."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 64) * 0.5
+    (predicted,) = [r.value for r in ng.check(*one_weight(weight, lr=lr)) if r.what == "lost-updates"]
+    parameter = nn.Parameter(weight.bfloat16())
+    optimizer = ng.AdamW([parameter], lr=lr, betas=(0.9, 0.95), weight_decay=0.0, storage="naive", compile=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("warnings.warn", lambda *_, **__: None)
+        for _ in range(60):
+            parameter.grad = torch.randn(64, 64).bfloat16()
+            optimizer.step()
+    measured = ng.audit(optimizer)[""].edq
+    assert measured < MIN_EDQ and abs(predicted - measured) < 0.1, (predicted, measured)
+
+
+def test_what_is_no_model_or_optimizer_is_refused() -> None:
+    model = language_model()
+    optimizer = torch.optim.SGD(model.parameters())
+    for wrong in ((model, model), (model.parameters(), optimizer)):
+        with pytest.raises(ng.errors.RecipeError, match="Cannot check a"):
+            ng.check(*wrong)
+    with pytest.raises(ng.errors.RecipeError, match="step"):
+        ng.check(model, optimizer, step=-1)
+    with pytest.raises(ng.errors.RecipeError, match="batch= needs loss="):
+        ng.check(model, optimizer, batch=TOKENS)

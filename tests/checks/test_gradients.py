@@ -1,0 +1,292 @@
+"""The gradient of a set-up beside float32 in one process: public faults rebuilt on two gloo ranks, and healthy set-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import narrowgauge as ng
+from ranks import run_ranks
+
+IGNORED = -100
+
+
+class Model(nn.Module):
+    """An embedding, a projection that is used twice, and a head."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.shared = nn.Embedding(32, 16), nn.Linear(16, 16)
+        self.norm, self.dropout, self.head = nn.LayerNorm(16), nn.Dropout(dropout), nn.Linear(16, 32, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        x = x + self.shared(F.gelu(self.shared(self.norm(x))))
+        return self.head(self.dropout(x))
+
+
+def tokens_of(rank: int, part: int = 0, rows: int = 4) -> tuple[Tensor, Tensor]:
+    """Tokens and labels; later micro-batches and ranks have more ignored labels."""
+    generator = torch.Generator().manual_seed(10 * rank + part)
+    tokens = torch.randint(0, 32, (rows, 9), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[:, 2 + 2 * part :] = IGNORED if part or rank else labels[:, 2 + 2 * part :]
+    return tokens[:, :-1], labels
+
+
+def summed(model: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(
+        model(batch[0]).float().flatten(0, 1), batch[1].flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def loss(model: nn.Module, batch: Any) -> Tensor:
+    return summed(model, batch) / (batch[1] != IGNORED).sum()
+
+
+def autocast_loss(model: nn.Module, batch: Any) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return loss(model, batch)
+
+
+def check(model: nn.Module, batch: Any, backward: Any = None, loss: Any = loss) -> ng.Check:
+    return ng.check(model, torch.optim.AdamW(model.parameters(), lr=1e-3), batch=batch, loss=loss, backward=backward)
+
+
+def read(check: ng.Check) -> list[tuple[str, str, float]]:
+    return [(r.what, r.tensor, round(r.value, 3)) for r in check if r.stage == "gradient"]
+
+
+EQUAL = [(tokens_of(0, 0)[0], tokens_of(0, 0)[1])] * 2
+
+
+# ── one process ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def token_weighted(model: nn.Module, parts: Iterable[Any]) -> None:
+    total = sum(int((labels != IGNORED).sum()) for _, labels in parts)
+    for part in parts:
+        (summed(model, part) / total).backward()
+
+
+HEALTHY: dict[str, Callable[[], ng.Check]] = {
+    "float32": lambda: check(Model(), tokens_of(0)),
+    "autocast": lambda: check(Model(), tokens_of(0), loss=autocast_loss),
+    "bfloat16 weights": lambda: check(Model().bfloat16(), tokens_of(0)),
+    "equal micro-batches": lambda: check(Model(), EQUAL),
+    "unequal micro-batches, weighted by their tokens": lambda: check(
+        Model(), [tokens_of(0, part) for part in range(3)], token_weighted
+    ),
+    "dropout": lambda: check(Model(0.5), tokens_of(0)),
+    "compiled": lambda: check(torch.compile(Model(), backend="aot_eager"), tokens_of(0)),
+    "our narrow layers": lambda: check(ng.prepare(Model(), "float8-row/word", compile=False)[0], tokens_of(0)),
+    "a frozen part": lambda: check(frozen(Model()), tokens_of(0)),
+}
+
+
+def frozen(model: Model) -> Model:
+    model.embed.requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_gradient_is_within_rounding(name: str) -> None:
+    result = HEALTHY[name]()
+    assert not read(result), result
+    assert any("within rounding" in line for line in result.lines)
+
+
+def test_gradients_buffers_modes_and_generators_are_put_back() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    model[0].weight.grad, before = torch.ones(4, 4), torch.get_rng_state()
+    mean = model[1].running_mean.clone()
+    check(model, torch.randn(6, 4, generator=torch.Generator()), loss=lambda model, x: model(x).square().mean())
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4)) and model[0].bias.grad is None
+    assert torch.equal(model[1].running_mean, mean) and torch.equal(before, torch.get_rng_state())
+    assert all(module.training for module in model.modules())
+
+
+def scaled(factor: float, part: str = "") -> Any:
+    def backward(model: nn.Module, batch: Any) -> None:
+        loss(model, batch).backward()
+        for name, p in model.named_parameters():
+            if part in name:
+                p.grad *= factor
+
+    return backward
+
+
+def doubled(model: nn.Module, parts: list[Any]) -> None:
+    """NVIDIA/Megatron-LM#6660: a buffer is added to itself after each micro-batch."""
+    for part in parts:
+        (loss(model, part) / len(parts)).backward()
+        for p in model.parameters():
+            p.grad += p.grad
+
+
+def test_a_factor_is_named() -> None:
+    (reading,) = check(Model(), tokens_of(0), scaled(65536.0))
+    assert (
+        reading.what == "gradient-factor" and reading.value == pytest.approx(65536) and "loss scale" in reading.advice
+    )
+    (reading,) = check(Model(), tokens_of(0), scaled(0.5, "norm"))
+    assert (reading.tensor, round(reading.value, 4)) == ("norm.bias and 1 other", 0.5)
+    (reading,) = check(Model(), EQUAL, lambda model, parts: [loss(model, part).backward() for part in parts])
+    assert reading.value == pytest.approx(2) and "the number of micro-batches" in reading.advice
+
+
+def test_micro_batches_that_count_two_to_the_n_times_are_counted() -> None:
+    parts = [tokens_of(k, 0, 3) for k in (0, 0, 0)]
+    parts = [(tokens.roll(k, 0) ^ k, labels.roll(k, 0) ^ k) for k, (tokens, labels) in enumerate(parts)]
+    result = check(Model(), parts, doubled)
+    assert {r.what for r in result} == {"gradient"} and "Micro-batches count 8, 4, 2 times." in result[0].advice
+
+
+def test_a_missing_micro_batch_a_mean_of_means_and_a_part_without_gradient_are_read() -> None:
+    parts = [tokens_of(0, part) for part in range(3)]
+    last = check(Model(), parts, lambda model, parts: (loss(model, parts[-1]) / 3).backward())
+    assert {r.what for r in last} == {"gradient"} and "Micro-batches count 0, 0, " in last[0].advice.replace(
+        "-0,", "0,"
+    )
+    # huggingface/accelerate#3877: micro-batches of unlike token counts, each its own mean.
+    means = check(Model(), parts)
+    assert {r.what for r in means} == {"gradient"} and "Micro-batches count" in means[0].advice
+
+    class Detached(Model):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return self.head(self.embed(tokens) + self.shared(self.norm(self.embed(tokens))).detach())
+
+    assert read(check(Detached(), tokens_of(0))) == [("no-gradient", "norm.bias and 3 others", 1)]
+
+    def without_norm(model: nn.Module, batch: Any) -> None:
+        loss(model, batch).backward()
+        model.norm.weight.grad = None
+
+    assert read(check(Model(), tokens_of(0), without_norm)) == [("no-gradient", "norm.weight", 1)]
+
+
+def test_a_gradient_that_is_not_finite_is_read_at_its_first_tensor_in_backward() -> None:
+    def overflow(model: nn.Module, batch: Any) -> None:
+        loss(model, batch).backward()
+        for name in ("norm", "embed"):
+            getattr(model, name).weight.grad.fill_(float("inf"))
+
+    result = check(Model(), tokens_of(0), overflow)
+    assert [(r.what, r.tensor) for r in result] == [("nonfinite-gradient", "norm.weight")]
+
+
+def test_the_optimizers_step_is_compared_on_a_copy() -> None:
+    class Half(torch.optim.AdamW):
+        def step(self, closure: Any = None) -> None:
+            old = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+            super().step(closure)
+            with torch.no_grad():
+                for p, before in zip((p for group in self.param_groups for p in group["params"]), old, strict=True):
+                    p.lerp_(before, 0.5)
+
+    model = Model()
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer = Half(model.parameters(), lr=1e-3)
+    (reading,) = ng.check(model, optimizer, batch=tokens_of(0), loss=loss)
+    assert reading.what == "step-factor" and reading.value == pytest.approx(0.5, rel=1e-3)
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)) and not optimizer.state
+
+
+# ── two ranks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def averaged(model: nn.Module, skip: Callable[[str], bool] = lambda name: False, divide: int = 2) -> None:
+    for name, p in model.named_parameters():
+        if not skip(name):
+            dist.all_reduce(p.grad)
+            p.grad /= divide
+
+
+def by_hand(rank: int, fault: str) -> Any:
+    """A loop's own backward and reduction, with one fault."""
+
+    def backward(model: nn.Module, batch: Any) -> None:
+        if fault == "tokens of this rank":  # hiyouga/LlamaFactory#7443: divided by the rank's own count, then averaged
+            loss(model, batch).backward()
+            return averaged(model)
+        count = (batch[1] != IGNORED).sum()
+        dist.all_reduce(count)
+        (summed(model, batch) / count).backward()
+        if (
+            fault == "one use is not reduced"
+        ):  # deepspeedai/DeepSpeed#8224: a module is used twice, one graph is reduced
+            local = [p.grad.clone() for p in model.shared.parameters()]
+            averaged(model, divide=1)
+            for p, own in zip(model.shared.parameters(), local, strict=True):
+                p.grad.mul_(0.5).add_(own, alpha=0.5)
+        elif fault == "partial sums":  # NVIDIA/Megatron-LM#7452: norms keep the partial sum of their rank
+            averaged(model, lambda name: "norm" in name, divide=1)
+        elif fault == "averaged sums":  # NVIDIA/Megatron-LM#7165: a sum over ranks is averaged again
+            averaged(model)
+        else:
+            averaged(model, divide=1)
+
+    return backward
+
+
+FAULTS: dict[str, list[tuple[str, str]]] = {
+    "healthy": [],
+    "tokens of this rank": [("gradient", "")],
+    "one use is not reduced": [("not-reduced", "shared.bias and 1 other")],
+    "partial sums": [("not-reduced", "norm.bias and 1 other")],
+    "averaged sums": [("gradient-factor", "")],
+}
+
+
+def two_ranks(rank: int, fault: str) -> Any:
+    result = check(Model(), tokens_of(rank), by_hand(rank, fault))
+    return [(r.what, r.tensor, r.value, r.advice) for r in result if r.stage == "gradient"]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_public_faults_of_two_ranks_are_located(fault: str, tmp_path: Path) -> None:
+    first, second = run_ranks(two_ranks, 2, tmp_path, fault)
+    assert first == second
+    assert [reading[:2] for reading in first] == FAULTS[fault], first
+    if fault == "averaged sums":
+        assert first[0][2] == pytest.approx(0.5) and "1 / the number of ranks" in first[0][3]
+    if fault == "tokens of this rank":
+        assert "Micro-batches count rank 0: " in first[0][3]
+
+
+def wrapped(rank: int, how: str) -> Any:
+    model: Any = Model()
+    if how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+        for module in (model.shared, model):
+            fully_shard(module, mesh=mesh)
+    else:
+        model = DistributedDataParallel(model)
+        if how == "ddp, float16 sums":
+            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+            model.register_comm_hook(None, fp16_compress_hook)
+    batch = tokens_of(0, 0) if how != "ddp, unlike counts" else tokens_of(rank)
+    result = check(model, [batch, (batch[0].flip(0), batch[1].flip(0))])
+    return [(r.what, r.tensor) for r in result], result.unseen, result.lines[-1]
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp2", "ddp, float16 sums", "ddp, unlike counts"])
+def test_wrapped_models_are_compared_with_one_process(how: str, tmp_path: Path) -> None:
+    first, second = run_ranks(wrapped, 2, tmp_path, how)
+    assert first[0] == second[0] and "equal to float32's" in first[2]
+    expected = {"ddp, float16 sums": {"narrow-rank-sums", "gradient"}, "ddp, unlike counts": {"gradient"}}.get(
+        how, set()
+    )
+    assert {what for what, _ in first[0]} == expected, first

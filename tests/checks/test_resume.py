@@ -1,0 +1,166 @@
+"""A resume is the same run, or says which state is not restored."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import narrowgauge as ng
+from ranks import run_ranks
+
+
+def loop(
+    forget: str = "", saved: Any = None, kind: Any = torch.optim.AdamW
+) -> tuple[dict[str, Any], Callable[[], dict[str, Any]]]:
+    """A loop with dropout, a schedule, a loss scale and a data order of its own; ``forget`` is not restored."""
+    if saved is None:
+        torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+    optimizer = kind(model.parameters(), lr=1e-2)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    objects: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "scaler": scaler,
+        "position": 0,
+    }
+    if saved is not None:
+        for name in ("model", "optimizer", "schedule", "scaler"):
+            if name != forget:
+                objects[name].load_state_dict(saved[name])
+        objects["position"] = 0 if forget == "position" else saved["position"]
+        if forget != "generators":
+            torch.set_rng_state(saved["rng"])
+
+    def step() -> dict[str, Any]:
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(objects["position"]))
+        objects["position"] += 1
+        scaler.scale(model(batch).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        return {**objects, "batch": batch}
+
+    return objects, step
+
+
+def certificate(forget: str, **options: Any) -> Any:
+    import random
+
+    import numpy as np
+
+    objects, step = loop(**options)
+    state = random.getstate(), np.random.get_state()
+
+    def save() -> dict[str, Any]:
+        nonlocal state
+        state = random.getstate(), np.random.get_state()
+        states = {n: copy.deepcopy(objects[n].state_dict()) for n in ("model", "optimizer", "schedule", "scaler")}
+        return {**states, "position": objects["position"], "rng": torch.get_rng_state()}
+
+    def load(saved: Any) -> Any:
+        fresh = loop(forget, saved, **options)
+        if forget != "generators":
+            random.setstate(state[0]), np.random.set_state(state[1])
+        return fresh
+
+    return ng.check_resume(step, save, load)
+
+
+FORGOTTEN = {
+    "model": "model",
+    "optimizer": "optimizer.exp_avg",
+    "schedule": "schedule",
+    "scaler": "scaler",
+    "position": "position",
+    "generators": "generators",
+}
+
+
+@pytest.mark.parametrize("forget", FORGOTTEN)
+def test_what_a_resume_forgets_is_named(forget: str) -> None:
+    result = certificate(forget)
+    assert not result.ok and FORGOTTEN[forget] in [r.tensor for r in result], result
+    assert all(r.tensor.startswith(forget) or r.tensor.startswith("optimizer.lr") for r in result), result
+
+
+def test_a_whole_resume_is_the_same_run() -> None:
+    result = certificate("")
+    assert result.ok and "every state has the bits" in str(result)
+    assert any(line.startswith("after the load: model same bits (4)") for line in result.lines)
+    assert any(line.startswith("after one step more") and "batch same bits" in line for line in result.lines)
+    assert certificate("", kind=lambda p, lr: ng.AdamW(p, lr=lr, storage="float32", compile=False)).ok
+
+
+def test_states_that_torch_casts_at_a_load_are_not_the_same_value() -> None:
+    """pytorch/pytorch#43706: float32 moments of bfloat16 weights come back as bfloat16."""
+    weight = nn.Parameter(torch.randn(64).bfloat16())
+    optimizer = torch.optim.SGD([weight], lr=0.1, momentum=0.9)
+    optimizer.state[weight]["momentum_buffer"] = torch.randn(64)
+
+    def step() -> dict[str, Any]:
+        return {"optimizer": optimizer}
+
+    def load(saved: Any) -> Any:
+        fresh = torch.optim.SGD([nn.Parameter(weight.detach().clone())], lr=0.1, momentum=0.9)
+        fresh.load_state_dict(saved)
+        return {"optimizer": fresh}, lambda: {"optimizer": fresh}
+
+    result = ng.check_resume(step, lambda: copy.deepcopy(optimizer.state_dict()), load)
+    (reading,) = [r for r in result if r.tensor == "optimizer.momentum_buffer"]
+    assert "float32 of norm" in reading.advice and "bfloat16 of norm" in reading.advice
+
+
+def sharded(rank: int, place: str, is_saving: bool) -> Any:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8))
+    fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    objects = {"model": model, "optimizer": optimizer}
+
+    def step() -> dict[str, Any]:
+        for p in model.parameters():  # gradients that no number of ranks changes
+            p.grad = torch.sin(p.detach() * 100)
+        optimizer.step()
+        return objects
+
+    def save() -> str:
+        if is_saving:
+            states = get_state_dict(model, optimizer)
+            dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=f"{place}/checkpoint")
+        return f"{place}/checkpoint"
+
+    def load(saved: str) -> Any:
+        states = get_state_dict(model, optimizer)
+        both = {"model": states[0], "optimizer": states[1]}
+        dcp.load(both, checkpoint_id=saved)
+        set_state_dict(model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"])
+        return objects, step
+
+    record = f"{place}/resume.json"
+    result = (
+        ng.check_resume(step, save, None, record=record)
+        if is_saving
+        else ng.check_resume(None, save, load, record=record)
+    )
+    return [(r.tensor, r.advice) for r in result], result.lines
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_in_one(tmp_path: Path) -> None:
+    run_ranks(sharded, 2, tmp_path / "two", str(tmp_path), True)
+    ((readings, lines),) = run_ranks(sharded, 1, tmp_path / "one", str(tmp_path), False)
+    assert not readings and "optimizer.exp_avg same bits (4)" in lines[0], (readings, lines)

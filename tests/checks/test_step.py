@@ -1,0 +1,298 @@
+"""A step beside its rule: silence for every healthy optimizer and storage, and each fault by its tensor and its number."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowgauge as ng
+from checks.audited_loop import Loop
+from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.spec.storages import STORAGES
+
+
+def torch_muon(parameters: Any, **settings: Any) -> torch.optim.Muon:
+    """Of the matrices alone, as torch's takes no others; the rest is not trained."""
+    matrices = []
+    for p in parameters:
+        (matrices.append if p.ndim == 2 else lambda p: p.requires_grad_(False))(p)
+    return torch.optim.Muon(matrices, **settings)
+
+
+def ours(kind: Any, storage: str = "float32", **options: Any) -> dict[str, Any]:
+    dtype = getattr(torch, STORAGES[storage].visible)
+    return {"optimizer": kind, "storage": storage, "compile": False, "dtype": dtype, **options}
+
+
+HEALTHY: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "adamw, bfloat16 weights": {"dtype": torch.bfloat16, "lr": 1e-2},
+    "adamw, fused": {"fused": True},
+    "adamw, fused float16 whose eps is zero there": {"fused": True, "dtype": torch.float16},
+    "adam": {"optimizer": torch.optim.Adam},
+    "sgd": {"optimizer": torch.optim.SGD, "lr": 0.1},
+    "nesterov": {"optimizer": torch.optim.SGD, "lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "lion": ours(ng.Lion, lr=1e-4),
+    "lion, word": ours(ng.Lion, "word", lr=1e-4),
+    "sgd, word": ours(ng.SGD, "word", lr=0.1, momentum=0.9, dampening=0.5),
+    "adam, word": ours(ng.Adam, "word"),
+    "muon": {"optimizer": torch_muon, "adjust_lr_fn": "match_rms_adamw", "nesterov": False},
+    "muon, bfloat16": {"optimizer": torch_muon, "dtype": torch.bfloat16, "lr": 5e-2},
+    "muon, ours": ours(ng.Muon),
+    "muon, word": ours(ng.Muon, "word"),
+    **{
+        name: ours(ng.AdamW, name)
+        for name in (
+            "master", "split8", "word", "compact", "states8", "weight8", "float32-states8", "stochastic", "kahan",
+            "collage-plus", "naive", "float16/naive", "scalify-float16/scaled16",
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_healthy_step_is_within_rounding(name: str) -> None:
+    loop = Loop(**HEALTHY[name]).run(5)
+    assert not loop.readings, loop.readings
+    assert set(loop.rows) == {2, 4} and loop.rows[4]["compared"] > 5
+
+
+@pytest.mark.parametrize(
+    "options", [{"optimizer": torch.optim.RMSprop}, {"amsgrad": True}, ours(ng.AdamW, "float8/collage-light")], ids=str
+)
+def test_what_cannot_be_compared_says_why(options: dict[str, Any]) -> None:
+    loop = Loop(**options).run(2)
+    assert "the update" in loop.rows[2]["unseen"] and not loop.readings
+
+
+# ── faults ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def patched(change: Callable[[Any], Any]) -> Callable[[Loop], None]:
+    """A fault inside the optimizer: its class is patched, so that settings and states differ from what it does."""
+
+    def plant(loop: Loop) -> None:
+        optimizer = loop.optimizer
+        optimizer.register_step_pre_hook(
+            lambda *_: setattr(optimizer, "undo", change(optimizer))
+        )  # after the watcher's
+        handle = optimizer.register_step_post_hook(lambda *_: optimizer.undo())
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # before the watcher's
+
+    return plant
+
+
+def setting(group: int | None = None, **values: Any) -> Callable[[Any], Any]:
+    """Within the step, groups have other settings than they say."""
+
+    def change(optimizer: Any) -> Any:
+        groups = optimizer.param_groups if group is None else [optimizer.param_groups[group]]
+        before = [{name: row[name] for name in values} for row in groups]
+        for row in groups:
+            row.update(values)
+        return lambda: [row.update(old) for row, old in zip(groups, before, strict=True)]
+
+    return change
+
+
+def edited(edit: Callable[[Tensor, Tensor, dict[str, Any], dict[str, Any]], object], only: int | None = None) -> Any:
+    """After the step, parameters are edited: (parameter, weight before, state, state before)."""
+
+    def change(optimizer: Any) -> Any:
+        chosen = [p for group in optimizer.param_groups for p in group["params"]]
+        chosen = chosen if only is None else [chosen[only]]
+        weights = [p.detach().clone() for p in chosen]
+        states = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in chosen]
+
+        def undo() -> None:
+            with torch.no_grad():
+                for p, weight, state in zip(chosen, weights, states, strict=True):
+                    edit(p, weight, optimizer.state[p], state)
+
+        return undo
+
+    return change
+
+
+FAULTS: dict[str, tuple[Callable[[Any], Any], dict[str, float], str]] = {
+    "rate of all": (setting(lr=2e-3), {"step-factor": 2.0}, ""),
+    "rate of one": (edited(lambda p, w, *_: p.copy_(w + 1.1 * (p - w)), 3), {"step-factor": 1.1}, "blocks.0.up.weight"),
+    "decay lost": (setting(weight_decay=0.0), {"weight-decay": 0.0}, ""),
+    "beta1": (setting(betas=(0.8, 0.999)), {"state": 0.2}, ""),
+    "frozen": (edited(lambda p, w, *_: p.copy_(w), 5), {"step-factor": 0.0}, "blocks.0.down.weight"),
+    "narrow weights": (edited(lambda p, *_: p.copy_(p.bfloat16()), 3), {"weight": None}, "blocks.0.up.weight"),
+    "narrow moments": (
+        edited(lambda p, w, s, b: s["exp_avg"].copy_(s["exp_avg"].bfloat16()), 4), {"state": None}, "blocks.0.up.bias",
+    ),
+    "frozen moments": (
+        edited(lambda p, w, s, b: s["exp_avg_sq"].copy_(b["exp_avg_sq"]), 2), {"state": 0.0}, "blocks.0.norm.bias",
+    ),
+    "squares summed": (
+        edited(lambda p, w, s, b: s["exp_avg_sq"].copy_(0.999 * b["exp_avg_sq"] + p.grad.square())), {"state": 1.0}, "",
+    ),
+    "half the rate, six times the decay": (
+        setting(lr=5e-4, weight_decay=0.6), {"step-factor": 0.5, "weight-decay": 0.3}, "",
+    ),
+    "some rows": (edited(lambda p, w, *_: p[: len(p) // 4].copy_(w[: len(p) // 4]), 4), {"weight": None}, "blocks.0.up.bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_step_is_read_with_its_tensor_and_number(fault: str) -> None:
+    change, numbers, tensor = FAULTS[fault]
+    loop = Loop(every=4).run(2)
+    assert not loop.readings
+    patched(change)(loop)
+    found = loop.run(2).numbers()
+    assert set(found) == set(numbers), loop.readings
+    for what, value in numbers.items():
+        assert value is None or math.isclose(found[what], value, rel_tol=5e-3, abs_tol=1e-4), found
+    if tensor:
+        assert [reading.tensor for reading in loop.readings] == [tensor]
+
+
+STORED = {
+    "rate": (setting(lr=1.1e-3), "step-factor", 1.1),
+    "decay": (setting(weight_decay=0.3), "weight-decay", 0.3),
+    "beta1": (setting(betas=(0.8, 0.999)), "state", 0.8),
+    "frozen": (setting(lr=0.0), "step-factor", 0.0),
+}
+SEEN = {"word": ("rate", "decay", "beta1", "frozen"), "weight8": ("rate", "frozen"), "naive": ("rate", "frozen"),
+        "stochastic": ("rate", "frozen"), "kahan": ("rate", "frozen"), "collage-plus": ("frozen",),
+        "float16/naive": ("rate", "frozen")}  # fmt: skip
+"""What is seen through the rounding of a storage, of one step of 1e-3."""
+
+
+@pytest.mark.parametrize(
+    ("storage", "fault"), [(storage, fault) for storage, faults in SEEN.items() for fault in faults]
+)
+def test_a_fault_is_read_through_the_rounding_of_a_storage(storage: str, fault: str) -> None:
+    change, what, value = STORED[fault]
+    loop = Loop(**ours(ng.AdamW, storage), every=6).run(3)
+    patched(change)(loop)
+    values = [r.value for r in loop.run(3).readings if r.what == what]
+    if what == "state":  # kept less of itself, or took more: one number of two
+        assert values, loop.readings
+    else:
+        assert any(math.isclose(v, value, rel_tol=3e-2, abs_tol=2e-2) for v in values), loop.readings
+
+
+def test_a_parameter_that_groups_list_twice_and_one_that_is_frozen_are_read() -> None:
+    loop = Loop()
+    loop.optimizer.param_groups[0]["params"].append(loop.model.head.weight)
+    assert [(r.what, r.tensor, r.value) for r in loop.run(2).readings] == [("parameters-twice", "head.weight", 2)]
+    loop = Loop()
+    head = loop.model.head.weight.requires_grad_(False)
+    loop.after_backward = lambda: setattr(head, "grad", torch.zeros_like(head))
+    assert [r.what for r in loop.run(2).readings] == ["frozen-moves"]
+
+
+def test_a_count_that_moves_otherwise_than_by_one_or_begins_anew_is_read() -> None:
+    for count in (9.0, 0.0):
+        loop = Loop(every=4).run(3)
+        for state in loop.optimizer.state.values():
+            state["step"].fill_(count if count == 0 else 3.0)
+        if count:
+            patched(edited(lambda p, weight, state, before: state["step"].fill_(9.0)))(loop)
+        assert loop.run(1).numbers()["step-count"] == (count or 1)
+
+
+# ── clipping and loss scaling ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("storage", ["float32", "word"])
+def test_the_norm_that_clipping_leaves_is_compared_with_the_limit(storage: str) -> None:
+    assert not Loop(**ours(ng.AdamW, storage), max_grad_norm=0.25, watch={"max_grad_norm": 0.25}).run(4).readings
+    loop = Loop(**ours(ng.AdamW, storage), max_grad_norm=0.25, watch={"max_grad_norm": 0.1}).run(2)
+    assert math.isclose(loop.numbers()["clip-norm"], 0.25, rel_tol=1e-3)
+    assert not Loop(clip=0.25, watch={"max_grad_norm": 0.25}).run(2).readings
+    assert [r.what for r in Loop(watch={"max_grad_norm": 0.25}).run(2).readings] == ["clip-norm"]
+
+
+@pytest.mark.parametrize("by", ["ours", "torch"])
+def test_a_scaled_loss_is_unscaled_again(by: str) -> None:
+    loop = Loop(**ours(ng.AdamW, "float16/master"), max_grad_norm=0.25)
+    scaler: Any = LossScaler(1024.0) if by == "ours" else torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain, step = loop.loss, loop.update
+    if by == "ours":
+        loop.optimizer.loss_scaler = scaler
+    else:
+        loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
+    loop.loss = lambda: scaler.scale(plain())
+    assert step and not loop.run(4).readings and not loop.rows[4]["unseen"]
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, ours(ng.AdamW, "word", max_grad_norm=1.0)], ids=["fused", "ours"])
+def test_a_skipped_step_is_not_compared(options: dict[str, Any]) -> None:
+    loop, scaler = Loop(**options), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    plain = loop.loss
+    if "fused" in options:
+        loop.update = lambda: (scaler.step(loop.optimizer), scaler.update())
+        loop.loss = lambda: scaler.scale(plain())
+    loop.run(1)
+    loop.after_backward = lambda: loop.model.head.weight.grad.fill_(math.inf)
+    loop.run(1)
+    assert not loop.readings and "skipped" in loop.rows[2]["unseen"]["the update"]
+
+
+# ── between two steps ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def each_weight(change: Callable[[Tensor], object]) -> Callable[[Loop], object]:
+    return lambda loop: [change(p) for p in loop.model.parameters()]
+
+
+WRITTEN: dict[str, tuple[Callable[[Loop], object], str, str]] = {
+    "scaled": (each_weight(lambda p: p.mul_(0.99)), "weights-written", "multiplied by 0.99"),
+    "narrow": (each_weight(lambda p: p.copy_(p.bfloat16())), "weights-written", "rounded to bfloat16"),
+    "one element": (lambda loop: loop.model.head.weight[0, 0].add_(1.0), "weights-written", "% of the elements"),
+    "lost states": (lambda loop: loop.optimizer.state.clear(), "states-written", "it is lost"),
+    "other states": (
+        lambda loop: [s["exp_avg"].mul_(1.5) for s in loop.optimizer.state.values()], "states-written", "exp_avg was changed",
+    ),
+    "the same again": (
+        lambda loop: loop.optimizer.load_state_dict(copy.deepcopy(loop.optimizer.state_dict())), "", "",
+    ),
+    "there and back": (each_weight(lambda p: p.mul_(1.3).div_(1.3)), "", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_what_is_written_after_a_compared_step_is_read(name: str) -> None:
+    write, what, words = WRITTEN[name]
+    loop = Loop(every=4).run(4)
+    with torch.no_grad():
+        write(loop)
+    between = [r for r in loop.run(1).readings if r.step == 4]
+    assert {r.what for r in between} == ({what} if what else set())
+    assert all(words in r.advice and r.stage == "between steps" for r in between)
+
+
+def test_a_step_that_is_taken_back_and_states_of_another_checkpoint_are_read() -> None:
+    loop = Loop(every=4).run(3)
+    weights, states = copy.deepcopy(loop.model.state_dict()), copy.deepcopy(loop.optimizer.state_dict())
+    loop.run(1).model.load_state_dict(weights)
+    assert "before the step again" in loop.run(1).readings[0].advice
+    loop = Loop(every=4).run(4)
+    loop.optimizer.load_state_dict(states)
+    assert "those of step 3, and the loop goes on from step 4" in loop.run(1).readings[0].advice
+
+
+def test_a_checkpoint_that_a_recorder_is_told_of_and_what_is_ignored_are_healthy() -> None:
+    loop = Loop(every=4).run(2)
+    saved = copy.deepcopy((loop.model.state_dict(), loop.optimizer.state_dict()))
+    loop.run(2).model.load_state_dict(saved[0])
+    loop.optimizer.load_state_dict(saved[1])
+    loop.watcher.go_on_from_checkpoint()
+    assert not loop.run(2).readings
+    loop = Loop(watch={"ignore": ["weights-written"]})
+    loop.after_update = lambda: [p.data.mul_(0.9) for p in loop.model.parameters()]
+    assert not loop.run(5).readings
+    with pytest.raises(ng.errors.RecipeError, match="weights-written"):
+        Loop(watch={"ignore": ["weights-writen"]})

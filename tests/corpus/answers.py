@@ -1,0 +1,120 @@
+"""What check, the record and the diagnosis read of each row of the corpus, asked once.
+
+``ng.check`` compares the loop's own gradients with the mean loss over all tokens, in float32. Then the loop trains for six steps
+beside ``ng.RunRecorder``, each of them compared with the optimizer's rule, and ``ng.diagnose`` reads the record.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from corpus.faults import Apply, Fault
+from corpus.healthy import Healthy
+from corpus.loop import Loop, Settings
+from narrowgauge.analysis.reading import Reading
+
+STEPS = 6
+LOCATES: dict[str, set[str]] = {
+    "settings": {"missing-parameters", "replaced-parameters", "parameters-twice", "no-matrix", "frozen-moves", "weight-decay"},
+    "data": {"gradient", "gradient-factor"},
+    "forward": {"gradient", "gradient-factor"},
+    "loss": {"gradient", "gradient-factor"},
+    "gradient": {
+        "gradient", "gradient-factor", "no-gradient", "nonfinite-gradient", "first-nonfinite", "skipped-steps",
+        "replaced-parameters",
+    },
+    "clip": {"clip-norm", "gradient", "gradient-factor"},
+    "state": {"state", "step-count", "parameters-twice", "step-factor", "weight-decay", "no-gradient", "weights-written"},
+    "weights": {
+        "step-factor", "weight", "weight-decay", "state", "nonfinite", "stands-still", "lost-updates", "weights-unmoved",
+        "truncated-setting",
+    },
+    "resume": {"states-written", "weights-written", "loss-scale-anew", "step-count"},
+    "average": set(),
+    "evaluation": {"weights-written"},
+}  # fmt: skip
+"""By stage of a fault, the kinds of readings that point at it."""
+
+
+DELIBERATE = {"sharpness-aware", "gradient noise", "gradient centralization"}
+"""Healthy loops that change their gradients on purpose after the passes: the check is given the passes alone."""
+
+
+def answers(row: Fault | Healthy, folder: Path) -> list[Reading]:
+    """Return every reading, the notes left out."""
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        readings = [*_checked(row), *_recorded(row.settings, row.apply, folder)]
+    return [reading for reading in readings if reading.severity != "note"]
+
+
+def _loop(settings: Settings, apply: Apply) -> Loop:
+    loop = Loop(settings, STEPS)
+    apply(loop)
+    return loop
+
+
+def _checked(row: Fault | Healthy) -> list[Reading]:
+    settings, loop = row.settings, _loop(row.settings, row.apply)
+    # The objective is the user's own; a fault's is that of the loop without it.
+    objective = loop if isinstance(row, Healthy) else Loop(settings)
+    parts = [(part, objective.labels(part)) for part in loop.read(0).chunk(settings.micro_batches)]
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        before, objective.model = objective.model, model
+        try:
+            return objective.summed(objective.logits(batch[0]), batch[1]) / objective.count(batch[1])
+        finally:
+            objective.model = before
+
+    def backward(model: nn.Module, batch: Any) -> None:
+        labels = [loop.labels(part) for part, _ in batch]
+        total = sum(loop.count(part) for part in labels)
+        for number, (part, _) in enumerate(batch):
+            loop.backward(loop.loss(loop.logits(part), labels[number], total), number)
+        if row.name not in DELIBERATE:
+            loop.before_clip()
+        if loop.scaler is not None:
+            loop.scaler = loop.new_scaler(settings.loss_scale)
+
+    loop.step = 1
+    try:
+        return list(ng.check(loop.model, [loop.optimizer, *loop.others], batch=parts, loss=loss, backward=backward))
+    except ng.errors.NarrowgaugeError:
+        return []
+
+
+def _recorded(settings: Settings, apply: Apply, folder: Path) -> list[Reading]:
+    loop = _loop(settings, apply)
+    limit = settings.clip or None
+    with ng.RunRecorder(
+        folder, loop.model, loop.optimizer, audit_every=1, max_grad_norm=limit, fingerprints_every=0
+    ) as recorder:
+        one_step = loop.one_step
+
+        def recorded() -> Any:
+            value = one_step()
+            recorder.step(value, **({"loss_scale": loop.scaler.get_scale()} if loop.scaler is not None else {}))
+            return value
+
+        loop.one_step = recorded  # type: ignore[method-assign]
+        loop.run()
+    return list(ng.diagnose(folder).readings)
+
+
+def verdict(row: Fault, readings: list[Reading], parameters: list[str]) -> str:
+    """Return ``located``, ``elsewhere`` or ``silent``."""
+    named = [name for name in parameters if re.search(row.where, name)]
+
+    def points(reading: Reading) -> bool:
+        is_there = not row.where or not named or not reading.tensor or any(name in reading.tensor for name in named)
+        return reading.what in LOCATES[row.stage] and is_there
+
+    return "silent" if not readings else "located" if any(map(points, readings)) else "elsewhere"

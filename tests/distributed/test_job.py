@@ -1,0 +1,115 @@
+"""Commands on the ranks of torchrun: as real processes, and what is refused before they start."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from narrowgauge.cli.main import main
+from narrowgauge.distributed.job import require_same, threads_of
+from narrowgauge.errors import RankError
+from narrowgauge.runs.record import Run
+from narrowgauge.trainer import resume_checks
+from ranks import run_ranks
+from trainer.fixtures import place as place  # a fixture
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "narrowgauge"]
+
+
+# ── what --nproc starts ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(main, list(words), prog_name="narrowgauge")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+    """The programs that this process would have become."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    programs: list[list[str]] = []
+
+    def execv(path: str, words: list[str]) -> None:
+        programs.append(words)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(os, "execv", execv)
+    return programs
+
+
+def test_nproc_is_a_call_of_torchrun_with_the_same_words(started: list[list[str]]) -> None:
+    words = ["train", "--nproc", "2", "--gradient-accumulation-steps", "4"]
+    assert call(*words, "--out", "here").exit_code == 0 and call(*words).exit_code == 0
+    named, chosen = started
+    assert named == [*TORCHRUN[:4], "--nproc-per-node", "2", "-m", "--", "narrowgauge", *words, "--out", "here"]
+    assert chosen[-2] == "--out" and Path(chosen[-1]).parts[-2] == "runs", "the ranks have one folder"
+
+
+def test_a_resume_starts_ranks_too(started: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"gradient_accumulation_steps": 4}
+    monkeypatch.setattr(resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": config}))
+    words = ["resume", "run", "--nproc", "3"]
+    assert call(*words).exit_code == 0 and started[-1][-len(words) :] == words
+    assert "each rank needs one" in call("resume", "run", "--nproc", "5").stderr and len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--nproc", "0"], "UsageError: Invalid value for '--nproc': 0 is not in the range x>=1."),
+        (["--nproc", "2", "--recipe", "bfloat16/wrod"], "RecipeError: "),
+        (["--nproc", "3", "--gradient-accumulation-steps", "2"], "RankError: 3 ranks were requested, and a step has 2"),
+        (["--nproc", "4", "--gradient-accumulation-steps", "4", "--replicas", "3"], "RankError: 3 replicas were requested"),
+    ],
+)  # fmt: skip
+def test_wrong_settings_cost_one_line_before_ranks_start(words: list[str], line: str, started: list[list[str]]) -> None:
+    result = call("train", *words)
+    assert (result.exit_code, result.stderr.count("\n"), started) == (2, 1, [])
+    assert result.stderr.startswith(line)
+
+
+# ── a rank ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("train", "--nproc", "2"), "RankError: Cannot start 2 ranks in one of torchrun's 4."),
+        (("compare", "--recipes", "bfloat16/word"), "RankError: Cannot run narrowgauge compare on 4 ranks."),
+        (("export", "run", "out"), "RankError: Cannot run narrowgauge export on 4 ranks."),
+    ],
+)
+def test_an_error_of_all_ranks_is_printed_by_rank_0(
+    words: tuple[str, ...], line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    for rank, expected in (("0", line), ("1", "")):
+        monkeypatch.setenv("RANK", rank)
+        result = call(*words)
+        assert result.exit_code == 2
+        assert result.stderr.startswith(expected) and result.stderr.count("\n") == bool(expected)
+
+
+def other_settings(rank: int) -> str:
+    require_same({"lr": 0.1})
+    with pytest.raises(RankError) as refused:
+        require_same({"lr": 0.1 + rank})
+    return refused.value.message
+
+
+def test_ranks_with_other_settings_are_refused_on_all(tmp_path: Path) -> None:
+    assert run_ranks(other_settings, 2, tmp_path) == ["Cannot train: rank 1 has lr = 1.1, and rank 0 has 0.1."] * 2
+
+
+def test_an_order_invariant_run_takes_one_thread() -> None:
+    before, seen = torch.get_num_threads(), []
+    for number, is_order_invariant in ((None, True), (3, True), (None, False)):
+        with threads_of(number, is_order_invariant):
+            seen.append(torch.get_num_threads())
+    assert seen == [1, 3, before] and torch.get_num_threads() == before

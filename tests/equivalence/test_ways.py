@@ -1,0 +1,77 @@
+"""Every way to train gives the bits of the plain loop: its visible weights, and all that its optimizer keeps.
+
+One table of ways by recipes. What must not change a training (a checkpoint, a copy, a measurement, another number of ranks)
+is a function in ``ways.py`` or ``ranks.py``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from equivalence import ranks, ways
+from equivalence.ways import ALONE, MORE_ON_RANKS, RECIPES
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+
+plain = functools.cache(ways.plain)
+on_one_rank = functools.cache(ranks.on_one_rank)
+
+
+@pytest.mark.parametrize(("way", "recipe"), list(itertools.product(ALONE, RECIPES)))
+def test_one_process(way: str, recipe: str) -> None:
+    assert ALONE[way](recipe) == plain(recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_accumulated_micro_batches(recipe: str) -> None:
+    """Against sums by hand: one backward pass over all micro-batches would add in another order."""
+    assert ways.accumulated(recipe) == ways.summed_by_hand(recipe)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where the ranks meet and save."""
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> ranks.Results:
+    """Return the fingerprints of each rank; all ways and recipes run in one start of the ranks."""
+    return ranks.run_ranks(folder)
+
+
+@pytest.mark.parametrize(
+    ("way", "recipe"),
+    [*itertools.product(ranks.WAYS, RECIPES), *(("hsdp", recipe) for recipe in MORE_ON_RANKS)],
+)
+def test_ranks(way: str, recipe: str, results: ranks.Results) -> None:
+    on_each_rank = [result[way, recipe] for result in results if (way, recipe) in result]
+    assert on_each_rank == [on_one_rank(recipe)] * ranks.WAYS[way]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_resumed_on_one_rank(recipe: str, results: ranks.Results, folder: Path) -> None:
+    assert ranks.resumed_on_one(recipe, folder) == on_one_rank(recipe)
+
+
+def test_fingerprints_tell_trainings_apart() -> None:
+    """Recipes, micro-batches, and one bit of any tensor: or equal fingerprints would prove little."""
+    seen = [fingerprint(recipe) for fingerprint in (plain, on_one_rank) for recipe in RECIPES]
+    assert all(one != other for place, one in enumerate(seen) for other in seen[:place])
+    training = ways.train(ways.start("bfloat16/compact"), range(2))
+    before, state = ways.fingerprint(training), training.optimizer.state_dict()
+    for name, value in ways.flat(state["state"], "").items():
+        if isinstance(value, Tensor) and value.dim() > 0:
+            value.view(-1)[-1:].view(torch.uint8)[0] ^= 1
+            training.optimizer.load_state_dict(state)
+            assert ways.fingerprint(training) != before, name
+            value.view(-1)[-1:].view(torch.uint8)[0] ^= 1

@@ -1,0 +1,330 @@
+"""A tiny Llama trained for eight steps, and the ways that must leave the bits of the plain loop.
+
+A *way* takes the name of a recipe, trains, and returns a :func:`fingerprint`. The ways here run in one process;
+those on several ranks are in ``ranks.py``.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import narrowgauge as ng
+
+RECIPES = (
+    "bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8",
+    "float8-row/word", "int8-row/states8", "float16/split", "bfloat16/collage-plus",
+)  # fmt: skip
+MORE_ON_RANKS = ("float8-delayed/split", "mxfp8/states8", "unit/word", "scalify/split8")
+"""Recipes whose scales or factors could depend on how a model is shared out; on ranks only."""
+STEPS, HALF, MICRO_BATCHES = 8, 4, 4
+SHAPE = {
+    "vocab_size": 48, "max_position_embeddings": 16, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+class Training(NamedTuple):
+    """A model and its optimizer."""
+
+    model: nn.Module
+    optimizer: ng.AdamW
+
+
+def llama(seed: int = 0) -> nn.Module:
+    """Return a float32 Llama of 25,000 weights, drawn from the seed."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+
+
+def start(recipe: str, model: nn.Module | None = None, *, compile: bool = False, **options: Any) -> Training:
+    """Prepare a model, by default a new one, for a recipe."""
+    options = {"lr": 1e-2, "weight_decay": 0.1, "max_grad_norm": 1.0, "seed": 7, "audit_every": 0, **options}
+    return Training(*ng.prepare(model or llama(), recipe, betas=(0.9, 0.95), compile=compile, **options))
+
+
+def tokens(step: int, micro_batch: int = 0) -> Tensor:
+    """Draw the tokens of a micro-batch: two sequences of twelve."""
+    generator = torch.Generator().manual_seed(100 * step + micro_batch)
+    return torch.randint(0, SHAPE["vocab_size"], (2, 12), generator=generator)
+
+
+def differentiate(training: Training, inputs: Tensor, share: float = 1.0) -> Tensor:
+    """Run forward and backward on ``share`` of the loss, scaled if the recipe scales it."""
+    loss = training.model(input_ids=inputs, labels=inputs).loss * share
+    scaler = training.optimizer.loss_scaler
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    return loss.detach()
+
+
+def train(training: Training, steps: Iterable[int] = range(STEPS)) -> Training:
+    """Take optimizer steps, each on one batch."""
+    for step in steps:
+        differentiate(training, tokens(step))
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training
+
+
+# ── fingerprints ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fingerprint(training: Training) -> dict[str, str]:
+    """Hash each visible weight and each entry of the optimizer's state, by name; ranks gather whole tensors first."""
+    model, optimizer = training
+    values = {**flat(get_model_state_dict(model), "model"), **flat(optimizer.state_dict(), "optimizer")}
+    return {name: digest(value) for name, value in values.items()}
+
+
+def flat(value: Any, name: str) -> dict[str, Any]:
+    """Flatten nested mappings and lists to leaves."""
+    if isinstance(value, Mapping):
+        return {k: v for key, part in value.items() for k, v in flat(part, f"{name}.{key}").items()}
+    if isinstance(value, (list, tuple)):
+        return flat(dict(enumerate(value)), name)
+    return {name: value}
+
+
+def digest(value: Any) -> str:
+    """Hash a tensor's shape and bits, and show anything else; 16-bit integers of shards travel as int32, so count as such."""
+    if not isinstance(value, Tensor):
+        return repr(value)
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    value = value.int() if value.dtype is torch.int16 else value
+    content = value.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return hashlib.blake2b(content, digest_size=8, key=f"{value.dtype} {tuple(value.shape)}".encode()).hexdigest()
+
+
+# ── ways in one process ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def plain(recipe: str) -> dict[str, str]:
+    """Train eagerly; every other way is compared with this one."""
+    return fingerprint(train(start(recipe)))
+
+
+def compiled(recipe: str) -> dict[str, str]:
+    """Compile the optimizer's kernels."""
+    return fingerprint(train(start(recipe, compile=True)))
+
+
+def moved(recipe: str, move: Callable[[Training], Training]) -> dict[str, str]:
+    """Go on with what ``move`` makes of a training after half of the steps."""
+    return fingerprint(train(move(train(start(recipe), range(HALF))), range(HALF, STEPS)))
+
+
+def other(recipe: str, **options: Any) -> Training:
+    """Start a training as far as it can be from the one that it takes over: other weights and options."""
+    training = start(recipe, llama(seed=1), lr=1.0, weight_decay=0.0, **options)
+    return train(training, range(50, 51))
+
+
+def resumed(recipe: str, **options: Any) -> dict[str, str]:
+    """Load both state dicts into another model and optimizer."""
+
+    def move(training: Training) -> Training:
+        loaded = other(recipe, **options)
+        loaded.model.load_state_dict(training.model.state_dict())
+        loaded.optimizer.load_state_dict(training.optimizer.state_dict())
+        return loaded
+
+    return moved(recipe, move)
+
+
+def resumed_under_another_seed(recipe: str) -> dict[str, str]:
+    """Load them where another seed was asked for: that of the state counts."""
+    return resumed(recipe, seed=3)
+
+
+def through_safetensors(recipe: str) -> dict[str, str]:
+    """Write the tensors of both state dicts to a safetensors file and read them back."""
+
+    def move(training: Training) -> Training:
+        with tempfile.TemporaryDirectory() as folder:
+            path = f"{folder}/state.safetensors"
+            saved = flat(training.optimizer.state_dict(), "")
+            weights = {name: value.detach().clone() for name, value in training.model.state_dict().items()}
+            states = {name: value.clone() for name, value in saved.items() if isinstance(value, Tensor)}
+            save_file({**{f"model.{name}": value for name, value in weights.items()}, **states}, path)
+            read = load_file(path)
+        loaded = other(recipe)
+        loaded.model.load_state_dict({name: read[f"model.{name}"] for name in weights})
+        loaded.optimizer.load_state_dict(filled(training.optimizer.state_dict(), read, ""))
+        return loaded
+
+    return moved(recipe, move)
+
+
+def filled(value: Any, read: Mapping[str, Tensor], name: str) -> Any:
+    """Replace the tensors of a nested state by those that were read."""
+    if isinstance(value, Mapping):
+        return {key: filled(part, read, f"{name}.{key}") for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [filled(part, read, f"{name}.{key}") for key, part in enumerate(value)]
+    return read[name] if isinstance(value, Tensor) else value
+
+
+def through_dcp(recipe: str) -> dict[str, str]:
+    """Save and load with torch.distributed.checkpoint, in one process."""
+
+    def move(training: Training) -> Training:
+        with tempfile.TemporaryDirectory() as folder:
+            save_dcp(training, Path(folder), no_dist=True)
+            return load_dcp(other(recipe), Path(folder), no_dist=True)
+
+    return moved(recipe, move)
+
+
+def save_dcp(training: Training, folder: Path, **options: Any) -> None:
+    """Save a checkpoint."""
+    dcp.save(dcp_state(training), checkpoint_id=folder, **options)
+
+
+def load_dcp(training: Training, folder: Path, **options: Any) -> Training:
+    """Load a checkpoint into a training, sharded in whatever way."""
+    state = dcp_state(training)
+    dcp.load(state, checkpoint_id=folder, **options)
+    set_model_state_dict(training.model, state["model"])
+    set_optimizer_state_dict(training.model, training.optimizer, state["optimizer"])
+    return training
+
+
+def dcp_state(training: Training) -> dict[str, Any]:
+    """Return what a checkpoint holds."""
+    model, optimizer = training
+    return {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def deep_copied(recipe: str) -> dict[str, str]:
+    """Go on with a deep copy, after the original has gone elsewhere."""
+
+    def move(training: Training) -> Training:
+        copied = copy.deepcopy(training)
+        train(training, range(50, 51))
+        return copied
+
+    return moved(recipe, move)
+
+
+def pickled(recipe: str) -> dict[str, str]:
+    """Go on with what is left of model and optimizer after pickling."""
+    return moved(recipe, lambda training: pickle.loads(pickle.dumps(training)))
+
+
+def gauged(recipe: str) -> dict[str, str]:
+    """Attach gauges that sample every step."""
+    training = start(recipe)
+    gauges = ng.attach_gauges(training.model, training.optimizer, every=1)
+    train(training)
+    assert gauges.last is not None
+    return fingerprint(training)
+
+
+def audited(recipe: str) -> dict[str, str]:
+    """Audit each step."""
+    training = train(start(recipe, audit_every=1))
+    assert ng.audit(training.optimizer)
+    return fingerprint(training)
+
+
+def recorded(recipe: str) -> dict[str, str]:
+    """Record a run: gauges, fingerprints and an audit of every step."""
+    training, often = start(recipe), {"gauges_every": 1, "fingerprints_every": 1, "audit_every": 1}
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with ng.RunRecorder(f"{folder}/run", *training, recipe=recipe, **often) as recorder:
+            for step in range(STEPS):
+                loss = differentiate(training, tokens(step))
+                training.optimizer.step()
+                training.optimizer.zero_grad()
+                recorder.step(loss=loss)
+        assert len(ng.read_run(f"{folder}/run").steps) == STEPS
+    return fingerprint(training)
+
+
+def checked(recipe: str) -> dict[str, str]:
+    """Check the set-up before the first step and after the fourth."""
+    training = start(recipe)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ng.check(*training)
+        train(training, range(HALF))
+        ng.check(*training)
+    train(training, range(HALF, STEPS))
+    return fingerprint(training)
+
+
+def checkpointed(recipe: str) -> dict[str, str]:
+    """Compute activations again in the backward pass."""
+    training = start(recipe)
+    training.model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    return fingerprint(train(training))
+
+
+# ── micro-batches ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def accumulated(recipe: str) -> dict[str, str]:
+    """Sum micro-batches with a GradientAccumulator."""
+    training = start(recipe)
+    accumulator = ng.GradientAccumulator(training.model.parameters(), "float32")
+    for step in range(STEPS):
+        for micro_batch in range(MICRO_BATCHES):
+            differentiate(training, tokens(step, micro_batch), 1 / MICRO_BATCHES)
+            accumulator.accumulate()
+        accumulator.finish()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return fingerprint(training)
+
+
+def summed_by_hand(recipe: str) -> dict[str, str]:
+    """Sum micro-batches in float32 by hand and round once, ties away from zero: what ``accumulated`` is compared with."""
+    training = start(recipe)
+    for step in range(STEPS):
+        sums: dict[Tensor, Tensor] = {}
+        for micro_batch in range(MICRO_BATCHES):
+            differentiate(training, tokens(step, micro_batch), 1 / MICRO_BATCHES)
+            for p in training.model.parameters():
+                sums[p] = sums[p] + p.grad.float() if p in sums else p.grad.float()  # type: ignore[union-attr]
+                p.grad = None
+        for p, total in sums.items():
+            p.grad = round_once(total, p.dtype)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return fingerprint(training)
+
+
+def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float32 to the nearest value of a format."""
+    dropped = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}[dtype]
+    half = 1 << dropped >> 1
+    return (total.view(torch.int32) + half >> dropped << dropped).view(torch.float32).to(dtype)
+
+
+ALONE = {
+    way.__name__: way
+    for way in (
+        compiled, resumed, resumed_under_another_seed, through_safetensors, through_dcp, deep_copied, pickled, gauged, audited,
+        recorded, checked, checkpointed,
+    )
+}  # fmt: skip

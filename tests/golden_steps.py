@@ -1,0 +1,328 @@
+"""Fingerprints of what the arithmetic stores and returns, for ``tests/golden/steps.toml``.
+
+All inputs are made by integer hashing. Steps of elementwise rules, roundings and casts use no matmul, and linear layers multiply
+values whose sums are exact in float32, so these bits do not depend on the processor. Two sections are kept for each kind of
+processor: matrix rules, which multiply real numbers, and linear layers with the processor's own bfloat16 matmul, which rounds
+its sums to bfloat16 before they are scaled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from golden_files import machine_key
+from narrowgauge.machine import pretending
+from narrowgauge.numerics.quantization import padded, quantize, random_words
+from narrowgauge.optim import optimizers
+from narrowgauge.spec import show
+from narrowgauge.spec.computes import COMPUTES, Cast, Compute
+from narrowgauge.spec.notation import get_compute
+from narrowgauge.spec.storages import STORAGES
+from narrowgauge.spec.sums import ACCUMULATIONS, REDUCTIONS
+from narrowgauge.spec.toml import load_toml
+from narrowgauge.spec.update_rules import UPDATE_RULES
+
+STEPS = 12
+SHAPES = {"matrix": (33, 17), "tall": (129, 3), "vector": (5,), "scalar": (1,), "still": (7, 9)}
+"""Odd sizes; ``still`` has a zero gradient in every step."""
+WITHOUT_GRADIENT, INFINITE = 4, 7
+"""In the one step ``tall`` has no gradient, in the other an element of ``matrix`` is infinite and the step is skipped."""
+MATRIX_OPTIONS: dict[str, dict[str, Any]] = {"galore": {"rank": 4, "update_proj_gap": 5}}
+MATRIX_OPTIONS["gradnorm_lorp"] = MATRIX_OPTIONS["galore"]
+
+
+def hashed(shape: tuple[int, ...], key: int) -> Tensor:
+    """Integers from 0 to 2^32 - 1, a hash of the index and the key: int64."""
+    count = torch.Size(shape).numel()
+    word = torch.arange(count, dtype=torch.int64) * 0x9E3779B1 + key * 0x85EBCA6B + 0x27220A95 & 0xFFFFFFFF
+    for multiplier in (0x7FEB352D, 0x46447395):
+        word = (word ^ word >> 16) * multiplier & 0xFFFFFFFF
+    return (word ^ word >> 15).reshape(shape)
+
+
+def values(shape: tuple[int, ...], key: int, binades: int = 12, top: int = -2) -> Tensor:
+    """Seven-bit integers of either sign over several binades, exact in bfloat16 and, with these defaults, float16."""
+    word = hashed(shape, key)
+    magnitude = (word & 127).float() * torch.exp2(-((word >> 8) % binades).float() + top - 7)
+    return torch.where(word >> 20 & 1 > 0, -magnitude, magnitude)
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """64 bits of a hash of the dtypes, shapes and bytes."""
+    state = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = tensor.detach().flatten().clone(memory_format=torch.contiguous_format)
+        state.update(f"{tensor.dtype} {tuple(tensor.shape)} ".encode())
+        state.update(flat.view(torch.uint8).numpy().tobytes())
+    return state.hexdigest()
+
+
+# ── steps ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Each update rule with each storage that it can be computed in."""
+    return [
+        (rule.name, storage.name)
+        for rule in UPDATE_RULES.values()
+        for storage in STORAGES.values()
+        if not rule.is_matrix or storage.arithmetic == "float32"
+    ]
+
+
+def steps(rule: str, storage: str) -> str:
+    """The visible weights, the stored values, and what a checkpoint holds, after twelve steps: a fingerprint of each."""
+    row, dtype = UPDATE_RULES[rule], getattr(torch, STORAGES[storage].visible)
+    weights = {name: nn.Parameter(values(shape, 1).to(dtype)) for name, shape in SHAPES.items()}
+    options: dict[str, Any] = {"sgd": {"momentum": 0.9, "nesterov": True}}.get(rule, MATRIX_OPTIONS.get(rule, {}))
+    optimizer = getattr(optimizers, row.optimizer)(
+        list(weights.items()), lr=0.003, weight_decay=0.1, max_grad_norm=0.5, seed=7, audit_every=5,
+        storage=storage, compile=False, **options,
+    )  # fmt: skip
+    for step in range(STEPS):
+        for place, (name, weight) in enumerate(weights.items()):
+            weight.grad = values(weight.shape, 100 + 10 * step + place).to(dtype)
+            if name == "still":
+                weight.grad.zero_()
+            if name == "tall" and step == WITHOUT_GRADIENT:
+                weight.grad = None
+            if name == "matrix" and step == INFINITE:
+                weight.grad[3, 2] = torch.inf
+        optimizer.step()
+    optimizer.settle()
+    saved = optimizer.state_dict()["state"]
+    stored = [
+        optimizer.stored(weight, name)
+        for weight in weights.values()
+        for name in ("weight", *_states(optimizer, weight))
+    ]
+    planes = [value for key in sorted(saved) for _, value in sorted(saved[key].items()) if isinstance(value, Tensor)]
+    return " ".join(map(fingerprint, (weights.values(), stored, planes)))
+
+
+def _states(optimizer: ng.Optimizer, weight: Tensor) -> list[str]:
+    """The names of the elementwise states of a parameter."""
+    names = []
+    for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+        try:
+            optimizer.stored(weight, name)
+        except KeyError:
+            continue
+        names.append(name)
+    return names
+
+
+# ── linear layers ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def operand(shape: tuple[int, ...], key: int, amax: float = 1.75) -> Tensor:
+    """Values of few bits, whose scales are powers of two, so that sums of products are exact in float32.
+
+    Args:
+        amax: a power of two times the largest number of the format: 1.75 for float8, 1.3125 for NVFP4, which scales its scales.
+    """
+    word = hashed(shape, key)
+    magnitude = (8 + word % (6 if amax > 1.5 else 3)).float() * torch.exp2(-((word >> 8) & 1).float() - 3)
+    x = torch.where(word >> 20 & 1 > 0, -magnitude, magnitude)
+    if len(shape) == 2:
+        x[:, ::16] = amax  # of every row and block
+        x[::16, :] = amax
+        x *= torch.exp2(-(torch.arange(shape[0]) % 3).float())[:, None]  # and rows with scales of their own
+    return x
+
+
+def computes() -> dict[str, Compute]:
+    """Every compute and variant that ``narrowgauge show computes`` lists."""
+    names = [str(row["name"]) for row in show.rows("computes")]
+    return {name: COMPUTES.get(name) or get_compute(name) for name in names}
+
+
+def linear(compute: Compute) -> str:
+    """Output and gradients of one layer in three steps."""
+    dtype, amax = getattr(torch, compute.dtype), 1.3125 if "nvfp4" in compute.name else 1.75
+    layer = nn.Linear(64, 32).to(dtype)
+    with torch.no_grad():
+        layer.weight.copy_(operand((32, 64), 1, amax) / 4)
+        layer.bias.copy_(operand((32,), 2))
+    model = nn.Sequential(OrderedDict(down_proj=layer))  # the one name that all variants take
+    handle = ng.swap_linears(model, compute, keep=(), seed=3)
+    results: list[Tensor] = []
+    for step in range(3):
+        handle.step = step
+        x = (operand((48, 64), 10 + step, amax) * 2.0**step).to(dtype).requires_grad_()
+        model.zero_grad()
+        y = model(x)
+        y.backward((operand((48, 32), 20 + step, amax) / 16).to(dtype))
+        results += [y, x.grad, layer.weight.grad, layer.bias.grad]
+    return fingerprint(results)
+
+
+# ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def accumulation(name: str) -> str:
+    """The sums of two steps of five micro-batches."""
+    dtype = torch.float32 if name == "float64" else torch.bfloat16
+    weights = [nn.Parameter(values(shape, 1).to(dtype)) for shape in SHAPES.values()]
+    accumulator = ng.GradientAccumulator(weights, name, seed=5, num_micro_batches=5, compile=False)
+    results = []
+    for step in range(2):
+        for micro_batch in range(5):
+            for place, weight in enumerate(weights):
+                weight.grad = values(weight.shape, 1000 * step + 10 * micro_batch + place).to(dtype)
+            accumulator.accumulate()
+        accumulator.finish()
+        results += [weight.grad.clone() for weight in weights]
+        for weight in weights:
+            weight.grad = None
+    return fingerprint(results)
+
+
+class Given(nn.Module):
+    """A model whose gradients are given: the loss is the sum of products with them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(values(shape, 1).to(dtype)) for shape in SHAPES.values()])
+
+    def forward(self, key: int) -> Tensor:
+        products = [(w * values(w.shape, key + place).to(w.dtype)).sum() for place, w in enumerate(self.weights)]
+        return torch.stack(products).sum()
+
+
+def reduction(rank: int, size: int, name: str) -> str:
+    """The gradients that a reduction leaves of six micro-batches in two steps, of float32 and of bfloat16 weights."""
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = Given(dtype)
+        sums = ng.reduce_gradients_with(model, name, average=False, seed=11)
+        for step in range(2):
+            mine = range(rank, 6, size)
+            for micro_batch in mine:
+                with sums.micro_batch(is_last=micro_batch == mine[-1]):
+                    model(10_000 * step + 100 * micro_batch).backward()
+            results += [weight.grad.clone() for weight in model.weights]
+            model.zero_grad()
+        sums.close()
+    return fingerprint(results)
+
+
+def reductions(rank: int, size: int) -> dict[str, str]:
+    """Those of every reduction on this rank."""
+    return {name: reduction(rank, size, name) for name in REDUCTIONS}
+
+
+# ── roundings and casts ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def hard_values() -> Tensor:
+    """Float32 values of every exponent and sign, ties, subnormals, zeros, infinities and NaN."""
+    word = hashed((8192,), 3)
+    word[:256] = torch.arange(256) << 23 | 0x400000  # a tie or nearly one in every binade
+    word[256:512] = torch.arange(256) << 23 | 0x80000000
+    word[512:520] = torch.tensor([0, 0x80000000, 0x7F800000, 0xFF800000, 0x7FC00000, 1, 0x80000001, 0x7F7FFFFF])
+    return torch.where(word >= 2**31, word - 2**32, word).int().view(torch.float32)
+
+
+def rounding(format: str) -> str:
+    """Each rounding of the hard values, float32 and float64, with and without saturation."""
+    x = hard_values()
+    results = []
+    for source in (x, x.double() * (1 + 2.0**-40)):
+        for kind in ("nearest", "toward_zero", "stochastic"):
+            for saturate in (False, True):
+                seed = 9 if kind == "stochastic" else None
+                results.append(ng.round_to(source, format, kind, seed=seed, saturate=saturate))
+    return fingerprint(results)
+
+
+def formats() -> list[str]:
+    """The formats that float32 can hold."""
+    return [name for name in ng.spec.FORMATS if name not in ("float32", "float64") and _fits(name)]
+
+
+def _fits(name: str) -> bool:
+    try:
+        ng.round_to(torch.zeros(1), name)
+    except ng.errors.FormatError:
+        return False
+    return True
+
+
+def casts() -> dict[str, Cast]:
+    """Every different cast of the computes' operands that has codes."""
+    return {str(cast): cast for row in computes().values() for cast in row.casts.values() if not cast.is_wide}
+
+
+def quantization(cast: Cast) -> str:
+    """Codes and scales of one matrix, contracted along either dimension."""
+    results: list[Tensor] = []
+    for dim in (0, 1):
+        x = padded(values((70, 150), 4, binades=20, top=3), cast, dim)
+        words = random_words(*x.shape, torch.tensor(17)) if cast.rounding != "nearest" else None
+        fold = None
+        if cast.rotation == "hadamard-drawn":
+            fold = (1 - 2 * (hashed((x.shape[dim],), 5) & 1)).float().reshape((-1, 1) if dim == 0 else (1, -1))
+        quantized = quantize(x, cast, dim, words=words, fold=fold)
+        results += [part for part in quantized if part is not None]
+    return fingerprint(results)
+
+
+# ── the file ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sections(two_ranks: Callable[[], Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Every fingerprint by section and name; those of matrix rules in a section of this kind of processor.
+
+    Args:
+        two_ranks: the fingerprints of :func:`reductions` on two ranks.
+    """
+    threads, here = torch.get_num_threads(), machine_key()
+    torch.set_num_threads(1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # naive storages warn of lost updates, computes of emulation
+            elementwise = {f"{r} {s}": steps(r, s) for r, s in pairs() if not UPDATE_RULES[r].is_matrix}
+            matrix = {f"{r} {s}": steps(r, s) for r, s in pairs() if UPDATE_RULES[r].is_matrix}
+            one_rank = {f"{name}, 1 rank": digest for name, digest in reductions(0, 1).items()}
+            with pretending():
+                float32_products = {name: linear(compute) for name, compute in computes().items()}
+            return {
+                "steps": elementwise,
+                f"steps on {here}": matrix,
+                "linear layers": float32_products,
+                f"linear layers on {here}": {name: linear(compute) for name, compute in computes().items()},
+                "accumulations": {name: accumulation(name) for name in ACCUMULATIONS},
+                "reductions": one_rank | {f"{name}, 2 ranks": digest for name, digest in two_ranks().items()},
+                "roundings": {name: rounding(name) for name in formats()},
+                "quantizations": {name: quantization(cast) for name, cast in casts().items()},
+            }
+    finally:
+        torch.set_num_threads(threads)
+
+
+def write(path: Path, found: Mapping[str, Mapping[str, str]]) -> None:
+    """Write sections as TOML; those of other processors stay."""
+    lines = []
+    for section, rows in (read(path) | dict(found)).items():
+        lines += [
+            f"[{json.dumps(section)}]",
+            *(f"{json.dumps(name)} = {json.dumps(row)}" for name, row in rows.items()),
+            "",
+        ]
+    path.write_text("\n".join(lines), encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, dict[str, str]]:
+    """Read the sections; none where the file is missing."""
+    return load_toml(path.read_text(encoding="utf-8")) if path.exists() else {}

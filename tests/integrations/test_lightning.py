@@ -1,0 +1,90 @@
+"""Lightning's Trainer with ``precision="bf16-true"`` and our optimizers: the bits of a loop of one's own, and the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch.utils.data import DataLoader
+
+import narrowgauge as ng
+from integrations.bfloat16_loop import LR, STEPS, llama, same_weights, sequences, trained
+from narrowgauge.integrations.lightning import NarrowgaugeMonitor
+
+pytestmark = [
+    pytest.mark.frameworks,
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*num_workers.*"),
+]
+
+
+class Module(pl.LightningModule):
+    """A language model; nothing here but the optimizer knows a format."""
+
+    def __init__(self, compute: str | None = None, **options: Any) -> None:
+        super().__init__()
+        self.model, self.options, self.losses = llama(compute), options, []
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        batch = sequences(4 * STEPS).split(4)[self.global_step]  # also where a fit resumes within an epoch
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, index: int) -> None:
+        self.log("val_loss", self.model(input_ids=batch, labels=batch).loss)
+
+    def configure_optimizers(self) -> Any:
+        return ng.AdamW(self.parameters(), lr=LR, **{"storage": "word", **self.options})
+
+
+def fit(module: Module, steps: int = STEPS, resume: Any = None, **options: Any) -> pl.Trainer:
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet: dict[str, Any] = {"max_epochs": -1, **dict.fromkeys(off, False), **options}
+    trainer = pl.Trainer(precision="bf16-true", max_steps=steps, accelerator="cpu", **quiet)
+    batches = DataLoader(sequences(4 * STEPS).split(4), batch_size=None)  # type: ignore[arg-type]
+    trainer.fit(module, batches, DataLoader([sequences(4)], batch_size=None), ckpt_path=resume, weights_only=False)  # type: ignore[arg-type]
+    return trainer
+
+
+@pytest.mark.parametrize(
+    ("compute", "options"), [(None, {"max_grad_norm": 1.0}), ("float8-row", {"storage": "compact"})]
+)
+def test_losses_and_weights_are_those_of_a_loop_of_ones_own(compute: str | None, options: dict[str, Any]) -> None:
+    module = Module(compute, **options)
+    fit(module)
+    model = llama(compute)
+    optimizer = ng.AdamW(model.parameters(), lr=LR, **{"storage": "word", **options})
+    assert module.losses == trained(model, optimizer, sequences(4 * STEPS).split(4))
+    assert same_weights(module.model, model)
+
+
+def test_a_fit_is_recorded_and_resumed_with_the_same_bits(tmp_path: Path) -> None:
+    def monitor() -> NarrowgaugeMonitor:
+        return NarrowgaugeMonitor(tmp_path / "run", gauges_every=3, audit_every=2, tokens=torch.numel)
+
+    whole = Module(audit_every=2)
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    fit(whole, callbacks=[monitor()], logger=logger, log_every_n_steps=1, val_check_interval=3)
+    run = ng.read_run(tmp_path / "run")
+    assert [row["loss"] for row in run.steps] == whole.losses
+    assert [row["tokens"] for row in run.steps] == [68 * (step + 1) for step in range(STEPS)]
+    assert {row["step"] for row in run.gauges} == {3, 6} and len(run.evals) == 2
+    assert run.summary["steps"] == STEPS and not [event for event in run.events if event["kind"] == "warning"]
+    assert "edq" in (Path(logger.log_dir) / "metrics.csv").read_text()
+    stopped = Module(audit_every=2)
+    fit(stopped, steps=3, callbacks=[monitor()]).save_checkpoint(tmp_path / "three.ckpt")
+    again = Module(audit_every=2)
+    fit(again, resume=tmp_path / "three.ckpt", callbacks=[monitor()])
+    second = ng.read_run(tmp_path / "run-2")
+    assert len(second.steps) == STEPS and second.summary["weights_fingerprint"] == run.summary["weights_fingerprint"]
+    assert same_weights(again.model, whole.model)
+
+
+def test_the_monitor_warns_of_two_clippings(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="clipped twice"):
+        fit(Module(max_grad_norm=1.0), 1, callbacks=[NarrowgaugeMonitor(tmp_path / "run")], gradient_clip_val=1.0)

@@ -1,0 +1,135 @@
+"""Sums that ignore order: the laws, against fractions and Python integers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics import chunks, exact_sums
+from narrowgauge.numerics.exact_sums import exact_norm, exact_squares
+from oracles.exact_sums import exact_sum, exact_sum_of_squares, nearest_float, squares_bound
+from tensors import scalar_bits
+
+NARROW = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Set the chunk length, so that small tensors have many chunks."""
+    return lambda size: monkeypatch.setattr(chunks, "CHUNK", size)
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    return exact_squares(tensors, compile=False)[0]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def wild(count: int, seed: int, dtype: torch.dtype = torch.float32, binades: float = 8.0) -> Tensor:
+    """Values of both signs whose magnitudes spread over many binades, so float sums of them do depend on order."""
+    g = generator(seed)
+    exponents = torch.randn(count, generator=g, dtype=torch.float64) * binades
+    return (torch.randn(count, generator=g, dtype=torch.float64) * exponents.exp2()).to(dtype)
+
+
+def cut(x: Tensor, seed: int) -> list[Tensor]:
+    """``x`` in a random order, cut at random places into tensors (empty ones among them)."""
+    g = generator(seed)
+    x = x[torch.randperm(x.numel(), generator=g)]
+    marks = torch.randint(0, x.numel() + 1, (5,), generator=g).sort().values.tolist()
+    return [x[a:b] for a, b in zip([0, *marks], [*marks, x.numel()], strict=True)]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_sum_of_squares_has_the_same_bits_in_every_order_cut_and_chunking(
+    dtype: torch.dtype, small_chunks: Callable[[int], None]
+) -> None:
+    x = wild(3000, 1, dtype, binades=2.0 if dtype == torch.float16 else 12.0)
+    expected, norm = scalar_bits(sum_of_squares([x])), exact_norm([x])
+    assert norm.dtype == torch.float32 and norm.shape == ()
+    for seed in range(24):
+        small_chunks(seed % 5 * 300 + 17)
+        parts = cut(x, seed)
+        assert scalar_bits(sum_of_squares(parts)) == expected
+        assert torch.equal(exact_norm(parts), norm)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_sum_of_squares_keeps_its_bound_against_fractions(dtype: torch.dtype) -> None:
+    for seed in range(6):
+        x = wild(400, seed, dtype, binades=2.0 if dtype == torch.float16 else 5.0 * (seed + 1))
+        x = x[torch.isfinite(x)]
+        values = x.double().tolist()
+        got = exact_sum([sum_of_squares([x]).item()])
+        assert abs(got - exact_sum_of_squares(values)) <= squares_bound(values)
+
+
+def test_sum_of_squares_is_exact_where_the_law_says_so() -> None:
+    integers = torch.arange(-1000.0, 1000.0)
+    assert sum_of_squares([integers]).item() == sum(k * k for k in range(-1000, 1000))
+    # 4,096 addends: 50 bits a grid, so 2^-60 lies on the second grid and would have vanished from the first.
+    ones = torch.cat((torch.ones(1), torch.full((4095,), 2.0**-30)))
+    assert sum_of_squares([ones]).item() == nearest_float(1 + exact_sum([4095 * 2.0**-60]))
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 2.0**-130, 2.0**-75, 1.0, 2.0**126])
+def test_sum_of_squares_over_the_whole_range_of_float32(scale: float) -> None:
+    x = torch.tensor([1.0, 1.0, 0.0, -1.0, 1.0], dtype=torch.float64).mul(scale).float()
+    assert sum_of_squares([x]).item() == 4 * scale * scale
+    assert exact_norm([x]).item() == (2 * scale if scale < 2.0**127 else math.inf)
+
+
+def test_a_norm_beyond_float32_is_infinite_though_its_square_is_finite() -> None:
+    x = torch.full((4,), torch.finfo(torch.float32).max)
+    assert math.isfinite(sum_of_squares([x]).item())
+    assert exact_norm([x]).item() == math.inf
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_nan_wins_over_infinity_and_infinity_over_numbers(dtype: torch.dtype) -> None:
+    big = torch.ones(3000, dtype=dtype)
+    inf, nan = big.clone(), big.clone()
+    inf[7], nan[2900] = -math.inf, math.nan
+    assert exact_norm([big, inf]).item() == math.inf
+    assert sum_of_squares([inf, big]).item() == math.inf
+    for tensors in ([nan, inf], [inf, nan], [big, nan]):
+        assert math.isnan(exact_norm(tensors).item())
+        assert math.isnan(sum_of_squares(tensors).item())
+
+
+SHAPES = [(3,), (0,), (), (64, 64), (4098,), (4097,), (71, 73), (190, 180)]
+
+
+def mixed(dtypes: tuple[torch.dtype, ...], scale: float) -> list[Tensor]:
+    cycle = itertools.cycle(dtypes)
+    return [(torch.randn(shape, generator=generator(k)) * scale).to(next(cycle)) for k, shape in enumerate(SHAPES)]
+
+
+@pytest.mark.parametrize("joined", [1 << 16, 100, 0])
+@pytest.mark.parametrize("scale", [1e-30, 1e-2, 1e3])
+@pytest.mark.parametrize("dtypes", [NARROW[:1], NARROW[1:2], NARROW[2:], NARROW], ids=str)
+def test_neither_joining_nor_layout_nor_the_order_of_tensors_enters(
+    dtypes: tuple[torch.dtype, ...], scale: float, joined: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact_sums, "JOINED_ELEMENTS", joined)
+    monkeypatch.setattr(exact_sums, "JOINED_TOTAL", max(1, 3 * joined))
+    tensors = mixed(dtypes, scale)
+    expected = scalar_bits(exact_norm([torch.cat([x.reshape(-1).float() for x in tensors])]))
+    shifted = [torch.cat([x.reshape(-1)[:1], x.reshape(-1)])[1:] if x.numel() else x for x in tensors]
+    strided = [torch.stack([x, x], -1)[..., 0] for x in tensors]
+    for same in (tensors, tensors[::-1], shifted, strided, [x.t() if x.ndim == 2 else x for x in tensors]):
+        assert scalar_bits(exact_norm(same)) == expected
+
+
+def test_compiled_passes_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact_sums, "COMPILE_ELEMENTS", 1 << 12)
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = [wild(9001, 1, dtype), wild(80_000, 2, dtype), wild(70_001, 3, dtype), wild(80_000, 4, dtype)[1:]]
+        assert scalar_bits(exact_norm(tensors)) == scalar_bits(exact_norm(tensors, compile=False))

@@ -1,0 +1,83 @@
+"""Layouts for a GPU's kernels: every scale and every code lies where the published formula says, and comes back."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.quantization import (
+    four_bit_codes,
+    four_bit_values,
+    packed_pairs,
+    scales_in_columns,
+    square_scales_in_columns,
+    tiled_scales,
+    unpacked_pairs,
+)
+from oracles.cuda_matmuls import tiled_offset, up
+from tables import exhaustive
+
+# One, a part of a group of 32, groups, tiles, and one more of each.
+ROWS = [*range(1, 36), 63, 64, 65, 96, 97, *range(126, 131), 160, 255, 256, 257, 384, 385, 513]
+BLOCKS = [*range(1, 14), 16, 17, 31, 32, 33]
+
+
+def numbered(rows: int, blocks: int) -> Tensor:
+    """Bytes that repeat late: a wrong place shows."""
+    return ((torch.arange(rows)[:, None] * 37 + torch.arange(blocks) * 101) % 251 + 1).to(torch.uint8)
+
+
+@exhaustive("rows", ROWS)
+def test_every_scale_lies_where_cublas_looks_for_it(rows: int) -> None:
+    for blocks in BLOCKS:
+        scales = numbered(rows, blocks)
+        tiled = tiled_scales(scales)
+        assert tiled.is_contiguous() and tiled.shape == (up(rows, 128) * up(blocks, 4),)
+        places = tiled_offset(torch.arange(rows)[:, None], torch.arange(blocks)[None, :], up(blocks, 4))
+        assert torch.equal(tiled[places], scales)
+        rest = tiled.clone()
+        rest[places] = 0
+        assert not rest.any(), "what fills the tiles up is zero"
+
+
+def test_the_formula_within_a_tile_is_the_published_one() -> None:
+    """``outer = ((offset % 16) / 4) * 32 + (offset / 16); inner = offset % 4`` is its published inverse."""
+    offset = torch.arange(512)
+    outer, inner = (offset % 16) // 4 * 32 + offset // 16, offset % 4
+    assert torch.equal(tiled_offset(outer, inner, 4), offset)
+    assert tiled_offset(torch.tensor(130), torch.tensor(5), 8) == 3 * 512 + 2 * 16 + 1
+
+
+def test_four_bits_are_those_of_ml_dtypes() -> None:
+    codes = torch.arange(16, dtype=torch.uint8)
+    values = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
+    assert torch.equal(four_bit_values(codes), torch.from_numpy(values))
+    # A negative zero becomes the zero.
+    assert torch.equal(four_bit_codes(four_bit_values(codes)), torch.where(codes == 8, 0, codes))
+
+
+@exhaustive("dim", [0, 1])
+def test_every_pair_of_codes_is_packed_with_the_first_in_the_low_half(dim: int) -> None:
+    first, second = torch.arange(16).repeat_interleave(16), torch.arange(16).repeat(16)
+    codes = torch.stack([first, second], 1).flatten().to(torch.uint8)[None, :]
+    codes = codes if dim == 1 else codes.t()
+    packed = packed_pairs(codes, dim)
+    assert torch.equal(packed.flatten(), (first + 16 * second).to(torch.uint8))
+    assert packed.shape == ((1, 256) if dim == 1 else (256, 1))
+    assert torch.equal(unpacked_pairs(packed, dim), codes)
+
+
+@exhaustive("rows", [1, 2, 16, 144])
+def test_scales_of_128_values_lie_column_by_column(rows: int) -> None:
+    for blocks in (1, 2, 3, 4, 5, 8, 9):
+        scales = numbered(rows, blocks).float()
+        columns = scales_in_columns(scales)
+        assert torch.equal(columns, scales)
+        flat = columns.as_strided((scales.numel(),), (1,))
+        assert torch.equal(flat, scales.t().flatten())
+        square = square_scales_in_columns(scales)
+        assert square.shape == (up(blocks, 4), rows) and torch.equal(square[:blocks], scales.t())
+        assert not square[blocks:].any()
+        assert square.stride(0) == 1 and (rows == 1 or square.stride(1) == up(blocks, 4))

@@ -1,0 +1,81 @@
+"""Hashes: equal for equal bits however they lie in memory, and different after any flipped bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics import chunks
+from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
+from oracles.exact_sums import splitmix_fingerprint
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def unsigned(x: Tensor) -> list[int]:
+    size = x.element_size()
+    raw = x.contiguous().view(-1).view(torch.uint8).tolist()
+    return [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float8_e4m3fn,
+        torch.bfloat16,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.bool,
+        torch.uint8,
+        torch.int16,
+        torch.int64,
+    ],
+)
+def test_fingerprint_is_the_stated_sum(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = (torch.randn(7, 9, generator=generator(5)) * 50).to(dtype)
+    for offset in (0, 1, 2**40 + 3):
+        assert fingerprint(x, offset=offset) == splitmix_fingerprint(unsigned(x), offset)
+    monkeypatch.setattr(chunks, "CHUNK", 8)
+    assert fingerprint(x) == splitmix_fingerprint(unsigned(x))
+
+
+def test_shards_add_up() -> None:
+    x = torch.randn(1000, generator=generator(6))
+    for seed in range(20):
+        marks = torch.randint(0, 1001, (4,), generator=generator(seed)).sort().values.tolist()
+        edges = [0, *marks, 1000]
+        shards = [fingerprint(x[a:b], offset=a) for a, b in pairwise(edges)]
+        assert combine(shards) == combine(reversed(shards)) == fingerprint(x)
+
+
+def test_fingerprint_sees_every_small_change() -> None:
+    x = torch.randn(500, generator=generator(8)).requires_grad_(False)
+    x[3] = 0.0
+    before = fingerprint(x)
+    seen = {before}
+    for index in range(500):
+        for flip in (0x1, -(2**31)):
+            y = x.clone()
+            y.view(torch.int32)[index] ^= flip
+            seen.add(fingerprint(y))
+    swapped = x.clone()
+    swapped[[10, 11]] = x[[11, 10]]
+    seen |= {fingerprint(swapped), fingerprint(x.roll(1)), fingerprint(x[:-1]), fingerprint(-x)}
+    assert len(seen) == 1 + 1000 + 4
+
+
+def test_named_fingerprints_depend_on_names_and_not_on_order() -> None:
+    a, b = torch.randn(20, generator=generator(9)), torch.randn(20, generator=generator(10))
+    whole = fingerprint_all({"a": a, "b": b})
+    assert len(whole) == 16
+    assert whole == fingerprint_all({"b": b, "a": a}) == fingerprint_all({"a": fingerprint(a), "b": b})
+    others = [{"a": b, "b": a}, {"a": a}, {"a": a, "c": b}, {"a": a, "b": b, "c": a[:0]}, {}]
+    assert len({whole, *map(fingerprint_all, others)}) == 1 + len(others)
+    assert fingerprint_all({}) == "0" * 16

@@ -1,0 +1,159 @@
+"""Metrics of updates, tensors and casts, on cases with a known reading, and against fractions and float64 written out."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics import chunks, metrics
+from narrowgauge.numerics.exact_sums import largest_magnitude
+from narrowgauge.numerics.metrics import CHANGE_SUMS, DECAY_SUMS, UPDATE_SUMS, decay_terms, update_metrics, update_sums
+from narrowgauge.numerics.quantization import quantize
+from narrowgauge.spec.computes import COMPUTES, Cast
+from oracles.exact_sums import update_sums as oracle_sums
+from tensors import gaussian
+
+
+def read(sums: Tensor) -> dict[str, float]:
+    return {name: value.item() for name, value in update_metrics(sums).items() if name != "lost_decay"}
+
+
+def lost_decay(sums: Tensor) -> float:
+    return update_metrics(sums)["lost_decay"].item()
+
+
+# -- the sums --
+
+
+@pytest.mark.parametrize("chunk", [chunks.CHUNK, 7])
+def test_sums_against_fractions(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "CHUNK", chunk)
+    d, e, v = gaussian(10, 20, seed=1), gaussian(20, 10, seed=2).t(), gaussian(10, 20, seed=3)
+    d[0], e[0:3], v[0:5] = 0.0, 0.0, -0.0
+    got = update_sums(d, e, v)
+    expected = oracle_sums(*(x.reshape(-1).tolist() for x in (d, e, v)))
+    assert got.dtype == torch.float64 and got.shape == (len(UPDATE_SUMS),)
+    assert got[5:].tolist() == [180.0, 40.0, 80.0, 0.0, 0.0, 200.0, 0.0] == [float(x) for x in expected[5:]]
+    for name, value, exact in zip(UPDATE_SUMS, got.tolist(), expected, strict=True):
+        assert value == pytest.approx(float(exact), rel=1e-12, abs=1e-12), name
+
+
+# -- known answers of an update --
+
+
+def test_half_of_each_change_is_taken() -> None:
+    d = gaussian(1000)
+    reading = read(update_sums(d, d / 2, 2 * d))
+    assert reading["edq"] == reading["noise"] == 0.5
+    assert reading["visible_edq"] == 2.0
+
+
+def test_only_elements_that_meant_to_move_can_be_lost() -> None:
+    d = torch.tensor([0.0, -0.0, 1.0, 1.0, 1.0, 1.0])
+    e = torch.tensor([0.0, 5.0, 0.0, 1.0, 1.0, 1.0])
+    v = torch.tensor([0.0, 0.0, 0.0, -0.0, 1.0, 1.0])
+    sums = update_sums(d, e, v)
+    reading = read(sums)
+    assert (reading["lost_fraction"], reading["unseen_fraction"]) == (0.25, 0.5)
+
+
+def decayed(intended: Tensor, stored: Tensor, spacings: float = 1e6) -> Tensor:
+    """Sums of decay alone."""
+    terms = [term.double().sum() for term in decay_terms(intended, stored)]
+    zeros = torch.zeros(len(CHANGE_SUMS), dtype=torch.float64)
+    known = torch.tensor([float(intended.numel()), spacings], dtype=torch.float64)
+    return torch.cat([zeros, torch.stack(terms), known])
+
+
+def test_lost_decay_against_fractions() -> None:
+    assert len(DECAY_SUMS) == len(decay_terms(torch.ones(1), torch.ones(1)))
+    c, t = gaussian(200, seed=5), gaussian(200, seed=6)
+    pairs = [(Fraction(a), Fraction(b)) for a, b in zip(c.tolist(), t.tolist(), strict=True)]
+    exact = 1 - sum((a * b for a, b in pairs), Fraction(0)) / sum((a * a for a, _ in pairs), Fraction(0))
+    assert lost_decay(decayed(c, t)) == pytest.approx(float(exact), rel=1e-6)
+    assert [lost_decay(decayed(c, share * c)) for share in (1.0, 0.5, 0.0)] == [0.0, 0.5, 1.0]
+
+
+# -- tensors and casts --
+
+FLOATS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_amax_and_rms_are_those_of_the_values(dtype: torch.dtype) -> None:
+    x = torch.tensor([[0.5, -4.0], [0.25, 2.0]], dtype=dtype)
+    assert largest_magnitude(x).item() == 4.0
+    digits = 2**-8 if dtype is torch.bfloat16 else 1e-6
+    assert metrics.rms(x).item() == pytest.approx(math.sqrt((0.25 + 16 + 0.0625 + 4) / 4), rel=digits)
+    assert largest_magnitude(x[:0]).item() == metrics.rms(x[:0]).item() == 0.0
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_every_exponent_falls_into_its_bin(dtype: torch.dtype) -> None:
+    for exponent in range(-14, 15):
+        x = torch.tensor([2.0**exponent, -1.5 * 2.0**exponent], dtype=dtype)
+        counts = metrics.exponent_histogram(x, -20, 40).tolist()
+        assert counts[exponent + 20] == 2 and sum(counts) == 2
+
+
+def test_kurtosis_of_known_distributions() -> None:
+    generator = torch.Generator().manual_seed(0)
+    assert metrics.kurtosis(torch.randn(400_000, generator=generator)).item() == pytest.approx(3.0, abs=0.05)
+    assert metrics.kurtosis(torch.rand(400_000, generator=generator) - 0.5).item() == pytest.approx(1.8, abs=0.02)
+    one_in_hundred = torch.zeros(100)
+    one_in_hundred[3] = 7.0
+    assert metrics.kurtosis(one_in_hundred).item() == pytest.approx(100.0)
+    assert metrics.kurtosis(torch.zeros(4)).isnan()
+
+
+def test_sums_of_a_cast_count_what_it_loses() -> None:
+    x = torch.tensor([[448.0, 2.0**-9, 2.0**-11, 0.0], [448.0, 464.0, 500.0, 1.0]])
+    static = Cast("float8_e4m3fn", "tensor", scaling="static")
+    sums = metrics.cast_sums(x, static)
+    beyond, zeroed, nonzero, total = sums[:, 2:].T.tolist()
+    assert beyond == [0, 1]  # 464 is a tie that still rounds to 448
+    assert zeroed == [1, 0] and nonzero == [3, 4] and total == [4, 4]
+    assert sums[1, 1].item() == 16.0**2 + 52.0**2
+
+
+@pytest.mark.parametrize("name", ["float8-row", "float8-tensor", "int8-row", "mxfp8", "nvfp4", "float8-block"])
+def test_sqnr_is_the_ratio_of_powers(name: str) -> None:
+    cast = COMPUTES[name].output.left
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    rows = 128 if cast.block and cast.block[0] > 1 else 8
+    x = x.repeat(rows // 8, 1) if rows != 8 else x
+    sums = metrics.cast_sums(x, cast).sum(0)
+    if cast.rounding == "nearest" and cast.rotation == "none" and cast.block is None:
+        kept = quantize(x, cast, 1).values().double()
+        expected = 10 * math.log10(float(x.double().square().sum() / (x.double() - kept).square().sum()))
+        assert metrics.sqnr_of_sums(sums).item() == pytest.approx(expected, rel=1e-9)
+    assert 10 < metrics.sqnr_of_sums(sums).item() < 60
+
+
+def test_updates_against_weight_and_spacing() -> None:
+    weight = torch.tensor([1.0, 1.5, 2.0, 0.0])
+    change = torch.full((4,), 2.0**-8)
+    assert metrics.update_to_ulp(change, weight, 7).item() == 0.5  # 0.5, 0.5 and 0.25; zero has no spacing
+    assert metrics.update_to_weight(weight, weight + change).item() == pytest.approx(
+        2.0**-8 / math.sqrt((1 + 2.25 + 4) / 4)
+    )
+    assert metrics.update_to_weight(weight, weight).item() == 0.0
+
+
+def test_entropy_against_sums_written_out() -> None:
+    generator = torch.Generator().manual_seed(3)
+    query, key = torch.randn(4, 6, 8, generator=generator), torch.randn(2, 6, 8, generator=generator)
+    places = torch.tensor([3, 5])
+    entropies = []
+    for head in range(4):
+        for place in (3, 5):
+            logits = [float(query[head, place] @ key[head // 2, k]) * 0.3 for k in range(place + 1)]
+            weights = [math.exp(v) for v in logits]
+            shares = [w / sum(weights) for w in weights]
+            entropies.append(-sum(s * math.log(s) for s in shares) / math.log(place + 1))
+    found = metrics.attention_statistics(query, key, 0.3, places)[1].item()
+    assert found == pytest.approx(sum(entropies) / 8, rel=1e-5)

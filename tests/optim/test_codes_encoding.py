@@ -1,0 +1,350 @@
+"""Every code of every storage, value by value and relative to its row, and what a weight is cut into."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.numerics.rounding import bits_of, float_of, half, quiet, round_to_float16
+from narrowgauge.optim import codes, layout
+from narrowgauge.spec.storages import MOMENT_CODES, WEIGHT_CODES, Code, Storage, find
+from optim.scenarios import CUT
+from oracles import codes as oracle
+from tables import exhaustive
+from tensors import unsigned
+
+COMPOSED = tuple(row for weight in WEIGHT_CODES if (row := find(f"{weight}+bfloat16+float32")))
+# The parts of an expansion are coded one by one: here each stands for itself.
+IN_TABLES = {
+    replace(code, parts=1)
+    for row in CUT.values()
+    for code in (row.weight, row.exp_avg, row.exp_avg_sq, *MOMENT_CODES.values())
+}
+OTHERS = {
+    Code("e4m3", 4, 3, lowest=-6),
+    Code("e5m2, unsigned, held", 5, 2, signed=False, lowest=-14, hold=True),
+    Code("e2m1", 2, 1, lowest=0),
+    Code("e7m8", 7, 8, lowest=-100),
+    Code("e8m3", 8, 3),
+    Code("e8m4, unsigned", 8, 4, signed=False),
+}
+ALL = sorted({replace(c, name=c.name.split(" ")[0]) for c in IN_TABLES} | OTHERS, key=repr)
+SHORT = [c for c in ALL if c.bits <= 16]
+WINDOWS = [c for c in ALL if c.is_window]
+SCALED = [c for c in ALL if c.scaled]
+
+
+def shifts(code: Code) -> list[int]:
+    """Places in a word: both ends, and some between."""
+    last = 32 - code.bits
+    return sorted({0, min(1, last), min(8, last), last // 2, last})
+
+
+@lru_cache
+def values_of(code: Code) -> oracle.Floats:
+    """The finite magnitudes of a code."""
+    magnitudes = oracle.magnitudes(code.exponent_bits, code.mantissa_bits, code.lowest)
+    return np.array([float(m) for m in magnitudes])
+
+
+def num_magnitudes(code: Code) -> int:
+    """Codes of one sign that are finite numbers."""
+    return len(values_of(code))
+
+
+def place_mask(code: Code, shift: int) -> int:
+    return (2**code.bits - 1) * 2**shift
+
+
+def as_int32(words: np.ndarray) -> Tensor:
+    return torch.from_numpy((words % 2**32).astype(np.uint32).view(np.int32))
+
+
+def every_code(code: Code) -> oracle.Integers:
+    """Every finite code, the negative ones after the positive ones, -0 first among them."""
+    steps = np.arange(num_magnitudes(code), dtype=np.int64)
+    return np.concatenate([steps, steps + 2 ** (code.bits - 1)]) if code.signed else steps
+
+
+@exhaustive("code", SHORT)
+def test_decode_reads_the_listed_values_whatever_else_the_word_holds(code: Code) -> None:
+    values = values_of(code)
+    expected = np.concatenate([values, -values]) if code.signed else values
+    for shift in shifts(code):
+        garbage = np.random.default_rng(shift).integers(0, 2**32, len(expected)) & ~place_mask(code, shift)
+        result = codes.decode(code, as_int32(every_code(code) * 2**shift | garbage), shift).numpy()
+        assert np.array_equal(result.astype(np.float64), expected)
+        assert np.array_equal(np.signbit(result), np.signbit(expected))
+
+
+@exhaustive("code", SHORT)
+def test_what_was_decoded_is_encoded_to_the_same_code_in_its_place(code: Code) -> None:
+    steps = every_code(code)
+    x = codes.decode(code, as_int32(steps), 0)
+    for shift in shifts(code):
+        # Values that lie in the code leave no remainder, so that no addend of any rounding can move them.
+        for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+            assert np.array_equal(unsigned(codes.encode(code, x, addend, shift)), steps * 2**shift)
+
+
+@exhaustive("code", SHORT)
+def test_encode_takes_the_nearest_listed_value_and_ties_away(code: Code) -> None:
+    values = values_of(code)
+    middles, gaps = (values[1:] + values[:-1]) / 2, np.diff(values)
+    # 2^-7 of a step beside the tie: a subnormal of float32, which scaled values may be, still tells them apart.
+    x = np.concatenate([values, middles, middles - gaps / 128, middles + gaps / 128])
+    x = x[x == x.astype(np.float32)]
+    assert len(x) > 3 * num_magnitudes(code) or code.exponent_bits == 8
+    steps = oracle.nearest_steps(values, x)
+    held = np.maximum(steps, (x > 0).astype(np.int64)) if code.hold else steps
+    addend = half(codes.dropped_bits(code))
+    positive = torch.from_numpy(x.astype(np.float32))
+    assert np.array_equal(unsigned(codes.encode(code, positive, addend, 0)), held)
+    if code.signed:
+        assert np.array_equal(unsigned(codes.encode(code, -positive, addend, 0)), steps + 2 ** (code.bits - 1))
+
+
+NANS = [0x7FC00000, 0x7F800001, 0x7F80FFFF, 0x7FBFFFFF, 0x7FFF0000, 0x7FFF7FFF, 0x7FFFFFFF]
+
+
+def every_nan() -> Tensor:
+    """Float32 NaNs of several payloads and both signs, the quiet positive one first."""
+    return float_of(as_int32(np.array([*NANS, *(bits + 2**31 for bits in NANS)])))
+
+
+@exhaustive("code", ALL)
+def test_every_nan_is_cut_to_the_same_bits(code: Code) -> None:
+    """Of a window, which has none, to its largest value."""
+    scales = [None, torch.tensor(2.0**-7), torch.tensor(2.0**126)] if code.is_window else [None]
+    for shift in shifts(code):
+        for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+            for scale in scales:
+                words = codes.encode(code, every_nan(), addend, shift, scale)
+                assert (words == words[0]).all()
+                value = codes.decode(code, words[:1], shift)
+                assert not value.signbit() and (value == values_of(code)[-1] if code.is_window else value.isnan())
+
+
+@exhaustive("code", WINDOWS)
+def test_a_window_saturates_and_has_subnormals(code: Code) -> None:
+    largest, smallest = 2.0**code.highest * (2 - 2.0**-code.mantissa_bits), 2.0 ** (code.lowest - code.mantissa_bits)
+    x = torch.tensor(
+        [largest, largest * 1.5, 2.0**127, math.inf, smallest, 2.0**code.lowest, 1.5 * smallest, 0.75 * smallest]
+    )
+    for addend in (half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+        result = codes.decode(code, codes.encode(code, x, addend, 0), 0)
+        assert result.tolist() == [*[largest] * 4, smallest, 2.0**code.lowest, 2 * smallest, smallest]
+
+
+@exhaustive("code", [c for c in WINDOWS if c.rounding == "stochastic"])
+@exhaustive("where", [0.3, 1.0, 1.7e3])
+def test_the_mean_over_all_addends_is_the_value(code: Code, where: float) -> None:
+    """A count over every addend there is, not a sample; also among the subnormals."""
+    dropped = codes.dropped_bits(code)
+    value = torch.tensor(where * 2.0**code.lowest).expand(1 << dropped)
+    every = torch.arange(1 << dropped, dtype=torch.int32)
+    mean = float(codes.decode(code, codes.encode(code, value, every, 0), 0).double().mean())
+    assert mean == pytest.approx(float(value[0]), rel=2.0**-20)
+
+
+# ── relative to a row ───────────────────────────────────────────────────────────────────────────────────────────────
+
+BOUNDS = [
+    2.0**-100,
+    3e-20,
+    2.0**-20,
+    1e-3,
+    0.75,
+    1 - 2.0**-24,
+    1.0,
+    1 + 2.0**-23,
+    1.99,
+    2.0,
+    448.0,
+    2.0**14 - 1,
+    2.0**14,
+]
+
+
+def above(bound: float) -> float:
+    """The smallest power of two that is not below."""
+    mantissa, exponent = math.frexp(bound)
+    return math.ldexp(1.0, exponent - (mantissa == 0.5))
+
+
+def multipliers(code: Code, bound: float) -> tuple[Tensor, Tensor]:
+    return codes.multipliers(code, torch.tensor(bound))
+
+
+@exhaustive("code", SCALED)
+@exhaustive("bound", BOUNDS)
+def test_every_code_of_a_row_comes_back(code: Code, bound: float) -> None:
+    """The values are those of the code's list, times the power of two above the bound, and each is its own code again."""
+    into, back = multipliers(code, bound)
+    values, steps = values_of(code) * above(bound), every_code(code)
+    for shift in shifts(code):
+        garbage = np.random.default_rng(shift).integers(0, 2**32, len(steps)) & ~place_mask(code, shift)
+        x = codes.decode(code, as_int32(steps * 2**shift | garbage), shift, back)
+        assert np.array_equal(x.double().numpy(), np.concatenate([values, -values])[: len(steps)])
+        for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+            assert np.array_equal(unsigned(codes.encode(code, x, addend, shift, into)), steps * 2**shift)
+
+
+@exhaustive("code", SCALED)
+@exhaustive("bound", BOUNDS)
+def test_nothing_up_to_its_bound_saturates_and_all_beyond_the_window_does(code: Code, bound: float) -> None:
+    into, back = multipliers(code, bound)
+    window = above(bound) * (2 - 2.0**-code.mantissa_bits)
+    x = torch.tensor([bound, above(bound) * 1.7, window, window * 1.5, window * 1e10, math.inf, math.nan])
+    for addend in (0, half(codes.dropped_bits(code)), 2 ** codes.dropped_bits(code) - 1):
+        kept = codes.decode(code, codes.encode(code, x, addend, 0, into), 0, back).tolist()
+        assert abs(kept[0] - bound) <= bound * 2.0**-code.mantissa_bits and kept[0] < window
+        assert kept[1] <= window and kept[2:] == [window] * 5
+
+
+@exhaustive("code", [c for c in SCALED if c.hold])
+@exhaustive("bound", [2.0**-149, 1e-40, *BOUNDS, 1e38])
+def test_hold_keeps_every_positive_value_of_a_row_above_zero(code: Code, bound: float) -> None:
+    into, back = multipliers(code, bound)
+    x = torch.tensor([2.0**-149, 2.0**-126, 1e-30, 1e-10, 1.0, 1e30])
+    for addend in (0, half(codes.dropped_bits(code))):
+        steps = codes.encode(code, x, addend, 0, into)
+        assert (steps > 0).all()
+        # What a float32 can say of them, of rows whose largest is above 2^-100.
+        assert bound < 2.0**-100 or (codes.decode(code, steps, 0, back) > 0).all()
+        assert not codes.encode(code, torch.tensor([0.0, -0.0]), addend, 0, into).any()
+
+
+@exhaustive("code", [c for c in SCALED if c.rounding == "stochastic"])
+@exhaustive("bound", [1e-3, 3.0])
+@exhaustive("where", [2.0**-17.3, 2.0**-9.1, 0.3, 0.9])
+def test_the_mean_over_all_addends_is_the_value_relative_to_any_row(code: Code, bound: float, where: float) -> None:
+    dropped, (into, back) = codes.dropped_bits(code), multipliers(code, bound)
+    if where < 2.0 ** (code.lowest - 2) and code.hold:
+        return
+    value = torch.tensor(where * bound).expand(1 << dropped)
+    every = torch.arange(1 << dropped, dtype=torch.int32)
+    mean = float(codes.decode(code, codes.encode(code, value, every, 0, into), 0, back).double().mean())
+    # Of subnormals the last places of a float32 are lost by scaling: a part in 2^16 at most here.
+    assert mean == pytest.approx(float(value[0]), rel=2.0**-20 if where > 2.0**code.lowest else 2.0**-15)
+
+
+# ── weights ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WHOLE = [r for r in (*CUT.values(), *COMPOSED) if r.master or (r.weight.parts == 1 and not r.weight.scaled)]
+IN_BFLOAT16 = [row for row in WHOLE if row.visible != "float16"]
+IN_FLOAT16 = [row for row in WHOLE if row.visible == "float16"]
+
+
+def patterns() -> Tensor:
+    special = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0x3F808000, 0x7F7F7FFF, 0x7F7F8000, 0x7F7FFFFF, 0x7F800000])
+    every = np.arange(0, 2**32, 16381, dtype=np.int64)
+    strided = np.concatenate([every, np.arange(2**16) * 2**16, special, special + oracle.SIGN])
+    return quiet(float_of(as_int32(strided)))
+
+
+def through_a_word(storage: Storage, field: Tensor | None, shift: int) -> Tensor | None:
+    """A tail laid at ``shift`` among other bits and taken out again; a master as it is."""
+    if field is None or storage.master:
+        return field
+    word = codes.place_tail(storage, field, shift)
+    mask = (2**storage.tail_bits - 1) * 2**shift
+    assert not (unsigned(word) & ~mask).any()
+    garbage = np.random.default_rng(shift).integers(0, 2**32, len(word)) & ~mask
+    return codes.take_tail(storage, word | as_int32(garbage), shift)
+
+
+def tail_shifts(storage: Storage) -> list[int]:
+    """Where the row's own tail lies, in each lane, and for short ones every other place."""
+    if not storage.tail_bits:
+        return [0]
+    if storage.tail_bits == 8:
+        return list(range(25))
+    (bits, shift) = next((p.bits, s) for p in layout.planes(storage) for name, s, _ in p.fields if name == "tail")
+    return [shift + bits * k for k in range(32 // bits)]
+
+
+@exhaustive("storage", IN_BFLOAT16)
+def test_a_weight_is_seen_as_the_nearest_and_kept_whole(storage: Storage) -> None:
+    every, dropped = patterns(), codes.dropped_bits(storage.weight)
+    for shift in tail_shifts(storage):
+        x = every if shift in (0, 16, 24) else every[::17]
+        finite = ~x.isnan().numpy()
+        for addend in (half(dropped), 0, 2**dropped - 1)[: 3 if shift in (0, 24) else 1]:
+            seen, field, kept = codes.encode_weight(storage, x, addend)
+            assert (field is None) == (not storage.beside)
+            field = through_a_word(storage, field, shift)
+            assert torch.equal(bits_of(codes.decode_weight(storage, seen, field)), bits_of(kept))
+            assert np.array_equal(x.isnan(), kept.isnan()) and np.array_equal(x.isnan(), float_of(seen).isnan())
+            exact = unsigned(bits_of(x))[finite]
+            stored = oracle.cut(exact, dropped, addend) if dropped else exact
+            assert np.array_equal(unsigned(bits_of(kept))[finite], stored)
+            visible = oracle.cut(stored, 16) if storage.visible == "bfloat16" else stored
+            assert np.array_equal(unsigned(seen)[finite], visible)
+
+
+# ── float16 ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def float16_values() -> oracle.Floats:
+    """The magnitudes of float16, and those that its largest exponent would hold: the first is where infinity begins."""
+    return np.array([float(m) for m in oracle.magnitudes(5, 10, -14)])
+
+
+def around_float16() -> Tensor:
+    """Every positive float16, every midpoint, and their float32 neighbours; then many others of all sizes."""
+    values = float16_values()
+    exact = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
+    near = [exact, np.nextafter(exact, np.float32(0)), np.nextafter(exact, np.float32(np.inf))]
+    spread = 2.0 ** np.random.default_rng(0).uniform(-45, 18, 50_000)
+    return torch.from_numpy(np.concatenate([*near, spread.astype(np.float32)]))
+
+
+def nearest_float16(x: Tensor) -> oracle.Floats:
+    """The nearest float16 of magnitudes, ties away from zero.
+
+    Below float16's normal numbers a kernel's float32, scaled to float16's exponents, is itself a subnormal: a multiple of 2^-37.
+    """
+    exact = x.double().numpy()
+    exact = np.where(exact < 2.0**-14, np.rint(exact * 2.0**37) * 2.0**-37, exact)
+    values = np.append(float16_values()[:0x7C00], 65536.0)
+    nearest = values[oracle.nearest_steps(values, exact)]
+    return np.where(nearest == 65536.0, np.inf, nearest)
+
+
+def visible_float16(seen: Tensor) -> Tensor:
+    """What a model sees of a kernel's bits, through the words of the layout."""
+    words = layout.words_of_weight("float16", [seen, seen])
+    return words[0].view(torch.float16)[::2].double()
+
+
+@exhaustive("storage", IN_FLOAT16)
+def test_a_float16_weight_is_seen_as_the_nearest(storage: Storage) -> None:
+    x = around_float16()
+    for sign in (1.0, -1.0):
+        seen, field, kept = codes.encode_weight(storage, sign * x, 0)
+        assert np.array_equal(visible_float16(seen).numpy(), sign * nearest_float16(kept.abs()))
+        shown = kept.abs() < 65520
+        field = through_a_word(storage, field, 0)
+        assert torch.equal(codes.decode_weight(storage, seen, field)[shown], kept[shown])
+        assert (codes.decode_weight(storage, seen, field)[~shown].abs() >= 65520).all()  # it stays where it is seen
+
+
+def test_round_to_float16_is_nearest_with_ties_away() -> None:
+    x = around_float16()
+    for sign in (1.0, -1.0):
+        result = round_to_float16(sign * x)
+        assert result.dtype is torch.float16 and bool((result.signbit() == (sign < 0)).all())
+        assert np.array_equal(result.double().numpy(), sign * nearest_float16(x))
+    special = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0])
+    result = round_to_float16(special)
+    assert torch.equal(result.isnan(), special.isnan()) and result[:2].tolist() == [math.inf, -math.inf]
+    assert result[3:].signbit().tolist() == [False, True]
+    crossed = torch.arange(6.0).reshape(2, 3).t()
+    assert torch.equal(round_to_float16(crossed).float(), crossed)

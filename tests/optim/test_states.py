@@ -1,0 +1,222 @@
+"""States follow their parameters as torch's do: what others may write, what is refused, and what copies hold."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import narrowgauge as ng
+from narrowgauge.errors import RecipeError
+from narrowgauge.integrations.accelerate import pass_states_on
+from optim.pairs import SOME, Shape, build, everything, parameters
+from optim.scenarios import REPRESENTATIVES, row_of
+from tensors import assert_same_bits, parameters_of, take_steps
+
+SHAPES: list[Shape] = [(80, 64), (12, 10), (6,)]
+"""A matrix that is stepped alone, and two small ones."""
+STORED = pytest.mark.parametrize("storage", [s for s in REPRESENTATIVES if row_of(s).arithmetic == "float32"])
+
+
+def trained(storage: str, steps: int = 3, rule: str = "adamw", shapes: list[Shape] = SHAPES) -> ng.Optimizer:
+    optimizer = build(rule, parameters(storage, shapes), storage, lr=1e-3)
+    take_steps(optimizer, range(steps))
+    return optimizer
+
+
+# ── weights that others write ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def evaluate_average(optimizer: ng.Optimizer) -> None:
+    """Swap in an average of the weights, evaluate, and swap the weights back."""
+    weights = [p.detach().clone() for p in parameters_of(optimizer)]
+    with torch.no_grad():
+        for p in parameters_of(optimizer):
+            p.mul_(0.75)
+        for p, weight in zip(parameters_of(optimizer), weights, strict=True):
+            p.copy_(weight)
+
+
+@STORED
+def test_an_average_swapped_in_and_out_changes_no_bit(storage: str) -> None:
+    optimizer, twin = trained(storage), trained(storage)
+    for step in range(3, 6):
+        evaluate_average(optimizer)
+        take_steps(optimizer, range(step, step + 1))
+        take_steps(twin, range(step, step + 1))
+    assert_same_bits(everything(optimizer), everything(twin))
+
+
+@STORED
+@pytest.mark.parametrize("write", [lambda p, x: p.copy_(x), lambda p, x: p.data.copy_(x)], ids=["copy_", "data"])
+def test_a_tail_moves_a_written_weight_by_half_an_ulp(storage: str, write: Callable[[Tensor, Tensor], None]) -> None:
+    """Of the format that the model sees; a master gives way to it."""
+    optimizer = trained(storage)
+    for p in parameters_of(optimizer):
+        # Far from all that the optimizer left, so that no element is what it was.
+        before, values = optimizer.stored(p), (4 + torch.rand(p.shape)).to(p.dtype)
+        with torch.no_grad():
+            write(p, values)
+        spacing = torch.finfo(p.dtype).eps * torch.exp2(values.double().abs().log2().floor())
+        moved = (optimizer.stored(p).double() - values.double()).abs()
+        if row_of(storage).weight.parts == 1:  # a low part is as large as the weight's last bits were
+            assert bool((moved <= spacing / 2 * (1 + 1e-6)).all())
+        else:
+            assert bool((moved <= torch.finfo(p.dtype).eps * before.double().abs().max()).all())
+        if row_of(storage).master:
+            assert not moved.any()
+    take_steps(optimizer, range(3, 5))
+
+
+# ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sparse(optimizer: ng.Optimizer) -> None:
+    p = parameters_of(optimizer)[0]
+    assert p.grad is not None
+    p.grad = p.grad.to_sparse()
+
+
+def reshaped(optimizer: ng.Optimizer) -> None:
+    p = parameters_of(optimizer)[0]
+    p.grad = None
+    p.data = torch.zeros(4, 4, dtype=p.dtype)
+    p.grad = torch.zeros_like(p)
+
+
+def retyped(optimizer: ng.Optimizer) -> None:
+    p = parameters_of(optimizer)[0]
+    p.grad = None
+    p.data = p.data.float()
+    p.grad = torch.zeros_like(p)
+
+
+def otherwise_stored(optimizer: ng.Optimizer) -> None:
+    optimizer.param_groups[0]["storage"] = "exact"
+
+
+REFUSED = {
+    sparse: "gradient is sparse",
+    reshaped: r"parameter is bfloat16 of shape \(4, 4\) on cpu, .* made for bfloat16 of shape \(80, 64\)",
+    retyped: "parameter is float32 .* made for bfloat16",
+    otherwise_stored: "storage was changed to 'exact', and its states are in 'word'",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_states_do_not_fit_is_refused(change: Callable[[ng.Optimizer], None]) -> None:
+    optimizer = trained("word")
+    change(optimizer)
+    with pytest.raises(RecipeError, match=REFUSED[change]):
+        optimizer.step()
+
+
+def test_a_storage_may_change_once_the_states_are_gone() -> None:
+    optimizer = trained("word")
+    otherwise_stored(optimizer)
+    optimizer.state.clear()
+    optimizer.step()
+    assert {state.storage.name for state in optimizer.state.values()} == {"exact", "master"}
+
+
+def test_a_parameter_without_values_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"meta device.*to_empty"):
+        ng.AdamW([nn.Parameter(torch.ones(3, 2, device="meta", dtype=torch.bfloat16))], storage="word")
+
+
+@pytest.mark.parametrize("storage", ["word", "compact", "split", "master", "kahan"])
+def test_states_pass_on_to_parameters_that_replace_others(storage: str) -> None:
+    """As Accelerate's FSDP2 does with what ``prepare`` returned."""
+    torch.manual_seed(0)
+    model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in SHAPES])
+    twin = copy.deepcopy(model)
+    (_, right), (_, left) = (ng.prepare(m, f"bfloat16/{storage}", lr=1e-2) for m in (model, twin))
+    for group in right.param_groups:
+        group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+    with pytest.raises(RecipeError, match=r"parameters were replaced after ng\.prepare"):
+        take_steps(right, range(1))
+    pass_states_on(right)
+    for optimizer in (left, right):
+        take_steps(optimizer, range(3))
+    assert_same_bits(everything(left), everything(right))
+    right.param_groups[0]["params"][0] = nn.Parameter(torch.zeros(SHAPES[0], dtype=torch.bfloat16))
+    with pytest.raises(RecipeError, match="other values"):
+        pass_states_on(right)
+
+
+# ── torch's protocol ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@SOME
+def test_a_saved_state_has_the_parameters_shape_and_is_a_copy(rule: str, storage: str) -> None:
+    optimizer = build(rule, parameters(storage), storage)
+    take_steps(optimizer, range(2))
+    before = everything(optimizer)
+    for p, entry in zip(parameters_of(optimizer), optimizer.state_dict()["state"].values(), strict=True):
+        assert entry.keys() == set(optimizer.state[p].keys()) and float(entry["step"]) == 2.0
+        extras = optimizer.state[p].tensors_of_extras()
+        for name, value in entry.items():
+            assert name in (*extras, "step") or value.shape in (p.shape, (*p.shape[:-1], 1))
+            value.zero_()
+    assert_same_bits(everything(optimizer), before)
+
+
+@STORED
+@pytest.mark.parametrize("how", ["clear", "del"])
+def test_clearing_begins_anew(storage: str, how: str) -> None:
+    optimizer = trained(storage)
+    fresh = build("adamw", [nn.Parameter(p.detach().clone()) for p in parameters_of(optimizer)], storage, lr=1e-3)
+    if how == "clear":
+        optimizer.state.clear()
+    else:
+        for p in parameters_of(optimizer):
+            del optimizer.state[p]
+    assert not optimizer.state_dict()["state"]
+    for each in (optimizer, fresh):
+        take_steps(each, range(2, 4))
+    assert_same_bits(everything(fresh), everything(optimizer))
+
+
+def test_what_users_keep_in_the_state_is_saved_and_loaded() -> None:
+    optimizer, other = trained("word"), trained("word")
+    optimizer.state["epoch"] = 4
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    assert other.state["epoch"] == 4
+
+
+class LateToSettle(ng.AdamW):
+    """Does not settle at the end of a step, as on an accelerator, where the decision to skip is still on the device."""
+
+    is_stepping = False
+
+    def _step(self) -> None:
+        super().settle()
+        self.is_stepping = True
+        super()._step()
+        self.is_stepping = False
+
+    def settle(self) -> None:
+        if not self.is_stepping:
+            super().settle()
+
+
+@pytest.mark.parametrize("read", ["state_dict", "states", "num_steps"])
+def test_a_skipped_step_does_not_count_whatever_is_read_first(read: str) -> None:
+    weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16))
+    optimizer = LateToSettle([weight], lr=0.1, max_grad_norm=1.0, compile=False)
+    for value in (1.0, 1.0, torch.inf):
+        weight.grad = torch.full_like(weight, value)
+        optimizer.step()
+    steps = {
+        "state_dict": lambda: optimizer.state_dict()["state"][0]["step"],
+        "states": lambda: optimizer.states()[weight]["step"],
+        "num_steps": lambda: optimizer.num_steps(weight),
+    }
+    assert float(steps[read]()) == 2.0

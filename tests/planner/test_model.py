@@ -1,0 +1,145 @@
+"""Models that transformers builds are read as they are; presets have the same answer as the class of their configuration."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from narrowgauge.errors import DataError
+from narrowgauge.planner.built_models import of_config
+from narrowgauge.planner.model import decoder, preset_names, read_model
+from narrowgauge.planner.plan import plan
+from narrowgauge.spec.models import MODELS
+
+SIZES = {"num_hidden_layers": 4, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2,
+         "intermediate_size": 160, "vocab_size": 500, "pad_token_id": 0, "tie_word_embeddings": False}  # fmt: skip
+LATENT = {"q_lora_rank": 24, "kv_lora_rank": 40, "qk_nope_head_dim": 20, "qk_rope_head_dim": 8, "v_head_dim": 28}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2": {"n_layer": 3, "n_embd": 96, "n_head": 6, "n_positions": 70},
+    "qwen3": {"head_dim": 48},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 32},
+    "deepseek_v3": {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+                    "first_k_dense_replace": 1, "n_shared_experts": 2, **LATENT},
+    "gemma2": {"head_dim": 48, "sliding_window": 16},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, "bias": True},
+    "olmo2": {},
+    "phi3": {},
+}  # fmt: skip
+
+
+def config(family: str, **changes: Any) -> dict[str, Any]:
+    return {"model_type": family, **SIZES, **FAMILIES[family], **changes}
+
+
+def built(keys: dict[str, Any]) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_and_the_largest_layer_are_those_of_the_class(family: str) -> None:
+    model, shape = built(config(family)), of_config(config(family), family)
+    assert shape.num_parameters == sum(value.numel() for value in model.parameters())
+    base = model.base_model
+    layers = getattr(base, "layers", None) or base.h
+    sizes = [sum(p.numel() for n, p in layer.named_parameters() if ".experts." not in n) for layer in layers]
+    assert shape.largest_layer == pytest.approx(max(sizes), rel=0.05)  # vectors are a mean over layers
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_operations_are_those_that_pytorch_counts(family: str) -> None:
+    """FlopCounterMode counts every matmul of forward and backward; the attention without mask, which is not causal."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    keys = config(family, attn_implementation="eager")
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        built(keys)(input_ids=torch.zeros(2, 64, dtype=torch.int64)).logits.sum().backward()
+    # What remains is the rotary table: an outer product of positions and frequencies.
+    operations = of_config(keys, "tiny").flops_per_token(64, is_causal=False)
+    assert counter.get_total_flops() / 128 == pytest.approx(operations, rel=1e-3)
+
+
+CLASSES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
+                      "num_key_value_heads": 4, "intermediate_size": 6144, "vocab_size": 151_936, "head_dim": 128,
+                      "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "tie_word_embeddings": False},
+    "mixtral-8x7b": {"model_type": "mixtral", "num_key_value_heads": 8},
+    "deepseek-v3": {"model_type": "deepseek_v3", "num_key_value_heads": 128},
+    "gpt3-175b": {"model_type": "gpt2", "n_layer": 96, "n_embd": 12_288, "n_head": 96, "n_positions": 2048, "vocab_size": 51_200},
+    "llama-8b": {"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "intermediate_size": 14_336, "vocab_size": 128_256, "tie_word_embeddings": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_preset_is_the_class_of_its_configuration(name: str) -> None:
+    """The defaults of Mixtral's and DeepSeek-V3's configurations are their released models."""
+    preset, read = read_model(name), of_config(CLASSES[name], name)
+    fields = ("num_parameters", "expert_parameters", "largest_layer", "num_heads", "num_kv_heads", "query_dim", "value_dim",
+              "is_gated", "norm", "norms_per_layer", "head_norms", "activation", "has_fused_inputs", "latent", "mixture",
+              "tie_embeddings", "positions")  # fmt: skip
+    assert {f: getattr(preset, f) for f in fields} == {f: getattr(read, f) for f in fields}
+    assert preset.flops_per_token(4096) == read.flops_per_token(4096)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("llama-70b", 70.55e9, 70.55e9),  # elements of the checkpoint
+        ("mixtral-8x7b", 46.7e9, 12.9e9),  # mistral.ai/news/mixtral-of-experts
+        ("mixtral-8x22b", 141e9, 39e9),  # mistral.ai/news/mixtral-8x22b
+        ("qwen3-235b-a22b", 235e9, 22e9),  # model card
+        ("deepseek-v3", 671e9, 36.6e9 + 0.93e9),  # README_WEIGHTS.md; its active count leaves the input embedding out
+        ("mpt-125m", 125_311_488, 125_311_488),  # llm-foundry, scripts/train/benchmarking
+        ("megatron-1t", 1008e9, 1008e9),  # arXiv 2205.05198, table 3
+    ],
+)
+def test_published_counts(name: str, total: float, active: float) -> None:
+    shape = read_model(name)
+    assert shape.num_parameters == pytest.approx(total, rel=0.006)
+    assert shape.num_active_parameters == pytest.approx(active, rel=0.02)
+
+
+def test_models_of_the_trainer_are_counted_alike() -> None:
+    for model in MODELS.values():
+        assert read_model(model.name).num_parameters == model.num_parameters
+    assert all(read_model(name).source for name in preset_names())
+
+
+def test_a_folder_is_not_taken_for_a_llama(tmp_path: Path) -> None:
+    """Mixtral 8x7B has 46.7 billion parameters, not the 7.2 of a Llama of its width; Qwen3-4B has heads of 128, not of 80."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_key_value_heads": 8}))
+    assert read_model(str(tmp_path)).num_parameters == 46_702_792_704
+    qwen = {"model_type": "qwen3", "num_hidden_layers": 36, "hidden_size": 2560, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "intermediate_size": 9728, "vocab_size": 151_936, "head_dim": 128,
+            "tie_word_embeddings": True}  # fmt: skip
+    shape = of_config(qwen, "qwen3-4b")
+    assert shape.query_dim == 128 and shape.num_parameters == pytest.approx(4.02e9, rel=1e-3)
+
+
+def test_models_without_attention_have_a_state_and_no_time() -> None:
+    shape = of_config({"model_type": "mamba", "num_hidden_layers": 2, "hidden_size": 64}, "mamba")
+    assert shape.num_parameters > 0 and not shape.has_shape
+    assert plan(shape, recipes=["bfloat16/word"]).best.memory.total == 8 * shape.num_parameters
+    with pytest.raises(DataError, match="transformers does not build it"):
+        of_config({"model_type": "no-such-model"}, "it")
+
+
+def test_causal_attention_is_half_and_windows_are_counted() -> None:
+    whole = read_model("llama-8b")
+    assert whole.attention_flops(4096) * 2 == whole.attention_flops(4096, is_causal=False) == 12 * 32 * 4096 * 4096
+    sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 8, "num_heads": 1, "vocab_size": 8}
+    near = decoder("near", window=16, **sizes)
+    keys = [min(position + 1, 16) for position in range(64)]
+    assert near.mean_keys(64) == pytest.approx(sum(keys) / 64, rel=0.04)  # the formula leaves out the diagonal's half
+    gemma = of_config(config("gemma2"), "half")
+    assert (gemma.window, gemma.window_share) == (16, 0.5)
+    assert gemma.mean_keys(64) == pytest.approx((near.mean_keys(64) + 32) / 2)

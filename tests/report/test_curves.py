@@ -1,0 +1,190 @@
+"""The figures' data: known answers on made-up runs, one colour per recipe, and a sentence for every reader."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.analysis.comparison.run_stats import LossCurve
+from narrowgauge.report.event_table import event_strip
+from narrowgauge.report.figures import curves
+from narrowgauge.report.figures.curves import comparison_figures
+from narrowgauge.report.figures.traces import Figure
+from narrowgauge.report.recipe_groups import Group, run_names
+from narrowgauge.runs.record import Run
+from report.made_pages import group_runs
+
+MakeRun = Callable[..., Run]
+
+
+def mean_of(figure: Figure | None, place: int, view: str | None = None) -> dict[str, Any]:
+    """The line of a group's mean."""
+    assert figure is not None
+    (found,) = (
+        trace
+        for trace in figure.data
+        if trace["meta"]["group"] == place and trace.get("name") and trace["meta"].get("view") == view
+    )
+    return found
+
+
+def bands_of(figure: Figure | None) -> list[dict[str, Any]]:
+    assert figure is not None
+    return [trace for trace in figure.data if trace.get("fill") == "toself"]
+
+
+@pytest.fixture
+def groups(make_run: MakeRun) -> list[Group]:
+    """Two seeds of one recipe half a nat apart, and one of another, a nat worse at half the bytes."""
+    return group_runs(
+        [
+            make_run("bfloat16/master", 0, loss=lambda step: 3.0, bytes_per_param=16.0),
+            make_run("bfloat16/master", 1, loss=lambda step: 3.5, bytes_per_param=16.0),
+            make_run("bfloat16/word", 0, loss=lambda step: 4.0, bytes_per_param=8.0),
+        ]
+    )
+
+
+def test_seeds_become_a_mean_and_a_band(groups: list[Group]) -> None:
+    figure = curves.validation_loss(groups)
+    assert mean_of(figure, 0)["x"] == [20, 40, 60, 80, 100]
+    assert mean_of(figure, 0)["y"] == pytest.approx([3.35] * 5)
+    (band,) = bands_of(figure)
+    assert band["meta"]["group"] == 0
+    assert (min(band["y"]), max(band["y"])) == (3.1, 3.6)
+
+
+def test_training_loss_is_there_smoothed_and_raw(make_run: MakeRun) -> None:
+    figure = curves.training_loss(group_runs([make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)]))
+    assert figure is not None
+    assert [view for view, _ in figure.views] == ["smoothed", "raw"]
+    assert max(mean_of(figure, 0, "raw")["y"]) == 50.0
+    assert 1.0 < max(mean_of(figure, 0, "smoothed")["y"]) < 10.0
+
+
+def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> None:
+    run = make_run(steps=100, loss=lambda step: math.nan if step in (30, 31) else 1.0)
+    figure = curves.training_loss(group_runs([run]))
+    line = mean_of(figure, 0, "raw")
+    assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is None] == [30, 31]
+    assert figure is not None
+    (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2" and trace["meta"]["view"] == "raw")
+    assert crosses["x"] == [30, 31]
+
+
+def test_differences_are_paired_by_seed(make_run: MakeRun) -> None:
+    made = [make_run("bfloat16/master", seed, loss=lambda step, seed=seed: 3.0 + seed) for seed in (0, 1)]
+    made += [make_run("bfloat16/word", seed, loss=lambda step, seed=seed: 3.25 + seed) for seed in (0, 1, 2)]
+    figure = curves.difference(group_runs(made), "bfloat16/master")
+    assert figure is not None
+    # Seeds lie a whole nat apart; each pair differs by a quarter, so the band has no height.
+    assert mean_of(figure, 1)["y"] == pytest.approx([0.25] * 5)
+    assert set(bands_of(figure)[0]["y"]) == {0.25}
+    assert "bfloat16/master" in figure.title
+    assert curves.difference(group_runs(made[:2])) is None
+
+
+def test_loss_is_drawn_over_bytes_and_the_axis_begins_at_zero(groups: list[Group]) -> None:
+    figure = curves.loss_against_bytes(groups)
+    assert figure is not None
+    assert [(trace["x"], trace["y"]) for trace in figure.data] == [([16.0], [3.35]), ([8.0], [4.1])]
+    assert figure.data[0]["error_y"]["array"] == pytest.approx([0.25])
+    assert figure.layout["xaxis"]["range"][0] == 0
+
+
+# ── loss against seconds ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def timed(run: Run, step_seconds: float) -> Run:
+    for row in run.steps:
+        row["seconds"] = step_seconds
+    return run
+
+
+def test_the_verdicts_losses_at_equal_time_lie_on_the_lines_that_are_drawn(make_run: MakeRun) -> None:
+    made = [
+        timed(make_run(recipe, seed, loss=lambda step, slope=slope: 4.0 - step / slope), step)
+        for recipe, slope, step in (("bfloat16/master", 100, 0.7), ("bfloat16/word", 90, 0.5))
+        for seed in (0, 1)
+    ]
+    found = compare_runs(made)
+    figure = curves.loss_against_seconds(group_runs(made))
+    assert len(found.equal_time) == 2
+    for place, row in enumerate(found.equal_time):
+        line = mean_of(figure, place)
+        drawn = LossCurve(tuple(zip(line["x"], line["y"], strict=True)))
+        assert drawn.loss_at(row["seconds"]) == pytest.approx(row["val_loss"], rel=1e-5)
+
+
+def test_events_stand_on_their_steps_by_kind(make_run: MakeRun) -> None:
+    happened = (
+        {"kind": "start", "step": 0, "message": "begun"},
+        {"kind": "warning", "step": 7, "message": "<b>lost</b>"},
+        {"kind": "never heard of", "step": 9},
+        {"kind": "note"},
+    )
+    strip = event_strip(run_names(group_runs([make_run(events=happened)])))
+    assert strip is not None
+    found = {trace["name"]: (trace["x"], trace["text"]) for trace in strip["data"]}
+    assert found["routine"] == ([0], ["start: begun"])
+    assert found["warning"] == ([7], ["warning: &lt;b&gt;lost&lt;/b&gt;"])
+    assert found["never heard of"][0] == [9]
+    assert event_strip(run_names(group_runs([make_run()]))) is None
+
+
+def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -> None:
+    rows = [{"step": 1, "tensors": {"input:a": [1, 1, 0, 0.1, 0.1, None]}}]
+    made = [
+        make_run(
+            "bfloat16/word",
+            gauges=rows,
+            more={"skipped": True, "loss_scale": 2.0},
+            loss=lambda step: math.inf if step == 5 else 2.0,
+        ),
+        make_run("bfloat16/naive", loss=lambda step: 3.0),
+    ]
+    found = [figure for section in comparison_figures(group_runs(made)).values() for figure in section]
+    assert len({figure.name for figure in found}) == len(found) == 10
+    for figure in found:
+        assert len(figure.how) > 60 and figure.how.endswith("."), figure.name
+        json.dumps([figure.data, figure.layout], allow_nan=False)
+        assert figure.layout["xaxis"]["title"]["text"] and figure.layout["yaxis"]["title"]["text"]
+
+
+def test_runs_that_wrote_nothing_make_no_figures(make_run: MakeRun) -> None:
+    bare = make_run(steps=0, finished=False)
+    assert comparison_figures(group_runs([bare])) == {"loss": [], "cost": [], "storage": [], "history": []}
+
+
+# ── what a storage did ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_unchanged_weights_are_a_curve_over_audited_steps(make_run: MakeRun) -> None:
+    run = make_run("bfloat16/naive", steps=4)
+    for row, share in zip(run.steps, (None, 0.25, None, 0.75), strict=True):
+        row |= {} if share is None else {"imprecision_share": share}
+    figure = curves.unchanged_weights(group_runs([run]))
+    line = mean_of(figure, 0)
+    assert (line["x"], line["y"]) == ([2, 4], [0.25, 0.75])
+    assert figure is not None and "tail" in figure.how and figure.layout["yaxis"]["range"] == [0, 1]
+    assert curves.unchanged_weights(group_runs([make_run()])) is None
+
+
+def test_the_second_moment_that_is_farthest_off_is_named_per_step(make_run: MakeRun) -> None:
+    """0.5 is as far off as 2, and farther than 1.5; what was not measured is not far off."""
+    rows = [
+        {"step": 10, "moments": {"<i>a</i>": [1.5, 0.0], "b": [1.25, 0.0]}},
+        {"step": 20, "moments": {"<i>a</i>": [1.5, 0.0], "b": [0.5, 0.0]}},
+        {"step": 30, "moments": {"<i>a</i>": [None, None], "b": [1.0, 0.0]}},
+    ]
+    figure = curves.wrong_moments(group_runs([make_run(gauges=rows)]))
+    line = mean_of(figure, 0)
+    assert (line["x"], line["y"]) == ([10, 20, 30], [1.5, 0.5, 1.0])
+    assert line["customdata"] == ["&lt;i&gt;a&lt;/i&gt;", "b", "b"]
+    assert figure is not None and figure.layout["yaxis"]["type"] == "log"
+    assert curves.wrong_moments(group_runs([make_run(gauges=[{"step": 1}])])) is None

@@ -1,0 +1,84 @@
+"""Compiled code is used only where it does what its function does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import narrowgauge as ng
+from narrowgauge import compile
+from narrowgauge.compile import Compiled, compiled, compiled_for_pattern
+from narrowgauge.machine import compiler_missing
+from optim.scenarios import kept, parameters
+from tensors import assert_same_bits, take_steps
+
+needs_compiler = pytest.mark.skipif(bool(compiler_missing()), reason=compiler_missing())
+
+
+def flushing(function: Any) -> Any:
+    """Like a function of words of bfloat16 pairs, but it writes no subnormals: a fault that common values do not show."""
+
+    def run(*arguments: Tensor) -> Any:
+        result = function(*arguments)
+        for written in arguments:
+            if written.dtype is torch.int32 and written.ndim:
+                halves = written.view(torch.int16)
+                halves.copy_(torch.where(halves & 0x7F80 == 0, 0, halves))
+        return result
+
+    return run
+
+
+@pytest.mark.parametrize("fault", ["nothing is written", "subnormals are flushed"])
+def test_code_that_does_something_else_is_not_used(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """The definition runs, with the right bits, and one warning says so."""
+
+    def wrong(function: Any, *_: object) -> Compiled:
+        return Compiled(flushing(function) if fault.startswith("sub") else lambda *arguments: torch.zeros(0), None)
+
+    monkeypatch.setattr(compile, "_compiled_code", wrong)
+    monkeypatch.setattr(compile, "_COMPILED", {})
+    monkeypatch.setattr(compile, "can_compile", lambda place: True)
+    compile._warn_once.cache_clear()
+    optimizers = [
+        ng.SGD(parameters("naive", [(80, 80)]), storage="naive", compile=c, momentum=0.0) for c in (False, True)
+    ]
+    take_steps(optimizers[0], range(2))
+    with pytest.warns(UserWarning, match="other bits.*same bits") as told:
+        take_steps(optimizers[1], range(2))
+    assert len(told) == 1
+    assert_same_bits(*map(kept, optimizers))
+
+
+def of_one_length(x: Tensor) -> Tensor:
+    """Read a length as a number, which makes the trace hold for that length alone."""
+    return x * len(x)
+
+
+def by_length(x: Tensor, y: Tensor | None, z: Tensor) -> tuple[Tensor, Tensor]:
+    """Branch on a length; the compiled code of one branch must not serve the other."""
+    sums = x + (2 if x.shape[0] < 100 else 3)
+    z.copy_(z * 2)
+    return (sums if y is None else sums * y), x.amax(1)
+
+
+@needs_compiler
+def test_code_serves_the_sizes_that_its_trace_holds_for() -> None:
+    def run(rows: int, columns: int, *, y: bool) -> list[Compiled | None]:
+        x, z = torch.randn(rows, columns), torch.randn(7)
+        arguments = [x, torch.randn(rows, columns) if y else None, z]
+        expected, actual = by_length(x, arguments[1], z.clone()), compiled_for_pattern(by_length, *arguments)
+        assert all(map(torch.equal, expected, actual))
+        return [compiled(by_length, arguments)]
+
+    short = run(50, 60, y=False)
+    assert run(60, 60, y=False) == run(99, 3, y=False) == short, "equal sides are no other trace"
+    long = run(100, 5, y=False)
+    assert long != short and run(5000, 7, y=False) == long
+    assert run(50, 60, y=True) not in (short, long) and None not in (*short, *long)
+    assert all(
+        torch.equal(compiled_for_pattern(of_one_length, torch.ones(n)), torch.full((n,), float(n))) for n in (4, 5)
+    )

@@ -1,0 +1,149 @@
+"""Whole texts that people read, as files: a wording changes by ``./dev test --update-golden tests/text``, and the diff shows it.
+
+Every text is the same on all machines: chips are named, and runs are made up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from html import unescape
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import narrowgauge as ng
+from analysis.comparison.made_runs import made, seeds
+from analysis.diagnosis.records import AT, healthy_run
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.cli.main import main
+from narrowgauge.report.runs_page import render
+from narrowgauge.runs.record import Run
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "text"
+WORD = "--recipe bfloat16/word --chip H100-SXM"
+
+COMMANDS = {
+    "show-formats": "show formats",
+    "show-storages": "show storages",
+    "show-reductions": "show reductions",
+    "show-recipe-word": "show recipe float8-row/word",
+    "show-recipe-compact": "show recipe mxfp8/compact/reproducible",
+    "show-value": "show value 0.1",
+    "plan-state": "plan state --params 10e9 --recipe bfloat16/master,bfloat16/word,bfloat16/compact",
+    "plan-run": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e12",
+    "plan-run-explain": f"plan run --model llama-8b {WORD} --chips 8 --explain",
+    "plan-run-too-large": f"plan run --model llama-70b {WORD} --chips 8",
+    "plan-run-toml": f"plan run --model llama-8b {WORD} --chips 8 --tokens 1e9 --toml",
+    "plan-scaling": "plan scaling 128:10d,256:7d --at 512",
+    # The worked questions of docs/planning.md.
+    "plan-one-node": "plan run --model llama-33b --chip A100-SXM4-40GB --chips 8 --recipe bfloat16/master,bfloat16/word",
+    "plan-refresh": "plan state --params 30B --chip RTX-4090 --chips 32 --layout pipeline=4,tensor=2,shard=4,zero=1 "
+    "--recipe bfloat16/master,bfloat16/word",
+    "plan-two-clusters": "plan run --model llama-33b --chip A100-SXM4-80GB,A100-SXM4-40GB --chips 32 "
+    "--recipe bfloat16/master,bfloat16/word",
+    "plan-slow-links": f"plan run --model llama-8b {WORD} --chips 8,32 --interconnect 25",
+    "plan-deadline": f"plan run --model llama-8b {WORD} --tokens 300e9 --days 14 --price 2.5",
+    "plan-adapters": "plan run --model llama-70b --chip H100-SXM --recipe bfloat16/word --lora 16 --base nf4",
+}
+MISTAKES = (
+    "shwo", "show format bfloat17", "show recipe bfloat16/wrod", "train --recpie x", "train --steps 0",
+    "train --model lama-1m", "plan --chip H100-SXM", "plan run --model llama-8b --chip H100", "report nowhere",
+)  # fmt: skip
+
+
+def run(line: str) -> str:
+    result = CliRunner().invoke(main, line.split(), prog_name="narrowgauge")
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def commands(command: click.Command, words: str = "") -> Iterator[str]:
+    yield words
+    if isinstance(command, click.Group):
+        for name, below in sorted(command.commands.items()):
+            yield from commands(below, f"{words} {name}".strip())
+
+
+def help_of_all() -> str:
+    return "\n".join(run(f"{words} --help") for words in commands(main))
+
+
+def mistakes() -> str:
+    answers = {line: CliRunner().invoke(main, line.split(), prog_name="narrowgauge").stderr for line in MISTAKES}
+    return "".join(f"$ narrowgauge {line}\n{answer}" for line, answer in answers.items())
+
+
+def with_validation(recipe: str, losses: tuple[float, ...], step_seconds: float) -> list[Run]:
+    """Make runs with a validation half way, so that they are compared at equal time too."""
+    return [
+        made(recipe, seed, loss, evals=[(5, loss + 1), (10, loss)], step_seconds=step_seconds)
+        for seed, loss in enumerate(losses)
+    ]
+
+
+def compared() -> list[Run]:
+    return [
+        *with_validation("bfloat16/master", (4.0, 4.1, 4.2), 0.5),
+        *with_validation("bfloat16/word", (4.01, 4.09, 4.2), 0.25),
+        *seeds("bfloat16/compact", (4.013, 4.1, 4.197), noise=5.0),
+        *seeds("bfloat16/naive", (4.1, 4.2, 4.31), edq=(1.0, 0.4, 0.3, 0.3), skipped=1),
+        *seeds("float8-row/word", (4.02, 4.121, 4.22)),
+    ]
+
+
+def one_seed() -> list[Run]:
+    return [*seeds("bfloat16/master", (4.0,)), *seeds("bfloat16/naive", (4.0,), edq=(0.1, 0.1, 0.1))]
+
+
+def verdict(runs: list[Run]) -> str:
+    comparison = compare_runs(runs)
+    return f"{comparison.table().plain()}\n{comparison.text()}\n"
+
+
+def spiked_run() -> Run:
+    run = healthy_run()
+    for row in run.steps:
+        row["loss"] += 3.0 * (row["step"] == AT)
+        row["grad_norm"] *= 30.0 ** (row["step"] == AT - 1)
+    return run
+
+
+def text_of_page(page: str) -> str:
+    """Return the words of a page, a line for each element that holds some; scripts, styles and figures are left out."""
+    page = re.sub(r"(?s)<(script|style|svg|head)\b.*?</\1>", "", page)
+    lines = (" ".join(unescape(part).split()) for part in re.split(r"<[^>]*>", page))
+    return "\n".join(filter(None, lines)) + "\n"
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    **{name: lambda line=line: run(line) for name, line in COMMANDS.items()},  # type: ignore[misc]
+    "help": help_of_all,
+    "mistakes": mistakes,
+    "compare": lambda: verdict(compared()),
+    "compare-one-seed": lambda: verdict(one_seed()),
+    "diagnose-healthy": lambda: f"{ng.diagnose(healthy_run())}\n",
+    "diagnose-spike": lambda: f"{ng.diagnose(spiked_run())}\n",
+    "diagnose-two-runs": lambda: f"{ng.diagnose(healthy_run(), spiked_run())}\n",
+    "report": lambda: text_of_page(render(compare_runs(compared()))),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_as_recorded(
+    name: str, update_golden: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native_formats: None
+) -> None:
+    monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path))  # where no measurement of this machine is
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+    file, text = GOLDEN / f"{name}.txt", TEXTS[name]()
+    assert str(Path.home()) not in text
+    if update_golden:
+        file.write_text(text, encoding="utf-8")
+    assert text == file.read_text(encoding="utf-8")
+
+
+def test_every_file_is_a_text() -> None:
+    assert {file.stem for file in GOLDEN.iterdir()} == set(TEXTS)

@@ -1,0 +1,224 @@
+"""What is refused, as one table: each refusal is one line that names what was asked and gives one advice.
+
+The regular expressions hold the essential words only. Nothing is changed or written by what is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import narrowgauge as ng
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.cli.main import main
+from narrowgauge.errors import (
+    ChipError,
+    DataError,
+    FormatError,
+    NarrowgaugeError,
+    RecipeError,
+    RecordError,
+)
+from narrowgauge.matmul.inference import find_outlier_columns, quantize_for_inference
+from narrowgauge.numerics.rounding import round_to
+from narrowgauge.numerics.scaling import LossScaler
+from narrowgauge.optim.accumulation import GradientAccumulator
+from narrowgauge.planner.layouts import read_layout
+from narrowgauge.planner.plan import plan
+from narrowgauge.runs.record import read_run
+from narrowgauge.spec.notation import get_compute, parse
+from narrowgauge.spec.update_rules import get_rule
+
+# ── commands: status 2, one line on standard error, nothing on standard output ────────────────────────────────────────
+
+CHIP = "plan run --model llama-8b --chip H100-SXM"
+COMMANDS = [
+    ("shwo", "UsageError", "'shwo'"),
+    ("show format", "UsageError", "NAME"),
+    ("show format bfloat17", "FormatError", "mean 'bfloat16'"),
+    ("show value abc", "FormatError", "'abc'.*number"),
+    ("show formats extra", "UsageError", "extra"),
+    ("show recipe bfloat16/wrod", "RecipeError", "mean 'word'"),
+    ("show recipe none", "RecipeError", "Take 'float32/float32'"),
+    ("train --recpie x", "UsageError", "mean '--recipe'"),
+    ("train --steps many", "UsageError", "'many'"),
+    ("train --steps", "UsageError", "--steps"),
+    ("train --steps 0", "NarrowgaugeError", "steps = 0.*at least 1"),
+    ("train --lr nan", "NarrowgaugeError", "lr = nan.*above 0"),
+    ("train --recipe bfloat16/wrod", "RecipeError", "mean 'word'"),
+    ("train --model lama-1m", "RecipeError", "mean 'llama-1m'"),
+    ("train --data nowhere", "DataError", "nowhere"),
+    ("train --config nowhere.toml", "DataError", r"nowhere\.toml"),
+    ("train --batch-size 8 --gradient-accumulation-steps 3", "NarrowgaugeError", "8.*3"),
+    ("train --sequence-length 4096", "RecipeError", "2048 positions"),
+    ("resume", "UsageError", "DIR"),
+    ("resume nowhere", "RecordError", "nowhere"),
+    ("report nowhere", "RecordError", "nowhere"),
+    ("export a b --dtype int8", "UsageError", "'int8'"),
+    ("compare --seeds 2", "UsageError", "'--recipes'"),
+    ("compare --recipes bfloat16/word,bfloat16/wrd", "RecipeError", "mean 'word'"),
+    ("plan regresion a b", "UsageError", "mean 'regression'"),
+    ("plan --chip H100-SXM", "UsageError", "--chip"),
+    ("plan run", "UsageError", "'--model'"),
+    ("plan state --params 0", "UsageError", "'0'"),
+    ("plan state --params 1e9 --chips eight", "UsageError", "'eight'"),
+    ("plan run --model llama-9b --chip H100-SXM", "RecipeError", "mean 'llama-8b'"),
+    ("plan run --model llama-8b --chip H100", "ChipError", "'H100'.*begin with"),
+    ("plan run --model llama-8b --cluster no.toml", "DataError", r"no\.toml"),
+    (f"{CHIP} --chips 12", "ChipError", "12 chips"),
+    (f"{CHIP} --layout tensr=2", "RecipeError", "mean 'tensor'"),
+    (f"{CHIP} --days 14", "NarrowgaugeError", "days = 14.*tokens"),
+    (f"{CHIP} --budget 9 --tokens 1e9", "NarrowgaugeError", "price"),
+    (f"{CHIP} --largest contxt", "NarrowgaugeError|UsageError", "contxt"),
+    (f"{CHIP} --base nf4", "NarrowgaugeError|UsageError|RecipeError", "--lora"),
+    (f"{CHIP} --optimizer moun", "RecipeError|UsageError", "moun"),
+    ("plan run --model gpt2-124m --chip H100-SXM --sequence-length 4096", "RecipeError|NarrowgaugeError", "1,024 positions"),
+    ("plan scaling 128:10d", "DataError", "128 chips"),
+    ("plan scaling 128:10y,256:7y", "DataError", "CHIPS:TIME"),
+    ("plan run --model llama-1m --recipe bfloat16/word --chip h2000", "ChipError", "h2000"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "kind", "words"), COMMANDS, ids=[row[0] for row in COMMANDS])
+def test_a_command(line: str, kind: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(main, line.split(), prog_name="narrowgauge")
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1), result.exception
+    assert re.match(rf"(?:{kind}): ", result.stderr) and re.search(words, result.stderr), result.stderr
+    assert not any(tmp_path.iterdir())
+
+
+# ── calls ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def weights(dtype: torch.dtype = torch.bfloat16) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 4, dtype=dtype))]
+
+
+def layers() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16))
+
+
+CALLS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # recipes by name
+    "empty": (lambda: parse(""), RecipeError, "named ''"),
+    "bf16": (lambda: parse("bf16"), RecipeError, "'bf16'.*'bfloat16/word'"),
+    "mixed": (lambda: parse("mixed"), RecipeError, "'mixed'.*'float16/float32'"),
+    "a part": (lambda: parse("word"), RecipeError, "mean 'bfloat16/word'"),
+    "a reduction": (lambda: parse("bfloat16/word/reproducibl"), RecipeError, "'reproducibl'"),
+    "a compute": (lambda: parse("float8-rwo"), RecipeError, "mean 'float8-row'"),
+    "two meanings": (lambda: get_compute("float8"), RecipeError, "float8-row.*float8/collage-plus"),
+    "no such storage of a weight": (lambda: parse("float8/float32"), RecipeError, "'collage-light'"),
+    "no such code": (lambda: parse("bfloat16/tail8+e7m5+float32"), RecipeError, r"'tail8\+e7m5\+float32'"),
+    "a variant": (lambda: parse("float8-row+smooth/word"), RecipeError, "take 'float8-row'"),
+    "a threshold": (lambda: parse("int8-outlier+threshold=-4/word"), RecipeError, "above 0.*threshold=4"),
+    # optimizers
+    "lr": (lambda: ng.AdamW(weights(), lr=-1.0), RecipeError, "lr = -1.*at least 0"),
+    "beta": (lambda: ng.AdamW(weights(), betas=(0.9, 1.0)), RecipeError, r"beta2 = 1\.0.*below 1"),
+    "storage": (lambda: ng.AdamW(weights(), storage="wrod"), RecipeError, "mean 'word'"),
+    "another dtype": (lambda: ng.AdamW(weights(torch.float32), storage="word"), RecipeError, "'word'.*float32"),
+    "no parameters": (lambda: ng.AdamW([]), ValueError, "empty"),
+    "rule": (lambda: ng.prepare(layers(), "bfloat16/word", rule="moun"), RecipeError, "'moun'.*mean 'muon'"),
+    "rule and class": (
+        lambda: ng.prepare(layers(), "bfloat16/word", rule="muon", optimizer=ng.Lion), RecipeError, "'muon'.*beside"
+    ),
+    "option": (lambda: get_rule("muon").read("momentun=0.9"), RecipeError, "'momentun'.*mean 'momentum'"),
+    "a flag's option": (lambda: get_rule("muon").read("lr=0.1"), RecipeError, "'lr'.*--lr"),
+    "accumulation": (lambda: GradientAccumulator(weights(), "khan"), RecipeError, "'khan'.*mean 'kahan'"),
+    "sums of float16": (lambda: GradientAccumulator(weights(torch.float16), "kahan"), RecipeError, "'kahan'.*float16"),
+    "released gradients": (
+        lambda: ng.optim.release_gradients(ng.AdamW(weights(), max_grad_norm=1.0)), RecipeError, "max_grad_norm = 1"
+    ),
+    "loss scale": (lambda: LossScaler(initial=3.0), RecipeError, r"initial = 3.*power of two"),
+    # models
+    "a model of float16": (lambda: ng.prepare(layers().half(), "bfloat16/word"), RecipeError, "bfloat16/word.*float16"),
+    "an option of another rule": (
+        lambda: ng.prepare(layers(), "bfloat16/word", betas=(0.9, 0.9), rule="sgd"), RecipeError, "betas.*SGD"
+    ),
+    "inference": (lambda: quantize_for_inference(layers(), "int7"), RecipeError, "'int7'"),
+    "no layer": (lambda: quantize_for_inference(layers(), keep=("0",)), RecipeError, "no linear layer"),
+    "calibration": (lambda: find_outlier_columns(layers(), []), RecipeError, "no batch"),
+    # casts
+    "a format": (lambda: round_to(torch.ones(3), "float8_e4m3fm"), FormatError, "mean 'float8_e4m3fn'"),
+    "integers": (lambda: round_to(torch.arange(3), "bfloat16"), FormatError, "int64"),
+    "a rounding": (lambda: round_to(torch.ones(3), "bfloat16", "up"), FormatError, "'up'"),
+    "no seed": (lambda: round_to(torch.ones(3), "bfloat16", "stochastic"), FormatError, "seed"),
+    # plans
+    "a layout": (lambda: read_layout("zero=4"), RecipeError, "zero = '4'.*0 to 3"),
+    "said twice": (lambda: read_layout("tensor=2,tensor=4"), RecipeError, "tensor = 2 and tensor = 4"),
+    "what does not divide": (
+        lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, layout={"tensor": 3}),
+        NarrowgaugeError, "3 tensor ranks.*32 heads",
+    ),
+    "what does not multiply": (
+        lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="V100", chips=8), ChipError, "bfloat16"
+    ),
+    "a deadline and the largest": (
+        lambda: plan("llama-8b", recipes=["bfloat16/word"], chip="H100-SXM", chips=8, largest="context", days=3, tokens=1e9),
+        NarrowgaugeError, "context.*deadline",
+    ),
+    # runs
+    "no run": (lambda: read_run(Path("nowhere")), RecordError, "nowhere"),
+    "no runs": (lambda: compare_runs([]), RecordError, "no run"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call(name: str) -> None:
+    call, kind, words = CALLS[name]
+    with pytest.raises(kind) as refused:
+        call()
+    text = str(refused.value)
+    assert "\n" not in text and re.search(words, text), text
+    if isinstance(refused.value, NarrowgaugeError):
+        assert refused.value.advice or "must be" in text, text
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+WORD = 'recipe = "bfloat16/word"\n'
+NODES = '[[nodes]]\nchip = "H100-SXM"\n'
+FILES = [
+    ("", "compute"),
+    ('computes = "bfloat16"', "mean 'compute'"),
+    ("compute = 16", "text"),
+    (f'{WORD}keep = "lm_head"', "list"),
+    (f'{WORD}[[override]]\nstorage = "split"', "pattern"),
+    (f'{WORD}[[phase]]\nuntil = 2\ncompute = "mxfp8"', "at most 1"),
+    (f'{WORD}[[phase]]\nuntil = 0.5\ncompute = "mxpf8"', "mean 'mxfp8'"),
+    (f'{WORD}evaluation = "unit"', "transform"),
+    ("not toml", r"mine\.toml"),
+]
+CLUSTERS = [
+    ("[[nodes]]\nchips = 8", "names no chip"),
+    (f"{NODES}chps = 8", "mean 'chips'"),
+    (f"{NODES}chips = 0", "chips = 0"),
+    (f"{NODES}memory_gb = 141", "141.*H100"),
+    (f"{NODES}latency_seconds = 5".replace("[[nodes]]", "latency_seconds = 5\n[[nodes]]"), "latency_seconds"),
+    ("[[nodes", r"cluster\.toml"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), FILES, ids=[repr(row[0]) for row in FILES])
+def test_a_recipe_file(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(RecipeError, match=words) as refused:
+        parse(path)
+    assert "\n" not in str(refused.value) and (refused.value.advice or "line 1" in str(refused.value))
+
+
+@pytest.mark.parametrize(("text", "words"), CLUSTERS, ids=[repr(row[0]) for row in CLUSTERS])
+def test_a_cluster_file(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises((RecipeError, DataError, ChipError), match=words) as refused:
+        plan("llama-8b", cluster=path)
+    assert "\n" not in str(refused.value) and refused.value.advice

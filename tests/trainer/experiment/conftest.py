@@ -1,4 +1,0 @@
-"""The fixtures of tests that train."""
-
-from trainer.fixtures import place as place
-from trainer.fixtures import whole as whole

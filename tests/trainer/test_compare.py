@@ -1,0 +1,304 @@
+"""Comparisons in a loop of your own and with the trainer: repeated, interrupted, extended, refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import narrowgauge as ng
+from analysis.comparison.made_runs import SIZES
+from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, Terminated
+from narrowgauge.gauges.recording import step_row
+from narrowgauge.report.publishing import read_runs
+from narrowgauge.runs.record import Run, read_run
+from narrowgauge.spec.notation import parse, parse_names
+from narrowgauge.spec.recipes import Recipe
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.compare import Definition, RunLog, compare, define, run_comparison
+from narrowgauge.trainer.config import TrainConfig
+from trainer.tiny_runs import lasting, settings
+
+
+def trained(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
+    for step in range(1, 11):
+        log.step({"loss": 5.0 - step / 10, "tokens": 100 * step})
+        if step % 5 == 0:
+            log.eval({"val_loss": 4.5 - step / 10})
+    return {"val_loss": 4.0 + seed / 10, "bytes_per_param": SIZES[recipe]}
+
+
+def test_your_own_training_loop_is_compared_in_order_and_kept(tmp_path: Path) -> None:
+    calls: list[tuple[str, int]] = []
+
+    def train(recipe: str, seed: int, log: RunLog) -> dict[str, float]:
+        calls.append((recipe, seed))
+        return trained(recipe, seed, log)
+
+    found = compare(train, ["bfloat16/master", "bfloat16/word"], seeds=2, out=tmp_path / "out")
+    assert calls == [(recipe, seed) for seed in (0, 1) for recipe in ("bfloat16/master", "bfloat16/word")]
+    assert found.verdict[0].startswith("bfloat16/word is the cheapest") and found.rows[0]["tokens_per_second"] > 0
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "compare.json", "report.html", "bfloat16-master-seed0", "bfloat16-master-seed1", "bfloat16-word-seed0",
+        "bfloat16-word-seed1",
+    }  # fmt: skip
+    run = read_run(tmp_path / "out" / "bfloat16-word-seed1")
+    assert [row["step"] for row in run.steps] == list(range(1, 11)) and [row["step"] for row in run.evals] == [5, 10]
+    assert all(row["seconds"] >= 0 for row in (*run.steps, *run.evals))
+    assert run.summary is not None and run.summary["val_loss"] == 4.1 and run.summary["steps"] == 10
+    assert compare_runs(read_runs([tmp_path / "out"])).rows == found.rows
+    with pytest.raises(RecordError, match="is not empty"):
+        compare(train, ["bfloat16/word"], out=tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("returned", "loss"), [(3.5, 3.5), (None, 2.5), ({"bytes_per_param": 8.0}, 2.5), ({"val_loss": math.nan}, None)]
+)
+def test_what_a_loop_may_return(returned: Any, loss: float | None) -> None:
+    def train(recipe: str, seed: int, log: RunLog) -> Any:
+        log.eval({"val_loss": 2.5})
+        return returned
+
+    found = compare(train, ["anything at all"])
+    assert found.rows[0]["val_loss"] == loss and found.rows[0]["diverged"] is (loss is None)
+
+
+def test_contradictory_requests_are_refused() -> None:
+    with pytest.raises(NarrowgaugeError, match="gave no validation loss for mine"):
+        compare(lambda recipe, seed, log: None, ["mine"])
+    with pytest.raises(NarrowgaugeError, match="no recipe was named"):
+        compare(trained, [])
+    with pytest.raises(NarrowgaugeError, match=r"two of the recipes are identical, bfloat16/word\. Name each once\."):
+        compare(trained, ["bf16/word", "bfloat16/word"])
+    with pytest.raises(NarrowgaugeError, match="seeds = 0"):
+        compare(trained, ["bfloat16/word"], seeds=0)
+
+
+@pytest.mark.parametrize(
+    ("act", "says"),
+    [
+        (lambda log: "abc", "val_loss is 'abc'"),
+        (lambda log: log.step(2.5), "log.step was given 2.5"),
+        (lambda log: log.step({"loss": torch.ones(2, dtype=torch.float32)}), "not one number"),
+    ],
+)
+def test_a_value_that_is_not_a_number_is_refused_in_one_line(act: Any, says: str) -> None:
+    with pytest.raises(NarrowgaugeError, match=says):
+        compare(lambda recipe, seed, log: act(log), ["mine"])
+
+
+def test_losses_alone_give_a_verdict_without_bytes_and_flags() -> None:
+    found = compare(lambda recipe, seed, log: 4.0 + seed / 10, ["mine", "yours"], seeds=2)
+    assert [row["recipe"] for row in found.rows] == ["mine", "yours"] and found.rows[0]["bytes_per_param"] is None
+
+
+def test_a_step_does_not_last_as_long_as_the_validation_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def wait(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def train(recipe: str, seed: int, log: RunLog) -> None:
+        for _ in range(2):
+            wait(1.0)
+            log.step({"loss": 3.0})
+            wait(10.0)
+            log.eval({"val_loss": 2.5})
+        read.append(read_run(log._record.reporter.folder))
+
+    read: list[Run] = []
+    clock = SimpleNamespace(perf_counter=lambda: now, process_time=lambda: now / 2)
+    monkeypatch.setattr(step_row, "time", clock)
+    compare(train, ["mine"])
+    assert [row["seconds"] for row in read[0].steps] == [1.0, 1.0]
+    assert [row["seconds"] for row in read[0].evals] == [1.0, 2.0]
+
+
+# ── watched ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def watched(recipe: str, seed: int, log: RunLog) -> float:
+    torch.manual_seed(seed)
+    model, optimizer = ng.prepare(torch.nn.Linear(16, 16), recipe, lr=1e-4, audit_every=2)
+    log.watch(model, optimizer, every=3)
+    for _ in range(6):
+        loss = model(torch.randn(8, 16).bfloat16()).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        log.step({"loss": loss.item()})
+    return loss.item()
+
+
+def test_one_call_adds_gauges_and_the_audit_to_a_runs_record(tmp_path: Path) -> None:
+    found = compare(watched, ["bfloat16/word", "bfloat16/naive"], out=tmp_path)
+    word, naive = (read_run(tmp_path / f"bfloat16-{name}-seed0") for name in ("word", "naive"))
+    for run, is_lossless in ((word, True), (naive, False)):
+        assert [row["step"] for row in run.gauges] == [3, 6]
+        assert "weight:weight" in run.gauges[0]["tensors"]
+        # Each audit stands in the row of its own step, and in no other.
+        assert [row["step"] for row in run.steps if "edq" in row] == [2, 4, 6]
+        assert run.summary is not None
+        assert (run.summary["edq"] > 0.9) == is_lossless and (run.summary["lost_fraction"] < 0.1) == is_lossless
+    assert [row["bytes_per_param"] for row in found.rows] == pytest.approx([8.5, 8.0], abs=0.2)
+
+
+# ── with the trainer ────────────────────────────────────────────────────────────────────────────────────────────────
+
+RECIPES = (parse("bfloat16/word"), parse("bfloat16/naive"))
+NAMES = [f"bfloat16-{name}-seed{seed}" for seed in (0, 1) for name in ("word", "naive")]
+
+
+@pytest.fixture(scope="module")
+def base(place: Path) -> TrainConfig:
+    return replace(settings(place, Path("nowhere")), steps=4, eval_every=2, checkpoint_every=1, gauges_every=0)
+
+
+def done(base: TrainConfig, out: Path, recipes: Sequence[Recipe] = RECIPES, seeds: int = 2) -> str:
+    """Compare or go on, and return the printed text."""
+    settings = {name: value for name, value in base.to_dict().items() if name not in ("recipe", "seed", "out")}
+    stream = io.StringIO()
+    run_comparison(define(recipes, settings, seeds=seeds), out, stream)
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def first(base: TrainConfig, one_thread: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A comparison, and the printed text; tests that change it take another."""
+    out = tmp_path_factory.mktemp("first") / "out"
+    return out, done(base, out)
+
+
+def metrics_of(out: Path, names: Sequence[str] = NAMES) -> list[Any]:
+    """Everything but times."""
+    runs = [read_run(out / name) for name in names]
+    rows = [[lasting(row) for row in [*run.steps, *run.evals, run.summary or {}]] for run in runs]
+    return rows
+
+
+def test_a_folder_holds_the_definition_the_runs_the_rows_and_the_page(first: tuple[Path, str]) -> None:
+    out, printed = first
+    assert {path.name for path in out.iterdir()} == {"compare.json", "report.html", *NAMES}
+    assert [row["recipe"] for row in json.loads((out / "compare.json").read_text())] == [r.title for r in RECIPES]
+    lines = printed.splitlines()
+    assert [line.split("  ")[:2] for line in lines[1:]] == [
+        [f"{n}/4", f"{recipe}, seed {seed}"]
+        for n, (recipe, seed) in enumerate(((recipe.title, seed) for seed in (0, 1) for recipe in RECIPES), 1)
+    ]
+    assert "\x1b" not in printed and "\r" not in printed
+
+
+def test_runs_of_a_seed_share_weights_and_tokens(first: tuple[Path, str]) -> None:
+    word, naive, other, _ = (read_run(first[0] / name) for name in NAMES)
+    # The same weights on the same batch, before the first update.
+    assert word.steps[0]["loss"] == pytest.approx(naive.steps[0]["loss"], rel=1e-4)
+    assert word.steps[0]["loss"] != pytest.approx(other.steps[0]["loss"], rel=1e-4)
+    assert word.data_fingerprint == naive.data_fingerprint != other.data_fingerprint
+
+
+def test_finished_runs_are_kept_and_others_give_the_same_numbers(
+    first: tuple[Path, str], base: TrainConfig, tmp_path: Path
+) -> None:
+    before = {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")}
+    assert done(base, first[0]).count("earlier") == 4
+    assert {path: path.stat().st_mtime_ns for name in NAMES for path in (first[0] / name).rglob("*")} == before
+    done(base, tmp_path / "again")
+    assert metrics_of(tmp_path / "again") == metrics_of(first[0])
+
+
+def test_an_interrupted_comparison_says_how_to_resume_and_resumes_with_the_same_bits(
+    first: tuple[Path, str], base: TrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    true_train, out = loop.train, tmp_path / "out"
+
+    def train(config: TrainConfig, **more: Any) -> Path:
+        if "naive" in str(config.out):
+            true_train(replace(config, stop_after=3), **more)
+            raise Terminated
+        return true_train(config, **more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train", train)
+        with pytest.raises(Terminated, match=rf"1 of 2 runs are done\. Give the same command with --out {out}"):
+            done(base, out, seeds=1)
+    assert not (out / "compare.json").exists() and len(read_run(out / NAMES[1]).steps) == 3
+    assert done(base, out, seeds=1).count("earlier") == 1
+    assert any(event["kind"] == "resume" for event in read_run(out / NAMES[1]).events)
+    assert metrics_of(out, NAMES[:2]) == metrics_of(first[0], NAMES[:2])
+
+
+def test_recipes_and_seeds_may_be_added(base: TrainConfig, tmp_path: Path) -> None:
+    short = replace(base, steps=1)
+    done(short, tmp_path, RECIPES[:1], 1)
+    assert done(short, tmp_path).count("earlier") == 1
+    assert [row["num_seeds"] for row in json.loads((tmp_path / "compare.json").read_text())] == [2, 2]
+
+
+def test_a_run_that_diverges_is_a_result(base: TrainConfig, tmp_path: Path) -> None:
+    broken = replace(base, lr=1e38, on_spike="stop")
+    assert done(broken, tmp_path, seeds=1).count("diverged (at step ") == 2
+    assert [row["diverged"] for row in json.loads((tmp_path / "compare.json").read_text())] == [True, True]
+    assert done(broken, tmp_path, seeds=1).count("earlier") == 2
+
+
+def test_an_error_before_the_first_run_leaves_nothing(base: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.txt").write_text("too short")
+    with pytest.raises(DataError, match="bfloat16-word-seed0: "):
+        done(replace(base, data=str(tmp_path / "text")), tmp_path / "deep" / "out")
+    assert {path.name for path in tmp_path.iterdir()} == {"text"}
+
+
+@pytest.mark.parametrize(("recipes", "rates"), [("bfloat16/word,unit/word", [3e-3, None]), ("unit/word", [3e-3])])
+def test_unit_scaled_recipes_among_others_take_their_own_rate(
+    recipes: str, rates: list[float | None], base: TrainConfig
+) -> None:
+    definition = Definition(tuple(parse_names(recipes)), (0,), base)
+    assert [definition.config_of(recipe, 0, Path("out")).lr for recipe in definition.recipes] == rates
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda base: (replace(base, steps=5), RECIPES, 2), "steps = 4, and 5 was requested"),
+        (lambda base: (replace(base, lr=1e-3), RECIPES, 2), "lr = 0.003, and 0.001 was requested"),
+    ],
+)
+def test_another_definition_is_refused(
+    change: Callable[[TrainConfig], Any], says: str, first: tuple[Path, str], base: TrainConfig
+) -> None:
+    with pytest.raises(RecordError, match=says):
+        done(change(base)[0], first[0], *change(base)[1:])
+
+
+def test_contradictions_are_refused_before_anything_is_created(base: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text('name = "A"\nrecipe = "bfloat16/word"\nkeep = ["*"]')
+    (tmp_path / "other.toml").write_text('name = "A"\nrecipe = "bfloat16/word"\nkeep = ["lm_head"]')
+    (tmp_path / "seed.toml").write_text("steps = 9\nseed = 3\n")
+    for error, says, call in (
+        (RecipeError, "no recipe was named", lambda: define((), {})),
+        (RecipeError, "identical, bfloat16/word", lambda: define([parse("bf16/word"), RECIPES[0]], {})),
+        (
+            RecipeError,
+            r"called bfloat16/word \(A\)",
+            lambda: define([parse(tmp_path / f"{name}.toml") for name in ("own", "other")], {}),
+        ),
+        (NarrowgaugeError, "seeds = 0", lambda: define(RECIPES, {}, seeds=0)),
+        (NarrowgaugeError, "one seed, which gives no interval", lambda: define(RECIPES, {}, resolve=0.1)),
+        (NarrowgaugeError, "seed.toml has seed = 3", lambda: define(RECIPES, {}, file=tmp_path / "seed.toml")),
+        (RecipeError, "positions", lambda: define(RECIPES, {"sequence_length": 10**6})),
+        (DataError, "nowhere", lambda: define(RECIPES, {"data": "/nowhere"})),
+    ):
+        with pytest.raises(error, match=says):
+            call()
+    assert {path.name for path in tmp_path.iterdir()} == {"own.toml", "other.toml", "seed.toml"}

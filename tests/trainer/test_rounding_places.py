@@ -1,0 +1,65 @@
+"""A step computed again has the bits of the run, and the place of rounding that costs most is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.trainer import loop
+from narrowgauge.trainer.rounding_places import rounding_places
+from narrowgauge.trainer.session import Session
+from trainer.tiny_runs import call, settings
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SHORT: dict[str, Any] = {"steps": 3, "eval_every": 0, "checkpoint_every": 2, "keep_checkpoints": 9}
+
+
+def narrow_inputs(session: Session) -> None:
+    """Cast the inputs of one module to e4m3."""
+
+    def enter(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (args[0].to(torch.float8_e4m3fn).to(args[0].dtype), *args[1:])
+
+    session.model.get_submodule("model.layers.1.mlp.down_proj").register_forward_pre_hook(enter)
+
+
+CASES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "casts of operands": ("float8-delayed/float32", {}, "inputs weights output-gradients"),
+    "a loss scale": ("float16/split", {}, "weights"),
+    "a sum of micro-batches": (
+        "float32/split", {"batch_size": 16, "gradient_accumulation_steps": 16, "accumulation_dtype": "bfloat16"}, "accumulation",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_place_that_removes_most_is_named_and_the_emulation_is_close_to_the_run(
+    case: str, place: Path, tmp_path: Path
+) -> None:
+    recipe, changes, names = CASES[case]
+    places = rounding_places(loop.train(settings(place, tmp_path / "run", recipe=recipe, **SHORT, **changes)), 3)
+    assert not places.mismatch and places.started == 2
+    rows = {row["name"]: row for row in places.rows}
+    assert max(places.rows, key=lambda row: row["removes"] or 0.0)["name"] in names.split(), str(places)
+    assert rows["emulated"]["gradient"] == pytest.approx(rows["run"]["gradient"], rel=0.4), str(places)
+
+
+def test_a_step_in_float32_differs_by_nothing_and_a_cast_put_into_it_is_named(place: Path, tmp_path: Path) -> None:
+    folder = loop.train(settings(place, tmp_path / "run", recipe="float32/float32", **SHORT))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    plain, struck = rounding_places(folder, 3), rounding_places(folder, 3, prepared=narrow_inputs)
+    assert not plain.mismatch and all(row["gradient"] < 1e-5 for row in plain.rows), str(plain)
+    removes = {row["name"]: row["removes"] or 0.0 for row in struck.rows}
+    assert struck.mismatch and removes["own-casts"] > 0.99, str(struck)
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    for step in (0, 4):
+        with pytest.raises(NarrowgaugeError, match="steps 1 to 3"):
+            rounding_places(folder, step)
+    result = call("diagnose", str(folder), "--replay", "3", "--json")
+    assert json.loads(result.stdout)["replay"]["mismatch"] == "", result.output
