@@ -43,6 +43,6 @@ with tempfile.TemporaryDirectory() as folder:
     once = [epoch() for _ in range(3)]
     accelerator.load_state(folder)
     again = [epoch() for _ in range(3)]
-reading = ng.audit(optimizer.optimizer)[""]
+reading = ng.audit(optimizer.optimizer).total
 accelerator.print(f"last {once[-1]:.4f}  EDQ {reading.edq:.3f}")
 accelerator.print(f"resumed with the same bits: {once == again}")

@@ -22,7 +22,7 @@ for step in range(200):
     optimizer.zero_grad()
     schedule.step()
     if step % 50 == 49:
-        reading = ng.audit(optimizer)[""]
+        reading = ng.audit(optimizer).total
         print(f"step {step + 1}  loss {loss.item():.4f}  EDQ {reading.edq:.3f}  lost {reading.lost_fraction:.1%}")
 
 print(f"{optimizer.bytes_per_param():.1f} bytes per parameter: weight, gradient and both moments")

@@ -325,7 +325,7 @@ def test_the_predicted_share_is_what_the_audit_measures(lr: float) -> None:
         for _ in range(60):
             parameter.grad = torch.randn(64, 64).bfloat16()
             optimizer.step()
-    measured = ng.audit(optimizer)[""].edq
+    measured = ng.audit(optimizer).total.edq
     assert measured < MIN_EDQ and abs(predicted - measured) < 0.1, (predicted, measured)
 
 

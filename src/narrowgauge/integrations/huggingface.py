@@ -69,7 +69,7 @@ class NarrowgaugeCallback(TrainerCallback):
         self.recorder.step(logs["loss"], lr=logs["learning_rate"], grad_norm=logs.get("grad_norm"))
         if isinstance(optimizer, Optimizer):
             readings: dict[str, float] = {"num_skipped": optimizer.num_skipped}
-            if reading := audit(optimizer).get(""):
+            if reading := audit(optimizer).total:
                 readings |= {"edq": reading.edq, "update_noise": reading.noise, "lost_fraction": reading.lost_fraction}
             logs.update(readings)
             state.log_history[-1].update(readings)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,7 +257,45 @@ def unwrapped(optimizer: Any) -> Any:
     return optimizer
 
 
-def audit(optimizer: Any, model: nn.Module | None = None) -> dict[str, Reading]:
+class Audit(dict[str, Reading]):
+    """A :class:`Reading` for each audited tensor, by its name. It prints as a table, the worst tensors first.
+
+    Attributes:
+        total: the reading of all tensors together; ``None`` before the first audited step.
+    """
+
+    LINES = 20
+    """The most tensors that are printed."""
+
+    def __init__(self, readings: Mapping[str, Reading], total: Reading | None) -> None:
+        super().__init__(readings)
+        self.total = total
+
+    def __repr__(self) -> str:
+        if self.total is None:
+            return "No step has been audited yet."
+        worst = sorted(self.items(), key=lambda item: (math.isnan(item[1].edq), item[1].edq))[: self.LINES]
+        rows = [*worst, (f"all {len(self)} tensors", self.total)] if len(self) > 1 else worst
+        width = max(len(name) for name, _ in rows)
+        lines = [f"{'tensor':{width}}  {'EDQ':>12}  {'updates lost':>12}  {'decay lost':>10}  {'noise':>6}  steps"]
+        for name, r in rows:
+            edq = (
+                "-"
+                if math.isnan(r.edq)
+                else f"{r.edq:.3f}" + ("" if math.isnan(r.edq_error) else f" ± {r.edq_error:.3f}")
+            )
+            decay = "-" if math.isnan(r.lost_decay) else f"{r.lost_decay:.1%}"
+            lines.append(
+                f"{name:{width}}  {edq:>13}  {r.lost_fraction:>12.1%}  {decay:>10}  {r.noise:>6.3f}  {r.num_audits:>5}"
+            )
+        if len(self) > self.LINES:
+            lines.insert(-1, f"… and {len(self) - self.LINES} with a higher EDQ")
+        return "\n".join(lines)
+
+    __str__ = __repr__
+
+
+def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     """Measure, for each tensor, which part of its updates was stored in the last audited steps.
 
     The intended change is computed *from the stored moments*. An error of a stored second moment is not visible here;
@@ -267,8 +305,8 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> dict[str, Reading]:
         optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's optimizer around one.
         model: names unnamed parameters, here and in later alarms.
     Returns:
-        A :class:`Reading` per audited tensor, by parameter name (``"param 0"`` … for unnamed ones), and one of all tensors
-        together under ``""``; empty before the first audited step.
+        An :class:`Audit`: a :class:`Reading` per tensor, by parameter name (``"param 0"`` … for unnamed ones), and the ``total``
+        of all; empty before the first audited step.
     Raises:
         RecipeError: the optimizer is not one of Narrowgauge's.
 
@@ -279,6 +317,9 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> dict[str, Reading]:
         >>> for _ in range(3):
         ...     weight.grad = torch.ones_like(weight)
         ...     optimizer.step()
+        >>> ng.audit(optimizer)
+        tensor             EDQ  updates lost  decay lost   noise  steps
+        param 0  0.000 ± 0.000        100.0%           -   1.000      3
         >>> ng.audit(optimizer)["param 0"].lost_fraction
         1.0
     """
@@ -297,9 +338,9 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> dict[str, Reading]:
         p: window for p, window in auditor.windows.items() if p in names
     }  # one may have left since the last step
     if not windows:
-        return {}
+        return Audit({}, None)
     readings = {names[p]: read(window) for p, window in windows.items()}
     longest = max(len(w) for w in windows.values())
     # Steps counted from the latest: a tensor that joined late has none for the oldest.
     steps = [torch.stack([w[-k] for w in windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)]
-    return {"": read(steps), **readings}
+    return Audit(readings, read(steps))
