@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("./dev gpu needs a CUDA device, and PyTorch finds none. Try ./dev gpu --rehearse.", file=sys.stderr)
         return 2
     device = torch.device("cpu" if options.rehearse else "cuda")
-    report = Report("gpu", options, ("triton", "torchao", "flashoptim"), markdown=True)
+    report = Report("gpu", options, ("triton", "torchao", "flashoptim"))
     if "correctness" in options.sections and not correctness(report, device, options.quick):
         report.note("a check failed, so nothing was timed")
         report.end()

@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark."""
     options = flags().parse_args(arguments)
     warnings.simplefilter("ignore", EmulationNotice)
-    report = Report("int8_outliers", options, peers=("transformers",), markdown=True)
+    report = Report("int8_outliers", options, peers=("transformers",))
     with contextlib.ExitStack() as stack:
         out = stack.enter_context(out_folder(options, "int8-outliers"))
         folder, plain = out / "model", Path(stack.enter_context(tempfile.TemporaryDirectory()), "plain")

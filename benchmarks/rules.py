@@ -202,7 +202,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = flags.parse_args(arguments)
     if options.quick:
         vars(options).update(QUICK)
-    report = Report("rules", options, markdown=True)
+    report = Report("rules", options)
     warnings.simplefilter("ignore", EmulationNotice)
     with out_folder(options, "rules") as out:
         runs = complete(parts(options), out, report)

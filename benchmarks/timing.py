@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 import torch
 
 from narrowgauge.errors import NarrowgaugeError
+from narrowgauge.spec.tables import Column, Table
 
 Row = dict[str, Any]
 NOT_INSTALLED = "not installed"
@@ -189,13 +191,11 @@ class Report:
         title: its name.
         options: the parsed flags.
         peers: packages that are measured beside ours.
-        markdown: print tables as Markdown, for the log.
     """
 
     title: str
     options: argparse.Namespace
     peers: Sequence[str] = ()
-    markdown: bool = False
     tables: dict[str, list[Row]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -210,7 +210,7 @@ class Report:
         """Print a table and keep it."""
         self.tables[title] = list(rows)
         print(f"\n{title}")
-        print(f"\n{markdown_table(rows)}" if self.markdown else plain_table(rows), flush=True)
+        print(plain_table(rows), flush=True)
 
     def note(self, line: str) -> None:
         """Print a line and keep it."""
@@ -245,27 +245,16 @@ def exit_by(main: Callable[[], int]) -> NoReturn:
 
 
 def plain_table(rows: Sequence[Row]) -> str:
-    """Rows as aligned text, a column per key, in the order in which keys first appear."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    cells = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
-    widths = [max(len(line[k]) for line in cells) for k in range(len(names))]
-    numeric = [any(isinstance(row.get(name), int | float) for row in rows) for name in names]
-    aligned = [
-        "  ".join(
-            text.rjust(w) if right else text.ljust(w) for text, w, right in zip(line, widths, numeric, strict=True)
-        )
-        for line in cells
-    ]
-    return "\n".join(line.rstrip() for line in aligned)
+    """Return rows as aligned text, a column per key, in the order in which keys first appear."""
+    columns = []
+    for name in dict.fromkeys(name for row in rows for name in row):
+        is_number = any(isinstance(row.get(name), int | float) for row in rows)
+        columns.append(Column(name, partial(_value, name), right=is_number))
+    return Table(tuple(columns), list(rows)).plain().rstrip("\n")
 
 
-def markdown_table(rows: Sequence[Row]) -> str:
-    """Rows as a table in Markdown, with the cells of :func:`plain_table`."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    numeric = [any(isinstance(row.get(name), int | float) for row in rows) for name in names]
-    lines = [names, ["---:" if right else "---" for right in numeric]]
-    lines += [[_cell(row.get(name, "")) for name in names] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+def _value(name: str, row: Row) -> str:
+    return _cell(row.get(name, ""))
 
 
 def _cell(value: object) -> str:
