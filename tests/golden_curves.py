@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import narrowgauge as ng
 from narrowgauge.assembly.preparation import is_matrix
+from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.spec import show
 from narrowgauge.spec.notation import default_storage
 
@@ -42,7 +43,7 @@ def curve(recipe: str) -> list[float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), float32_attention():  # as narrowgauge train has it
             warnings.simplefilter("ignore")  # about emulation, and about updates that naive storages lose
             return _losses(recipe)
     finally:

@@ -7,6 +7,7 @@ import torch
 
 import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
+from narrowgauge.numerics.widening import float32_attention
 
 
 def repeated(run: OwnRun) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -16,8 +17,9 @@ def repeated(run: OwnRun) -> tuple[list[float], dict[str, torch.Tensor]]:
     for tokens, rate in zip(run.batches, run.rates, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = run.loss(model, tokens)
-        loss.backward()
+        with float32_attention():
+            loss = run.loss(model, tokens)
+            loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())

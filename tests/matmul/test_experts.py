@@ -67,7 +67,8 @@ def test_names_and_config_stay_and_values_are_transformers_own_where_the_row_is(
         out = each(tokens(), labels=tokens())
         out.loss.backward()
         losses.append(out.logits)
-    assert torch.equal(*losses)
+    # A CPU without bfloat16 products computes transformers' own in another order.
+    torch.testing.assert_close(*losses, rtol=2**-7, atol=2**-9)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         # Transformers adds up the gradients of a token's experts in bfloat16.
         assert (ours.grad - theirs.grad).norm() <= 0.01 * theirs.grad.norm()

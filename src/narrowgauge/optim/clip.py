@@ -113,13 +113,6 @@ class StepControl:
         self.loss_scaler = loss_scaler
         self._request = None if loss_scaler is None else loss_scaler.request
 
-    def begin_after(self, request: object) -> None:
-        """Accept for the first step a loss that was scaled since ``request``, the scaler's own at that time.
-
-        An optimizer may get its scaler only after the loss was scaled.
-        """
-        self._request = request
-
     @torch.no_grad()
     def __call__(
         self,

@@ -14,6 +14,7 @@ import narrowgauge as ng
 from integrations.own_trainer import OwnRun, reference
 from narrowgauge.cli.main import main
 from narrowgauge.gauges.recording import run_recorder
+from narrowgauge.numerics.widening import float32_attention
 
 # Of the clock, or of the trainer or the recorder alone.
 NOT_OF_BOTH = {
@@ -30,6 +31,7 @@ class Loop:
         self.run = run
         self.model, self.optimizer = ng.prepare(run.model(), run.recipe, **run.prepare_settings)
 
+    @float32_attention()  # as the trainer has it
     def take(self, steps: range, recorder: ng.RunRecorder | None) -> None:
         for step in steps:
             for group in self.optimizer.param_groups:
