@@ -8,11 +8,12 @@ import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
+from narrowgauge.planner.job import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, search
-from narrowgauge.planner.step_time import Job, step_terms
+from narrowgauge.planner.step_time import step_terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse
 

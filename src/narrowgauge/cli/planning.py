@@ -333,20 +333,15 @@ def scaling_command(measured: tuple[str, ...], at: list[int] | None, as_json: bo
     narrowgauge plan scaling 128:10d,256:7d --at 512,1024
     narrowgauge plan scaling runs/on8 runs/on32
     """
-    text = ",".join(measured)
-    if ":" in text and not any(Path(name).exists() for name in measured):
-        from narrowgauge.planner.scaling_laws import fit, read_points
-
-        law = fit(read_points(text))
-        return _answer(law.row(at or ()), law.tables(at or ()), law.sentences(), as_json)
-    from narrowgauge.planner.launches import attribute
+    from narrowgauge.planner.launches import measured_times
+    from narrowgauge.planner.scaling_laws import fit, read_points
     from narrowgauge.runs.record import read_run
 
-    folders = [Path(name) for name in _names(text)]
-    if not folders:
-        raise click.UsageError("Times or run folders are missing.", click.get_current_context())
-    steps = attribute([read_run(folder) for folder in folders])
-    return _answer(steps.row(), steps.tables(), [], as_json)
+    if any(Path(name).is_dir() for name in measured):
+        law = fit(measured_times([read_run(Path(name)) for name in measured]))
+    else:
+        law = fit(read_points(",".join(measured)))
+    _answer(law.row(at or ()), law.tables(at or ()), law.sentences(), as_json)
 
 
 def _answer(row: dict[str, Any], answer_tables: list[tables.Table], sentences: list[str], as_json: bool) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.clusters import Cluster, between_sizes, clusters_asked_for, counts_of, parts_of, with_nodes
+from narrowgauge.planner.job import Job
 from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, Architecture, of_size, read_model
@@ -19,7 +20,6 @@ from narrowgauge.planner.option import OURS, Option, Question
 from narrowgauge.planner.plan_tables import MOST_SHARED, Plan
 from narrowgauge.planner.roofline import describe_support
 from narrowgauge.planner.search import MOST_CHIPS, MOST_OPTIONS, search, smallest_changes
-from narrowgauge.planner.step_time import Job
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES

@@ -87,7 +87,7 @@ def describe_support(compute: Compute, chip: Chip) -> str:
 def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip, shares: Efficiency) -> float:
     """Return the longer of computing, and reading and writing; and the start and end of a kernel."""
     name = chip.rate_format(format)
-    rate = chip.peak_tflops[name] * 1e12 * shares.matmul(name)
+    rate = chip.peak_tflops[name] * 1e12 * shares[f"matmul.{name}"]
     return max(flops / rate, bytes_seconds(num_bytes, chip, shares)) + shares["kernel_seconds"]
 
 
@@ -96,14 +96,10 @@ def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
     return num_bytes / (chip.bandwidth_bytes_per_second * shares["bandwidth"])
 
 
-@lru_cache(maxsize=4096)
 def operation_seconds(
     shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
 ) -> dict[str, float]:
-    """Return the seconds of the operations of a linear layer on ``num_tokens`` rows: casts by slot, matmuls by name.
-
-    All callers share the result, so nobody may change it.
-    """
+    """Return the seconds of the operations of a linear layer on ``num_tokens`` rows: casts by slot, matmuls by name."""
     compute = named(setting.compute)
     sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
     sizes["gradient"] = num_tokens * shape.out_features

@@ -18,11 +18,12 @@ from typing import Any, NamedTuple
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster
 from narrowgauge.planner.efficiency import error_of
+from narrowgauge.planner.job import Job, check_job, why_not
 from narrowgauge.planner.layouts import AXES, Layout
 from narrowgauge.planner.memory import host_bytes, memory_terms
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.option import Option
-from narrowgauge.planner.step_time import Job, check_layout, step_terms, why_not
+from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.recipes import Recipe, is_pair
@@ -136,7 +137,7 @@ def search(
         >>> best.fits, best.layout.num_ranks
         (True, 8)
     """
-    check_layout(Job(architecture, recipe, Layout(), cluster, sequence_length))
+    check_job(Job(architecture, recipe, Layout(), cluster, sequence_length))
     usual = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.num_chips), MOST_TOKENS_PER_STEP)
     num_sequences = max(1, round((tokens_per_step or usual) / sequence_length))
     fixed = dict(fixed or {})
