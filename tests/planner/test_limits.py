@@ -38,7 +38,7 @@ def test_a_deadline_within_given_chips() -> None:
 def test_a_deadline_tries_every_recipe() -> None:
     """One row for each number of chips, with the recipe that is fastest there."""
     found = plan("llama-8b", chip="H100-SXM", tokens=300e9, days=14)
-    assert len({option.cluster for option in found.options}) == len(found.options)
+    assert len({option.place for option in found.options}) == len(found.options)
     word = plan("llama-8b", **WORD, tokens=300e9, days=14)
     assert found.best.num_chips <= word.best.num_chips
 

@@ -27,8 +27,6 @@ from narrowgauge.planner.units import (
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
-MOST_SHARED = 3
-"""The most clusters for which one configuration for all is searched."""
 # Groups of a step that are the model's own operations; all others are overhead.
 _USEFUL = ("matmuls", "attention")
 _LEAST_SHARE = 0.005
@@ -74,7 +72,7 @@ class Plan:
             f"{question.model}: {size}" if question.model else size: True,
             f"LoRA of rank {adapters.rank} over {adapters.base}" if adapters else "": True,
             f"states of {question.optimizer}": question.optimizer != "adamw",
-            ", ".join(dict.fromkeys(option.cluster for option in self.options if option.cluster)): True,
+            ", ".join(dict.fromkeys(option.place for option in self.options if option.place)): True,
             f"sequences of {question.sequence_length:,} tokens": not self.is_state_only
             and question.largest != "context",
         }
@@ -152,7 +150,7 @@ def _option_row(option: Option, question: Question) -> Row:
     return {
         "recipe": option.recipe.title,
         "bytes": option.recipe.bytes_per_param,
-        "cluster": option.cluster,
+        "cluster": option.place,
         "layout": (axes_text if is_state else layout_text)(option.layout),
         "context": f"{option.sequence_length:,}" if question.largest == "context" else "",
         "batch": f"{option.layout.num_sequences:,}" if question.largest == "batch" else "",
@@ -204,17 +202,17 @@ def _clause(option: Option) -> str:
 
 def _size_rows(plan: Plan) -> Iterator[Row]:
     """Yield what more of the same chips buy, and which group of the step takes the rest."""
-    for kind in dict.fromkeys(cluster.chip_names for cluster in plan.question.clusters):
-        names = {cluster.name for cluster in plan.question.clusters if cluster.chip_names == kind}
-        fitting = [option for option in plan.options if option.fits and option.step and option.cluster in names]
-        sizes: dict[int, Option] = {}
-        for option in fitting:
-            if option.recipe == fitting[0].recipe:
+    by_kind: dict[tuple[str, ...], dict[int, Option]] = {}
+    for option in plan.options:
+        if option.fits and option.step and option.cluster:
+            sizes = by_kind.setdefault(option.cluster.chip_names, {})
+            if option.recipe == next(iter(sizes.values()), option).recipe:
                 sizes.setdefault(option.num_chips, option)
+    ours = plan.trainable if isinstance(plan.trainable, Option) and plan.trainable.fits else None
+    for sizes in by_kind.values():
         for few, many in pairwise(sizes[number] for number in sorted(sizes)):
             yield _size_row(few, many)
-            ours = plan.trainable
-            if isinstance(ours, Option) and ours.fits and (ours.cluster, ours.recipe) == (many.cluster, many.recipe):
+            if ours and (ours.cluster, ours.recipe) == (many.cluster, many.recipe):
                 yield _size_row(few, ours)
 
 
@@ -222,7 +220,7 @@ def _size_row(few: Option, many: Option) -> Row:
     speed_up = (many.tokens_per_second or 0.0) / (few.tokens_per_second or 1.0)
     group = _grown_group(few, many)
     return {
-        "cluster": f"{many.cluster} for {few.num_chips}",
+        "cluster": f"{many.place} for {few.num_chips}",
         "layout": layout_text(many.layout),
         "rate": f"{many.tokens_per_second:,.0f}",
         "times": f"{speed_up:.3g}",
@@ -267,7 +265,7 @@ def _run_sentences(plan: Plan) -> Iterator[str]:
     if best.fits:
         low, high = best.confidence()["tokens_per_second"]
         yield (
-            f"{best.recipe.title} with {layout_text(best.layout)} on {best.cluster} fits with {_free_text(best)} to spare: "
+            f"{best.recipe.title} with {layout_text(best.layout)} on {best.place} fits with {_free_text(best)} to spare: "
             f"{best.tokens_per_second:,.0f} tokens/s (80 % interval {low:,.0f} to {high:,.0f}), {best.mfu:.0%} of the peak."
         )
         if question.num_tokens is not None:
@@ -285,9 +283,9 @@ def _run_sentences(plan: Plan) -> Iterator[str]:
             f"{bytes_text(spare)} to spare" if spare >= 0 else f"too large by {bytes_text(-spare)}: load it on the CPU"
         )
         yield f"While resuming, optimizer states exist twice: {bytes_text(best.resuming_bytes)} on a chip, {verdict}."
-    if len({cluster.chip_names for cluster in question.clusters}) > 1 and len(question.clusters) <= MOST_SHARED:
+    if len({cluster.chip_names for cluster in question.clusters}) > 1:
         names = " and ".join(cluster.name for cluster in question.clusters)
-        rates = ", ".join(f"{option.tokens_per_second:,.0f} tokens/s on {option.cluster}" for option in plan.shared)
+        rates = ", ".join(f"{option.tokens_per_second:,.0f} tokens/s on {option.place}" for option in plan.shared)
         for first in plan.shared[:1]:
             yield f"One configuration for {names}: {first.recipe.title} with {layout_text(first.layout)}: {rates}."
         if not plan.shared:
@@ -303,13 +301,14 @@ def _duration(plan: Plan, tokens: float) -> str:
         f"{count_text(tokens)} tokens take {_days(best.days(tokens))} (80 % interval {_days(low)} to {_days(high)}, with up to "
         f"{best.restarts:.0%} for restarts)"
     )
-    if best.dollars_per_token is not None:
-        text += f", {dollars_text(best.cost(tokens) or 0.0)} ({dollars_text(1e9 * best.dollars_per_token)} a billion)"
+    cost = best.cost(tokens)
+    if cost is not None:
+        text += f", {dollars_text(cost)} ({dollars_text(1e9 * cost / tokens)} a billion)"
     if not question.is_bounded:
         return f"{text}."
     limits = [f"within {_days(question.deadline_days)}"] if question.deadline_days is not None else []
     limits += [f"for at most {dollars_text(question.budget)}"] if question.budget is not None else []
-    asked = " and ".join(limits) + (" (assumed; --days sets one)" if question.is_deadline_assumed else "")
+    asked = " and ".join(limits)
     if not question.meets(best):
         return f"{text}: no tried number of chips trains them {asked}."
     word, sign = ("fewest", -1) if question.deadline_days is not None else ("most", 1)
@@ -318,7 +317,7 @@ def _duration(plan: Plan, tokens: float) -> str:
     missed = ""
     if beyond:
         nearest = min(beyond, key=lambda option: sign * option.num_chips)
-        missed = f"; {nearest.cluster} ({_days(nearest.days(tokens))}) do not"
+        missed = f"; {nearest.place} ({_days(nearest.days(tokens))}) do not"
     return f"{text}: the {word} chips that train them {asked}{missed}."
 
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.efficiency import error_of
 from narrowgauge.planner.job import Job, check_job, why_not
 from narrowgauge.planner.layouts import AXES, Layout
 from narrowgauge.planner.memory import host_bytes, memory_terms
@@ -86,22 +85,10 @@ class _Request:
         """Return the fixed value of a field, or all that are tried."""
         return (self.fixed[name],) if name in self.fixed else tuple(dict.fromkeys(values))
 
-    def option(self, layout: Layout, **fields: str) -> Option:
-        cluster, a = self.cluster, self.architecture
-        return Option(
-            self.recipe,
-            layout,
-            self.memory(layout),
-            capacity_bytes=cluster.memory_bytes,
-            step=step_terms(self.job(layout)),
-            sequence_length=self.sequence_length,
-            flops_per_token=a.flops_per_token(self.sequence_length),
-            peak_flops_per_second=cluster.peak_flops_per_second,
-            dollars_per_hour=cluster.dollars_per_hour,
-            cluster=cluster.name,
-            error=error_of(has_mixture=a.mixture is not None, has_software=all(g.software for g in cluster.groups)),
-            **fields,
-        )
+    def option(self, layout: Layout, why_not: str = "", advice: str = "") -> Option:
+        memory, step = self.memory(layout), step_terms(self.job(layout))
+        asked = self.architecture, self.recipe, layout
+        return Option(*asked, memory, self.cluster, step, self.sequence_length, why_not, advice)
 
 
 def search(
