@@ -25,6 +25,8 @@ from narrowgauge.planner.terms import Term
 LINK_LATENCY_SECONDS = 4e-6
 """Of one step of a ring within a node: 2 × 7 steps of eight H200s take 54 µs more than their bytes at 16 MiB (ml-engineering,
 network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s)."""
+NETWORK_LATENCY_SECONDS = 5e-6
+"""Of a message between nodes: an assumption."""
 
 _ADDING_SWITCHES = ("NVLink4", "NVLink5")
 
@@ -45,7 +47,7 @@ class Path:
     link_bytes_per_second: float
     network_bytes_per_second: float
     link_latency: float = LINK_LATENCY_SECONDS
-    network_latency: float = 5e-6
+    network_latency: float = NETWORK_LATENCY_SECONDS
     has_adding_switch: bool = False
 
     @property
@@ -90,7 +92,6 @@ def path_of(
         math.ceil(ranks / within),
         nodes.link_bytes_per_second(within, stride) * link,
         slowest * network,
-        network_latency=cluster.latency_seconds,
         has_adding_switch=nodes.chips > 2
         and nodes.chip.link.startswith(_ADDING_SWITCHES)
         and "bridge" not in nodes.chip.link,
