@@ -32,7 +32,7 @@ def test_a_deadline_within_given_chips() -> None:
     assert found.question.meets(found.best) and found.best.num_chips < 64
     late = plan("llama-8b", **WORD, chips=8, tokens=300e9, days=14)
     assert not late.question.meets(late.best) and late.best.num_chips == 8
-    assert "no tried number of chips trains them within 14 d" in "\n".join(late.sentences())
+    assert "No tried number of chips trains 300B tokens within 14 d" in "\n".join(late.sentences())
 
 
 def test_a_deadline_tries_every_recipe() -> None:

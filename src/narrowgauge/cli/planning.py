@@ -186,7 +186,9 @@ def run_command(
         raise click.UsageError("--toml is for narrowgauge train, which runs no adapters.", click.get_current_context())
     if toml:  # a settings file must be one that train can run
         layout = {**NAMED_LAYOUTS["fsdp2"], **(layout or {})}
-    answer = plan(layout=layout, tokens_per_step=tokens_per_step and int(tokens_per_step), **flags.given(asked))
+    answer = plan(
+        layout=layout, tokens_per_step=None if tokens_per_step is None else int(tokens_per_step), **flags.given(asked)
+    )
     if toml == "-":
         return click.echo(train_settings(answer), nl=False)
     if toml:
@@ -220,7 +222,7 @@ def _show(row: tables.Row, parts: list[tables.Table], sentences: list[str], as_j
     if as_json:
         return tables.write_object(row)
     tables.write(parts)
-    return click.echo("\n".join(["", *sentences]))
+    return click.echo("\n".join(["", *sentences])) if sentences else None
 
 
 def show_profile(profile: Profile, as_json: bool) -> None:
@@ -272,4 +274,4 @@ def regression_command(before: Path, after: Path, chip: str | None, as_json: boo
 
     machine = None if chip is None else get_chip(chip)
     both = compare_launches(read_launch(before, machine), read_launch(after, machine))
-    _show(both.row(), both.tables(), both.sentences(), as_json)
+    _show(both.row(), both.tables(), [], as_json)

@@ -34,7 +34,7 @@ from typing import Any
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecordError
 from narrowgauge.planner.clusters import Cluster, cluster_in, cluster_of, read_cluster, read_table
 from narrowgauge.planner.job import Job
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan_tables import changes_table
 from narrowgauge.planner.scaling_laws import MeasuredTime
@@ -77,7 +77,7 @@ def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
         layout, cluster = layout_of(run.config, ranks, where), cluster_of(chip, ranks, ranks)
         return Launch(path.name, _job(run.config, layout, cluster, where), step_seconds(run))
     table = read_table(path, "launch", "It is a TOML file of settings, or a run folder.")
-    fixed = _layout(table["layout"], where) if "layout" in table else None
+    fixed = _layout(table["layout"]) if "layout" in table else None
     cluster = _cluster(table, path, chip, fixed)
     job = _job(table, fixed or layout_of(table, cluster.num_chips, where), cluster, where)
     return Launch(path.name, job, _measured(table.get("measured"), job, path))
@@ -166,15 +166,10 @@ def _whole(table: Settings, key: str, where: str, default: int | None = None) ->
     return value
 
 
-def _layout(table: Any, where: str) -> Layout:
-    known = {field.name: field.default for field in dataclasses.fields(Layout)}
-    if not isinstance(table, dict) or (unknown := sorted(table.keys() - known.keys())):
-        problem = f"the key {unknown[0]!r}" if isinstance(table, dict) else f"{table!r}"
-        raise DataError(f"{where}: [layout] has {problem}.", f"Known: {', '.join(known)}.")
-    for name, value in table.items():
-        if type(value) is not type(known[name]):
-            raise DataError(f"{where}: [layout] has {name} = {value!r}.", f"For instance {name} = {known[name]!r}.")
-    return Layout(**table)
+def _layout(table: Any) -> Layout:
+    if not isinstance(table, dict):
+        raise DataError(f"[layout] is {table!r}.", "For instance [layout] with shard = 8 and micro_batches = 4.")
+    return Layout(**read_layout(",".join(f"{name}={value}" for name, value in table.items())))
 
 
 def _cluster(table: Settings, path: Path, chip: Chip | None, layout: Layout | None) -> Cluster:
@@ -247,32 +242,26 @@ class Regression:
             return None
         return self.after.measured - self.scale * self.before.measured
 
-    def sentences(self) -> list[str]:
-        """Say by how much a step grew, and how much of what was measured the settings explain."""
-        before, after = self.scale * self.before_step.total, self.after_step.total
-        model = (
-            f"By the model {self.after.name} takes {duration_text(after)} a step of {self.after.job.tokens_per_step:,} tokens "
-            f"where {self.before.name} takes {duration_text(before)} for as many: {_slower(self.explained, before)}."
-        )
-        if self.measured is None or self.before.measured is None:
-            return [model, "Not both launches were measured: add [measured] to the files to check the model."]
-        was = self.scale * self.before.measured
-        return [
-            model,
-            f"Measured: {_slower(self.measured, was)} ({duration_text(was)} → {duration_text(was + self.measured)}). The "
-            f"settings explain {_slower(self.explained, was)}; {self.measured - self.explained:+.3g} s come from software, "
-            "machine, ranks or data.",
-        ]
-
     def tables(self) -> list[Table]:
-        """Return the changes of the step's terms, and what each setting does alone."""
-        terms = changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total)
+        """Return how much slower a step became, the changes of its terms, and what each setting does alone.
+
+        What was measured beyond the model comes from software, machine, ranks or data.
+        """
+        steps = [_step_row("modelled", self.scale * self.before_step.total, self.after_step.total)]
+        if self.before.measured is not None and self.after.measured is not None:
+            steps.append(_step_row("measured", self.scale * self.before.measured, self.after.measured))
+        numbers = number_columns(before="before", after="after", difference="difference", share="share")
+        title = f"A step of {self.after.job.tokens_per_step:,} tokens: {self.before.name}, {self.after.name}"
         rows = [
             {**dataclasses.asdict(e), "alone": "not alone" if e.seconds is None else f"{e.seconds:+.3g} s"}
             for e in self.effects
         ]
         columns = (*text_columns(setting="name", before="before", after="after"), *number_columns(alone="alone"))
-        return [terms, Table(columns, rows, "What each setting does alone")]
+        return [
+            Table((*text_columns(step="name"), *numbers), steps, title),
+            changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total),
+            Table(columns, rows, "What each setting does alone"),
+        ]
 
     def row(self) -> Row:
         """Return plain values, for JSON."""
@@ -287,12 +276,12 @@ class Regression:
             "settings": [dataclasses.asdict(effect) for effect in self.effects],
             "explained_seconds": self.explained,
             "measured_seconds": self.measured,
-            "sentences": self.sentences(),
         }
 
 
-def _slower(seconds: float, step: float) -> str:
-    return f"{duration_text(abs(seconds))} or {abs(seconds) / step:.1%} {'faster' if seconds < 0 else 'slower'}"
+def _step_row(name: str, before: float, after: float) -> Row:
+    return {"name": name, "before": duration_text(before), "after": duration_text(after),
+            "difference": f"{after - before:+.3g} s", "share": f"{after / before - 1:+.1%}"}  # fmt: skip
 
 
 def compare_launches(before: Launch, after: Launch) -> Regression:

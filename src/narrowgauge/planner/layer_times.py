@@ -14,7 +14,7 @@ from typing import NamedTuple
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.planner.job import Job
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.roofline import Shape, bytes_per_number, bytes_seconds, operation_seconds, setting_of
+from narrowgauge.planner.roofline import Setting, Shape, bytes_per_number, bytes_seconds, operation_seconds, setting_of
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
@@ -54,13 +54,22 @@ def linear_seconds(job: Job, *, is_head: bool) -> tuple[Seconds, Seconds]:
     """
     layout = job.layout
     ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
-    return _linear_seconds(job.architecture, job.recipe, ranks, job.tokens, job.nodes.chip, job.efficiency, is_head)
+    settings = _settings(job.architecture, job.recipe)
+    return _linear_seconds(job.architecture, settings, ranks, job.tokens, job.nodes.chip, job.efficiency, is_head)
 
 
-@lru_cache(maxsize=4096)  # half the time of a search, whose layouts differ in little else
+@lru_cache(maxsize=64)
+def _settings(architecture: Architecture, recipe: Recipe) -> tuple[tuple[Setting, bool], ...]:
+    """Return how the recipe computes each matmul, and whether it casts its input itself."""
+    names = [_PLACES[matmul.part] + matmul.name for matmul in architecture.matmuls]
+    return tuple((setting_of(name, recipe), first_of_input(name) == name) for name in names)
+
+
+# Layouts of a search, and recipes that differ in their storage, share most results.
+@lru_cache(maxsize=4096)
 def _linear_seconds(
     architecture: Architecture,
-    recipe: Recipe,
+    settings: tuple[tuple[Setting, bool], ...],
     ranks: tuple[int, int, int],
     tokens_on_rank: float,
     chip: Chip,
@@ -69,11 +78,9 @@ def _linear_seconds(
 ) -> tuple[Seconds, Seconds]:
     matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
     mixture, adapters, start = architecture.mixture, architecture.adapters, shares["kernel_seconds"]
-    for matmul in architecture.matmuls:
+    for matmul, (setting, is_first) in zip(architecture.matmuls, settings, strict=True):
         if (matmul.part == "head") != is_head:
             continue
-        layer = _PLACES[matmul.part] + matmul.name
-        setting, is_first = setting_of(layer, recipe), first_of_input(layer) == layer
         experts, tensor = ranks[1:] if matmul.is_expert else (1, ranks[0])
         out = round(matmul.out_features / (tensor if matmul.split == "column" else 1))
         inputs = round(matmul.in_features / (tensor if matmul.split == "row" else 1))

@@ -6,6 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from narrowgauge.planner.model import Adapters, Architecture, of_size, read_mode
 from narrowgauge.planner.model_state import is_stepped, with_optimizer
 from narrowgauge.planner.option import OURS, Option, Question
 from narrowgauge.planner.plan_tables import Plan
-from narrowgauge.planner.roofline import describe_support
+from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import MOST_CHIPS, MOST_OPTIONS, search, smallest_changes
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip
@@ -311,7 +312,7 @@ def _suited(cluster: Cluster, optimizer: str) -> Iterator[Recipe]:
     names += [name for name in STORAGES if name.startswith(f"{wide}/")]
     names += [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     for recipe in map(parse, dict.fromkeys(names)):
-        is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
+        is_native = all(multiplies(recipe.compute, chip) for chip in chips)
         is_left_out = recipe.compute.transform or recipe.compute.name in _TUNING
         if is_native and not is_left_out and is_stepped(recipe.storage, optimizer):
             yield with_optimizer(recipe, optimizer)
@@ -368,21 +369,30 @@ def _largest_options(question: Question, cluster: Cluster, recipes: Sequence[Rec
     """Yield for each recipe the option with the longest sequences, or the most at once, that fits for certain."""
     for recipe in recipes or _compared(question, cluster):
         if question.largest == "context":
-            most = question.architecture.positions or _MOST_POSITIONS
-            lengths = _sizes(min(_STEP_OF_LENGTH, most), most)
-            asked = (replace(question, sequence_length=length) for length in lengths)
-            yield _largest_of([(length, question.fixed) for length in asked], recipe, cluster)
+            yield _largest(question, recipe, cluster, question.fixed)
             continue
         # What this project's trainer runs, unless other layouts were asked for or these do not fit.
-        option = _largest_batch(question, recipe, cluster, {**NAMED_LAYOUTS["fsdp2"], **question.fixed})
-        yield option if option.fits else _largest_batch(question, recipe, cluster, question.fixed)
+        option = _largest(question, recipe, cluster, {**NAMED_LAYOUTS["fsdp2"], **question.fixed})
+        yield option if option.fits else _largest(question, recipe, cluster, question.fixed)
 
 
-def _largest_batch(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option:
-    free, batches = replace(question, tokens_per_step=None), _sizes(1, _MOST_SEQUENCES)
-    return _largest_of(
-        [(free, {**fixed, "micro_batch": size, "micro_batches": 1}) for size in batches], recipe, cluster
-    )
+def _largest(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option:
+    """Return the option of the largest size that fits for certain, or of the least; what fits also fits in smaller sizes."""
+    most = question.architecture.positions or _MOST_POSITIONS
+
+    @cache
+    def option_of(size: int) -> Option:
+        if question.largest == "context":
+            return _search(replace(question, sequence_length=size), recipe, cluster, fixed)[0]
+        free = replace(question, tokens_per_step=None)
+        return _search(free, recipe, cluster, {**fixed, "micro_batch": size, "micro_batches": 1})[0]
+
+    def is_too_large(size: int) -> bool:
+        return not (option_of(size).fits and option_of(size).is_certain)
+
+    is_context = question.largest == "context"
+    sizes = _sizes(min(_STEP_OF_LENGTH, most), most) if is_context else _sizes(1, _MOST_SEQUENCES)
+    return option_of(sizes[max(0, bisect_left(sizes, True, key=is_too_large) - 1)])
 
 
 def _sizes(least: int, most: int) -> list[int]:
@@ -396,21 +406,6 @@ def _sizes(least: int, most: int) -> list[int]:
     while (size := max(sizes[-1] + least, sizes[-1] * 17 // 16 // least * least)) <= most:
         sizes.append(size)
     return sizes
-
-
-def _largest_of(sizes: Sequence[tuple[Question, Mapping[str, Any]]], recipe: Recipe, cluster: Cluster) -> Option:
-    """Return the option of the largest size that fits for certain, or of the least; what fits also fits in smaller sizes."""
-    options: dict[int, Option] = {}
-
-    def is_too_large(place: int) -> bool:
-        question, fixed = sizes[place]
-        option = options[place] = _search(question, recipe, cluster, fixed)[0]
-        return not (option.fits and option.is_certain)
-
-    place = max(0, bisect_left(range(len(sizes)), True, key=is_too_large) - 1)
-    if place not in options:
-        is_too_large(place)
-    return options[place]
 
 
 # ── from options to an answer ─────────────────────────────────────────────────────────────────────────────────────────────

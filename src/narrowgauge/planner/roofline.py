@@ -72,16 +72,9 @@ def is_native(product: Product, chip: Chip) -> bool:
     return has_kernel and all(chip.rate_format(format) in chip.peak_tflops for format in formats)
 
 
-def describe_support(compute: Compute, chip: Chip) -> str:
-    """Return ``native``, or ``emulated`` and why."""
-    emulated = [product for product in compute.products.values() if not is_native(product, chip)]
-    formats = sorted({cast.format for product in emulated for cast in (product.left, product.right)})
-    if not emulated:
-        return "native"
-    missing = [format for format in formats if chip.rate_format(format) not in chip.peak_tflops]
-    if missing:
-        return f"emulated: {chip.name} does not multiply {' or '.join(missing)}"
-    return f"emulated: no kernel for {compute.name} on {chip.name} here"
+def multiplies(compute: Compute, chip: Chip) -> bool:
+    """Tell whether the chip computes every product of a compute in its own formats, without emulation."""
+    return all(is_native(product, chip) for product in compute.products.values())
 
 
 def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip, shares: Efficiency) -> float:
