@@ -36,7 +36,7 @@ from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of
-from narrowgauge.planner.job import Attention, Job
+from narrowgauge.planner.jobs import Attention, Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms

@@ -10,7 +10,7 @@ import torch
 from narrowgauge.assembly.preparation import class_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.clusters import cluster_of
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, decoder, read_model

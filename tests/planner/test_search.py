@@ -8,7 +8,7 @@ import pytest
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import read_model

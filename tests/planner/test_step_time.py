@@ -10,7 +10,7 @@ import pytest
 from narrowgauge.errors import ChipError
 from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
-from narrowgauge.planner.job import Job, why_not
+from narrowgauge.planner.jobs import Job, why_not
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.step_time import LATE_NODES, SLOWEST_KIND, step_terms

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from narrowgauge.planner.clusters import Cluster, Nodes
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term

@@ -33,7 +33,7 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecordError
 from narrowgauge.planner.clusters import Cluster, cluster_in, cluster_of, read_cluster, read_table
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan_tables import changes_table

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.roofline import Setting, Shape, bytes_per_number, bytes_seconds, operation_seconds, setting_of
 from narrowgauge.spec.chips import Chip

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.clusters import Cluster, between_sizes, clusters_asked_for, counts_of, parts_of, with_nodes
-from narrowgauge.planner.job import Job
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, Architecture, of_size, read_model

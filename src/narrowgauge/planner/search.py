@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.job import Job, check_job, why_not
+from narrowgauge.planner.jobs import Job, check_job, why_not
 from narrowgauge.planner.layouts import AXES, Layout
 from narrowgauge.planner.memory import host_bytes, memory_terms
 from narrowgauge.planner.model import Architecture

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from narrowgauge.planner.collectives import layer_exchanges, parameters_of, state_exchanges
-from narrowgauge.planner.job import Job, check_job
+from narrowgauge.planner.jobs import Job, check_job
 from narrowgauge.planner.layer_times import (
     Seconds,
     attention_seconds,
