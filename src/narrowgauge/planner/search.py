@@ -189,11 +189,11 @@ def _fastest(layouts: Iterable[Layout], request: _Request, most: int) -> list[_P
     first: dict[tuple[Layout, bool], _Pace] = {(_shape_of(best.layout), best.is_certain): best}
     for pace in paces:
         first.setdefault((_shape_of(pace.layout), pace.is_certain), pace)
-    others: dict[Layout, _Pace] = {}
+    alternatives: dict[Layout, _Pace] = {}
     for (shape, _), pace in sorted(first.items(), key=lambda item: item[1][:2]):
         if pace.seconds > best.seconds or (best.is_certain and not pace.is_certain):
-            others.setdefault(shape, pace)
-    return sorted([best, *list(others.values())[: most - 1]], key=lambda pace: pace[:2])
+            alternatives.setdefault(shape, pace)
+    return sorted([best, *list(alternatives.values())[: most - 1]], key=lambda pace: pace[:2])
 
 
 def _shape_of(layout: Layout) -> Layout:
@@ -273,8 +273,8 @@ def _sharings(ranks: int, in_node: int, pipeline: int, request: _Request) -> Ite
 
 def _nearest(layouts: Iterable[Layout], request: _Request) -> Option:
     """Return the layout that needs the fewest bytes on the chips, and advice."""
-    known = [layout for layout in layouts if layout.offload == "none" or "offload" in request.fixed]
-    layout = min(known, key=lambda layout: request.memory(layout).total)
+    allowed = [layout for layout in layouts if layout.offload == "none" or "offload" in request.fixed]
+    layout = min(allowed, key=lambda layout: request.memory(layout).total)
     needed, room, why = request.node_bytes(layout), request.cluster.host_bytes, ""
     if layout.offload != "none" and room is not None and needed > room:
         why = f"needs {needed / 1e9:,.0f} GB of host memory a node of {room / 1e9:,.0f}"
