@@ -412,16 +412,8 @@ def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
 
 def _of_trainer(model: Model) -> Architecture:
     """Return the shape of a model that the trainer builds."""
-    sizes = (
-        "num_layers",
-        "hidden_size",
-        "num_heads",
-        "num_kv_heads",
-        "intermediate_size",
-        "vocab_size",
-        "tie_embeddings",
-    )
-    row = {name: getattr(model, name) for name in (*sizes, "source")}
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+    row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings", "source")}
     if model.family == "gpt2":
         row |= {"like": "gpt", "positions": model.max_positions}
     return _of_preset(model.name, row)
