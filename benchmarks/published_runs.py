@@ -33,13 +33,13 @@ from typing import NamedTuple
 from _published import Run, load, measured_tokens_per_second
 
 from narrowgauge.errors import NarrowgaugeError
-from narrowgauge.planner.activations import Attention
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.clusters import Cluster, Nodes
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of, error_of
+from narrowgauge.planner.jobs import Attention, Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.step_time import UNSTEADY_GROUPS, Job, step_terms
+from narrowgauge.planner.step_time import UNSTEADY_GROUPS, step_terms
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip, get_chip
 from narrowgauge.spec.notation import parse
@@ -150,10 +150,10 @@ def predict(run: Run) -> Point:
     chip, shares = chip_of(run)
     layout, cluster, length = layout_of(run), cluster_of_run(run, chip), run.step["sequence_length"]
     attention: Attention = "eager" if run.name.startswith(UNFUSED) else "flash"
-    terms = step_terms(Job(architecture, recipe, layout, cluster, length, shares), attention=attention)
+    job = Job(architecture, recipe, layout, cluster, length, shares, attention)
+    terms = step_terms(job)
     if run.step.get("recompute_detail") == "per operator":  # every second matmul, and what lies between
-        whole = replace(layout, recompute="full")
-        full = step_terms(Job(architecture, recipe, whole, cluster, length, shares), attention=attention)
+        full = step_terms(replace(job, layout=replace(layout, recompute="full")))
         terms = Terms(tuple(replace(a, value=(a.value + b.value) / 2) for a, b in zip(terms, full, strict=True)))
     steady = terms.without(*UNSTEADY_GROUPS)
     tokens = layout.num_sequences * run.step["sequence_length"] / layout.num_ranks

@@ -21,7 +21,6 @@ count = 2
 [[nodes]]
 chip = "V100"
 chips = 4
-memory_gb = 30
 """
 
 
@@ -31,7 +30,7 @@ def test_a_file_describes_groups_with_what_they_share(tmp_path: Path) -> None:
     cluster = read_cluster(path)
     assert (cluster.name, cluster.num_chips, cluster.chips_per_node) == ("mixed", 20, 4)
     assert [group.network_bytes_per_second for group in cluster.groups] == [25e9, 50e9]
-    assert cluster.memory_bytes == 30 * 2**30
+    assert cluster.memory_bytes == 32 * 2**30
     assert cluster.chip_mtbf_hours == 50_000
     assert cluster.peak_flops_per_second == 16 * 312e12 + 4 * 125e12
     assert cluster.dollars_per_hour is None

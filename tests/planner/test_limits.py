@@ -32,13 +32,13 @@ def test_a_deadline_within_given_chips() -> None:
     assert found.question.meets(found.best) and found.best.num_chips < 64
     late = plan("llama-8b", **WORD, chips=8, tokens=300e9, days=14)
     assert not late.question.meets(late.best) and late.best.num_chips == 8
-    assert "no tried number of chips trains them within 14 d" in "\n".join(late.sentences())
+    assert "No tried number of chips trains 300B tokens within 14 d" in "\n".join(late.sentences())
 
 
 def test_a_deadline_tries_every_recipe() -> None:
     """One row for each number of chips, with the recipe that is fastest there."""
     found = plan("llama-8b", chip="H100-SXM", tokens=300e9, days=14)
-    assert len({option.cluster for option in found.options}) == len(found.options)
+    assert len({option.place for option in found.options}) == len(found.options)
     word = plan("llama-8b", **WORD, tokens=300e9, days=14)
     assert found.best.num_chips <= word.best.num_chips
 

@@ -10,11 +10,12 @@ import torch
 from narrowgauge.assembly.preparation import class_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.planner.clusters import cluster_of
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, decoder, read_model
 from narrowgauge.planner.model_state import state_of, with_optimizer
-from narrowgauge.planner.step_time import Job, step_terms
+from narrowgauge.planner.step_time import step_terms
 from narrowgauge.spec.notation import parse
 
 LLAMA = read_model("llama-8b")
@@ -42,7 +43,7 @@ def test_states_are_those_that_the_optimizer_keeps(name: str, storage: str) -> N
         )
         for size in (ROWS, 2 * ROWS)
     )
-    beside = [state_of(shape, recipe).layers.on_rank(1).optimizer for shape in (small, large)]
+    beside = [state_of(shape, recipe).layers.optimizer for shape in (small, large)]
     assert (beside[1] - beside[0]) / 2 == pytest.approx(kept, rel=0.01, abs=4 * COLS)
 
 
@@ -50,7 +51,7 @@ def test_muon_leaves_embedding_and_head_to_adamw() -> None:
     recipe = parse("bfloat16/master")
     muon, adamw = state_of(LLAMA, with_optimizer(recipe, "muon")), state_of(LLAMA, recipe)
     assert muon.embedding == adamw.embedding and muon.head == adamw.head
-    assert muon.layers.on_rank(1).optimizer == pytest.approx(8 / 12 * adamw.layers.on_rank(1).optimizer, rel=1e-3)
+    assert muon.layers.optimizer == pytest.approx(8 / 12 * adamw.layers.optimizer, rel=1e-3)
 
 
 def test_adapters_have_gradients_and_states_and_the_base_has_none() -> None:

@@ -10,15 +10,10 @@ import pytest
 from narrowgauge.errors import ChipError
 from narrowgauge.planner.clusters import Cluster, Nodes, cluster_of
 from narrowgauge.planner.efficiency import Efficiency, efficiency_of
+from narrowgauge.planner.jobs import Job, why_not
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import read_model
-from narrowgauge.planner.step_time import (
-    LATE_NODES,
-    SLOWEST_KIND,
-    Job,
-    step_terms,
-    why_not,
-)
+from narrowgauge.planner.step_time import LATE_NODES, SLOWEST_KIND, step_terms
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.chips import get_chip
 from narrowgauge.spec.notation import parse

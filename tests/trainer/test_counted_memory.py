@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from narrowgauge.planner.built_models import of_config
 from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.memory import FIXED, memory_terms
+from narrowgauge.planner.memory import memory_terms
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import counted_memory, loop, session
@@ -73,7 +73,7 @@ def test_state_is_that_of_the_storage_and_the_peak_is_the_planned_one(runs: dict
     assert run["state_bytes"] == width * runs[recipe].run["model"]["num_parameters"]
     planned = memory_terms(
         of_config(SHAPE, "tiny"), parse(recipe), Layout(micro_batch=16), 16, is_loss_chunked=False,
-        fixed=dict.fromkeys(FIXED, 0.0),
+        has_overhead=False,
     )  # fmt: skip
     assert run["peak_tensor_bytes"] == pytest.approx(planned.total, rel=0.05)
 

@@ -23,7 +23,6 @@ from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import VISIBLE, WIDE
 
-Attention = Literal["flash", "eager"]
 Kernels = Literal["eager", "fused"]
 EAGER_ACTIVATION_TENSORS = {"gelu_new": 4}
 """Tensors of the MLP's width that an activation function keeps in eager mode, where it is several operations."""
@@ -36,13 +35,11 @@ class SavedTensor:
 
     Args:
         bytes_per_token: in one layer.
-        per_key: further bytes per token and key that it attends to: eager attention's scores.
         is_stream: whether it is of the residual stream, which tensor ranks share only with sequence parallelism.
     """
 
     name: str
     bytes_per_token: float
-    per_key: float = 0.0
     is_stream: bool = False
 
 
@@ -100,25 +97,16 @@ def layer_tensors(
     recipe: Recipe,
     *,
     is_mixture: bool = False,
-    attention: Attention = "flash",
     kernels: Kernels = "eager",
 ) -> tuple[SavedTensor, ...]:
     """List what one layer, with experts if ``is_mixture``, saves, in the order of the forward pass.
 
-    The recipe's main compute and storage say how wide each tensor is; overrides by layer do not count. ``"flash"``
-    attention saves no scores, whichever kernel it is.
+    The recipe's main compute and storage say how wide each tensor is; overrides by layer do not count. Attention is a flash
+    kernel, which saves no scores.
     """
-    shape = (architecture, recipe.compute, recipe.storage.visible)
-    return _layer_tensors(*shape, is_mixture, attention, kernels)
-
-
-@lru_cache(maxsize=256)
-def _layer_tensors(
-    architecture: Architecture, compute: Compute, visible: str, is_mixture: bool, attention: Attention, kernels: Kernels
-) -> tuple[SavedTensor, ...]:
-    layer = _Layer(architecture, compute, widths_of(compute, visible), attention, kernels)
+    layer = _Layer(architecture, recipe.compute, widths_of(recipe.compute, recipe.storage.visible), kernels)
     mlp = layer.mixture() if is_mixture else layer.mlp()
-    return (*layer.norms(), *layer.attention_tensors(), *mlp)
+    return (*layer.norms(), *layer.attention(), *mlp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +114,6 @@ class _Layer:
     architecture: Architecture
     compute: Compute
     widths: Widths
-    attention: Attention
     kernels: Kernels
 
     def norm_bytes(self, size: int, groups: int = 1, stream: float | None = None) -> float:
@@ -158,7 +145,7 @@ class _Layer:
             return 0.0
         return element * size * (consumers if self.widths.is_cast else 1)
 
-    def attention_tensors(self) -> Iterator[SavedTensor]:
+    def attention(self) -> Iterator[SavedTensor]:
         """Yield inputs of the projections, queries, keys, values and the attention's result."""
         a, e = self.architecture, self.widths.matmul
         queries, values = a.num_heads * a.query_dim, a.num_heads * a.value_dim
@@ -176,10 +163,6 @@ class _Layer:
         rotated = queries + keys if a.has_fused_inputs and not a.positions else 0
         yield SavedTensor("queries, keys and values", e * (queries + keys + saved_values + rotated))
         yield SavedTensor("attention", e * values + _STATISTIC * a.num_heads)
-        if self.attention == "eager":
-            # The scores' softmax in float32 (fused: in the matmuls' dtype), and what multiplies the values.
-            softmax = 4.0 if self.kernels == "eager" else e
-            yield SavedTensor("scores", 0.0, per_key=a.num_heads * (softmax + (e if softmax != e else 0.0)))
         yield SavedTensor("input of the output projection", self.inputs(values, is_saved_anyway=True))
 
     def _latent_tensors(self) -> Iterator[SavedTensor]:
@@ -192,28 +175,20 @@ class _Layer:
         )
         yield SavedTensor("latents", sum(self.inputs(rank) for rank in ranks))
 
-    def _mlp_bytes(self, size: int) -> float:
+    def mlp_bytes(self, size: int) -> float:
         """Return the bytes of gate, up and their product, without the input."""
-        e, kind = self.widths.matmul, self.architecture.activation
-        tensors = EAGER_ACTIVATION_TENSORS.get(kind, 1) if self.kernels == "eager" else 1
-        if self.architecture.is_gated:
+        a = self.architecture
+        tensors = EAGER_ACTIVATION_TENSORS.get(a.activation, 1) if self.kernels == "eager" else 1
+        if a.is_gated:
             tensors += 1 if self.kernels == "fused" else 2
-        return (
-            tensors * e * size + self.inputs(size, is_saved_anyway=not self.compute.keeps_codes) + self._product(size)
-        )
-
-    def _product(self, size: int) -> float:
-        """Return the input of the down projection, where that saves it as it is."""
-        return 0.0 if self.compute.keeps_codes else self.widths.matmul * size
-
-    def _gates(self) -> int:
-        return 2 if self.architecture.is_gated and not self.architecture.has_fused_inputs else 1
+        return tensors * self.widths.matmul * size + self.inputs(size)
 
     def mlp(self) -> Iterator[SavedTensor]:
         """Yield inputs and inner tensors of a dense MLP."""
         a = self.architecture
-        yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, self._gates()), is_stream=True)
-        yield SavedTensor("MLP", self._mlp_bytes(a.intermediate_size))
+        gates = 2 if a.is_gated and not a.has_fused_inputs else 1
+        yield SavedTensor("input of the MLP", self.inputs(a.hidden_size, gates), is_stream=True)
+        yield SavedTensor("MLP", self.mlp_bytes(a.intermediate_size))
 
     def mixture(self) -> Iterator[SavedTensor]:
         """Yield the router, each token's copies for its experts, and their inner tensors."""
@@ -225,14 +200,14 @@ class _Layer:
             "router", e * a.hidden_size + 4.0 * mixture.num_experts + 32.0 * chosen + _STATISTIC, is_stream=True
         )
         yield SavedTensor("inputs of the experts", chosen * self.inputs(a.hidden_size), is_stream=True)
-        yield SavedTensor("experts", chosen * self._mlp_bytes(mixture.expert_size))
+        yield SavedTensor("experts", chosen * self.mlp_bytes(mixture.expert_size))
         yield SavedTensor("results of the experts", chosen * e * a.hidden_size, is_stream=True)
         if mixture.shared_size:
-            yield SavedTensor("shared experts", self._mlp_bytes(mixture.shared_size))
+            yield SavedTensor("shared experts", self.mlp_bytes(mixture.shared_size))
 
 
-def bytes_per_token(tensors: tuple[SavedTensor, ...], mean_keys: float = 0.0) -> float:
-    return sum(tensor.bytes_per_token + tensor.per_key * mean_keys for tensor in tensors)
+def bytes_per_token(tensors: tuple[SavedTensor, ...]) -> float:
+    return sum(tensor.bytes_per_token for tensor in tensors)
 
 
 def cast_weight_bytes(architecture: Architecture, recipe: Recipe) -> float:

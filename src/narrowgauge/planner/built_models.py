@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from narrowgauge.errors import DataError
 from narrowgauge.planner.model import Architecture, LatentAttention, Matmul, Mixture, Norm, Part, Split, of_size
@@ -42,185 +42,155 @@ def of_config(config: Mapping[str, Any], name: str, source: str = "") -> Archite
             f"Cannot plan {name} (model_type {kind!r}), because transformers does not build it: {reason}.",
             "Plan its number of parameters: narrowgauge plan state --params.",
         ) from error
-    return _Built(model, built.get_text_config(), name, source).architecture()
+    return _architecture(model, built.get_text_config(), name, source)
 
 
-class _Built:
-    """A model on the meta device, and the architecture that its modules and parameters show."""
+def _size(config: Any, *names: str, default: int = 0) -> int:
+    values = (getattr(config, name, None) for name in names)
+    return int(next((value for value in values if isinstance(value, int) and value), default))
 
-    def __init__(self, model: Any, config: Any, name: str, source: str) -> None:
-        self.model, self.config, self.name, self.source = model, config, name, source
-        self.total = sum(value.numel() for value in model.parameters())
-        self.layers = self._layers()
 
-    def _size(self, *names: str, default: int = 0) -> int:
-        values = (getattr(self.config, name, None) for name in names)
-        return int(next((value for value in values if isinstance(value, int) and value), default))
+def _architecture(model: Any, config: Any, name: str, source: str) -> Architecture:
+    """Return the architecture that the modules and parameters of a model on the meta device show."""
+    import torch.nn as nn
 
-    def _layers(self) -> list[Any]:
-        """Return the modules of the text decoder's layers."""
-        import torch.nn as nn
+    total = sum(value.numel() for value in model.parameters())
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    heads, hidden = _size(config, "num_attention_heads", "n_head", "num_heads"), _size(config, "hidden_size", "n_embd")
+    depth = _size(config, "num_hidden_layers", "n_layer", "num_layers")
+    modules = dict(model.named_modules())
+    lists = ((n, list(m)) for n, m in modules.items() if isinstance(m, nn.ModuleList))
+    layers = next((layers for n, layers in lists if len(layers) == depth and not _OUTSIDE.search(n)), [])
+    is_recurrent = any(_RECURRENT.search(n) for layer in layers for n, _ in layer.named_parameters())
+    if is_recurrent or not (layers and heads and embedding is not None and head is not None):
+        return of_size(total, name)  # no decoder of attention layers: its state alone is planned
 
-        count = self._size("num_hidden_layers", "n_layer", "num_layers")
-        lists = ((name, list(m)) for name, m in self.model.named_modules() if isinstance(m, nn.ModuleList))
-        return next((layers for name, layers in lists if len(layers) == count and not _OUTSIDE.search(name)), [])
+    counts: Counter[Matmul] = Counter()
+    for layer in layers:
+        counts.update(_matmuls_of(layer, hidden))
+    mixture = _mixture(config, counts)
+    share = mixture.experts_per_token / mixture.num_experts if mixture else 1.0
+    matmuls = [
+        replace(m, count=count * m.count, tokens_share=share if m.is_expert else 1.0) for m, count in counts.items()
+    ]
+    vectors = sum(p.numel() for layer in layers for p in layer.parameters()) - sum(m.num_parameters for m in matmuls)
+    has_bias = getattr(head, "bias", None) is not None
+    matmuls.append(Matmul("lm_head", hidden, head.weight.shape[0], 1, "head", "column", 1.0, has_bias))
 
-    def architecture(self) -> Architecture:
-        import torch.nn as nn
+    latent = None
+    if rank := _size(config, "kv_lora_rank"):
+        dims = (_size(config, f"{part}_head_dim") for part in ("qk_nope", "qk_rope", "v"))
+        latent = LatentAttention(_size(config, "q_lora_rank") or None, rank, *dims)
+    head_dim = _size(config, "head_dim", default=hidden // heads)
+    inputs = [m for m in matmuls if m.part == "attention" and m.in_features == hidden and m.split == "column"]
+    kv_heads = (sum(m.out_features * m.count for m in inputs) / len(layers) / head_dim - heads) / 2
+    if latent or kv_heads < 1:
+        kv_heads = _size(config, "num_key_value_heads", default=heads)
+    mlp = [m for m in matmuls if m.part in ("mlp", "experts") and m.name != "router"]
+    downs = [m for m in mlp if m.split == "row"]
+    inner = sum(m.in_features * m.count for m in downs)
+    is_gated = sum(m.out_features * m.count for m in mlp if m.split == "column") > 1.5 * inner
+    activations = ("hidden_activation", "hidden_act", "activation_function", "activation")
+    named = (value for key in activations if isinstance(value := getattr(config, key, None), str))
 
-        embedding, head = self.model.get_input_embeddings(), self.model.get_output_embeddings()
-        heads, hidden = self._size("num_attention_heads", "n_head", "num_heads"), self._size("hidden_size", "n_embd")
-        is_recurrent = any(_RECURRENT.search(n) for layer in self.layers for n, _ in layer.named_parameters())
-        if is_recurrent or not (self.layers and heads and embedding is not None and head is not None):
-            return of_size(self.total, self.name)  # no decoder of attention layers: its state alone is planned
-        latent = self._latent()
-        head_dim = self._size("head_dim", default=hidden // heads)
-        groups: dict[tuple[Any, ...], int] = {}
-        vectors = 0
-        for layer in self.layers:
-            matrices, others = self._layer(layer, hidden)
-            vectors += others
-            for key in matrices:
-                groups[key] = groups.get(key, 0) + 1
-        mixture = self._mixture(groups)
-        share = mixture.experts_per_token / mixture.num_experts if mixture else 1.0
-        matmuls = [
-            Matmul(n, i, o, count * copies, part, split, share if n.startswith("experts.") else 1.0, bias)
-            for (n, i, o, part, split, bias, copies), count in groups.items()
-        ]
-        vocab = head.weight.shape[0]
-        has_bias = getattr(head, "bias", None) is not None
-        matmuls.append(Matmul("lm_head", hidden, vocab, 1, "head", "column", 1.0, has_bias))
-        tables = [
-            m for n, m in self.model.named_modules() if isinstance(m, nn.Embedding) and re.search("wpe|position", n)
-        ]
-        positions = sum(m.weight.shape[0] for m in tables if m.weight.shape[1] == hidden)
-        inputs = [m for m in matmuls if m.part == "attention" and m.in_features == hidden and m.split == "column"]
-        kv_heads = (sum(m.out_features * m.count for m in inputs) / len(self.layers) / head_dim - heads) / 2
-        mlp = [m for m in matmuls if m.part in ("mlp", "experts") and m.name != "router"]
-        downs = [m for m in mlp if m.split == "row"]
-        ups = sum(m.out_features * m.count for m in mlp if m.split == "column")
-        is_gated = ups > 1.5 * sum(m.in_features * m.count for m in downs)
-        modules = list(self.layers[0].named_modules())
-        norms = [m for n, m in modules if "norm" in type(m).__name__.lower() and not _HEAD_NORM.search(n)]
-        wide = [m for m in norms if not list(m.parameters()) or max(p.numel() for p in m.parameters()) == hidden]
-        window, window_share = self._window()
-        result = Architecture(
-            self.name,
-            len(self.layers),
-            hidden,
-            vocab,
-            tuple(matmuls),
-            vectors,
-            num_heads=heads,
-            num_kv_heads=round(kv_heads)
-            if not latent and kv_heads >= 1
-            else self._size("num_key_value_heads", default=heads),
-            query_dim=latent.plain_dim + latent.rotary_dim if latent else head_dim,
-            value_dim=latent.value_dim if latent else head_dim,
-            intermediate_size=next(
-                (m.in_features for m in downs if "." not in m.name), downs[0].in_features if downs else 0
-            ),
-            is_gated=is_gated,
-            tie_embeddings=head.weight is embedding.weight,
-            positions=positions,
-            norm=self._norm_kind(wide or norms),
-            norms_per_layer=len(wide),
-            head_norms=self._head_norms(head_dim),
-            activation=self._activation("silu" if is_gated else "gelu"),
-            has_fused_inputs=len({m.name for m in inputs}) == 1 and not latent,
-            window=window,
-            window_share=window_share,
-            mixture=mixture,
-            latent=latent,
-            source=self.source,
-            left_out="parts beside the text decoder"
-            if any(_OUTSIDE.search(n) for n, _ in self.model.named_modules())
-            else "",
-        )
-        # Final norms, an embedding's norm, a vision tower: whatever is not counted yet.
-        return replace(result, outer_vectors=self.total - result.num_parameters)
+    inside = dict(layers[0].named_modules())
+    head_norms = [p.numel() for n, m in inside.items() if _HEAD_NORM.search(n) for p in m.parameters()]
+    has_head_norms = any(_HEAD_NORM.search(n) for n in inside)
+    norms = [m for n, m in inside.items() if "norm" in type(m).__name__.lower() and not _HEAD_NORM.search(n)]
+    wide = [m for m in norms if not list(m.parameters()) or max(p.numel() for p in m.parameters()) == hidden]
+    tables = (
+        m.weight.shape for n, m in modules.items() if isinstance(m, nn.Embedding) and re.search("wpe|position", n)
+    )
+    window, window_share = _window(config)
+    result = Architecture(
+        name,
+        len(layers),
+        hidden,
+        head.weight.shape[0],
+        tuple(matmuls),
+        vectors,
+        num_heads=heads,
+        num_kv_heads=round(kv_heads),
+        query_dim=latent.plain_dim + latent.rotary_dim if latent else head_dim,
+        value_dim=latent.value_dim if latent else head_dim,
+        intermediate_size=next((m.in_features for m in sorted(downs, key=lambda m: "." in m.name)), 0),
+        is_gated=is_gated,
+        tie_embeddings=head.weight is embedding.weight,
+        positions=sum(rows for rows, columns in tables if columns == hidden),
+        norm=_norm_kind(wide or norms),
+        norms_per_layer=len(wide),
+        head_norms="none" if not has_head_norms else "all" if head_norms and head_norms[0] > head_dim else "head",
+        activation=next(named, "silu" if is_gated else "gelu"),
+        has_fused_inputs=len({m.name for m in inputs}) == 1 and not latent,
+        window=window,
+        window_share=window_share,
+        mixture=mixture,
+        latent=latent,
+        source=source,
+        left_out="parts beside the text decoder" if any(map(_OUTSIDE.search, modules)) else "",
+    )
+    # Final norms, an embedding's norm, a vision tower: whatever is not counted yet.
+    return replace(result, outer_vectors=total - result.num_parameters)
 
-    def _layer(self, layer: Any, hidden: int) -> tuple[list[tuple[Any, ...]], int]:
-        """Return the matrices of a layer as keys of equal ones, and its other parameters."""
-        keys: list[tuple[Any, ...]] = []
-        vectors = 0
-        weights = {
-            n: p for n, p in layer.named_parameters() if p.ndim in (2, 3) and not re.search(r"norm|bias|conv", n)
-        }
-        counted = 0
-        attention = [
-            n for n in weights if re.search(r"attn|attention|mixer", n.rpartition(".")[0]) and weights[n].ndim == 2
-        ]
-        for name, value in weights.items():
-            module, leaf = name.rpartition(".")[0], name.removesuffix(".weight").rpartition(".")[2]
-            if value.ndim == 3:
-                is_down = "down" in leaf or leaf == "w2"
-                other = next((s for s in value.shape[1:] if s != hidden), hidden)
-                sizes = (other, hidden, "row") if is_down else (hidden, other, "column")
-                bias = dict(layer.named_parameters()).get(f"{name}_bias")
-                # Gate and up are two matmuls, as in presets, so that a model has one answer however it is named.
-                names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
-                for part_name in names:
-                    out = sizes[1] // len(names)
-                    keys.append(
-                        (f"experts.{part_name}", sizes[0], out, "experts", sizes[2], bias is not None, value.shape[0])
-                    )
-            else:
-                out, inner = (
-                    value.shape[::-1] if "Conv1D" in type(layer.get_submodule(module)).__name__ else value.shape
-                )
-                bias = getattr(layer.get_submodule(module), "bias", None)
-                part: Part = "attention" if name in attention else "mlp"
-                split: Split = "column"
-                if part == "attention" and name == attention[-1]:
-                    split = "row"
-                elif part == "attention" and re.search(r"_a_proj", leaf):
-                    split = "none"
-                elif part == "mlp" and out == hidden and (inner != hidden or "down" in leaf):
-                    split = "row"
-                if part == "mlp" and re.search(r"gate$|router", module) and "shared" not in module:
-                    leaf, part, split = "router", "experts", "none"
-                elif "shared" in module:
-                    leaf, split = f"shared.{leaf}", split if min(value.shape) > 1 else "none"
-                keys.append((leaf, inner, out, part, split, bias is not None, 1))
-            counted += value.numel() + (bias.numel() if bias is not None else 0)
-        vectors = sum(p.numel() for p in layer.parameters()) - counted
-        return keys, vectors
 
-    def _mixture(self, groups: Mapping[tuple[Any, ...], int]) -> Mixture | None:
-        downs = [(key, count) for key, count in groups.items() if key[0].startswith("experts.") and key[4] == "row"]
-        if not downs:
-            return None
-        (_, size, _, _, _, _, experts), layers = downs[0]
-        shared = sum(key[1] for key in groups if key[0].startswith("shared.") and key[4] == "row")
-        return Mixture(experts, self._size(*_EXPERTS_PER_TOKEN, default=1), size, layers, shared)
+def _matmuls_of(layer: Any, hidden: int) -> Iterator[Matmul]:
+    """Yield the matrices of a layer."""
+    parameters = dict(layer.named_parameters())
+    weights = {n: p for n, p in parameters.items() if p.ndim in (2, 3) and not re.search(r"norm|bias|conv", n)}
+    attention = [
+        n for n, p in weights.items() if p.ndim == 2 and re.search(r"attn|attention|mixer", n.rpartition(".")[0])
+    ]
+    for name, value in weights.items():
+        module, leaf = name.rpartition(".")[0], name.removesuffix(".weight").rpartition(".")[2]
+        part: Part
+        split: Split
+        if value.ndim == 3:
+            other = next((size for size in value.shape[1:] if size != hidden), hidden)
+            has_bias = f"{name}_bias" in parameters
+            if "down" in leaf or leaf == "w2":
+                yield Matmul(f"experts.{leaf}", other, hidden, value.shape[0], "experts", "row", has_bias=has_bias)
+                continue
+            # Gate and up are two matmuls, as in presets, so that a model has one answer however it is named.
+            names = ["gate_proj", "up_proj"] if leaf == "gate_up_proj" else [leaf]
+            sizes = hidden, other // len(names), value.shape[0]
+            yield from (Matmul(f"experts.{n}", *sizes, "experts", "column", has_bias=has_bias) for n in names)
+            continue
+        owner = layer.get_submodule(module)
+        out, inner = value.shape[::-1] if "Conv1D" in type(owner).__name__ else value.shape
+        part, split = "attention" if name in attention else "mlp", "column"
+        if part == "attention":
+            split = "row" if name == attention[-1] else "none" if "_a_proj" in leaf else "column"
+        elif out == hidden and (inner != hidden or "down" in leaf):
+            split = "row"
+        if "shared" in module:
+            leaf, split = f"shared.{leaf}", split if min(value.shape) > 1 else "none"
+        elif part == "mlp" and re.search(r"gate$|router", module):
+            leaf, part, split = "router", "experts", "none"
+        yield Matmul(leaf, inner, out, 1, part, split, has_bias=getattr(owner, "bias", None) is not None)
 
-    def _latent(self) -> LatentAttention | None:
-        if not self._size("kv_lora_rank"):
-            return None
-        sizes = (self._size(n) for n in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
-        return LatentAttention(self._size("q_lora_rank") or None, *sizes)
 
-    def _window(self) -> tuple[int | None, float]:
-        window = self._size("sliding_window", "attention_chunk_size", "window_size") or None
-        if window is None or getattr(self.config, "use_sliding_window", True) is False:
-            return None, 1.0
-        kinds = getattr(self.config, "layer_types", None) or getattr(self.config, "attention_layers", None)
-        share = sum(k not in ("full_attention", "global") for k in kinds) / len(kinds) if kinds else 1.0
-        return (window, share) if share else (None, 1.0)
+def _mixture(config: Any, counts: Counter[Matmul]) -> Mixture | None:
+    """Return the experts, from the number of layers that have each matrix."""
+    downs = [(m, count) for m, count in counts.items() if m.is_expert and m.split == "row"]
+    if not downs:
+        return None
+    down, layers = downs[0]
+    shared = sum(m.in_features for m in counts if m.name.startswith("shared.") and m.split == "row")
+    return Mixture(down.count, _size(config, *_EXPERTS_PER_TOKEN, default=1), down.in_features, layers, shared)
 
-    def _activation(self, default: str) -> str:
-        names = ("hidden_activation", "hidden_act", "activation_function", "activation")
-        return str(next((v for n in names if isinstance(v := getattr(self.config, n, None), str)), default))
 
-    def _norm_kind(self, norms: list[Any]) -> Norm:
-        kind = type(norms[0]).__name__ if norms else "RMSNorm"
-        if kind.startswith(_FLOAT32_NORMS):
-            return "rms-float32"
-        return "rms" if "RMS" in kind or kind.startswith("T5") else "layer"
+def _window(config: Any) -> tuple[int | None, float]:
+    """Return the window of layers with one, None for all tokens; and the share of layers with that window."""
+    window = _size(config, "sliding_window", "attention_chunk_size", "window_size") or None
+    if window is None or getattr(config, "use_sliding_window", True) is False:
+        return None, 1.0
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    share = sum(k not in ("full_attention", "global") for k in kinds) / len(kinds) if kinds else 1.0
+    return (window, share) if share else (None, 1.0)
 
-    def _head_norms(self, head_dim: int) -> Literal["none", "head", "all"]:
-        norms = [m for n, m in self.layers[0].named_modules() if _HEAD_NORM.search(n)]
-        sizes = [math.prod(p.shape) for m in norms for p in m.parameters()]
-        return "none" if not norms else "head" if not sizes or sizes[0] <= head_dim else "all"
+
+def _norm_kind(norms: list[Any]) -> Norm:
+    kind = type(norms[0]).__name__ if norms else "RMSNorm"
+    if kind.startswith(_FLOAT32_NORMS):
+        return "rms-float32"
+    return "rms" if "RMS" in kind or kind.startswith("T5") else "layer"

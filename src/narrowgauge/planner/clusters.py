@@ -39,7 +39,6 @@ class Nodes:
         chips, count: chips of a node, and the number of nodes.
         link_gb_per_second: between the chips of a node, per chip in one direction, 10^9 bytes per second; None for the chip's.
         interconnect_gbit_per_second: of a node's network cards together; None for what such nodes usually have.
-        memory_gb: usable by the job on each chip, 2^30 bytes; None for the chip's.
         host_memory_gb: of each node, for offloading, 2^30 bytes; None if unknown.
         dollars_per_hour: of one chip; None if unknown.
         speed: relative to the chip's, such as 0.8 for stragglers.
@@ -51,7 +50,6 @@ class Nodes:
     count: int = 1
     link_gb_per_second: float | None = None
     interconnect_gbit_per_second: float | None = None
-    memory_gb: float | None = None
     host_memory_gb: float | None = None
     dollars_per_hour: float | None = None
     speed: float = 1.0
@@ -66,22 +64,12 @@ class Nodes:
                 raise ChipError(f"{where} {name} = {value}.", f"Use {least} or more.")
         if not 0 < self.speed <= 1:
             raise ChipError(f"{where} speed = {self.speed:g}.", "Use a share of their chip's: 0.8.")
-        if self.memory_gb is not None and self.memory_gb > self.chip.memory_gb:
-            raise ChipError(
-                f"Cannot use memory_gb = {self.memory_gb:g} of {self.chip.name}, which has {self.chip.memory_gb}.",
-                "Omit it.",
-            )
         if self.link_gb_per_second == 0 and self.chips > 1:
             raise ChipError(f"{where} link_gb_per_second = 0 between {self.chips} chips.", "Omit it for the chip's.")
 
     @property
     def num_chips(self) -> int:
         return self.chips * self.count
-
-    @property
-    def memory_bytes(self) -> float:
-        """Return the usable bytes of each chip."""
-        return float(self.chip.memory_bytes if self.memory_gb is None else self.memory_gb * 2**30)
 
     @property
     def host_bytes_per_second(self) -> float:
@@ -131,21 +119,17 @@ class Cluster:
     """Groups of nodes that run one job.
 
     Args:
-        latency_seconds: of a message between nodes.
         chip_mtbf_hours: mean time between failures of one chip with its share of the node; None leaves failures out.
     """
 
     name: str
     groups: tuple[Nodes, ...]
-    latency_seconds: float = 5e-6
     chip_mtbf_hours: float | None = None
 
     def __post_init__(self) -> None:
         where = f"cluster {self.name!r} has"
         if not self.groups:
             raise ChipError(f"{where} no nodes.", "Add a table [[nodes]] with count, chip and chips.")
-        if not 0 <= self.latency_seconds < 1:
-            raise ChipError(f"{where} latency_seconds = {self.latency_seconds:g}.", "Use seconds: 5e-6.")
         if self.chip_mtbf_hours is not None and not self.chip_mtbf_hours > 0:
             raise ChipError(f"{where} chip_mtbf_hours = {self.chip_mtbf_hours:g}.", "Use more than 0, or omit it.")
 
@@ -164,8 +148,8 @@ class Cluster:
 
     @property
     def memory_bytes(self) -> float:
-        """Return the usable bytes of the smallest chip; a job's ranks are alike."""
-        return min(group.memory_bytes for group in self.groups)
+        """Return the bytes of the smallest chip; a job's ranks are alike."""
+        return float(min(group.chip.memory_bytes for group in self.groups))
 
     @property
     def host_bytes(self) -> float | None:
@@ -176,21 +160,20 @@ class Cluster:
     @property
     def dollars_per_hour(self) -> float | None:
         """Return the price of all chips together; None if one group's is unknown."""
-        if any(group.dollars_per_hour is None for group in self.groups):
+        prices = [group.dollars_per_hour for group in self.groups]
+        if None in prices:
             return None
-        return sum(group.num_chips * (group.dollars_per_hour or 0.0) for group in self.groups)
+        return sum(group.num_chips * (price or 0.0) for group, price in zip(self.groups, prices, strict=True))
 
     @property
     def peak_flops_per_second(self) -> float:
         """Return the peak of all chips together, for dense matmuls of 16-bit operands: what MFU is a share of."""
-        return 1e12 * sum(group.num_chips * _wide_tflops(group.chip) for group in self.groups)
+        wide = ("bfloat16", "float16", "float32")
+        peaks = [(group.num_chips, group.chip.peak_tflops) for group in self.groups]
+        return 1e12 * sum(count * next(peak[name] for name in wide if name in peak) for count, peak in peaks)
 
     def __str__(self) -> str:
         return " + ".join(map(str, self.groups))
-
-
-def _wide_tflops(chip: Chip) -> float:
-    return next(chip.peak_tflops[name] for name in ("bfloat16", "float16", "float32") if name in chip.peak_tflops)
 
 
 _FIELDS = tuple(field.name for field in dataclasses.fields(Nodes))
@@ -200,9 +183,14 @@ _WHOLE = ("chips", "count", "chips_per_node")
 
 
 def cluster_of(
-    chip: str | Chip, num_chips: int, chips_per_node: int | None = None, *, name: str = "",
-    latency_seconds: float = 5e-6, chip_mtbf_hours: float | None = None, **rates: Any,
-) -> Cluster:  # fmt: skip
+    chip: str | Chip,
+    num_chips: int,
+    chips_per_node: int | None = None,
+    *,
+    name: str = "",
+    chip_mtbf_hours: float | None = None,
+    **rates: Any,
+) -> Cluster:
     """Return a cluster of one kind of chip; fewer chips than a node holds are one smaller node.
 
     Args:
@@ -231,7 +219,7 @@ def cluster_of(
             f"Use {near} or {near + size} chips, or name the chips of a node.",
         )
     nodes = Nodes(kind, size, num_chips // size, **rates)
-    return Cluster(name or str(nodes), (nodes,), latency_seconds, chip_mtbf_hours)
+    return Cluster(name or str(nodes), (nodes,), chip_mtbf_hours)
 
 
 def read_cluster(path: str | Path) -> Cluster:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from narrowgauge.planner.clusters import Cluster, Nodes
-from narrowgauge.planner.layer_times import Work
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.roofline import bytes_per_number
 from narrowgauge.planner.terms import Term
@@ -25,6 +25,8 @@ from narrowgauge.planner.terms import Term
 LINK_LATENCY_SECONDS = 4e-6
 """Of one step of a ring within a node: 2 × 7 steps of eight H200s take 54 µs more than their bytes at 16 MiB (ml-engineering,
 network/benchmarks: all_reduce of 16 MiB at 256 of 482 GB/s)."""
+NETWORK_LATENCY_SECONDS = 5e-6
+"""Of a message between nodes: an assumption."""
 
 _ADDING_SWITCHES = ("NVLink4", "NVLink5")
 
@@ -45,7 +47,7 @@ class Path:
     link_bytes_per_second: float
     network_bytes_per_second: float
     link_latency: float = LINK_LATENCY_SECONDS
-    network_latency: float = 5e-6
+    network_latency: float = NETWORK_LATENCY_SECONDS
     has_adding_switch: bool = False
 
     @property
@@ -90,7 +92,6 @@ def path_of(
         math.ceil(ranks / within),
         nodes.link_bytes_per_second(within, stride) * link,
         slowest * network,
-        network_latency=cluster.latency_seconds,
         has_adding_switch=nodes.chips > 2
         and nodes.chip.link.startswith(_ADDING_SWITCHES)
         and "bridge" not in nodes.chip.link,
@@ -100,6 +101,8 @@ def path_of(
 def all_gather_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds until every rank has ``num_bytes``, of which each held its part; a ring.
 
+    A reduce-scatter takes as long.
+
     Example:
         >>> all_gather_seconds(8e9, Path(8, 1, 1e9, 1e9, 0.0))
         7.0
@@ -108,11 +111,6 @@ def all_gather_seconds(num_bytes: float, path: Path) -> float:
         return 0.0
     latency = (path.ranks - path.nodes) * path.link_latency + (path.nodes - 1) * path.network_latency
     return num_bytes * max(path.sent_within, path.sent_between) + latency
-
-
-def reduce_scatter_seconds(num_bytes: float, path: Path) -> float:
-    """Return the seconds until every rank has its part of the sum of ``num_bytes``: as many as it takes to gather them."""
-    return all_gather_seconds(num_bytes, path)
 
 
 def all_reduce_seconds(num_bytes: float, path: Path) -> float:
@@ -130,7 +128,7 @@ def all_reduce_seconds(num_bytes: float, path: Path) -> float:
 
 def ring_seconds(num_bytes: float, path: Path) -> float:
     """Return the seconds of a ring's all-reduce: 2 (R − 1)/R S/B + 2 (R − 1) α."""
-    return reduce_scatter_seconds(num_bytes, path) + all_gather_seconds(num_bytes, path)
+    return 2 * all_gather_seconds(num_bytes, path)
 
 
 def tree_seconds(num_bytes: float, path: Path) -> float:
@@ -212,9 +210,9 @@ class Parameters:
         return self.dense / ranks + self.experts / layout.sharing_experts(ranks)
 
 
-def parameters_of(work: Work, layers: int) -> Parameters:
+def parameters_of(job: Job, layers: int) -> Parameters:
     """Return the parameters of a stage of that many layers; an embedding lies on the first or last stage, and is counted."""
-    a, layout = work.architecture, work.layout
+    a, layout = job.architecture, job.layout
     outer, share = a.outer_parameters, layers / a.num_layers
     inner = a.num_parameters - outer - a.expert_parameters
     if layout.pipeline > 1 and not a.tie_embeddings:
@@ -223,155 +221,104 @@ def parameters_of(work: Work, layers: int) -> Parameters:
     return Parameters((inner * share + outer) / layout.tensor, experts)
 
 
-@dataclass(frozen=True, slots=True)
-class Exchanges:
-    """What one rank exchanges in a step, as terms of the seconds that computing does not hide.
+def layer_exchanges(job: Job, layers: int, compute: float, attention: float) -> Iterator[Term]:
+    """Yield what a stage of that many layers sends in every micro-batch: the seconds that computing does not hide.
 
-    ``compute`` can hide exchanges: the seconds of a micro-batch on the stage's layers, forward and backward, of which
-    ``attention`` are spent in attention.
+    ``compute`` are the seconds of a micro-batch on the stage, forward and backward, of which ``attention`` are attention's.
     """
+    layout, a, batches = job.layout, job.architecture, job.layout.micro_batches
+    stream, is_again = job.stream_bytes, layout.recompute == "full"
 
-    work: Work
-    cluster: Cluster
-    layers: int
-    compute: float
-    attention: float
+    def term(name: str, kind: str, path: Path, size: float, count: int, what: str, one: float) -> Term:
+        """Return an exchange of ``size`` bytes and ``one`` second that each layer has ``count`` times a micro-batch."""
+        those = layers * a.mixture.num_layers / a.num_layers if kind == "expert" and a.mixture else layers
+        text = f"{batches} × {those:g} layers × {count} {what} of {_size(size)}"
+        under = batches * (attention if kind == "context" else compute)
+        return _exposed(job, name, batches * those * count * one, kind, under, path, text)
 
-    def __iter__(self) -> Iterator[Term]:
-        layout = self.work.layout
-        if layout.tensor > 1:
-            yield self._tensor()
-        if layout.context > 1:
-            yield self._context()
-        if layout.expert > 1:
-            yield self._expert()
-        if layout.pipeline > 1:
-            yield self._pipeline()
-        if layout.zero and layout.num_sharing > 1:
-            yield self._shard()
-        if layout.data > 1 or (layout.zero == 0 and layout.num_replicas * layout.context > 1):
-            yield self._replicas()
-
-    def _path(self, ranks: int, stride: int) -> Path:
-        shares = self.work.shares
-        return path_of(ranks, stride, self.work.nodes, self.cluster, link=shares["link"], network=shares["network"])
-
-    def _exchange(self, name: str, seconds: float, kind: str, under: float, path: Path, what: str) -> Term:
-        """Return an exchange of which ``under`` seconds of computing can hide a share.
-
-        Computing is slower meanwhile, since the exchange takes multiprocessors.
-        """
-        assumed = " (assumed)" if path.nodes > 1 and self.work.nodes.is_network_assumed else ""
-        hidden = min(seconds * self.work.shares[f"overlap.{kind}"], under)
-        slowed = hidden * self.work.shares["slowed.link" if path.nodes == 1 else "slowed.network"]
-        formula = f"{what}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
-        exposed = seconds - hidden + slowed
-        return Term("communication", name, exposed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
-
-    def _per_layer(
-        self,
-        name: str,
-        kind: str,
-        path: Path,
-        size: float,
-        layers: float,
-        counts: tuple[int, str],
-        one: float,
-        under: float,
-    ) -> Term:
-        """Return an exchange of ``size`` bytes and ``one`` second that every layer of every micro-batch has ``counts`` times."""
-        batches, (count, what) = self.work.layout.micro_batches, counts
-        text = f"{batches} × {layers:g} layers × {count} {what} of {_size(size)}"
-        return self._exchange(name, batches * layers * count * one, kind, batches * under, path, text)
-
-    def _again(self, usual: int, recomputed: int) -> int:
-        return recomputed if self.work.layout.recompute == "full" else usual
-
-    def _tensor(self) -> Term:
-        """Gather and reduce the residual stream around attention and MLP: two pairs forward, two backward."""
-        path, size = self._path(self.work.layout.tensor, 1), self.work.stream_bytes
-        counts, one = (self._again(4, 6), "gathers and reductions"), 2 * all_gather_seconds(size, path)
-        return self._per_layer(
-            "activations between tensor ranks", "tensor", path, size, self.layers, counts, one, self.compute
-        )
-
-    def _context(self) -> Term:
-        """Send keys and values around the ring of context ranks, and their gradients."""
-        layout, a = self.work.layout, self.work.architecture
-        path = self._path(layout.context, layout.tensor)
-        size = self.work.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * self.work.width / layout.tensor
-        counts, one = (self._again(3, 4) * (layout.context - 1), "sends"), send_seconds(size, path)
-        return self._per_layer(
-            "keys and values between context ranks", "context", path, size, self.layers, counts, one, self.attention
-        )
-
-    def _expert(self) -> Term:
-        """Send tokens to their experts and back, forward and backward."""
-        layout, mixture = self.work.layout, self.work.architecture.mixture
-        assert mixture is not None
-        path = self._path(layout.expert, layout.expert_tensor_ranks * layout.context)
-        layers = self.layers * mixture.num_layers / self.work.architecture.num_layers
-        size = self.work.stream_bytes * mixture.experts_per_token / layout.tensor
+    if layout.tensor > 1:
+        # The residual stream is gathered and reduced around attention and MLP: two pairs forward, two backward.
+        path, count = _path(job, layout.tensor, 1), 6 if is_again else 4
+        one, what = 2 * all_gather_seconds(stream, path), "gathers and reductions"
+        yield term("activations between tensor ranks", "tensor", path, stream, count, what, one)
+    if layout.context > 1:
+        # Keys and values go around the ring, and their gradients.
+        path, count = _path(job, layout.context, layout.tensor), (4 if is_again else 3) * (layout.context - 1)
+        size = job.tokens * a.num_kv_heads * (a.query_dim + a.value_dim) * job.width / layout.tensor
+        name = "keys and values between context ranks"
+        yield term(name, "context", path, size, count, "sends", send_seconds(size, path))
+    if layout.expert > 1:
+        assert a.mixture is not None
+        path, count = _path(job, layout.expert, layout.expert_tensor_ranks * layout.context), 6 if is_again else 4
+        size = stream * a.mixture.experts_per_token / layout.tensor
         # A token that visits several experts of a node may travel there once.
-        once = 1 - self.work.shares["once_per_node"] * _repeated(mixture.experts_per_token, path.nodes)
-        counts, one = (self._again(4, 6), "all-to-alls"), all_to_all_seconds(size, path, between=once)
-        return self._per_layer("tokens between experts", "expert", path, size, layers, counts, one, self.compute)
+        once = 1 - job.efficiency["once_per_node"] * _repeated(a.mixture.experts_per_token, path.nodes)
+        one = all_to_all_seconds(size, path, between=once)
+        yield term("tokens between experts", "expert", path, size, count, "all-to-alls", one)
+    if layout.pipeline > 1:
+        path, size = _path(job, layout.pipeline, layout.num_ranks // layout.pipeline), stream / layout.tensor
+        count = 2 * layout.interleave * batches
+        seconds, text = count * send_seconds(size, path), f"{count} sends of {_size(size)}"
+        yield _exposed(job, "activations between stages", seconds, "pipeline", batches * compute, path, text)
 
-    def _pipeline(self) -> Term:
-        """Send the residual stream to the next stage, and its gradient back."""
-        layout, size = self.work.layout, self.work.stream_bytes / self.work.layout.tensor
-        path = self._path(layout.pipeline, layout.num_ranks // layout.pipeline)
-        count, under = 2 * layout.interleave * layout.micro_batches, layout.micro_batches * self.compute
-        seconds, what = count * send_seconds(size, path), f"{count} sends of {_size(size)}"
-        return self._exchange("activations between stages", seconds, "pipeline", under, path, what)
 
-    def _shard(self) -> Term:
-        """Gather weights and reduce gradients among the ranks that share a replica's state: shards and context ranks.
+def state_exchanges(job: Job, layers: int, compute: float) -> Iterator[Term]:
+    """Yield how weights are gathered and gradients summed, as in :func:`layer_exchanges`.
 
-        Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``); Megatron-LM's distributed optimizer.
-        """
-        layout, numbers = self.work.layout, parameters_of(self.work, self.layers)
-        ranks, of_experts = layout.num_sharing, layout.sharing_experts(layout.num_sharing)
-        dense = self._path(ranks, layout.tensor)
-        others = self._path(of_experts, min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts))
-        adapters = self.work.architecture.adapters
-        weight = bytes_per_number(self.work.recipe.storage.visible) if adapters is None else adapters.base_bytes
-        gradient = self._gradient_bytes
+    Shards and context ranks share a replica's state. Source: torchtitan, distributed/parallel_dims.py (the mesh axis ``fsdp``);
+    Megatron-LM's distributed optimizer.
+    """
+    layout, a, owned = job.layout, job.architecture, parameters_of(job, layers)
+    visible = job.recipe.storage.visible
+    gradient = job.recipe.reduction.bytes_per_element(visible) * a.trained_share
+    every, sharing = layout.num_replicas * layout.context, layout.num_sharing if layout.zero else 1
+    if sharing > 1:
+        of_experts = layout.sharing_experts(sharing)
+        stride = min(layout.expert_tensor_ranks * layout.expert, layout.num_ranks // of_experts)
+        path, experts_path = _path(job, sharing, layout.tensor), _path(job, of_experts, stride)
+        weight = bytes_per_number(visible) if a.adapters is None else a.adapters.base_bytes
         gathers = 2 * layout.micro_batches if layout.zero == 3 else 1
         sums = layout.micro_batches if layout.zero >= 2 else 1
         seconds = 0.0
-        for number, path in ((numbers.dense, dense), (numbers.experts, others)):
+        for number, link in ((owned.dense, path), (owned.experts, experts_path)):
             if number:
                 # Layer by layer, while the next is computed; or once a step, in buckets that grow with the ranks.
-                parts = self.layers if layout.zero >= 2 else _buckets(number, path.ranks, self.layers)
-                seconds += parts * gathers * all_gather_seconds(number / parts * weight, path)
-                seconds += parts * sums * reduce_scatter_seconds(number / parts * gradient, path)
-        what = (
-            f"{numbers.dense + numbers.experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B "
+                parts = layers if layout.zero >= 2 else _buckets(number, link.ranks, layers)
+                seconds += parts * gathers * all_gather_seconds(number / parts * weight, link)
+                seconds += parts * sums * all_gather_seconds(number / parts * gradient, link)
+        text = (
+            f"{owned.dense + owned.experts:.3g} parameters: {gathers} × {weight:g} B gathered and {sums} × {gradient:g} B "
             "reduced"
         )
-        name, under = "weights and gradients between shards", sums * self.compute
-        return self._exchange(name, seconds, "shard", under, dense, what)
-
-    def _replicas(self) -> Term:
-        """Sum gradients over replicas once per step; without sharding over shard and context ranks too."""
-        layout, owned = self.work.layout, parameters_of(self.work, self.layers)
-        sharing = layout.num_sharing if layout.zero >= 1 else 1
-        every, dense = layout.num_replicas * layout.context, owned.dense / sharing
+        yield _exposed(job, "weights and gradients between shards", seconds, "shard", sums * compute, path, text)
+    if every > sharing:
+        dense = owned.dense / sharing
         experts = owned.on_rank(layout) - dense
         # An expert has fewer copies: one for each group of expert ranks, of which some share its state.
         copies = max(1, layout.sharing_experts(every) // layout.sharing_experts(sharing))
-        paths = [self._path(ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
-        sizes = [number * self._gradient_bytes for number in (dense, experts)]
+        paths = [_path(job, ranks, layout.tensor * max(1, every // ranks)) for ranks in (every // sharing, copies)]
+        sizes = [number * gradient for number in (dense, experts)]
         seconds = sum(all_reduce_seconds(size, path) for size, path in zip(sizes, paths, strict=True) if size)
-        under = self.compute * 2 / 3  # the last backward pass
-        what = f"an all-reduce of {_size(sum(sizes))}"
-        return self._exchange("gradients between replicas", seconds, "shard", under, paths[0], what)
+        last_backward = compute * 2 / 3
+        text = f"an all-reduce of {_size(sum(sizes))}"
+        yield _exposed(job, "gradients between replicas", seconds, "shard", last_backward, paths[0], text)
 
-    @property
-    def _gradient_bytes(self) -> float:
-        sent = self.work.recipe.reduction.bytes_per_element(self.work.recipe.storage.visible)
-        return sent * self.work.architecture.trained_share
+
+def _path(job: Job, ranks: int, stride: int) -> Path:
+    shares = job.efficiency
+    return path_of(ranks, stride, job.nodes, job.cluster, link=shares["link"], network=shares["network"])
+
+
+def _exposed(job: Job, name: str, seconds: float, kind: str, under: float, path: Path, what: str) -> Term:
+    """Return an exchange of which ``under`` seconds of computing can hide a share.
+
+    Computing is slower meanwhile, since the exchange takes multiprocessors.
+    """
+    assumed = " (assumed)" if path.nodes > 1 and job.nodes.is_network_assumed else ""
+    hidden = min(seconds * job.efficiency[f"overlap.{kind}"], under)
+    slowed = hidden * job.efficiency["slowed.link" if path.nodes == 1 else "slowed.network"]
+    formula = f"{what}, {path}{assumed}: {seconds:.3g} s, {hidden:.3g} hidden, {slowed:.3g} slower"
+    return Term("communication", name, seconds - hidden + slowed, formula, "ring, tree or hierarchy; arXiv 2104.04473")
 
 
 def _buckets(num_parameters: float, ranks: int, layers: int) -> int:

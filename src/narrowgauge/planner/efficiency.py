@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from narrowgauge.errors import ChipError, NarrowgaugeError, suggestion
+from narrowgauge.errors import NarrowgaugeError, suggestion
 from narrowgauge.spec.chips import CHIPS, Chip
 from narrowgauge.spec.toml import load_data
 
@@ -43,14 +43,6 @@ class Efficiency:
     software: str = ""
 
     def __getitem__(self, name: str) -> float:
-        return self.values[name]
-
-    def matmul(self, format: str) -> float:
-        """Return the share of a format's peak rate that a large matmul reaches."""
-        name = f"matmul.{format}"
-        if name not in self.values:
-            formats = ", ".join(key.partition(".")[2] for key in self.values if key.startswith("matmul."))
-            raise ChipError(f"a share of {format}'s rate was requested, which is not known here.", f"Known: {formats}.")
         return self.values[name]
 
 

@@ -1,4 +1,4 @@
-"""Launches: jobs as they were started, read from a file of settings or from the folder of a run, and where their steps went.
+"""Launches: jobs as they were started, read from a file of settings or from a run folder, and why one is slower than another.
 
 A launch file has the settings of ``narrowgauge train`` that decide how long a step takes, and says where the job runs::
 
@@ -19,14 +19,12 @@ A launch file has the settings of ``narrowgauge train`` that decide how long a s
     [measured]
     step_seconds = 3.9        # or tokens_per_second
 
-Other settings of a training run may stand there too and are not read. In a run folder, steps whose update was not applied, and
-those that a rollback undid, are added to the steps that count: what they cost is the price of numerics and of faults.
+Other settings of a training run may stand there too and are not read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +33,13 @@ from typing import Any
 
 from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecordError
 from narrowgauge.planner.clusters import Cluster, cluster_in, cluster_of, read_cluster, read_table
-from narrowgauge.planner.layouts import Layout
+from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.layouts import Layout, read_layout
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.plan_tables import changes_table
-from narrowgauge.planner.scaling_laws import CAUSES, SIGMAS
-from narrowgauge.planner.step_time import Job, step_terms
-from narrowgauge.planner.terms import Change, Term, Terms, changes
+from narrowgauge.planner.scaling_laws import MeasuredTime
+from narrowgauge.planner.step_time import step_terms
+from narrowgauge.planner.terms import Change, Terms, changes
 from narrowgauge.planner.units import duration_text
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.record import Run, read_run
@@ -52,13 +51,18 @@ from narrowgauge.spec.tables import Row, Table, number_columns, text_columns
 Settings = Mapping[str, Any]
 
 
+LEAST_STEPS = 6
+"""Steps that a run must have; the first two compile and are left out."""
+_WARM_UP = 2
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A job as it was started, and where it was measured the seconds of a step by part."""
+    """A job as it was started; ``measured`` are the seconds of a step, None if it was not measured."""
 
     name: str
     job: Job
-    measured: Terms | None = None
+    measured: float | None = None
 
 
 def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
@@ -67,23 +71,51 @@ def read_launch(path: str | Path, chip: Chip | None = None) -> Launch:
     where = str(path)
     if path.is_dir():
         run = read_run(path)
-        step = measured_step(run)
         if chip is None:
             raise ChipError(f"the run {path} does not say on which chip of the table it ran.", "Add --chip NAME.")
-        layout, cluster = layout_of(run.config, step.num_ranks, where), cluster_of(chip, step.num_ranks, step.num_ranks)
-        return Launch(path.name, _job(run.config, layout, cluster, where), step.terms.without("outside"))
+        ranks = ranks_of(run)
+        layout, cluster = layout_of(run.config, ranks, where), cluster_of(chip, ranks, ranks)
+        return Launch(path.name, _job(run.config, layout, cluster, where), step_seconds(run))
     table = read_table(path, "launch", "It is a TOML file of settings, or a run folder.")
-    fixed = _layout(table["layout"], where) if "layout" in table else None
+    fixed = _layout(table["layout"]) if "layout" in table else None
     cluster = _cluster(table, path, chip, fixed)
     job = _job(table, fixed or layout_of(table, cluster.num_chips, where), cluster, where)
     return Launch(path.name, job, _measured(table.get("measured"), job, path))
 
 
+def ranks_of(run: Run) -> int:
+    return int(run.run.get("machine", {}).get("ranks", 1))
+
+
+def step_seconds(run: Run) -> float:
+    """Return the median seconds of a run's steps; a run with fewer than ``LEAST_STEPS`` steps is refused."""
+    timed = [float(row["seconds"]) for row in run.steps if row.get("seconds")]
+    if len(timed) < LEAST_STEPS:
+        raise RecordError(
+            f"the time of {run.path} was requested, which has {len(timed)} timed steps; {LEAST_STEPS} are needed.",
+            "Train a few steps more: narrowgauge resume.",
+        )
+    return statistics.median(timed[_WARM_UP:])
+
+
+def measured_times(runs: Sequence[Run]) -> tuple[MeasuredTime, ...]:
+    """Return the time of a step of runs of one model and recipe on different numbers of ranks, all for the same tokens."""
+    for key in ("model", "recipe", "sequence_length"):
+        values = {str(run.config.get(key)) for run in runs}
+        if len(values) > 1:
+            raise RecordError(
+                f"runs of one job were requested, and these differ in {key}: {', '.join(sorted(values))}.",
+                "Name runs that differ in the number of ranks only.",
+            )
+    if len({ranks_of(run) for run in runs}) < 2:
+        raise RecordError(f"all of these runs have {counted(ranks_of(runs[0]), 'rank')}.", "Add one on more ranks.")
+    batch = int(runs[0].config["batch_size"])
+    return tuple(MeasuredTime(ranks_of(run), step_seconds(run) * batch / int(run.config["batch_size"])) for run in runs)
+
+
 def _job(table: Settings, layout: Layout, cluster: Cluster, where: str) -> Job:
-    recipe, model = (
-        parse(_required(table, "recipe", where), where),
-        read_model(str(_required(table, "model", where))),
-    )
+    recipe = parse(_required(table, "recipe", where), where)
+    model = read_model(str(_required(table, "model", where)))
     return Job(model, recipe, layout, cluster, _whole(table, "sequence_length", where))
 
 
@@ -134,15 +166,10 @@ def _whole(table: Settings, key: str, where: str, default: int | None = None) ->
     return value
 
 
-def _layout(table: Any, where: str) -> Layout:
-    known = {field.name: field.default for field in dataclasses.fields(Layout)}
-    if not isinstance(table, dict) or (unknown := sorted(table.keys() - known.keys())):
-        problem = f"the key {unknown[0]!r}" if isinstance(table, dict) else f"{table!r}"
-        raise DataError(f"{where}: [layout] has {problem}.", f"Known: {', '.join(known)}.")
-    for name, value in table.items():
-        if type(value) is not type(known[name]):
-            raise DataError(f"{where}: [layout] has {name} = {value!r}.", f"For instance {name} = {known[name]!r}.")
-    return Layout(**table)
+def _layout(table: Any) -> Layout:
+    if not isinstance(table, dict):
+        raise DataError(f"[layout] is {table!r}.", "For instance [layout] with shard = 8 and micro_batches = 4.")
+    return Layout(**read_layout(",".join(f"{name}={value}" for name, value in table.items())))
 
 
 def _cluster(table: Settings, path: Path, chip: Chip | None, layout: Layout | None) -> Cluster:
@@ -156,158 +183,14 @@ def _cluster(table: Settings, path: Path, chip: Chip | None, layout: Layout | No
     return cluster_in(path, {**cluster, "chips": _whole(cluster, "chips", f"{path}, [cluster]")})
 
 
-def _measured(table: Any, job: Job, path: Path) -> Terms | None:
+def _measured(table: Any, job: Job, path: Path) -> float | None:
     if table is None:
         return None
     entries: list[tuple[str, Any]] = list(table.items()) if isinstance(table, dict) else []
     (key, value), *more = entries or [("", None)]
     if more or key not in ("step_seconds", "tokens_per_second") or type(value) not in (int, float) or not value > 0:
         raise DataError(f"{path}: [measured] is {table!r}.", "Write step_seconds or tokens_per_second, above zero.")
-    seconds = float(value) if key == "step_seconds" else job.tokens_per_step / value
-    return Terms((Term("step", "measured step", seconds, f"[measured] of {path.name}", str(path)),))
-
-
-# ── measured runs: where their steps went, and what of it more ranks did not divide ───────────────────────────────────────
-
-LEAST_STEPS = 6
-"""Steps that a run must have: the first two compile, and a quarter at either end is left out."""
-_WARM_UP = 2
-_PARTS = {
-    "steps": "computing and communication",
-    "void": "steps whose update was not applied",
-    "undone": "steps that a rollback undid",
-    "outside": "outside steps: evaluations, checkpoints, data",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredStep:
-    """Seconds that an average step of a run took by part, without its first steps and its extremes; ``tokens`` of all ranks."""
-
-    name: str
-    num_ranks: int
-    tokens: int
-    terms: Terms
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of a step, without what is outside steps."""
-        return self.terms.without("outside").total
-
-
-def measured_step(run: Run) -> MeasuredStep:
-    """Return where the time of a run's average step went; a run with fewer than ``LEAST_STEPS`` steps is refused."""
-    rows = [row for row in run.steps if row.get("seconds")]
-    if len(rows) < LEAST_STEPS:
-        raise RecordError(
-            f"the time of {run.path} was requested, which has {len(rows)} timed steps; {LEAST_STEPS} are needed.",
-            "Train a few steps more: narrowgauge resume.",
-        )
-    timed = sorted(float(row["seconds"]) for row in rows[_WARM_UP:])
-    quarter = len(timed) // 4
-    middle, source = timed[quarter : len(timed) - quarter], str(run.path)
-    mean = statistics.fmean(middle)
-    half = SIGMAS * statistics.stdev(middle) / math.sqrt(len(middle)) if len(middle) > 1 else 0.0
-    formula = f"mean of the middle {len(middle)} steps"
-    terms = [Term("steps", _PARTS["steps"], mean, formula, source, mean - half, mean + half)]
-    void = sum(bool(row.get("skipped") or row.get("spike")) for row in run.steps)
-    undone = sum(int(event.get("batches") or 0) for event in run.events if event.get("kind") == "rollback")
-    useful = max(1, len(run.steps) - void)
-    for group, number in (("void", void), ("undone", undone)):
-        if number:
-            formula = f"{number} steps of {duration_text(mean)} / {useful} that count"
-            terms.append(Term(group, _PARTS[group], mean * number / useful, formula, source))
-    wall, inside = (run.summary or {}).get("wall_seconds"), sum(float(row["seconds"]) for row in rows)
-    if wall and not any(event.get("kind") == "resume" for event in run.events):
-        formula = f"({duration_text(float(wall))} − {duration_text(inside)} in steps) / {len(rows)} steps"
-        rest = max(0.0, float(wall) - inside) / len(rows)
-        terms.append(Term("outside", _PARTS["outside"], rest, formula, source))
-    tokens = int(run.config["batch_size"]) * int(run.config["sequence_length"])
-    return MeasuredStep(run.path.name, int(run.run.get("machine", {}).get("ranks", 1)), tokens, Terms(tuple(terms)))
-
-
-@dataclass(frozen=True, slots=True)
-class Attribution:
-    """Measured runs, the fewest ranks first, and what the larger ones lost."""
-
-    steps: tuple[MeasuredStep, ...]
-
-    def _scale(self, step: MeasuredStep) -> float:
-        first = self.steps[0]
-        return first.num_ranks / step.num_ranks * step.tokens / first.tokens
-
-    def lost(self, step: MeasuredStep) -> tuple[Change, ...]:
-        """Return the seconds by part that a step took beyond its share of the smallest run's, the largest first."""
-        return changes(self.steps[0].terms, step.terms, self._scale(step))
-
-    def tables(self) -> list[Table]:
-        """Return where the steps of each run went, and what each larger one lost against proportion."""
-        rows: list[Row] = []
-        lost: list[Row] = []
-        for step in self.steps:
-            ideal = self.steps[0].seconds * self._scale(step)
-            parts = {group: duration_text(seconds) for group, seconds in step.terms.groups.items()}
-            rows.append(
-                {"run": step.name, "ranks": step.num_ranks, "tokens": f"{step.tokens:,}",
-                 "step": duration_text(step.seconds), "proportion": duration_text(ideal),
-                 "efficiency": f"{ideal / step.seconds:.0%}", **dict.fromkeys(_PARTS, ""), **parts}
-            )  # fmt: skip
-            for change in self.lost(step) if step is not self.steps[0] else ():
-                if abs(change.difference) > 0.02 * ideal:
-                    causes = [cause for cause in CAUSES["cause"] if cause["group"] == change.group]
-                    remedy = "; ".join(f"{cause['name']}: {cause['remedy']}" for cause in causes)
-                    row = {
-                        "run": step.name,
-                        "part": change.name,
-                        "lost": f"{change.difference:+.3g} s",
-                        "remedy": remedy,
-                    }
-                    lost.append(row)
-        shown = {group: group for group in _PARTS if any(row[group] for row in rows)}
-        columns = (
-            *text_columns(run="run"), *number_columns(ranks="ranks", tokens="tokens", step="step", in_proportion="proportion",
-            efficiency="efficiency", **shown),
-        )  # fmt: skip
-        losses = (
-            *text_columns(run="run", part="part"),
-            *number_columns(lost="lost"),
-            *text_columns(what_helps="remedy"),
-        )
-        return [
-            Table(columns, rows, "Seconds of a step"),
-            *([Table(losses, lost, "Against proportion")] if lost else []),
-        ]
-
-    def row(self) -> Row:
-        """Return plain values, for JSON."""
-        return {
-            "runs": [
-                {
-                    "name": step.name,
-                    "ranks": step.num_ranks,
-                    "tokens": step.tokens,
-                    "step_seconds": step.seconds,
-                    "seconds": step.terms.groups,
-                    "lost_seconds": {change.group: change.difference for change in self.lost(step)},
-                }
-                for step in self.steps
-            ],
-        }
-
-
-def attribute(runs: Sequence[Run]) -> Attribution:
-    """Measure where the steps of runs of one model and recipe went."""
-    for key in ("model", "recipe", "sequence_length"):
-        values = {str(run.config.get(key)) for run in runs}
-        if len(values) > 1:
-            raise RecordError(
-                f"runs of one job were requested, and these differ in {key}: {', '.join(sorted(values))}.",
-                "Name runs that differ in the number of ranks only.",
-            )
-    steps = [measured_step(run) for run in runs]
-    if len({step.name for step in steps}) < len(steps):
-        steps = [replace(step, name=str(run.path)) for step, run in zip(steps, runs, strict=True)]
-    return Attribution(tuple(sorted(steps, key=lambda step: step.num_ranks)))
+    return float(value) if key == "step_seconds" else job.tokens_per_step / value
 
 
 # ── regression: two launches, which term of the step became slower, and which setting did it ──────────────────────────────
@@ -357,37 +240,28 @@ class Regression:
         """Return the seconds by which the measured step grew; None unless both launches were measured."""
         if self.before.measured is None or self.after.measured is None:
             return None
-        return self.after.measured.total - self.scale * self.before.measured.total
-
-    def sentences(self) -> list[str]:
-        """Say by how much a step grew, and how much of what was measured the settings explain."""
-        before, after = self.scale * self.before_step.total, self.after_step.total
-        model = (
-            f"By the model {self.after.name} takes {duration_text(after)} a step of {self.after.job.tokens_per_step:,} tokens "
-            f"where {self.before.name} takes {duration_text(before)} for as many: {_slower(self.explained, before)}."
-        )
-        if self.measured is None or self.before.measured is None:
-            return [model, "Not both launches were measured: add [measured] to the files to check the model."]
-        was = self.scale * self.before.measured.total
-        return [
-            model,
-            f"Measured: {_slower(self.measured, was)} ({duration_text(was)} → {duration_text(was + self.measured)}). The "
-            f"settings explain {_slower(self.explained, was)}; {self.measured - self.explained:+.3g} s come from software, "
-            "machine, ranks or data.",
-        ]
+        return self.after.measured - self.scale * self.before.measured
 
     def tables(self) -> list[Table]:
-        """Return the changes of the modelled and of the measured step, and what each setting does alone."""
-        tables = [changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total)]
+        """Return how much slower a step became, the changes of its terms, and what each setting does alone.
+
+        What was measured beyond the model comes from software, machine, ranks or data.
+        """
+        steps = [_step_row("modelled", self.scale * self.before_step.total, self.after_step.total)]
         if self.before.measured is not None and self.after.measured is not None:
-            differences = changes(self.before.measured, self.after.measured, self.scale)
-            tables.append(changes_table(differences, "Parts of the measured step"))
+            steps.append(_step_row("measured", self.scale * self.before.measured, self.after.measured))
+        numbers = number_columns(before="before", after="after", difference="difference", share="share")
+        title = f"A step of {self.after.job.tokens_per_step:,} tokens: {self.before.name}, {self.after.name}"
         rows = [
             {**dataclasses.asdict(e), "alone": "not alone" if e.seconds is None else f"{e.seconds:+.3g} s"}
             for e in self.effects
         ]
         columns = (*text_columns(setting="name", before="before", after="after"), *number_columns(alone="alone"))
-        return [*tables, Table(columns, rows, "What each setting does alone")]
+        return [
+            Table((*text_columns(step="name"), *numbers), steps, title),
+            changes_table(self.changes, "Terms of the modelled step", _LEAST * self.after_step.total),
+            Table(columns, rows, "What each setting does alone"),
+        ]
 
     def row(self) -> Row:
         """Return plain values, for JSON."""
@@ -402,12 +276,12 @@ class Regression:
             "settings": [dataclasses.asdict(effect) for effect in self.effects],
             "explained_seconds": self.explained,
             "measured_seconds": self.measured,
-            "sentences": self.sentences(),
         }
 
 
-def _slower(seconds: float, step: float) -> str:
-    return f"{duration_text(abs(seconds))} or {abs(seconds) / step:.1%} {'faster' if seconds < 0 else 'slower'}"
+def _step_row(name: str, before: float, after: float) -> Row:
+    return {"name": name, "before": duration_text(before), "after": duration_text(after),
+            "difference": f"{after - before:+.3g} s", "share": f"{after / before - 1:+.1%}"}  # fmt: skip
 
 
 def compare_launches(before: Launch, after: Launch) -> Regression:

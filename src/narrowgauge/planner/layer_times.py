@@ -8,23 +8,14 @@ ranks as share the experts; the experts of a rank are one grouped kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from narrowgauge.planner.activations import Attention
-from narrowgauge.planner.clusters import Nodes
 from narrowgauge.planner.efficiency import Efficiency
-from narrowgauge.planner.layouts import Layout
-from narrowgauge.planner.model import Architecture, Matmul
-from narrowgauge.planner.roofline import (
-    Setting,
-    Shape,
-    bytes_per_number,
-    bytes_seconds,
-    operation_seconds,
-    setting_of,
-)
+from narrowgauge.planner.jobs import Job
+from narrowgauge.planner.model import Architecture
+from narrowgauge.planner.roofline import Setting, Shape, bytes_per_number, bytes_seconds, operation_seconds, setting_of
+from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import SLOTS, first_of_input
 from narrowgauge.spec.recipes import Recipe
 
@@ -56,118 +47,92 @@ class Seconds(NamedTuple):
     once: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a rank computes.
-
-    Args:
-        attention: ``"flash"`` for fused kernels that skip what the mask hides, ``"eager"`` for matmuls around a softmax.
-    """
-
-    architecture: Architecture
-    recipe: Recipe
-    layout: Layout
-    sequence_length: int
-    nodes: Nodes
-    shares: Efficiency
-    attention: Attention = "flash"
-
-    @property
-    def tokens(self) -> float:
-        """Count the tokens of a micro-batch on one rank."""
-        return self.layout.tokens_on_rank(self.sequence_length)
-
-    @property
-    def width(self) -> float:
-        """Return the bytes of a number between layers."""
-        return bytes_per_number(self.recipe.dtype)
-
-    @property
-    def stream_bytes(self) -> float:
-        """Return the bytes of a micro-batch's residual stream, before tensor ranks share it."""
-        return self.tokens * self.architecture.hidden_size * self.width
-
-    def moved(self, num_bytes: float) -> float:
-        return bytes_seconds(num_bytes, self.nodes.chip, self.shares)
-
-
-def linear_seconds(work: Work, *, head: bool) -> tuple[Seconds, Seconds]:
+def linear_seconds(job: Job, *, is_head: bool) -> tuple[Seconds, Seconds]:
     """Return the seconds of matmuls and of the casts before them, in the head or in all layers.
 
     Casts of weights are under ``once``.
     """
-    matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]
-    for matmul, setting, has_own_cast in _settings(work.architecture, work.recipe):
-        if (matmul.part == "head") == head:
-            _add_matmul(matmul, setting, has_own_cast, work, matmuls, casts)
-    return Seconds(*matmuls), Seconds(*casts)
+    layout = job.layout
+    ranks = layout.tensor, layout.expert, layout.expert_tensor_ranks
+    settings = _settings(job.architecture, job.recipe)
+    return _linear_seconds(job.architecture, settings, ranks, job.tokens, job.nodes.chip, job.efficiency, is_head)
 
 
 @lru_cache(maxsize=64)
-def _settings(architecture: Architecture, recipe: Recipe) -> tuple[tuple[Matmul, Setting, bool], ...]:
-    """Return each matmul, how the recipe computes it, and whether it casts its input itself."""
-    names = [(matmul, _PLACES[matmul.part] + matmul.name) for matmul in architecture.matmuls]
-    return tuple((matmul, setting_of(name, recipe), first_of_input(name) == name) for matmul, name in names)
+def _settings(architecture: Architecture, recipe: Recipe) -> tuple[tuple[Setting, bool], ...]:
+    """Return how the recipe computes each matmul, and whether it casts its input itself."""
+    names = [_PLACES[matmul.part] + matmul.name for matmul in architecture.matmuls]
+    return tuple((setting_of(name, recipe), first_of_input(name) == name) for name in names)
 
 
-def _add_matmul(
-    matmul: Matmul, setting: Setting, has_own_cast: bool, work: Work, matmuls: list[float], casts: list[float]
-) -> None:
-    """Add the seconds of a kind of matmul to sums of forward, backward and once."""
-    layout, chip, shares = work.layout, work.nodes.chip, work.shares
-    ranks = layout.expert if matmul.is_expert else 1
-    tensor = layout.expert_tensor_ranks if matmul.is_expert else layout.tensor
-    out = round(matmul.out_features / (tensor if matmul.split == "column" else 1))
-    inputs = round(matmul.in_features / (tensor if matmul.split == "row" else 1))
-    tokens = work.tokens * matmul.tokens_share * ranks * tensor / layout.tensor
-    count, start = matmul.count / ranks, shares["kernel_seconds"]
-    mixture, adapters = work.architecture.mixture, work.architecture.adapters
-    # A grouped kernel starts once for all experts of a layer.
-    kernels = mixture.num_layers if matmul.is_expert and mixture else count
-    for name, seconds in operation_seconds(Shape(out, inputs), setting, tokens, chip, shares).items():
-        place, _, side = name.partition(".")
-        if adapters is not None and place == "grad_weight":
-            continue  # a frozen weight has no gradient
-        if side and SLOTS[name].tensor == "input" and not has_own_cast:
+# Layouts of a search, and recipes that differ in their storage, share most results.
+@lru_cache(maxsize=4096)
+def _linear_seconds(
+    architecture: Architecture,
+    settings: tuple[tuple[Setting, bool], ...],
+    ranks: tuple[int, int, int],
+    tokens_on_rank: float,
+    chip: Chip,
+    shares: Efficiency,
+    is_head: bool,
+) -> tuple[Seconds, Seconds]:
+    matmuls, casts = [0.0, 0.0, 0.0], [0.0, 0.0, 0.0]  # forward, backward and once
+    mixture, adapters, start = architecture.mixture, architecture.adapters, shares["kernel_seconds"]
+    for matmul, (setting, is_first) in zip(architecture.matmuls, settings, strict=True):
+        if (matmul.part == "head") != is_head:
             continue
-        when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
-        reached = shares["experts"] if matmul.is_expert and not side else 1.0
-        (casts if side else matmuls)[when] += (seconds - start) / reached * count + start * kernels
-    if adapters is not None and adapters.parameters_of(matmul):
-        for shape in (Shape(adapters.rank, inputs), Shape(out, adapters.rank)):
-            for name, seconds in operation_seconds(shape, setting.plain, tokens, chip, shares).items():
-                matmuls[int(name != "output")] += seconds * count
-    if adapters is not None and adapters.is_widened and matmul.part != "head":
-        # Read and written before the product of forward, and of backward.
-        widened = work.moved((adapters.base_bytes + 2) * out * inputs) * count
-        casts[0], casts[1] = casts[0] + widened, casts[1] + widened
+        experts, tensor = ranks[1:] if matmul.is_expert else (1, ranks[0])
+        out = round(matmul.out_features / (tensor if matmul.split == "column" else 1))
+        inputs = round(matmul.in_features / (tensor if matmul.split == "row" else 1))
+        tokens = tokens_on_rank * matmul.tokens_share * experts * tensor / ranks[0]
+        count = matmul.count / experts
+        # A grouped kernel starts once for all experts of a layer.
+        kernels = mixture.num_layers if matmul.is_expert and mixture else count
+        for name, seconds in operation_seconds(Shape(out, inputs), setting, tokens, chip, shares).items():
+            place, _, side = name.partition(".")
+            if adapters is not None and place == "grad_weight":
+                continue  # a frozen weight has no gradient
+            if side and SLOTS[name].tensor == "input" and not is_first:
+                continue  # cast for another layer already
+            when = 2 if side and SLOTS[name].tensor == "weight" else int(place != "output")
+            reached = shares["experts"] if matmul.is_expert and not side else 1.0
+            (casts if side else matmuls)[when] += (seconds - start) / reached * count + start * kernels
+        if adapters is not None and adapters.parameters_of(matmul):
+            for shape in (Shape(adapters.rank, inputs), Shape(out, adapters.rank)):
+                for name, seconds in operation_seconds(shape, setting.plain, tokens, chip, shares).items():
+                    matmuls[int(name != "output")] += seconds * count
+        if adapters is not None and adapters.is_widened and not is_head:
+            # Read and written before the product of forward, and of backward.
+            widened = bytes_seconds((adapters.base_bytes + 2) * out * inputs, chip, shares) * count
+            casts[0], casts[1] = casts[0] + widened, casts[1] + widened
+    return Seconds(*matmuls), Seconds(*casts)
 
 
-def attention_seconds(work: Work) -> Seconds:
+def attention_seconds(job: Job) -> Seconds:
     """Return the seconds of scores, softmax and values of all layers; flash kernels skip what the mask hides."""
-    shape, chip, shares = work.architecture, work.nodes.chip, work.shares
-    is_flash = work.attention == "flash"
-    flops = work.tokens * shape.attention_flops(work.sequence_length, is_causal=is_flash) / 3 / work.layout.tensor
-    peak = chip.peak_tflops[work.recipe.dtype] * 1e12
+    shape, chip, shares = job.architecture, job.nodes.chip, job.efficiency
+    is_flash = job.attention == "flash"
+    flops = job.tokens * shape.attention_flops(job.sequence_length, is_causal=is_flash) / 3 / job.layout.tensor
+    peak = chip.peak_tflops[job.recipe.dtype] * 1e12
     start = shares["kernel_seconds"] * shape.num_layers
     if is_flash:
         forward = flops / (peak * shares["attention"])
         return Seconds(forward + start, (ATTENTION_PASSES - 1) * forward + start)
-    forward = flops / (peak * shares.matmul(work.recipe.dtype))
-    scores = work.tokens * work.sequence_length * shape.num_heads / work.layout.tensor * shape.num_layers
-    read, written = (work.moved(scores * width) for width in _SCORE_BYTES)
+    forward = flops / (peak * shares[f"matmul.{job.recipe.dtype}"])
+    scores = job.tokens * job.sequence_length * shape.num_heads / job.layout.tensor * shape.num_layers
+    read, written = (job.moved(scores * width) for width in _SCORE_BYTES)
     return Seconds(forward + read + 4 * start, 2 * forward + written + 8 * start)
 
 
-def mixture_seconds(work: Work) -> Seconds:
+def mixture_seconds(job: Job) -> Seconds:
     """Return what mixtures wait for besides their matmuls: routers, sorting, and launches of the host."""
-    mixture = work.architecture.mixture
-    return _by_thirds(work.shares["mixture_seconds"] * mixture.num_layers if mixture else 0.0)
+    mixture = job.architecture.mixture
+    return _by_thirds(job.efficiency["mixture_seconds"] * mixture.num_layers if mixture else 0.0)
 
 
-def elementwise_seconds(work: Work) -> Seconds:
+def elementwise_seconds(job: Job) -> Seconds:
     """Return the seconds of norms, residuals, rotary positions, gates, and of sorting tokens by expert, of all layers."""
-    a = work.architecture
+    a = job.architecture
     gates = _GATED if a.is_gated else _UNGATED
     stream = a.num_layers * (_STREAMS + (0 if a.positions else _ROTARY_STREAMS)) * a.hidden_size
     inner = float(a.num_dense_layers * gates * a.intermediate_size)
@@ -175,12 +140,12 @@ def elementwise_seconds(work: Work) -> Seconds:
         visited = a.mixture.experts_per_token
         stream += a.mixture.num_layers * _DISPATCHED * visited * a.hidden_size
         inner += a.mixture.num_layers * gates * (visited * a.mixture.expert_size + a.mixture.shared_size)
-    moved = stream / work.layout.stream_ranks + inner / work.layout.tensor
-    return _by_thirds(work.moved(work.tokens * moved * work.width / work.shares["elementwise"]))
+    moved = stream / job.layout.stream_ranks + inner / job.layout.tensor
+    return _by_thirds(job.moved(job.tokens * moved * job.width / job.efficiency["elementwise"]))
 
 
-def loss_seconds(work: Work) -> Seconds:
-    return _by_thirds(work.moved(work.tokens * work.architecture.vocab_size * LOGIT_BYTES / work.layout.tensor))
+def loss_seconds(job: Job) -> Seconds:
+    return _by_thirds(job.moved(job.tokens * job.architecture.vocab_size * LOGIT_BYTES / job.layout.tensor))
 
 
 def _by_thirds(seconds: float) -> Seconds:
@@ -188,7 +153,7 @@ def _by_thirds(seconds: float) -> Seconds:
     return Seconds(seconds / 3, seconds * 2 / 3)
 
 
-def optimizer_seconds(work: Work, num_parameters: float) -> float:
+def optimizer_seconds(job: Job, num_parameters: float) -> float:
     """Return the seconds of reading and writing everything stored of a rank's parameters once; the gradient is only read."""
-    gradient = bytes_per_number(work.recipe.storage.visible)
-    return work.moved(num_parameters * (2 * work.recipe.bytes_per_param - gradient))
+    gradient = bytes_per_number(job.recipe.storage.visible)
+    return job.moved(num_parameters * (2 * job.recipe.bytes_per_param - gradient))

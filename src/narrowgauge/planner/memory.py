@@ -8,12 +8,11 @@ the terms of the largest are returned, so that their sum is a peak and not a sum
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 from narrowgauge.planner.activations import (
-    Attention,
     Kernels,
     Widths,
     bytes_per_token,
@@ -23,7 +22,7 @@ from narrowgauge.planner.activations import (
 )
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
-from narrowgauge.planner.model_state import Bytes, ModelState, bytes_per_parameter, on_stage, shared, state_of
+from narrowgauge.planner.model_state import Bytes, bytes_per_parameter, on_stage, shared, state_of
 from narrowgauge.planner.terms import Term, Terms
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.sums import ACCUMULATIONS, Accumulation
@@ -38,13 +37,13 @@ _SEQUENCE = (
     "Korthikanti et al., arXiv 2205.05198, section 4.2.2: gathered before a layer's matmuls, and again in backward"
 )
 _LOSS = "log-softmax in float32: its result, its gradient, and the gradient of the logits"
-_FIXED_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
+_OVERHEAD_SOURCE = "commonly observed: CUDA contexts, NCCL's channels, cuBLAS's workspace; no publication"
 
 CHUNK_LOGITS = 1 << 24
 """Logits of one chunk of the trainer's loss, 64 MiB in float32: smaller ones make thin matmuls, larger ones gain little."""
 LARGE_VOCABULARY = 16_384
 """Vocabulary size from which the trainer uses the chunked loss."""
-FIXED: dict[str, tuple[float, float, float]] = {
+OVERHEAD: dict[str, tuple[float, float, float]] = {
     "context": (0.7e9, 0.4e9, 1.0e9),
     "communication buffers": (1.0e9, 0.4e9, 2.0e9),
     "workspaces": (0.1e9, 0.03e9, 0.3e9),
@@ -58,42 +57,25 @@ _FORMULA_ERROR = 0.05  # steps that were run and counted differ by less
 _ON_THE_WAY = "gradients of two layers"
 
 
-@dataclass(frozen=True, slots=True)
-class _Model:
-    """What does not depend on the layout: per token of a mean layer all bytes, those of the residual stream, and of scores;
-    bytes of the casts of a layer's weights that autocast saves; and bytes of a parameter of the layers."""
+class _LayerBytes(NamedTuple):
+    """Bytes per token that a mean layer saves, and of them the residual stream's; and bytes of casts of its weights."""
 
     saved: float
     stream: float
-    scores: float
     casts: float
-    widths: Widths
-    per: Bytes
-    state: ModelState
 
 
-@lru_cache(maxsize=1024)
-def _model(a: Architecture, recipe: Recipe, length: int, attention: Attention, kernels: Kernels) -> _Model:
+@lru_cache(maxsize=256)
+def _layer_bytes(a: Architecture, recipe: Recipe, kernels: Kernels) -> _LayerBytes:
     mixtures = a.mixture.num_layers if a.mixture else 0
-    keys = a.mean_keys(length, is_causal=False)
-    total = stream = scores = casts = 0.0
+    total = stream = 0.0
     for is_mixture, count in ((False, a.num_layers - mixtures), (True, mixtures)):
         if count:
-            tensors = layer_tensors(a, recipe, is_mixture=is_mixture, attention=attention, kernels=kernels)
-            share = count / a.num_layers
-            total += share * bytes_per_token(tensors)
-            stream += share * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
-            scores += share * sum(tensor.per_key for tensor in tensors) * keys
-    if a.has_shape:
-        elements = sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers
-        casts = cast_weight_bytes(a, recipe) * elements
-    per = bytes_per_parameter(recipe.storage)
-    if a.adapters is not None:
-        # A frozen parameter has its share of the adapters' gradients and states.
-        share = a.trained_share
-        per = Bytes(a.adapters.base_bytes + share * per.weights, share * per.gradients, share * per.optimizer)
-    widths = widths_of(recipe.compute, recipe.storage.visible)
-    return _Model(total, stream, scores, casts, widths, per, state_of(a, recipe))
+            tensors = layer_tensors(a, recipe, is_mixture=is_mixture, kernels=kernels)
+            total += count / a.num_layers * bytes_per_token(tensors)
+            stream += count / a.num_layers * sum(tensor.bytes_per_token for tensor in tensors if tensor.is_stream)
+    casts = cast_weight_bytes(a, recipe) * sum(matmul.num_elements for matmul in a.matmuls[:-1]) / a.num_layers
+    return _LayerBytes(total, stream, casts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,21 +112,19 @@ def memory_terms(
     layout: Layout,
     sequence_length: int,
     *,
-    attention: Attention = "flash",
     is_loss_chunked: bool = True,
     kernels: Kernels | None = None,
-    fixed: Mapping[str, float] | None = None,
+    has_overhead: bool = True,
 ) -> Terms:
     """Return the memory of the worst rank at its worst moment: bytes in the groups of ``MEMORY_GROUPS``.
 
     Args:
         architecture: one of which only the size is known gets its state and nothing else.
-        attention: whether scores are saved.
         is_loss_chunked: whether logits are computed a chunk of tokens at a time. With tensor, pipeline or context parallelism
             they are not.
         kernels: of norms and activation functions; None for ``"eager"`` where every rank computes whole layers, which are then
             Hugging Face's, and ``"fused"`` elsewhere, as in Megatron-LM.
-        fixed: bytes of overhead by name of ``FIXED`` where they are known, fragmentation as a share; each is then exact.
+        has_overhead: whether to add ``OVERHEAD``, which is not in counts of tensors.
 
     Example:
         >>> from narrowgauge.planner.model import of_size
@@ -154,7 +134,11 @@ def memory_terms(
     """
     # PEFT's models do not have the trainer's chunked loss.
     is_chunked = is_loss_chunked and architecture.adapters is None
-    ranks = _ranks(architecture, recipe, layout, sequence_length, attention, kernels, is_chunked, fixed or {})
+    kernels = kernels or ("eager" if layout.is_whole else "fused")
+    ranks = (
+        _Rank(architecture, recipe, layout, sequence_length, stage, kernels, is_chunked, has_overhead)
+        for stage in stages_of(architecture, layout)
+    )
     return max((rank.worst_moment() for rank in ranks), key=lambda terms: terms.total)
 
 
@@ -167,7 +151,8 @@ def state_terms(architecture: Architecture, recipe: Recipe, layout: Layout) -> T
         >>> state_terms(of_size(1e9), parse("bfloat16/word"), Layout(micro_batches=2)).groups
         {'weights': 2000000000.0, 'gradients': 6000000000.0, 'optimizer': 4000000000.0}
     """
-    states = [(rank, rank.state_terms()) for rank in _ranks(architecture, recipe, layout, 0)]
+    ranks = [_Rank(architecture, recipe, layout, 0, stage) for stage in stages_of(architecture, layout)]
+    states = [(rank, rank.state_terms()) for rank in ranks]
     return max((Terms((*state, *rank.sum_terms(state[1]))) for rank, state in states), key=lambda terms: terms.total)
 
 
@@ -182,56 +167,51 @@ def host_bytes(architecture: Architecture, recipe: Recipe, layout: Layout) -> fl
     """
     if layout.offload == "none":
         return 0.0
-    states = (rank.state() for rank in _ranks(architecture, recipe, layout, 0))
+    stages = stages_of(architecture, layout)
+    states = [_Rank(architecture, recipe, layout, 0, stage).state() for stage in stages]
     return max(state.optimizer if layout.offload == "optimizer" else state.total for state in states)
-
-
-def _ranks(
-    a: Architecture,
-    recipe: Recipe,
-    layout: Layout,
-    length: int,
-    attention: Attention = "flash",
-    kernels: Kernels | None = None,
-    is_loss_chunked: bool = True,
-    fixed: Mapping[str, float] | None = None,
-) -> list[_Rank]:
-    kernels = kernels or ("eager" if layout.is_whole else "fused")
-    model, how = _model(a, recipe, length, attention, kernels), f"{kernels} kernels, {attention} attention"
-    tokens = layout.tokens_on_rank(length)
-    return [_Rank(a, recipe, layout, tokens, s, model, how, is_loss_chunked, fixed or {}) for s in stages_of(a, layout)]
 
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank of one stage, with the arguments of :func:`memory_terms`; ``tokens`` are those of a micro-batch."""
+    """A rank of one stage, with the arguments of :func:`memory_terms`."""
 
     a: Architecture
     recipe: Recipe
     layout: Layout
-    tokens: float
+    length: int
     stage: Stage
-    model: _Model
-    how: str
-    is_loss_chunked: bool
-    fixed: Mapping[str, float]
+    kernels: Kernels = "eager"
+    is_loss_chunked: bool = True
+    has_overhead: bool = True
 
-    @property
+    @cached_property
     def is_last(self) -> bool:
         return self.stage.number == self.layout.pipeline - 1
+
+    @cached_property
+    def tokens(self) -> float:
+        """Count the tokens of a micro-batch."""
+        return self.layout.tokens_on_rank(self.length)
+
+    @cached_property
+    def widths(self) -> Widths:
+        return widths_of(self.recipe.compute, self.recipe.storage.visible)
+
+    @cached_property
+    def per(self) -> Bytes:
+        """Return the bytes of a parameter of the layers; a frozen one has its share of the adapters' gradients and states."""
+        per, adapters = bytes_per_parameter(self.recipe.storage), self.a.adapters
+        if adapters is None:
+            return per
+        share = self.a.trained_share
+        return Bytes(adapters.base_bytes + share * per.weights, share * per.gradients, share * per.optimizer)
 
     @cached_property
     def accumulation(self) -> Accumulation | None:
         """Return how micro-batches' gradients are summed in buffers; None where they are not."""
         row = ACCUMULATIONS[self.layout.accumulation_dtype]
         return row if self.layout.micro_batches > 1 and row.keeps_sums(self.recipe.storage.visible) else None
-
-    @cached_property
-    def per_layer(self) -> float:
-        """Return the bytes per token that a layer saves on a rank."""
-        model, layout = self.model, self.layout
-        scores = 0.0 if layout.recompute == "selective" else model.scores
-        return model.stream / layout.stream_ranks + (model.saved - model.stream + scores) / layout.tensor
 
     @cached_property
     def largest_layer(self) -> float:
@@ -241,26 +221,42 @@ class _Rank:
         return self.a.largest_layer / layout.tensor + experts / layout.expert / layout.expert_tensor_ranks
 
     def worst_moment(self) -> Terms:
+        a, layout, widths = self.a, self.layout, self.widths
         state = self.state_terms()
-        if not self.a.has_shape:
+        if not a.has_shape:
             return Terms(state)
         weights, gradients, optimizer = state
-        layout, buffers, sums = self.layout, self.buffer_terms(), self.sum_terms(gradients)
-        source = gradients.source
+        buffers, sums = self.buffer_terms(), self.sum_terms(gradients)
         # Autograd adds to earlier gradients, and Megatron-LM has buffers for them: then they exist during forward.
-        is_early = not layout.is_fsdp or (layout.micro_batches > 1 and not sums)
         if sums and not layout.is_fsdp:
-            gradients = early = Term(
-                "gradients", "gradients", 0.0, "each is added to the sum as soon as it is made", source
-            )
-        elif is_early:
+            gradients = early = replace(gradients, value=0.0, formula="each is added to the sum as soon as it is made")
+        elif not layout.is_fsdp or (layout.micro_batches > 1 and not sums):
             early = gradients
         else:
-            early = Term("gradients", "gradients", 0.0, f"none at this moment; {gradients.formula} later", source)
+            early = replace(gradients, value=0.0, formula=f"none at this moment; {gradients.formula} later")
         forward, backward = self.loss_terms()
-        saved, layer, passing = self.activation_terms(), self._one_layer(), self._passing()
+        saved, layer = self.activation_terms()
+        # Gradients of activations go through the layer in backward: of the stream, and of the MLP's inner tensors.
+        size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
+        stream, inner = widths.stream * a.hidden_size, (2 if a.is_gated else 1) * widths.matmul * size
+        value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
+        formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
+        passing = Term("activations", "gradients on their way", value, formula)
+        # Gradients that do not stay: of the head, the first that backward makes, and of the layer in backward.
+        head, of_layer = [], []
+        if not early.value and self.is_last and not a.adapters:
+            value = a.vocab_size * a.hidden_size * self.per.gradients / layout.tensor
+            head = [Term("gradients", "gradient of the head", value, "the first that backward makes")]
+        if not gradients.value and layout.zero < 3 and not a.adapters:
+            width = self.per.gradients
+            formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
+            of_layer = [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
         # Accumulation buffers live for the whole step.
-        always = (weights, optimizer, *sums, *self._widened_matrix())
+        always = [weights, optimizer, *sums]
+        if a.adapters is not None and a.adapters.is_widened:
+            largest = max(m.in_features * m.out_features for m in a.matmuls[:-1]) / layout.tensor
+            formula, source = f"{largest:,.0f} parameters × 2 B", "QLoRA, arXiv 2305.14314, section 3"
+            always.append(Term("buffers", "a frozen matrix, widened", 2 * largest, formula, source))
         # No gradient is on its way before the first layer's backward.
         gathered = [term for term in buffers if term.name != _ON_THE_WAY]
         # With full recomputation one layer's activations coexist with every layer's saved input.
@@ -268,23 +264,21 @@ class _Rank:
         moments = [
             (early, *always, *saved, *forward, *gathered),
             (early, *always, *saved, *backward, *gathered),
-            (early, *always, *saved, *again, passing, *buffers, *self._head_gradient(early)),
-            (gradients, *always, layer, passing, *buffers, *self._layer_gradients(gradients)),
+            (early, *always, *saved, *again, passing, *buffers, *head),
+            (gradients, *always, layer, passing, *buffers, *of_layer),
         ]
         worst = max(moments, key=lambda terms: sum(term.value for term in terms))
         changing = sum(term.value for term in worst if term.group in _STEP_GROUPS)
         return Terms((*map(_with_error, worst), *self.overhead_terms(changing)))
 
-    # between steps
-
     def state(self) -> Bytes:
         layout, stage = self.layout, self.stage
-        experts, rest = on_stage(self.a, self.model.state, layout, stage.layers, stage.number)
+        experts, rest = on_stage(self.a, self.recipe, layout, stage.layers, stage.number)
         on_rank = shared(experts, layout, layout.sharing_experts(layout.num_sharing))
         return on_rank + shared(rest, layout, layout.num_sharing)
 
     def state_terms(self) -> tuple[Term, Term, Term]:
-        layout, state, per = self.layout, self.state(), self.model.per
+        layout, state, per = self.layout, self.state(), self.per
         offloaded = {"none": (), "optimizer": ("optimizer",), "all": ("weights", "gradients", "optimizer")}
         source = _ZERO if layout.zero and layout.num_sharing > 1 else "definition"
 
@@ -317,67 +311,31 @@ class _Rank:
         formula = f"{count:.4g} parameters × {row.bytes_per_param:g} B, {where}"
         return (Term("gradients", f"sum in {row.name}", count * row.bytes_per_param, formula, row.source),)
 
-    # activations
-
-    def activation_terms(self) -> list[Term]:
-        """Return what all layers in flight save, at the end of forward."""
-        stage, tokens, layout = self.stage, self.tokens, self.layout
+    def activation_terms(self) -> tuple[list[Term], Term]:
+        """Return what all layers in flight save, at the end of forward; and what the layer in backward has."""
+        a, layout, stage, tokens = self.a, self.layout, self.stage, self.tokens
+        saved = _layer_bytes(a, self.recipe, self.kernels)
+        per_layer = saved.stream / layout.stream_ranks + (saved.saved - saved.stream) / layout.tensor
+        casts = saved.casts / layout.tensor
+        formula = f"{tokens:g} tokens × {per_layer:,.0f} B"
+        layer = Term("activations", "the layer in backward", tokens * per_layer + casts, formula, _KORTHIKANTI)
         start = f"{stage.in_flight:g} layers in flight × {tokens:g} tokens × "
         if layout.recompute == "full":
-            width = self.model.widths.stream * self.a.hidden_size
+            width = self.widths.stream * a.hidden_size
             value = stage.in_flight * tokens * width / layout.stream_ranks
             formula = f"{start}{width:g} B / {layout.stream_ranks} tensor ranks"
-            return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)]
-        value = stage.in_flight * tokens * self.per_layer
-        formula = f"{start}{self.per_layer:,.0f} B ({self.how})"
+            return [Term("activations", "inputs of the layers", value, formula, _KORTHIKANTI)], layer
+        value = stage.in_flight * tokens * per_layer
+        formula = f"{start}{per_layer:,.0f} B ({self.kernels} kernels, flash attention)"
         terms = [Term("activations", "kept by the layers", value, formula, _KORTHIKANTI)]
-        if casts := self.model.casts / layout.tensor:
+        if casts:
             formula = f"{stage.layers:g} layers × {casts:,.0f} B of casts that autocast keeps for backward"
             terms.append(Term("activations", "casts of the weights", stage.layers * casts, formula))
-        return terms
-
-    def _one_layer(self) -> Term:
-        value = self.tokens * self.per_layer + self.model.casts / self.layout.tensor
-        formula = f"{self.tokens:g} tokens × {self.per_layer:,.0f} B"
-        return Term("activations", "the layer in backward", value, formula, _KORTHIKANTI)
-
-    def _passing(self) -> Term:
-        """Return the gradients of activations on their way through a layer: of the stream, and of the MLP's inner tensors."""
-        a, widths, layout = self.a, self.model.widths, self.layout
-        size = a.mixture.experts_per_token * a.mixture.expert_size if a.mixture else a.intermediate_size
-        stream, inner = widths.stream * a.hidden_size, (2 if a.is_gated else 1) * widths.matmul * size
-        value = self.tokens * (stream / layout.stream_ranks + inner / layout.tensor)
-        formula = f"{self.tokens:g} tokens × ({stream:,.0f} / {layout.stream_ranks} + {inner:,.0f} / {layout.tensor}) B"
-        return Term("activations", "gradients on their way", value, formula)
-
-    def _layer_gradients(self, gradients: Term) -> list[Term]:
-        """Return the gradients of the layer in backward, where they do not stay."""
-        if gradients.value or self.layout.zero == 3 or self.a.adapters:
-            return []
-        width = self.model.per.gradients
-        formula = f"{self.largest_layer:,.0f} parameters × {width:g} B"
-        return [Term("gradients", "gradients of a layer", self.largest_layer * width, formula)]
-
-    def _head_gradient(self, early: Term) -> list[Term]:
-        """Return the head's gradient, the first that backward makes, where gradients do not exist already."""
-        if early.value or not self.is_last or self.a.adapters:
-            return []
-        value = self.a.vocab_size * self.a.hidden_size * self.model.per.gradients / self.layout.tensor
-        return [Term("gradients", "gradient of the head", value, "the first that backward makes")]
-
-    def _widened_matrix(self) -> list[Term]:
-        """Return a matrix of a narrow frozen base in 16 bits, for as long as its product takes."""
-        if self.a.adapters is None or not self.a.adapters.is_widened:
-            return []
-        largest = max(m.in_features * m.out_features for m in self.a.matmuls[:-1]) / self.layout.tensor
-        formula, source = f"{largest:,.0f} parameters × 2 B", "QLoRA, arXiv 2305.14314, section 3"
-        return [Term("buffers", "a frozen matrix, widened", 2 * largest, formula, source)]
-
-    # what is gathered from other ranks while it is used
+        return terms, layer
 
     def buffer_terms(self) -> list[Term]:
         """Return unsharded layers of ZeRO-3 or offloading, gradients on their way, and inputs of tensor ranks."""
-        layout, per, largest = self.layout, self.model.per, self.largest_layer
+        layout, per, largest = self.layout, self.per, self.largest_layer
         two_layers = f"2 × {largest:,.0f} parameters ×"
         terms: list[Term] = []
 
@@ -387,7 +345,7 @@ class _Rank:
         is_sharded = layout.zero == 3 and layout.num_sharing > 1
         if is_sharded and layout.pipeline > 1:
             # Gathering them for every micro-batch would cost more than the bubble saves.
-            experts, rest = on_stage(self.a, self.model.state, layout, self.stage.layers, self.stage.number)
+            experts, rest = on_stage(self.a, self.recipe, layout, self.stage.layers, self.stage.number)
             weights, width = (experts + rest).weights, per.gradients
             count = weights / per.weights
             width = max(width, self.accumulation.bytes_per_param) if self.accumulation else width
@@ -398,15 +356,16 @@ class _Rank:
             add("two layers, gathered", 2 * largest * per.weights, f"{two_layers} {per.weights:g} B", _FSDP)
             formula = f"{two_layers} {per.gradients:g} B: of the layer, and on their way"
             add(_ON_THE_WAY, 2 * largest * per.gradients, formula, _FSDP)
-            ends = [self.model.state.embedding] * (self.stage.number == 0) + [self.model.state.head] * self.is_last
-            if outer := sum(part.on_rank(layout.tensor).weights for part in ends):
+            state = state_of(self.a, self.recipe, layout.tensor)
+            ends = [state.embedding] * (self.stage.number == 0) + [state.head] * self.is_last
+            if outer := sum(part.weights for part in ends):
                 formula = "embedding, head and last norm stay gathered from forward to backward"
                 add("outer weights, gathered", outer, formula, _FSDP)
         elif layout.offload == "optimizer":
             formula = f"{two_layers} {per.optimizer:g} B: of the layer that is updated, and the next"
             add("states on their way", 2 * largest * per.optimizer, formula, _ZERO)
         if layout.stream_ranks > 1:  # else it is whole on every rank, and counted there
-            width = self.a.hidden_size * self.model.widths.matmul
+            width = self.a.hidden_size * self.widths.matmul
             formula = f"2 × {self.tokens:g} tokens × {width:,.0f} B"
             add("a layer's input and its gradient, gathered", 2 * self.tokens * width, formula, _SEQUENCE)
         return terms
@@ -417,7 +376,7 @@ class _Rank:
         """Return what the head and the loss save at the end of forward, and hold at the start of backward."""
         if not self.is_last:
             return [], []
-        layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.model.widths
+        layout, tokens, vocab, widths = self.layout, self.tokens, self.a.vocab_size, self.widths
         row = (4 + 2 * widths.stream) * self.a.hidden_size
         formula = f"{tokens:g} tokens × {row:g} B"
         hidden = Term("logits", "input of the head", tokens * row / layout.stream_ranks, formula)
@@ -459,15 +418,15 @@ class _Rank:
     def overhead_terms(self, changing: float) -> list[Term]:
         """Return the terms of overhead; ``changing`` bytes are allocated and freed during a step, and can be fragmented."""
         terms = []
-        for name, interval in FIXED.items():
+        for name, (usual, least, most) in OVERHEAD.items() if self.has_overhead else ():
             if name == "communication buffers" and self.layout.num_ranks == 1:
                 continue
-            usual, least, most = (self.fixed[name],) * 3 if name in self.fixed else interval
             is_share = name == "fragmentation"
             factor = changing if is_share else 1.0
             formula = f"{usual:.0%} of {changing / 1e9:.3g} GB that change" if is_share else f"{usual / 1e9:g} GB"
-            source = "given" if name in self.fixed else _FIXED_SOURCE
-            terms.append(Term("overhead", name, usual * factor, formula, source, least * factor, most * factor))
+            terms.append(
+                Term("overhead", name, usual * factor, formula, _OVERHEAD_SOURCE, least * factor, most * factor)
+            )
         return terms
 
 

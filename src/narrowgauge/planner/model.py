@@ -412,18 +412,11 @@ def _of_preset(name: str, row: Mapping[str, Any]) -> Architecture:
 
 def _of_trainer(model: Model) -> Architecture:
     """Return the shape of a model that the trainer builds."""
-    row = {
-        "like": "gpt" if model.family == "gpt2" else "llama",
-        "num_layers": model.num_layers,
-        "hidden_size": model.hidden_size,
-        "num_heads": model.num_heads,
-        "num_kv_heads": model.num_kv_heads,
-        "intermediate_size": model.intermediate_size,
-        "vocab_size": model.vocab_size,
-        "tie_embeddings": model.tie_embeddings,
-        "source": model.source,
-    }
-    return _of_preset(model.name, row | ({"positions": model.max_positions} if model.family == "gpt2" else {}))
+    sizes = ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "intermediate_size", "vocab_size")
+    row = {name: getattr(model, name) for name in (*sizes, "tie_embeddings", "source")}
+    if model.family == "gpt2":
+        row |= {"like": "gpt", "positions": model.max_positions}
+    return _of_preset(model.name, row)
 
 
 def read_model(text: str) -> Architecture:

@@ -95,55 +95,59 @@ def bytes_per_parameter(storage: Storage) -> Bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePart:
-    """State of one part of a model: of matrices that tensor parallelism shards, and of what every rank holds whole."""
-
-    matrices: Bytes = Bytes()
-    whole: Bytes = Bytes()
-
-    def on_rank(self, tensor: int) -> Bytes:
-        """Return what each of ``tensor`` ranks holds."""
-        return self.matrices * (1 / tensor) + self.whole
-
-    def __add__(self, other: StatePart) -> StatePart:
-        return StatePart(self.matrices + other.matrices, self.whole + other.whole)
-
-    def __mul__(self, factor: float) -> StatePart:
-        return StatePart(self.matrices * factor, self.whole * factor)
-
-
-@dataclass(frozen=True, slots=True)
 class ModelState:
     """State of a model by where it lies: embedding and learned positions on the first stage, head and last norm on the last.
 
     A tied head lies on both if they are two. ``layers`` are without experts.
     """
 
-    layers: StatePart
-    experts: StatePart = StatePart()
-    embedding: StatePart = StatePart()
-    head: StatePart = StatePart()
+    layers: Bytes
+    experts: Bytes = Bytes()
+    embedding: Bytes = Bytes()
+    head: Bytes = Bytes()
 
 
 @lru_cache(maxsize=256)
-def state_of(architecture: Architecture, recipe: Recipe) -> ModelState:
-    """Return the state of a whole model; a model of which only the size is known is one matrix."""
-    a = architecture
+def state_of(a: Architecture, recipe: Recipe, tensor: int = 1, expert_tensor: int = 1) -> ModelState:
+    """Return the state of a model that each of ``tensor`` ranks holds; ``expert_tensor`` ranks share an expert's matrices.
+
+    A model of which only the size is known is one matrix.
+    """
+    per = bytes_per_parameter(recipe.storage)
     if not a.has_shape:
-        return ModelState(StatePart(bytes_per_parameter(recipe.storage) * a.num_parameters))
-    if a.adapters is not None:
-        return _frozen_state(a, recipe)
-    layers, experts = _vector_state(a, recipe), StatePart()
+        return ModelState(per * (a.num_parameters / tensor))
+    visible = Bytes(per.weights)
+    if a.adapters is None:
+        numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
+        storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
+        layers = sum((bytes_per_parameter(s) * (a.vectors / len(numbers)) for s in storages), Bytes())
+    else:
+        layers = visible * a.vectors
+    experts = Bytes()
     for matmul in a.matmuls[:-1]:
-        for storage, count in _storages(a, recipe, matmul):
-            part = _matrix_state(storage, matmul, count)
-            experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
-    table, head = (_outer_storage(recipe, name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
-    first = _matrix_state(table, Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column"), 1)
-    first += StatePart(whole=bytes_per_parameter(table) * (a.positions * a.hidden_size))
-    last = StatePart(whole=bytes_per_parameter(recipe.storage_of("model.norm.weight", 1)) * a.outer_vectors)
+        ranks = expert_tensor if matmul.is_expert else tensor
+        if a.adapters is None:
+            parts = [_matrix_state(storage, matmul, count, ranks) for storage, count in _storages(a, recipe, matmul)]
+            part = sum(parts, Bytes())
+        else:
+            # The adapters alone have gradients and states.
+            part = Bytes(a.adapters.base_bytes if matmul.name != "router" else per.weights) * matmul.num_elements
+            part += visible * (matmul.num_parameters - matmul.num_elements) + per * a.adapters.parameters_of(matmul)
+            part = part if matmul.split == "none" else part * (1 / ranks)
+        experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
+    if a.adapters is not None:
+        table = a.hidden_size * a.vocab_size
+        first = visible * (table / tensor + a.embedding_parameters - table)
+        return ModelState(layers, experts, first, visible * ((a.head_parameters + a.outer_vectors) / tensor))
+    table_storage, head_storage = (
+        _outer_storage(recipe, name) for name in ("model.embed_tokens.weight", "lm_head.weight")
+    )
+    embedding = Matmul("embed_tokens", a.hidden_size, a.vocab_size, 1, "head", "column")
+    first = _matrix_state(table_storage, embedding, 1, tensor)
+    first += bytes_per_parameter(table_storage) * (a.positions * a.hidden_size)
+    last = bytes_per_parameter(recipe.storage_of("model.norm.weight", 1)) * a.outer_vectors
     if not a.tie_embeddings:
-        last += _matrix_state(head, a.matmuls[-1], 1)
+        last += _matrix_state(head_storage, a.matmuls[-1], 1, tensor)
     return ModelState(layers, experts, first, last)
 
 
@@ -151,23 +155,6 @@ def _outer_storage(recipe: Recipe, name: str) -> Storage:
     """Return the storage of embedding or head, which are AdamW's where Muon steps the layers."""
     storage = recipe.storage_of(name, 2)
     return storage.keeping(OPTIMIZER_STATES["adamw"]) if storage.states == OPTIMIZER_STATES["muon"] else storage
-
-
-def _frozen_state(a: Architecture, recipe: Recipe) -> ModelState:
-    """Return the state of a frozen model and its adapters, which alone have gradients and states."""
-    assert a.adapters is not None
-    trained = bytes_per_parameter(recipe.storage)
-    visible = Bytes(trained.weights)
-    layers, experts = StatePart(whole=visible * a.vectors), StatePart()
-    for matmul in a.matmuls[:-1]:
-        base = Bytes(a.adapters.base_bytes if matmul.name != "router" else visible.weights) * matmul.num_elements
-        base += visible * (matmul.num_parameters - matmul.num_elements) + trained * a.adapters.parameters_of(matmul)
-        part = StatePart(whole=base) if matmul.split == "none" else StatePart(base)
-        experts, layers = (experts + part, layers) if matmul.is_expert else (experts, layers + part)
-    table = a.hidden_size * a.vocab_size
-    outer = a.head_parameters + a.outer_vectors
-    first = StatePart(visible * table, visible * (a.embedding_parameters - table))
-    return ModelState(layers, experts, first, StatePart(visible * outer))
 
 
 def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Storage, float]]:
@@ -179,30 +166,24 @@ def _storages(a: Architecture, recipe: Recipe, matmul: Matmul) -> list[tuple[Sto
     return [(recipe.storage_of(name, 2), matmul.count / a.num_layers) for name in names]
 
 
-def _vector_state(a: Architecture, recipe: Recipe) -> StatePart:
-    numbers = range(a.num_layers) if recipe.keep or recipe.overrides else (0,)
-    storages = (recipe.storage_of(f"model.layers.{layer}.input_layernorm.weight", 1) for layer in numbers)
-    parts = (StatePart(whole=bytes_per_parameter(s) * (a.vectors / len(numbers))) for s in storages)
-    return sum(parts, StatePart())
-
-
-def _matrix_state(storage: Storage, matmul: Matmul, count: float) -> StatePart:
+def _matrix_state(storage: Storage, matmul: Matmul, count: float, ranks: int) -> Bytes:
+    """Return the state of ``count`` weights of a matmul, which ``ranks`` share unless it is not split; and of their biases."""
     elements = count * matmul.in_features * matmul.out_features
     rows = Bytes(optimizer=storage.bytes_per_row * count * matmul.out_features)
     if not storage.states:
         rows += Bytes(optimizer=_FACTOR_BYTES * count * (matmul.in_features + matmul.out_features))
-    matrices = bytes_per_parameter(storage) * elements + rows
     biases = bytes_per_parameter(for_vectors(storage)) * (count * matmul.out_features * matmul.has_bias)
-    return StatePart(whole=matrices + biases) if matmul.split == "none" else StatePart(matrices, biases)
+    return (bytes_per_parameter(storage) * elements + rows) * (1 if matmul.split == "none" else 1 / ranks) + biases
 
 
 def on_stage(
-    architecture: Architecture, state: ModelState, layout: Layout, layers: float, stage: int
+    architecture: Architecture, recipe: Recipe, layout: Layout, layers: float, stage: int
 ) -> tuple[Bytes, Bytes]:
-    """Return a stage's state before ZeRO shares it: experts, and the rest.
+    """Return a stage's state on a rank before ZeRO shares it: experts, and the rest.
 
     The first stage has the embedding, the last the head.
     """
+    state = state_of(architecture, recipe, layout.tensor, layout.expert_tensor_ranks)
     share = layers / architecture.num_layers if architecture.has_shape else 1 / layout.pipeline
     rest = state.layers * share
     is_first, is_last = stage == 0, stage == layout.pipeline - 1
@@ -210,7 +191,7 @@ def on_stage(
         rest += state.embedding
     if is_last:
         rest += state.head
-    return (state.experts * (share / layout.expert)).on_rank(layout.expert_tensor_ranks), rest.on_rank(layout.tensor)
+    return state.experts * (share / layout.expert), rest
 
 
 def shared(state: Bytes, layout: Layout, ranks: int) -> Bytes:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.efficiency import RESTARTS
+from narrowgauge.planner.efficiency import RESTARTS, error_of
 from narrowgauge.planner.layouts import Layout
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.terms import Terms
@@ -37,42 +37,46 @@ class Option:
 
     Args:
         memory: bytes of the worst rank, in groups of ``MEMORY_GROUPS``.
-        capacity_bytes: what the job may use on the smallest chip; None if no chip is known.
-        step: seconds of an optimizer step, in groups of ``STEP_GROUPS``; None if it is not known.
-        flops_per_token: of forward and backward, without recomputation.
-        peak_flops_per_second, dollars_per_hour: of all chips together; no price is None.
-        cluster: its name.
-        error: 10 and 90 % quantiles of measured over planned seconds.
+        cluster: None where the state alone is counted and no chip is known.
+        step: seconds of an optimizer step, in groups of ``STEP_GROUPS``; None where the state alone is counted.
         why_not: why it cannot run, if memory is not the reason; empty if it can.
         advice: the smallest change that would make it possible; empty if it fits.
 
     Example:
+        >>> from narrowgauge.planner.clusters import cluster_of
+        >>> from narrowgauge.planner.model import of_size
         >>> from narrowgauge.planner.terms import Term
         >>> from narrowgauge.spec.notation import parse
-        >>> memory = Terms((Term("weights", "weights", 20e9, "10e9 × 2 B"),))
-        >>> option = Option(parse("bfloat16/word"), Layout(), memory, capacity_bytes=24e9)
-        >>> option.fits, option.headroom_bytes
-        (True, 4000000000.0)
+        >>> memory = Terms((Term("weights", "weights", 20 * 2**30, "10e9 × 2 B"),))
+        >>> option = Option(of_size(10e9), parse("bfloat16/word"), Layout(), memory, cluster_of("RTX-4090", 1))
+        >>> option.fits, option.headroom_bytes == 4 * 2**30
+        (True, True)
     """
 
+    architecture: Architecture
     recipe: Recipe
     layout: Layout
     memory: Terms
-    capacity_bytes: float | None = None
+    cluster: Cluster | None = None
     step: Terms | None = None
     sequence_length: int = 0
-    flops_per_token: float = 0.0
-    peak_flops_per_second: float = 0.0
-    dollars_per_hour: float | None = None
-    cluster: str = ""
-    error: tuple[float, float] = (1.0, 1.0)
     why_not: str = ""
     advice: str = ""
 
     @property
+    def place(self) -> str:
+        """Return the cluster's name; empty without one."""
+        return "" if self.cluster is None else self.cluster.name
+
+    @property
+    def capacity_bytes(self) -> float | None:
+        """Return what the job may use on the smallest chip; None if no chip is known."""
+        return None if self.cluster is None else self.cluster.memory_bytes
+
+    @property
     def headroom_bytes(self) -> float | None:
         """Return what the worst rank leaves free; negative if it does not fit, None without a chip."""
-        return None if self.capacity_bytes is None else self.capacity_bytes - self.memory.total
+        return None if self.cluster is None else self.cluster.memory_bytes - self.memory.total
 
     @property
     def fits(self) -> bool | None:
@@ -84,10 +88,8 @@ class Option:
     @property
     def is_certain(self) -> bool | None:
         """Tell whether the whole interval of its memory lies on one side of what the chip has; None without a chip."""
-        if self.capacity_bytes is None:
-            return None
         low, high = self.memory.interval
-        return not low <= self.capacity_bytes < high
+        return None if self.cluster is None else not low <= self.cluster.memory_bytes < high
 
     @property
     def resuming_bytes(self) -> float:
@@ -123,8 +125,10 @@ class Option:
     @property
     def mfu(self) -> float | None:
         """Return the model's operations per second as a share of the chips' peak (model FLOPs utilization)."""
-        rate, peak = self.tokens_per_second, self.peak_flops_per_second
-        return None if rate is None or not peak else rate * self.flops_per_token / peak
+        rate = self.tokens_per_second
+        if rate is None or self.cluster is None:
+            return None
+        return rate * self.architecture.flops_per_token(self.sequence_length) / self.cluster.peak_flops_per_second
 
     def days(self, num_tokens: float | None) -> float | None:
         """Return the days for that many tokens."""
@@ -133,12 +137,8 @@ class Option:
 
     def cost(self, num_tokens: float | None) -> float | None:
         """Return the dollars for that many tokens; None without a price."""
-        days = self.days(num_tokens)
-        return None if days is None or self.dollars_per_hour is None else days * 24 * self.dollars_per_hour
-
-    @property
-    def dollars_per_token(self) -> float | None:
-        return self.cost(1.0)
+        days, price = self.days(num_tokens), None if self.cluster is None else self.cluster.dollars_per_hour
+        return None if days is None or price is None else days * 24 * price
 
     @property
     def restarts(self) -> float:
@@ -166,7 +166,8 @@ class Option:
     def confidence(self, num_tokens: float | None = None) -> dict[str, Any]:
         """Return the 80 % intervals ``[low, high]``, and whether it surely fits; ``num_tokens`` of the whole run give days."""
         rate, days = self.tokens_per_second, self.days(num_tokens)
-        low, high = self.error
+        has_software = self.cluster is not None and all(group.software for group in self.cluster.groups)
+        low, high = error_of(has_mixture=self.architecture.mixture is not None, has_software=has_software)
         return {
             "share": 0.8,
             "memory_bytes": list(self.memory.interval),
@@ -183,7 +184,7 @@ class Option:
         return {
             "recipe": self.recipe.title,
             "bytes_per_param": self.recipe.bytes_per_param,
-            "cluster": self.cluster,
+            "cluster": self.place,
             "chips": self.num_chips,
             "parallelism": parallelism,
             "runs_with": self.runs_with,
@@ -200,7 +201,7 @@ class Option:
             "mfu": self.mfu,
             "days": self.days(num_tokens),
             "cost": self.cost(num_tokens),
-            "dollars_per_token": self.dollars_per_token,
+            "dollars_per_token": self.cost(1.0),
             "limited_by": self.limited_by,
             "confidence": self.confidence(num_tokens),
         }
@@ -229,7 +230,6 @@ class Question:
     tokens_per_step: int | None = None
     deadline_days: float | None = None
     budget: float | None = None
-    is_deadline_assumed: bool = False
     largest: str = ""
     optimizer: str = "adamw"
     has_all_recipes: bool = False

@@ -6,20 +6,21 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 from narrowgauge.errors import NarrowgaugeError, RecipeError, suggestion
 from narrowgauge.planner.clusters import Cluster, between_sizes, clusters_asked_for, counts_of, parts_of, with_nodes
+from narrowgauge.planner.jobs import Job
 from narrowgauge.planner.layouts import NAMED_LAYOUTS, Layout
 from narrowgauge.planner.memory import memory_terms
 from narrowgauge.planner.model import Adapters, Architecture, of_size, read_model
 from narrowgauge.planner.model_state import is_stepped, with_optimizer
 from narrowgauge.planner.option import OURS, Option, Question
-from narrowgauge.planner.plan_tables import MOST_SHARED, Plan
-from narrowgauge.planner.roofline import describe_support
+from narrowgauge.planner.plan_tables import Plan
+from narrowgauge.planner.roofline import multiplies
 from narrowgauge.planner.search import MOST_CHIPS, MOST_OPTIONS, search, smallest_changes
-from narrowgauge.planner.step_time import Job
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import Chip
 from narrowgauge.spec.computes import COMPUTES
@@ -28,16 +29,13 @@ from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 
-LONGEST_DAYS = 120.0
-"""The deadline where the fewest chips are asked for without one: BLOOM's run, one of the longest published, took 117 days (arXiv
-2211.05100)."""
 LARGEST = ("context", "batch")
 USUAL_RECIPES = ("bfloat16/word", "bfloat16/exact", "bfloat16/compact", "bfloat16/states8", "float8-row/word",
                  "bfloat16/word/reproducible")  # fmt: skip
 """The README's recipes, which are compared where none is named."""
 OBJECTIVES: dict[str, Callable[[Option], float]] = {
     "days": lambda option: 1.0 / (option.tokens_per_second or 1.0),
-    "cost": lambda option: (option.dollars_per_hour or option.num_chips) / (option.tokens_per_second or 1.0),
+    "cost": lambda option: option.cost(1.0) or option.num_chips / (option.tokens_per_second or 1.0),
     "chips": lambda option: float(option.num_chips),
 }
 """What the best option has least of."""
@@ -122,25 +120,22 @@ def plan(
             raise NarrowgaugeError("Cannot plan adapters of a number of parameters.", "Name a model.")
         architecture = replace(architecture, adapters=Adapters(lora, base))
         layout = {**_ADAPTED, **(layout or {})}
-    places = clusters_asked_for(cluster, chip, chips, chips_per_node, **rates)
-    # Without a deadline, the fewest chips would take forever.
-    is_deadline_assumed = minimize == "chips" and days is None and tokens is not None
     question = Question(
         architecture,
         str(model) if isinstance(model, str | Path) else architecture.name if model is not None else "",
-        places,
+        clusters_asked_for(cluster, chip, chips, chips_per_node, **rates),
         _sequence_length(architecture, sequence_length),
         num_tokens=tokens,
         minimize=minimize,
         fixed=dict(layout or {}),
         tokens_per_step=tokens_per_step,
-        deadline_days=LONGEST_DAYS if is_deadline_assumed else days,
+        deadline_days=days,
         budget=budget,
-        is_deadline_assumed=is_deadline_assumed,
         largest=largest,
         optimizer=optimizer,
         has_all_recipes=recipes == "all",
     )
+    places = question.clusters
     is_state_only = params is not None or not places
     _refuse_contradictions(question, sequence_length, is_state_only)
     named = () if recipes == "all" else tuple(with_optimizer(parse(recipe), optimizer) for recipe in recipes)
@@ -152,49 +147,48 @@ def plan(
         return _ranked(question, [option for place in places for option in _largest_options(question, place, named)])
     if question.is_bounded:
         nodes = [None if cluster or chips else chips_per_node or p.groups[0].chip.chips_per_node for p in places]
-        tried = [t for p, node in zip(places, nodes, strict=True) for t in _within(question, p, named, node)]
-        question = replace(question, clusters=tuple({size.name: size for size, _ in tried}.values()))
-    else:
-        tried = [(place, _searched(question, place, named)) for place in _tried(question)]
-    options = [option for _, of_size_ in tried for option in of_size_]
-    answer = _ranked(question, options, is_by_size=question.is_bounded and not named)
+        options = [o for p, node in zip(places, nodes, strict=True) for o in _within(question, p, named, node)]
+        question = replace(
+            question, clusters=tuple(dict.fromkeys(option.cluster for option in options if option.cluster))
+        )
+        return _ranked(question, options, is_by_size=not named)
+    # Fewer chips may be better.
+    tried = [part for place in places for part in (parts_of(place) if minimize in ("cost", "chips") else (place,))]
+    answer = _ranked(question, [option for size in tried for option in _searched(question, size, named)])
     answer = replace(answer, trainable=_trainable(answer))
-    is_shared = len({place.chip_names for place in places}) > 1 and len(places) <= MOST_SHARED
-    return replace(answer, shared=_shared(answer)) if is_shared else answer
+    return replace(answer, shared=_shared(answer)) if len({place.chip_names for place in places}) > 1 else answer
 
 
 def _refuse_contradictions(question: Question, sequence_length: int | None, is_state_only: bool) -> None:
     what, tokens, adapters = question.largest, question.num_tokens, question.architecture.adapters
-    limits = {"days": None if question.is_deadline_assumed else question.deadline_days, "budget": question.budget}
+    asked = {"days": question.deadline_days, "budget": question.budget}
+    limits = {name: limit for name, limit in asked.items() if limit is not None}
     if what and what not in LARGEST:
         raise NarrowgaugeError(
             f"largest = {what!r} was requested.", suggestion(what, LARGEST) or f"It is one of {', '.join(LARGEST)}."
         )
-    if what and any(value is not None for value in limits.values()):
+    if what and limits:
         raise NarrowgaugeError(
             f"the largest {what} and a deadline or a budget were requested together.", "Ask one after the other."
         )
-    answers = {
-        "context": {"sequence_length": sequence_length},
-        "batch": {"tokens_per_step": question.tokens_per_step, **question.fixed},
-        "": {},
-    }[what]
+    batch = {"tokens_per_step": question.tokens_per_step, **question.fixed}
+    answers = {"context": {"sequence_length": sequence_length}, "batch": batch}.get(what, {})
     for name in ("sequence_length", "tokens_per_step", "micro_batch", "micro_batches"):
         if answers.get(name) is not None:
             raise NarrowgaugeError(
                 f"the largest {what} was requested, and {name} = {answers[name]} as well.",
                 f"Leave {name} out: it is the answer.",
             )
-    for name, value in {**limits, "largest": what or None, "lora": adapters and adapters.rank}.items():
-        if is_state_only and value is not None:
+    for name, value in {**limits, "largest": what, "lora": adapters and adapters.rank}.items():
+        if is_state_only and value:
             raise NarrowgaugeError(
                 f"{name} = {value} was requested without machines, where the state of a whole model alone is counted.",
                 "Name the model and its chips (--model llama-8b --chip H100-SXM).",
             )
     for name, limit in limits.items():
-        if limit is not None and not 0 < limit < math.inf:
+        if not 0 < limit < math.inf:
             raise NarrowgaugeError(f"{name} = {limit:g} was requested.", "Use a number above 0.")
-        if limit is not None and tokens is None:
+        if tokens is None:
             raise NarrowgaugeError(
                 f"{name} = {limit:g} was requested for a run whose tokens are not known.",
                 "Give tokens (--tokens 300e9).",
@@ -252,12 +246,11 @@ def _state_options(question: Question, recipes: Iterable[Recipe], numbers: Seque
         for recipe in recipes:
             terms = memory_terms(size, recipe, layout, question.sequence_length)
             state = Terms(tuple(term for term in terms if term.group in _STATE))
-            if cluster is None:
-                yield Option(recipe, layout, state)
-                continue
-            option = Option(recipe, layout, state, cluster.memory_bytes, cluster=cluster.name)
-            job = Job(size, recipe, layout, cluster, question.sequence_length)
-            yield option if option.fits else replace(option, advice=smallest_changes(job, fixed=question.fixed))
+            option = Option(size, recipe, layout, state, cluster)
+            if cluster is not None and not option.fits:
+                job = Job(size, recipe, layout, cluster, question.sequence_length)
+                option = replace(option, advice=smallest_changes(job, fixed=question.fixed))
+            yield option
 
 
 def _state_layout(fixed: Mapping[str, Any], number: int | None) -> Layout:
@@ -319,21 +312,13 @@ def _suited(cluster: Cluster, optimizer: str) -> Iterator[Recipe]:
     names += [name for name in STORAGES if name.startswith(f"{wide}/")]
     names += [f"{compute.name}/{compute.default_storage}" for compute in COMPUTES.values()]
     for recipe in map(parse, dict.fromkeys(names)):
-        is_native = all(describe_support(recipe.compute, chip) == "native" for chip in chips)
+        is_native = all(multiplies(recipe.compute, chip) for chip in chips)
         is_left_out = recipe.compute.transform or recipe.compute.name in _TUNING
         if is_native and not is_left_out and is_stepped(recipe.storage, optimizer):
             yield with_optimizer(recipe, optimizer)
 
 
-def _tried(question: Question) -> Iterator[Cluster]:
-    """Yield the clusters that were asked for, and parts of them where fewer chips may be better."""
-    for cluster in question.clusters:
-        yield from parts_of(cluster) if question.minimize in ("cost", "chips") else (cluster,)
-
-
-def _within(
-    question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None
-) -> list[tuple[Cluster, list[Option]]]:
+def _within(question: Question, cluster: Cluster, recipes: Sequence[Recipe], node: int | None) -> list[Option]:
     """Search as few chips as a deadline allows, or as many as a budget does, and other numbers beside these.
 
     ``node`` is the size of the nodes of clusters of any size; None tries parts of ``cluster``.
@@ -343,37 +328,32 @@ def _within(
     sizes = [size for size in sizes if _could_end(question, size)] or sizes[-1:]
     has_deadline = question.deadline_days is not None
     is_usual = question.minimize == ("chips" if has_deadline else "days")
-    tried: list[tuple[Cluster, list[Option]]] = []
+    tried: list[list[Option]] = []
+
+    def is_met_by(size: Cluster) -> bool:
+        tried.append(_searched(question, size, recipes))
+        return any(_is_safe(option) and question.meets(option) for option in tried[-1])
+
     met: list[int] = []  # places of the sizes that meet the limits
-
-    def try_size(size: Cluster) -> bool:
-        tried.append((size, _searched(question, size, recipes)))
-        return any(_is_safe(option) and question.meets(option) for option in tried[-1][1])
-
     for place, size in enumerate(sizes):
-        met += [place] if try_size(size) else []
+        met += [place] if is_met_by(size) else []
         # More chips only shorten a run; what they cost goes up and down by some per cent.
-        if is_usual and met and (has_deadline or not _could_cost(question, tried[-1][1])):
+        costs = [option.cost(question.num_tokens) or 0.0 for option in tried[-1] if option.fits]
+        could_cost = question.budget is None or min(costs, default=0.0) <= _COSTS_VARY * question.budget
+        if is_usual and met and (has_deadline or not could_cost):
             break
-    if not is_usual or not met:
-        return tried
-    few, many = (met[0] - 1, met[0]) if has_deadline else (met[-1], met[-1] + 1)
-    if few >= 0 and many < len(tried):
-        for between in between_sizes(sizes[few], sizes[many]):
-            if try_size(between) and has_deadline:
-                break
-    return tried
+    if is_usual and met:
+        few, many = (met[0] - 1, met[0]) if has_deadline else (met[-1], met[-1] + 1)
+        if few >= 0 and many < len(tried):
+            for between in between_sizes(sizes[few], sizes[many]):
+                if is_met_by(between) and has_deadline:
+                    break
+    return [option for options in tried for option in options]
 
 
 def _is_safe(option: Option) -> bool:
     """Tell whether an option fits for certain and keeps updates."""
     return bool(option.fits and option.is_certain) and option.recipe.storage.keeps_updates
-
-
-def _could_cost(question: Question, options: Iterable[Option]) -> bool:
-    """Tell whether a larger cluster than that of these options could still keep the budget."""
-    costs = [option.cost(question.num_tokens or 0.0) or 0.0 for option in options if option.fits]
-    return question.budget is None or min(costs, default=0.0) <= _COSTS_VARY * question.budget
 
 
 def _could_end(question: Question, cluster: Cluster) -> bool:
@@ -389,21 +369,30 @@ def _largest_options(question: Question, cluster: Cluster, recipes: Sequence[Rec
     """Yield for each recipe the option with the longest sequences, or the most at once, that fits for certain."""
     for recipe in recipes or _compared(question, cluster):
         if question.largest == "context":
-            most = question.architecture.positions or _MOST_POSITIONS
-            lengths = _sizes(min(_STEP_OF_LENGTH, most), most)
-            asked = (replace(question, sequence_length=length) for length in lengths)
-            yield _largest_of([(length, question.fixed) for length in asked], recipe, cluster)
+            yield _largest(question, recipe, cluster, question.fixed)
             continue
         # What this project's trainer runs, unless other layouts were asked for or these do not fit.
-        option = _largest_batch(question, recipe, cluster, {**NAMED_LAYOUTS["fsdp2"], **question.fixed})
-        yield option if option.fits else _largest_batch(question, recipe, cluster, question.fixed)
+        option = _largest(question, recipe, cluster, {**NAMED_LAYOUTS["fsdp2"], **question.fixed})
+        yield option if option.fits else _largest(question, recipe, cluster, question.fixed)
 
 
-def _largest_batch(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option:
-    free, batches = replace(question, tokens_per_step=None), _sizes(1, _MOST_SEQUENCES)
-    return _largest_of(
-        [(free, {**fixed, "micro_batch": size, "micro_batches": 1}) for size in batches], recipe, cluster
-    )
+def _largest(question: Question, recipe: Recipe, cluster: Cluster, fixed: Mapping[str, Any]) -> Option:
+    """Return the option of the largest size that fits for certain, or of the least; what fits also fits in smaller sizes."""
+    most = question.architecture.positions or _MOST_POSITIONS
+
+    @cache
+    def option_of(size: int) -> Option:
+        if question.largest == "context":
+            return _search(replace(question, sequence_length=size), recipe, cluster, fixed)[0]
+        free = replace(question, tokens_per_step=None)
+        return _search(free, recipe, cluster, {**fixed, "micro_batch": size, "micro_batches": 1})[0]
+
+    def is_too_large(size: int) -> bool:
+        return not (option_of(size).fits and option_of(size).is_certain)
+
+    is_context = question.largest == "context"
+    sizes = _sizes(min(_STEP_OF_LENGTH, most), most) if is_context else _sizes(1, _MOST_SEQUENCES)
+    return option_of(sizes[max(0, bisect_left(sizes, True, key=is_too_large) - 1)])
 
 
 def _sizes(least: int, most: int) -> list[int]:
@@ -417,21 +406,6 @@ def _sizes(least: int, most: int) -> list[int]:
     while (size := max(sizes[-1] + least, sizes[-1] * 17 // 16 // least * least)) <= most:
         sizes.append(size)
     return sizes
-
-
-def _largest_of(sizes: Sequence[tuple[Question, Mapping[str, Any]]], recipe: Recipe, cluster: Cluster) -> Option:
-    """Return the option of the largest size that fits for certain, or of the least; what fits also fits in smaller sizes."""
-    options: dict[int, Option] = {}
-
-    def is_too_large(place: int) -> bool:
-        question, fixed = sizes[place]
-        option = options[place] = _search(question, recipe, cluster, fixed)[0]
-        return not (option.fits and option.is_certain)
-
-    place = max(0, bisect_left(range(len(sizes)), True, key=is_too_large) - 1)
-    if place not in options:
-        is_too_large(place)
-    return options[place]
 
 
 # ── from options to an answer ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -472,15 +446,12 @@ def _rank(question: Question, option: Option) -> tuple[float, ...]:
 def _trainable(answer: Plan) -> Option | RecipeError | None:
     """Return the trainer's best option where the best of all is not one, or the error that says why it has none."""
     best, question = answer.best, answer.question
-    if not best.fits or best.runs_with == OURS or question.is_bounded:
-        return None
-    cluster = next((place for place in _tried(question) if place.name == best.cluster), None)
-    if cluster is None:
+    if not best.fits or best.runs_with == OURS or best.cluster is None:
         return None
     # A number of ranks that was requested together with other axes says nothing about a layout without these.
     batch = {name: value for name, value in question.fixed.items() if name in _BATCH}
     try:
-        return _search(question, best.recipe, cluster, {**batch, **NAMED_LAYOUTS["fsdp2"]})[0]
+        return _search(question, best.recipe, best.cluster, {**batch, **NAMED_LAYOUTS["fsdp2"]})[0]
     except RecipeError as error:
         return error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +13,7 @@ from narrowgauge.planner.efficiency import efficiency_of
 from narrowgauge.planner.option import OURS, Option, Question
 from narrowgauge.planner.scaling_laws import CAUSES
 from narrowgauge.planner.search import LEAST_TOKENS_PER_STEP, MOST_TOKENS_PER_STEP
-from narrowgauge.planner.terms import Change, Terms, changes
+from narrowgauge.planner.terms import Change, Term, Terms, changes
 from narrowgauge.planner.units import (
     axes_text,
     bytes_text,
@@ -27,10 +27,6 @@ from narrowgauge.planner.units import (
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.tables import Column, Row, Table, name_columns, number_columns, text_columns
 
-MOST_SHARED = 3
-"""The most clusters for which one configuration for all is searched."""
-# Groups of a step that are the model's own operations; all others are overhead.
-_USEFUL = ("matmuls", "attention")
 _LEAST_SHARE = 0.005
 _NOTES = {
     "muon": "Muon keeps one moment of the layers' matrices, AdamW steps the rest, and orthogonalisation is not timed",
@@ -74,7 +70,7 @@ class Plan:
             f"{question.model}: {size}" if question.model else size: True,
             f"LoRA of rank {adapters.rank} over {adapters.base}" if adapters else "": True,
             f"states of {question.optimizer}": question.optimizer != "adamw",
-            ", ".join(dict.fromkeys(option.cluster for option in self.options if option.cluster)): True,
+            ", ".join(dict.fromkeys(option.place for option in self.options if option.place)): True,
             f"sequences of {question.sequence_length:,} tokens": not self.is_state_only
             and question.largest != "context",
         }
@@ -82,21 +78,29 @@ class Plan:
 
     def row(self) -> Row:
         """Return the question, the options and the answer as plain values, for JSON."""
-        options = [option.row(self.question.num_tokens) for option in self.options]
-        return {"question": self.question.row(), "options": options, "answer": self.sentences()}
+        tokens, ours = self.question.num_tokens, self.trainable
+        return {
+            "question": self.question.row(),
+            "options": [option.row(tokens) for option in self.options],
+            "shared": [option.row(tokens) for option in self.shared],
+            "trainable": ours.row(tokens) if isinstance(ours, Option) else None if ours is None else str(ours),
+            "answer": self.sentences(),
+        }
 
     def sentences(self) -> list[str]:
         """Say what follows from the options, the most important first."""
         return list(_state_sentences(self) if self.is_state_only else _run_sentences(self))
 
     def tables(self) -> list[Table]:
-        """Return the table of options, and where several sizes were asked for what more chips buy."""
-        rows = [_option_row(option, self.question) for option in self.options]
-        shown = [column for column in _COLUMNS if any(column.cell(row) for row in rows)]
-        if len({row["cluster"] for row in rows}) == 1:
-            shown = [column for column in shown if column.key != "cluster"]
+        """Return the options, where a step of the best one goes, and what more chips buy."""
+        ours = [self.trainable] if isinstance(self.trainable, Option) else []
+        tables = [_options_table([*self.options, *ours], self.question, self.title)]
+        if self.shared:
+            tables.append(_options_table(self.shared, self.question, "One configuration for all"))
+        if self.best.fits and self.best.step is not None:
+            tables.append(_groups_table(self.best.step, f"A step of {self.best.tokens_per_step:,} tokens"))
         sizes = list(_size_rows(self))
-        return [Table(tuple(shown), rows, self.title), *([Table(_SIZES, sizes, "More chips")] if sizes else [])]
+        return [*tables, *([Table(_SIZES, sizes, "More chips")] if sizes else [])]
 
     def explanation(self) -> list[Table]:
         """Return every term of the best option's memory and step."""
@@ -114,20 +118,34 @@ class Plan:
 def _terms_table(terms: Terms, unit: str, title: str) -> Table:
     """Return terms in ``"bytes"`` or ``"s"``: value and interval in one unit, formula and source."""
     scale, shown = unit_of(terms.total, unit)
-
-    def numbers(value: float, ends: tuple[float, float]) -> Row:
-        interval = "" if ends == (value, value) else f"{ends[0] / scale:,.3f}–{ends[1] / scale:,.3f}"
-        return {"value": f"{value / scale:,.3f}", "interval": interval}
-
-    rows: list[Row] = [
-        {"group": t.group, "term": t.name, **numbers(t.value, t.interval), "formula": t.formula, "source": t.source}
-        for t in terms
-    ]
-    total = {"group": "total", "term": f"all {len(rows)} terms", "formula": "", "source": ""}
-    rows.append(total | numbers(terms.total, terms.interval))
+    total = Term("total", f"all {len(terms.addends)} terms", terms.total, "", "", *terms.interval)
+    rows: list[Row] = []
+    for term in (*terms, total):
+        low, high = term.interval
+        interval = "" if low == high else f"{low / scale:,.3f}–{high / scale:,.3f}"
+        value = f"{term.value / scale:,.3f}"
+        rows.append({"group": term.group, "term": term.name, "value": value, "interval": interval, "formula": term.formula,
+                     "source": term.source})  # fmt: skip
     columns = [*text_columns(group="group", term="term"), Column(shown, "value", right=True)]
     columns += [Column("80 % interval", "interval", right=True)] if any(row["interval"] for row in rows) else []
     return Table((*columns, *text_columns(formula="formula", source="source")), rows, title)
+
+
+def _groups_table(step: Terms, title: str) -> Table:
+    """Return where a step goes, the largest group first: matmuls and attention are the model's own operations."""
+    groups = sorted(step.groups.items(), key=lambda item: -item[1])
+    rows: list[Row] = [
+        {
+            "group": name,
+            "seconds": seconds_text(seconds),
+            "share": f"{seconds / step.total:.0%}",
+            "remedy": _remedy(name),
+        }
+        for name, seconds in groups
+        if seconds >= _LEAST_SHARE * step.total
+    ]
+    columns = *text_columns(group="group"), *number_columns(time="seconds", share="share")
+    return Table((*columns, *text_columns(what_helps="remedy")), rows, title)
 
 
 def changes_table(differences: tuple[Change, ...], title: str, least: float = 0.0) -> Table:
@@ -145,40 +163,51 @@ def changes_table(differences: tuple[Change, ...], title: str, least: float = 0.
     return Table(columns, rows, title)
 
 
+def _options_table(options: Sequence[Option], question: Question, title: str) -> Table:
+    rows = [_option_row(option, question) for option in options]
+    shown = [column for column in _COLUMNS if any(column.cell(row) for row in rows)]
+    if len({row["cluster"] for row in rows}) == 1:
+        shown = [column for column in shown if column.key != "cluster"]
+    return Table(tuple(shown), rows, title)
+
+
 def _option_row(option: Option, question: Question) -> Row:
     """Return the cells of an option; a column whose cells are all empty is not shown."""
-    is_state, rate = option.step is None, option.tokens_per_second
-    days, cost = option.days(question.num_tokens), option.cost(question.num_tokens)
+    is_state, rate, tokens = option.step is None, option.tokens_per_second, question.num_tokens
+    interval, cost = option.confidence(tokens), option.cost(tokens)
     return {
         "recipe": option.recipe.title,
         "bytes": option.recipe.bytes_per_param,
-        "cluster": option.cluster,
+        "cluster": option.place,
         "layout": (axes_text if is_state else layout_text)(option.layout),
         "context": f"{option.sequence_length:,}" if question.largest == "context" else "",
         "batch": f"{option.layout.num_sequences:,}" if question.largest == "batch" else "",
         "all": bytes_text(option.memory.total * option.num_chips) if is_state else "",
-        "each": bytes_text(option.memory.total) if is_state else "",
-        "resuming": bytes_text(option.resuming_bytes) if is_state else "",
-        "free_state": _free_text(option) if is_state else "",
+        "memory": bytes_text(option.memory.total),
+        "free": _free_text(option),
+        "resuming": bytes_text(option.resuming_bytes),
         "fits": "" if option.fits is None else "yes" if option.fits else "no",
-        "memory": "" if is_state else bytes_text(option.memory.total),
-        "free": "" if is_state else _free_text(option),
         "rate": "" if rate is None else f"{rate:,.0f}",
+        "rates": "" if rate is None else " to ".join(f"{end:,.0f}" for end in interval["tokens_per_second"]),
         "mfu": "" if option.mfu is None else f"{option.mfu:.0%}",
         "step": "" if option.step is None else seconds_text(option.step.total),
-        "days": "" if days is None else f"{days:,.3g}" if days < 1000 else f"{days:,.0f}",
-        "cost": "" if cost is None else f"{cost:,.0f}",
+        "time": _days_text(option.days(tokens)),
+        "times": " to ".join(map(_days_text, interval["days"] or ())),
+        "cost": "" if cost is None else dollars_text(cost),
+        "billion": "" if cost is None or not tokens else dollars_text(1e9 * cost / tokens),
         "limited_by": option.limited_by if option.fits and not is_state else "",
+        "runs_with": "" if is_state or option.runs_with == OURS else option.runs_with,
         "why_not": _clause(option),
     }
 
 
 _COLUMNS = (
     *name_columns(recipe="recipe"), *number_columns(B_per_parameter="bytes"), *text_columns(cluster="cluster", layout="layout"),
-    *number_columns(context="context", batch="batch", all_chips="all", each="each", while_resuming="resuming", free="free_state"),
-    *text_columns(fits="fits"), *number_columns(memory="memory", free="free"), Column("tokens/s", "rate", right=True),
-    Column("MFU", "mfu", right=True), *number_columns(step="step", days="days"), Column("$", "cost", right=True),
-    *text_columns(limited_by="limited_by", why_not="why_not"),
+    *number_columns(context="context", batch="batch", all_chips="all", a_chip="memory", free="free", while_resuming="resuming"),
+    *text_columns(fits="fits"), Column("tokens/s", "rate", right=True), Column("80 % interval", "rates", right=True),
+    Column("MFU", "mfu", right=True), *number_columns(step="step", time="time"), Column("80 % interval", "times", right=True),
+    *number_columns(cost="cost", a_billion_tokens="billion"),
+    *text_columns(limited_by="limited_by", runs_with="runs_with", why_not="why_not"),
 )  # fmt: skip
 _SIZES = (
     *text_columns(cluster="cluster", layout="layout"), Column("tokens/s", "rate", right=True),
@@ -204,17 +233,17 @@ def _clause(option: Option) -> str:
 
 def _size_rows(plan: Plan) -> Iterator[Row]:
     """Yield what more of the same chips buy, and which group of the step takes the rest."""
-    for kind in dict.fromkeys(cluster.chip_names for cluster in plan.question.clusters):
-        names = {cluster.name for cluster in plan.question.clusters if cluster.chip_names == kind}
-        fitting = [option for option in plan.options if option.fits and option.step and option.cluster in names]
-        sizes: dict[int, Option] = {}
-        for option in fitting:
-            if option.recipe == fitting[0].recipe:
+    by_kind: dict[tuple[str, ...], dict[int, Option]] = {}
+    for option in plan.options:
+        if option.fits and option.step and option.cluster:
+            sizes = by_kind.setdefault(option.cluster.chip_names, {})
+            if option.recipe == next(iter(sizes.values()), option).recipe:
                 sizes.setdefault(option.num_chips, option)
+    ours = plan.trainable if isinstance(plan.trainable, Option) and plan.trainable.fits else None
+    for sizes in by_kind.values():
         for few, many in pairwise(sizes[number] for number in sorted(sizes)):
             yield _size_row(few, many)
-            ours = plan.trainable
-            if isinstance(ours, Option) and ours.fits and (ours.cluster, ours.recipe) == (many.cluster, many.recipe):
+            if ours and (ours.cluster, ours.recipe) == (many.cluster, many.recipe):
                 yield _size_row(few, ours)
 
 
@@ -222,7 +251,7 @@ def _size_row(few: Option, many: Option) -> Row:
     speed_up = (many.tokens_per_second or 0.0) / (few.tokens_per_second or 1.0)
     group = _grown_group(few, many)
     return {
-        "cluster": f"{many.cluster} for {few.num_chips}",
+        "cluster": f"{many.place} for {few.num_chips}",
         "layout": layout_text(many.layout),
         "rate": f"{many.tokens_per_second:,.0f}",
         "times": f"{speed_up:.3g}",
@@ -264,94 +293,39 @@ def _state_sentences(plan: Plan) -> Iterator[str]:
 
 def _run_sentences(plan: Plan) -> Iterator[str]:
     best, question = plan.best, plan.question
-    if best.fits:
-        low, high = best.confidence()["tokens_per_second"]
-        yield (
-            f"{best.recipe.title} with {layout_text(best.layout)} on {best.cluster} fits with {_free_text(best)} to spare: "
-            f"{best.tokens_per_second:,.0f} tokens/s (80 % interval {low:,.0f} to {high:,.0f}), {best.mfu:.0%} of the peak."
-        )
-        if question.num_tokens is not None:
-            yield _duration(plan, question.num_tokens)
-        yield _step(best)
-        if best.runs_with != OURS:
-            yield _other_trainer(best, plan.trainable)
-    else:
+    if not best.fits:
         yield f"Nothing fits. The closest is {best.recipe.title} ({layout_text(best.layout)}): {_clause(best)}"
+    if question.is_bounded:
+        yield _limits(plan)
+    if isinstance(plan.trainable, RecipeError):
+        yield f"narrowgauge train runs FSDP2 alone, and {str(plan.trainable).rstrip('.')}."
+    elif best.fits and best.runs_with != OURS:
+        yield "narrowgauge train runs FSDP2 alone (--layout fsdp2); the table says what runs other layouts."
     if best.num_chips > 1 and question.architecture.adapters is None:
         yield _data_parallel(plan)
-    if best.fits:
-        spare = (best.capacity_bytes or 0.0) - best.resuming_bytes
-        verdict = (
-            f"{bytes_text(spare)} to spare" if spare >= 0 else f"too large by {bytes_text(-spare)}: load it on the CPU"
-        )
-        yield f"While resuming, optimizer states exist twice: {bytes_text(best.resuming_bytes)} on a chip, {verdict}."
-    if len({cluster.chip_names for cluster in question.clusters}) > 1 and len(question.clusters) <= MOST_SHARED:
+    yield (
+        f"While resuming, optimizer states exist twice. A chip has {bytes_text(best.capacity_bytes or 0.0)}: where that is not "
+        "enough, load the checkpoint on the CPU."
+    )
+    if len({cluster.chip_names for cluster in question.clusters}) > 1 and not plan.shared:
         names = " and ".join(cluster.name for cluster in question.clusters)
-        rates = ", ".join(f"{option.tokens_per_second:,.0f} tokens/s on {option.cluster}" for option in plan.shared)
-        for first in plan.shared[:1]:
-            yield f"One configuration for {names}: {first.recipe.title} with {layout_text(first.layout)}: {rates}."
-        if not plan.shared:
-            yield f"No configuration fits on all of {names}: the chips with the least memory decide."
+        yield f"No configuration fits on all of {names}: the chips with the least memory decide."
     yield f"Assumed: {'; '.join(_assumptions(plan))}."
 
 
-def _duration(plan: Plan, tokens: float) -> str:
-    """Say how long the run takes and what it costs, and whether it keeps the limits."""
+def _limits(plan: Plan) -> str:
+    """Say whether the deadline and the budget are kept."""
     question, best = plan.question, plan.best
-    low, high = best.confidence(tokens)["days"]
-    text = (
-        f"{count_text(tokens)} tokens take {_days(best.days(tokens))} (80 % interval {_days(low)} to {_days(high)}, with up to "
-        f"{best.restarts:.0%} for restarts)"
-    )
-    if best.dollars_per_token is not None:
-        text += f", {dollars_text(best.cost(tokens) or 0.0)} ({dollars_text(1e9 * best.dollars_per_token)} a billion)"
-    if not question.is_bounded:
-        return f"{text}."
-    limits = [f"within {_days(question.deadline_days)}"] if question.deadline_days is not None else []
+    limits = [f"within {_days_text(question.deadline_days)}"] if question.deadline_days is not None else []
     limits += [f"for at most {dollars_text(question.budget)}"] if question.budget is not None else []
-    asked = " and ".join(limits) + (" (assumed; --days sets one)" if question.is_deadline_assumed else "")
+    asked = f"{count_text(question.num_tokens or 0.0)} tokens {' and '.join(limits)}"
     if not question.meets(best):
-        return f"{text}: no tried number of chips trains them {asked}."
-    word, sign = ("fewest", -1) if question.deadline_days is not None else ("most", 1)
-    others = [option for option in plan.options if option.fits and not question.meets(option)]
-    beyond = [option for option in others if sign * option.num_chips > sign * best.num_chips]
-    missed = ""
-    if beyond:
-        nearest = min(beyond, key=lambda option: sign * option.num_chips)
-        missed = f"; {nearest.cluster} ({_days(nearest.days(tokens))}) do not"
-    return f"{text}: the {word} chips that train them {asked}{missed}."
+        return f"No tried number of chips trains {asked}."
+    return f"The {'fewest' if question.deadline_days is not None else 'most'} chips that train {asked}: {best.place}."
 
 
-def _days(days: float | None) -> str:
-    return duration_text(86_400 * (days or 0.0))
-
-
-def _step(option: Option) -> str:
-    """Say why N chips are not N times one: every group of the step that is not the model's own operations, in seconds."""
-    assert option.step is not None
-    groups = option.step.groups
-    lost = sorted(((seconds, name) for name, seconds in groups.items() if name not in _USEFUL), reverse=True)
-    parts = ", ".join(f"{name} {seconds_text(s)}" for s, name in lost if s >= _LEAST_SHARE * option.step.total)
-    return (
-        f"Of a step of {seconds_text(option.step.total)} ({option.tokens_per_step:,} tokens), matmuls and attention take "
-        f"{seconds_text(sum(groups.get(name, 0.0) for name in _USEFUL))}; the rest is {parts or 'nothing'}. Against "
-        f"{option.limited_by}: {_remedy(option.limited_by)}."
-    )
-
-
-def _other_trainer(best: Option, ours: Option | RecipeError | None) -> str:
-    """Say what runs a layout that this project's trainer does not, and what the trainer would run instead."""
-    start = f"This layout runs with {best.runs_with}; narrowgauge train runs FSDP2"
-    if isinstance(ours, RecipeError):
-        return f"{start}, and {str(ours).rstrip('.')}."
-    if ours is None:
-        return f"{start} (--layout fsdp2)."
-    if not ours.fits:
-        return f"{start}, whose closest layout ({layout_text(ours.layout)}) is {_clause(ours)}"
-    return (
-        f"{start}: {layout_text(ours.layout)} (--layout fsdp2) reaches {ours.tokens_per_second:,.0f} tokens/s in steps of "
-        f"{ours.tokens_per_step:,} tokens, with {_free_text(ours)} to spare."
-    )
+def _days_text(days: float | None) -> str:
+    return "" if days is None else duration_text(86_400 * days)
 
 
 def _data_parallel(plan: Plan) -> str:
@@ -382,6 +356,8 @@ def _assumptions(plan: Plan) -> Iterator[str]:
         if group.is_network_assumed and num_chips > group.chips
     )
     yield f"{best.recipe.title} loses {best.recipe.storage.loses}"
+    if question.num_tokens is not None and best.restarts:
+        yield f"up to {best.restarts:.0%} for restarts in the interval of the time"
     lossy = [name for name, recipe in recipes.items() if not recipe.storage.keeps_updates]
     if lossy:
         yield f"{', '.join(lossy)} lose small updates, or their second moments freeze at a beta2 of 0.999, and are listed last"

@@ -72,22 +72,15 @@ def is_native(product: Product, chip: Chip) -> bool:
     return has_kernel and all(chip.rate_format(format) in chip.peak_tflops for format in formats)
 
 
-def describe_support(compute: Compute, chip: Chip) -> str:
-    """Return ``native``, or ``emulated`` and why."""
-    emulated = [product for product in compute.products.values() if not is_native(product, chip)]
-    formats = sorted({cast.format for product in emulated for cast in (product.left, product.right)})
-    if not emulated:
-        return "native"
-    missing = [format for format in formats if chip.rate_format(format) not in chip.peak_tflops]
-    if missing:
-        return f"emulated: {chip.name} does not multiply {' or '.join(missing)}"
-    return f"emulated: no kernel for {compute.name} on {chip.name} here"
+def multiplies(compute: Compute, chip: Chip) -> bool:
+    """Tell whether the chip computes every product of a compute in its own formats, without emulation."""
+    return all(is_native(product, chip) for product in compute.products.values())
 
 
 def matmul_seconds(flops: float, num_bytes: float, format: str, chip: Chip, shares: Efficiency) -> float:
     """Return the longer of computing, and reading and writing; and the start and end of a kernel."""
     name = chip.rate_format(format)
-    rate = chip.peak_tflops[name] * 1e12 * shares.matmul(name)
+    rate = chip.peak_tflops[name] * 1e12 * shares[f"matmul.{name}"]
     return max(flops / rate, bytes_seconds(num_bytes, chip, shares)) + shares["kernel_seconds"]
 
 
@@ -96,14 +89,10 @@ def bytes_seconds(num_bytes: float, chip: Chip, shares: Efficiency) -> float:
     return num_bytes / (chip.bandwidth_bytes_per_second * shares["bandwidth"])
 
 
-@lru_cache(maxsize=4096)
 def operation_seconds(
     shape: Shape, setting: Setting, num_tokens: float, chip: Chip, shares: Efficiency
 ) -> dict[str, float]:
-    """Return the seconds of the operations of a linear layer on ``num_tokens`` rows: casts by slot, matmuls by name.
-
-    All callers share the result, so nobody may change it.
-    """
+    """Return the seconds of the operations of a linear layer on ``num_tokens`` rows: casts by slot, matmuls by name."""
     compute = named(setting.compute)
     sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
     sizes["gradient"] = num_tokens * shape.out_features

@@ -106,10 +106,8 @@ class Law:
         return max(NOISE, self.error) * math.sqrt(sum(squares))
 
     def __str__(self) -> str:
-        return " + ".join(duration_text(value) + _PRINTED[name] for name, value in self.parts.items())
-
-
-_PRINTED = {"divided": " / N", "constant": "", "logarithmic": " × log2 N", "linear": " × N"}
+        units = {"divided": " / N", "constant": "", "logarithmic": " × log2 N", "linear": " × N"}
+        return " + ".join(duration_text(value) + units[name] for name, value in self.parts.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +129,6 @@ class Scaling:
         """Tell whether more sizes were measured than the law has unknowns, so that the points could have contradicted it."""
         return len({point.chips for point in self.points}) > len(self.law.parts)
 
-    def seconds(self, chips: float) -> float:
-        return self.law.seconds(chips)
-
     def interval(self, chips: float) -> tuple[float, float]:
         """Return the 80 % interval of that time in seconds: the widest that any allowed law gives.
 
@@ -144,17 +139,10 @@ class Scaling:
         middles = [(law.seconds(chips), SIGMAS * law.deviation(chips, self.points)) for law in self.laws]
         return max(0.0, min(m - d for m, d in middles)), max(m + d for m, d in middles)
 
-    def speed_up(self, before: float, after: float) -> float:
-        return self.seconds(before) / self.seconds(after)
-
-    def efficiency(self, before: float, after: float) -> float:
-        """Return the speed-up over the ratio of the chips: 1 where no chip is wasted."""
-        return self.speed_up(before, after) * before / after
-
     @property
     def causes(self) -> list[dict[str, str]]:
         """List the causes whose growth is in a law that the points allow."""
-        shapes = {name for law in self.laws for name in law.parts if name != "divided"}
+        shapes = {name for law in self.laws for name in law.parts}
         return [cause for cause in CAUSES["cause"] if cause["shape"] in shapes]
 
     def sentences(self) -> list[str]:
@@ -172,11 +160,11 @@ class Scaling:
             f"{times / ratio:.0%}."
         ]
         if law.error > 2 * NOISE:
-            return [
-                *lines,
+            lines.append(
                 f"No sum of parts that shrink, stay or grow with the chips fits these times: the closest law, {law}, misses them "
-                f"by {law.error:.0%}. They are not of one job, or one of them met trouble; do not extrapolate them.",
-            ]
+                f"by {law.error:.0%}. They are not of one job, or one of them met trouble; do not extrapolate them."
+            )
+            return lines
         total, divided = law.seconds(first.chips), law.parts.get("divided", 0.0) / first.chips
         lines.append(
             f"T(N) = {law}: of {duration_text(total)} on {first.chips:,} chips {duration_text(divided)} are divided among them "
@@ -184,18 +172,25 @@ class Scaling:
         )
         if set(law.parts) == {"divided", "constant"}:
             lines.append(f"No number of chips takes less than {duration_text(law.parts['constant'])} by this law.")
-        if self.is_checked:
-            return [*lines, f"More sizes than unknowns were measured: the law misses their times by {law.error:.1%}."]
-        return [*lines, "As many sizes as unknowns: nothing checks this law. Measure a third size."]
+        checked = f"More sizes than unknowns were measured: the law misses their times by {law.error:.1%}."
+        unchecked = "As many sizes as unknowns: nothing checks this law. Measure a third size."
+        return [*lines, checked if self.is_checked else unchecked]
+
+    def _prediction(self, chips: int) -> dict[str, float]:
+        seconds, (low, high), first = self.law.seconds(chips), self.interval(chips), self.points[0].chips
+        speed_up = self.law.seconds(first) / seconds
+        return {"chips": chips, "seconds": seconds, "low_seconds": low, "high_seconds": high, "speed_up": speed_up,
+                "efficiency": speed_up * first / chips}  # fmt: skip
 
     def tables(self, at: Sequence[int] = ()) -> list[Table]:
         """Return predictions for other numbers of chips, and the causes that the laws allow; ``at`` were asked for."""
         first, last = self.points[0].chips, self.points[-1].chips
+        numbers = sorted({max(1, first // 2), *at, max([2 * last, *at])})
         rows = [
-            {"chips": f"{chips:,}", "time": duration_text(self.seconds(chips)),
-             "interval": " to ".join(map(duration_text, self.interval(chips))),
-             "efficiency": f"{self.efficiency(first, chips):.0%}"}
-            for chips in sorted({max(1, first // 2), *at, max([2 * last, *at])})
+            {"chips": f"{row['chips']:,}", "time": duration_text(row["seconds"]),
+             "interval": f"{duration_text(row['low_seconds'])} to {duration_text(row['high_seconds'])}",
+             "efficiency": f"{row['efficiency']:.0%}"}
+            for row in map(self._prediction, numbers)
         ]  # fmt: skip
         columns = number_columns(chips="chips", time="time", interval_80="interval", efficiency="efficiency")
         causes = text_columns(cause="name", grows="shape", why="why", measure="measure", what_helps="remedy")
@@ -203,18 +198,11 @@ class Scaling:
 
     def row(self, at: Sequence[int] = ()) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        first = self.points[0].chips
-        predictions = [
-            {"chips": chips, "seconds": self.seconds(chips),
-             **dict(zip(("low_seconds", "high_seconds"), self.interval(chips), strict=True)),
-             "speed_up": self.speed_up(first, chips), "efficiency": self.efficiency(first, chips)}
-            for chips in at
-        ]  # fmt: skip
         return {
             "points": [{"chips": point.chips, "seconds": point.seconds} for point in self.points],
             "laws": [{"parts_seconds": law.parts, "relative_error": law.error, "text": str(law)} for law in self.laws],
             "is_checked": self.is_checked,
-            "predictions": predictions,
+            "predictions": [self._prediction(chips) for chips in at],
             "causes": self.causes,
             "sentences": self.sentences(),
         }

@@ -9,20 +9,20 @@ that would make it possible.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.planner.clusters import Cluster
-from narrowgauge.planner.efficiency import error_of
+from narrowgauge.planner.jobs import Job, check_job, why_not
 from narrowgauge.planner.layouts import AXES, Layout
 from narrowgauge.planner.memory import host_bytes, memory_terms
 from narrowgauge.planner.model import Architecture
 from narrowgauge.planner.option import Option
-from narrowgauge.planner.step_time import Job, check_layout, step_terms, why_not
+from narrowgauge.planner.step_time import step_terms
 from narrowgauge.planner.terms import Terms
 from narrowgauge.spec.chips import CHIPS
 from narrowgauge.spec.recipes import Recipe, is_pair
@@ -62,7 +62,6 @@ class _Request:
     num_sequences: int
     is_batch_free: bool
     fixed: Mapping[str, Any]
-    is_small_allowed: bool = False
 
     def memory(self, layout: Layout) -> Terms:
         return memory_terms(self.architecture, self.recipe, layout, self.sequence_length)
@@ -86,21 +85,10 @@ class _Request:
         """Return the fixed value of a field, or all that are tried."""
         return (self.fixed[name],) if name in self.fixed else tuple(dict.fromkeys(values))
 
-    def option(self, layout: Layout) -> Option:
-        cluster, a = self.cluster, self.architecture
-        return Option(
-            self.recipe,
-            layout,
-            self.memory(layout),
-            capacity_bytes=cluster.memory_bytes,
-            step=step_terms(self.job(layout)),
-            sequence_length=self.sequence_length,
-            flops_per_token=a.flops_per_token(self.sequence_length),
-            peak_flops_per_second=cluster.peak_flops_per_second,
-            dollars_per_hour=cluster.dollars_per_hour,
-            cluster=cluster.name,
-            error=error_of(has_mixture=a.mixture is not None, has_software=all(g.software for g in cluster.groups)),
-        )
+    def option(self, layout: Layout, why_not: str = "", advice: str = "") -> Option:
+        memory, step = self.memory(layout), step_terms(self.job(layout))
+        asked = self.architecture, self.recipe, layout
+        return Option(*asked, memory, self.cluster, step, self.sequence_length, why_not, advice)
 
 
 def search(
@@ -136,7 +124,7 @@ def search(
         >>> best.fits, best.layout.num_ranks
         (True, 8)
     """
-    check_layout(Job(architecture, recipe, Layout(), cluster, sequence_length))
+    check_job(Job(architecture, recipe, Layout(), cluster, sequence_length))
     usual = min(max(TOKENS_PER_STEP, TOKENS_PER_CHIP * cluster.num_chips), MOST_TOKENS_PER_STEP)
     num_sequences = max(1, round((tokens_per_step or usual) / sequence_length))
     fixed = dict(fixed or {})
@@ -146,15 +134,16 @@ def search(
     if not shapes:
         raise _no_shape(request)
     shapes = _small_enough(shapes, request, is_asked=tokens_per_step is not None)
-    paces = _fastest(shapes, request, most)
+    layouts = dict.fromkeys(_candidates(shapes, request, LEAST_TOKENS_PER_STEP if is_free else 0))
+    paces = _fastest(layouts, request, most)
     if is_free and not any(pace.is_certain for pace in paces):
         # A step of one micro-batch needs no sum of gradients, so it may fit for certain where others do not.
-        request = replace(request, is_small_allowed=True)
-        small = [pace for pace in _fastest(shapes, request, most) if not paces or pace.is_certain]
+        layouts |= dict.fromkeys(_candidates(shapes, request, 0))
+        small = [pace for pace in _fastest(layouts, request, most) if not paces or pace.is_certain]
         paces = sorted([*small, *paces][:most], key=lambda pace: pace.seconds)
     if paces:
         return [request.option(pace.layout) for pace in paces]
-    return [_nearest(shapes, request)]
+    return [_nearest(layouts, request)]
 
 
 def _small_enough(shapes: list[Layout], request: _Request, *, is_asked: bool) -> list[Layout]:
@@ -181,31 +170,30 @@ class _Pace(NamedTuple):
     layout: Layout
 
 
-def _fastest(shapes: list[Layout], request: _Request, most: int) -> list[_Pace]:
+def _fastest(layouts: Iterable[Layout], request: _Request, most: int) -> list[_Pace]:
     """Return the layouts that fit and take the fewest seconds a token, one of each shape, with the best among them."""
-    every = []
-    for layout in dict.fromkeys(_candidates(shapes, request)):
+    paces = []
+    for layout in layouts:
         memory = request.memory(layout)
         if request.fits(layout, memory):
             seconds = step_terms(request.job(layout)).total / layout.num_sequences
             is_certain = memory.interval[1] < request.cluster.memory_bytes
-            every.append(_Pace(seconds, memory.total, is_certain, layout))
-    # One of each shape, and the best of those that the trainer runs and of those that fit for certain.
-    by_shape: dict[tuple[Layout, bool, bool], _Pace] = {}
-    for pace in sorted(every, key=lambda pace: pace[:2]):
-        by_shape.setdefault((_shape_of(pace.layout), pace.is_certain, pace.layout.runs_here), pace)
-    paces = list(by_shape.values())
+            paces.append(_Pace(seconds, memory.total, is_certain, layout))
+    paces.sort(key=lambda pace: pace[:2])
     if not paces:
         return []
     certain = [pace for pace in paces if pace.is_certain] or paces
     # Of layouts that are equally fast within NOISE, one of this project's trainer is the best.
     ours = (p for p in certain if p.layout.runs_here and p.seconds <= certain[0].seconds * (1 + NOISE))
     best = next(ours, certain[0])
-    shown: dict[Layout, _Pace] = {}
+    first: dict[tuple[Layout, bool], _Pace] = {(_shape_of(best.layout), best.is_certain): best}
     for pace in paces:
+        first.setdefault((_shape_of(pace.layout), pace.is_certain), pace)
+    alternatives: dict[Layout, _Pace] = {}
+    for (shape, _), pace in sorted(first.items(), key=lambda item: item[1][:2]):
         if pace.seconds > best.seconds or (best.is_certain and not pace.is_certain):
-            shown.setdefault(_shape_of(pace.layout), pace)
-    return sorted([best, *list(shown.values())[: most - 1]], key=lambda pace: pace[:2])
+            alternatives.setdefault(shape, pace)
+    return sorted([best, *list(alternatives.values())[: most - 1]], key=lambda pace: pace[:2])
 
 
 def _shape_of(layout: Layout) -> Layout:
@@ -215,36 +203,53 @@ def _shape_of(layout: Layout) -> Layout:
 # ── candidates ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _candidates(shapes: list[Layout], request: _Request) -> Iterator[Layout]:
-    """Yield every shape with every batch.
+def _candidates(shapes: list[Layout], request: _Request, least_tokens: int) -> Iterator[Layout]:
+    """Yield every shape with every batch that its replicas' sequences can be divided into.
 
-    Where the tokens of a step are free, one micro-batch a step is tried too: sums of gradients then need no memory.
+    Where the tokens of a step are free, one micro-batch a step is tried too, if it has ``least_tokens``: sums of gradients then
+    need no memory.
     """
+    fixed, tried = request.fixed, request.tried
     places = ("none",) if request.cluster.host_bytes is None else ("none", "optimizer", "all")
     for shape in shapes:
-        for offload in request.tried("offload", places):
-            for recompute in request.tried("recompute", ("none", "full")):
-                layout = replace(shape, offload=offload, recompute=recompute)
-                for has_sums in (True, False) if request.is_batch_free and shape.pipeline == 1 else (True,):
-                    yield from _with_batches(layout, request, has_sums=has_sums)
+        per_replica = max(1, round(request.num_sequences / shape.num_replicas))
+        for micro_batch in tried("micro_batch", (size for size in _MICRO_BATCHES if size <= per_replica)):
+            counts = {fixed.get("micro_batches", max(1, round(per_replica / micro_batch)))}
+            tokens = shape.num_replicas * micro_batch * request.sequence_length
+            if request.is_batch_free and shape.pipeline == 1 and tokens >= least_tokens:
+                counts.add(1)
+            for offload, recompute in product(tried("offload", places), tried("recompute", ("none", "full"))):
+                batch = {"micro_batch": micro_batch, "offload": offload, "recompute": recompute}
+                yield from (replace(shape, micro_batches=count, **batch) for count in sorted(counts, reverse=True))
 
 
 def _shapes(request: _Request) -> Iterator[Layout]:
     """Yield divisions of all chips among the axes, with one sequence at a time."""
     model, cluster, fixed = request.architecture, request.cluster, request.fixed
-    chips, node = cluster.num_chips, cluster.chips_per_node
+    chips, node, tried = cluster.num_chips, cluster.chips_per_node, request.tried
     contexts = _CONTEXT if request.sequence_length >= LONG_SEQUENCE else (1,)
     stages = [stages for stages in _PIPELINE if stages <= model.num_layers] if chips > node else [1]
+    tensors = [ranks for ranks in _TENSOR if ranks <= node]
     sums = {name: fixed[name] for name in ("accumulation_dtype",) if name in fixed}
-    for tensor in request.tried("tensor", (ranks for ranks in _TENSOR if ranks <= node)):
-        for pipeline in request.tried("pipeline", stages):
-            for context in request.tried("context", contexts):
-                ranks, rest = divmod(chips, tensor * pipeline * context)
-                if rest:
-                    continue
-                for sharing in _sharings(ranks, max(1, node // (tensor * context)), pipeline, request):
-                    for inner in _expert_and_interleave(pipeline, chips // (tensor * pipeline), request):
-                        yield Layout(tensor=tensor, pipeline=pipeline, context=context, **sharing, **inner, **sums)
+    axes = product(tried("tensor", tensors), tried("pipeline", stages), tried("context", contexts))
+    for tensor, pipeline, context in axes:
+        ranks, rest = divmod(chips, tensor * pipeline * context)
+        if rest:
+            continue
+        most = math.gcd(model.mixture.num_experts, chips // (tensor * pipeline)) if model.mixture else 1
+        experts = tried("expert", (1, math.gcd(most, node), most))
+        depths = tried("interleave", (1, math.gcd(model.num_layers // pipeline, 4)) if pipeline > 1 else (1,))
+        for sharing in _sharings(ranks, max(1, node // (tensor * context)), pipeline, request):
+            for expert, interleave in product(experts, depths):
+                yield Layout(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    context=context,
+                    expert=expert,
+                    interleave=interleave,
+                    **sharing,
+                    **sums,
+                )
 
 
 def _sharings(ranks: int, in_node: int, pipeline: int, request: _Request) -> Iterator[dict[str, Any]]:
@@ -255,62 +260,31 @@ def _sharings(ranks: int, in_node: int, pipeline: int, request: _Request) -> Ite
     if fixed.get("zero") == 0:
         groups = {1}
     if "data" in fixed:
-        groups = {ranks // fixed["data"]} if ranks % fixed["data"] == 0 else set()
+        groups = {ranks // fixed["data"]}
     for shard in request.tried("shard", sorted(groups, reverse=True)):
         # A stage has several micro-batches in flight, and would gather its weights for each.
         zeros = ((1,) if pipeline > 1 else (3, 2, 1)) if shard > 1 else (0,)
-        for zero in request.tried("zero", zeros):
-            if ranks % shard == 0 and fixed.get("data", ranks // shard) == ranks // shard:
-                yield {"shard": shard, "data": ranks // shard, "zero": zero}
-
-
-def _expert_and_interleave(pipeline: int, data_ranks: int, request: _Request) -> Iterator[dict[str, Any]]:
-    model = request.architecture
-    most = math.gcd(model.mixture.num_experts, data_ranks) if model.mixture else 1
-    depths = (1, math.gcd(model.num_layers // pipeline, 4)) if pipeline > 1 else (1,)
-    for expert in request.tried("expert", (1, math.gcd(most, request.cluster.chips_per_node), most)):
-        for interleave in request.tried("interleave", depths):
-            yield {"expert": expert, "interleave": interleave}
-
-
-def _with_batches(shape: Layout, request: _Request, *, has_sums: bool) -> Iterator[Layout]:
-    """Yield the shape with each micro-batch that its replicas' sequences can be divided into; without sums one a step."""
-    fixed = request.fixed
-    per_replica = max(1, round(request.num_sequences / shape.num_replicas))
-    for micro_batch in request.tried("micro_batch", _MICRO_BATCHES):
-        if micro_batch > max(1, per_replica) and "micro_batch" not in fixed:
-            return
-        count = fixed.get("micro_batches", max(1, round(per_replica / micro_batch)) if has_sums else 1)
-        layout = replace(shape, micro_batch=micro_batch, micro_batches=count)
-        tokens = layout.num_sequences * request.sequence_length
-        if has_sums or request.is_small_allowed or tokens >= LEAST_TOKENS_PER_STEP:
-            yield layout
+        if shard and ranks % shard == 0 and fixed.get("data", ranks // shard) == ranks // shard:
+            yield from ({"shard": shard, "data": ranks // shard, "zero": z} for z in request.tried("zero", zeros))
 
 
 # ── where nothing fits: the nearest layout, and the smallest changes that would make it fit, each found by trying it ──────
 
 
-def _nearest(shapes: list[Layout], request: _Request) -> Option:
-    """Return the layout that needs the fewest bytes, with all layers recomputed and the smallest batch, and advice."""
-    layouts = []
-    for shape in shapes:
-        has_sums = not (request.is_batch_free and request.is_small_allowed) or shape.pipeline > 1
-        for offload in request.tried("offload", ("none",)):
-            for recompute in request.tried("recompute", ("full",)):
-                layout = replace(shape, offload=offload, recompute=recompute)
-                layouts.append(next(_with_batches(layout, request, has_sums=has_sums)))
-    layout = min(layouts, key=lambda layout: request.memory(layout).total)
+def _nearest(layouts: Iterable[Layout], request: _Request) -> Option:
+    """Return the layout that needs the fewest bytes on the chips, and advice."""
+    allowed = [layout for layout in layouts if layout.offload == "none" or "offload" in request.fixed]
+    layout = min(allowed, key=lambda layout: request.memory(layout).total)
     needed, room, why = request.node_bytes(layout), request.cluster.host_bytes, ""
     if layout.offload != "none" and room is not None and needed > room:
         why = f"needs {needed / 1e9:,.0f} GB of host memory a node of {room / 1e9:,.0f}"
     advice = smallest_changes(request.job(layout), fixed=request.fixed)
-    return replace(request.option(layout), why_not=why, advice=advice)
+    return request.option(layout, why_not=why, advice=advice)
 
 
 def _no_shape(request: _Request) -> RecipeError:
     """Say why no layout has the fixed values, as far as is known."""
-    names = {field.name for field in dataclasses.fields(Layout)}
-    fixed = {name: value for name, value in request.fixed.items() if name in names}
+    fixed = request.fixed
     asked = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "any"
     why = why_not(request.architecture, Layout(**fixed), request.sequence_length)
     if not why:
@@ -321,73 +295,62 @@ def _no_shape(request: _Request) -> RecipeError:
 
 def smallest_changes(job: Job, *, fixed: Mapping[str, Any]) -> str:
     """Say what would have to change for a job to fit, in a sentence: of each kind of change the smallest that suffices alone."""
-    cluster = job.cluster
+    layout, recipe, length, cluster = job.layout, job.recipe, job.sequence_length, job.cluster
 
-    def needed(recipe: Recipe = job.recipe, layout: Layout = job.layout, length: int = job.sequence_length) -> float:
-        return memory_terms(job.architecture, recipe, layout, length).total
+    def needed(change: Mapping[str, Any]) -> float:
+        changed: dict[str, Any] = {"recipe": recipe, "layout": layout, "sequence_length": length, **change}
+        return memory_terms(job.architecture, **changed).total
 
-    def first(changes: Iterable[tuple[str, dict[str, Any]]]) -> list[str]:
-        return [text for text, change in changes if needed(**change) <= cluster.memory_bytes][:1]
-
-    larger = sorted((chip.memory_gb, chip.name) for chip in CHIPS.values() if chip.memory_bytes >= needed())
-    changes = [
-        *first(_freed(job.layout, fixed)),
-        *first(_offloaded(job)),
-        *first(_narrower(job.recipe)),
-        *first(_on_more_chips(job, fixed)),
-        *first(
-            (f"with sequences of {length:,} tokens", {"length": length})
-            for length in (job.sequence_length >> power for power in (1, 2, 3))
-            if length >= 512
-        ),
-        *[f"on chips of {size} GB ({name})" for size, name in larger[:1]],
+    relaxed: _Changes = []
+    if fixed.get("recompute", "full") != "full":
+        relaxed.append(("with recompute=full", {"layout": replace(layout, recompute="full")}))
+    ranks = layout.num_replicas
+    if ranks > 1 and ("zero" in fixed or "data" in fixed) and (layout.zero < 3 or layout.data > 1):
+        for zero in (1, 2, 3):
+            text = f"with its state shared by all {ranks} replicas (zero={zero})"
+            relaxed.append((text, {"layout": replace(layout, data=1, shard=ranks, zero=zero)}))
+    offloaded: _Changes = []
+    for place in ("optimizer", "all") if layout.offload == "none" else ():
+        there = replace(layout, offload=place)
+        node = cluster.chips_per_node * host_bytes(job.architecture, recipe, there)
+        offloaded.append((f"with offload={place} ({node / 1e9:,.0f} GB of host memory a node)", {"layout": there}))
+    narrower: _Changes = []
+    for storage in sorted(STORAGES.values(), key=lambda storage: -storage.bytes_per_param):
+        is_possible = is_pair(recipe.compute, storage) and storage.visible == recipe.storage.visible
+        if is_possible and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param:
+            name = f"{recipe.compute.name}/{storage.name.rpartition('/')[2]}"
+            other = replace(recipe, storage=storage.keeping(recipe.storage.states))
+            narrower.append((f"at {storage.bytes_per_param:g} B/param ({name})", {"recipe": other}))
+    shorter = [length >> power for power in (1, 2, 3) if length >> power >= 512]
+    kinds = [
+        relaxed,
+        offloaded,
+        narrower,
+        [] if {"shard", "data"} & set(fixed) or fixed.get("zero") == 0 else _on_more_chips(layout, cluster),
+        [(f"with sequences of {length:,} tokens", {"sequence_length": length}) for length in shorter],
     ]
+    changes = [text for kind in kinds for text in _first(kind, lambda change: needed(change) <= cluster.memory_bytes)]
+    larger = sorted((chip.memory_gb, chip.name) for chip in CHIPS.values() if chip.memory_bytes >= needed({}))
+    changes += [f"on chips of {size} GB ({name})" for size, name in larger[:1]]
     if not changes:
         return "No single change suffices: combine a narrower storage, more chips and larger ones."
     return f"It fits {', or '.join(changes)}."
 
 
-_Changes = Iterator[tuple[str, dict[str, Any]]]
+_Changes = list[tuple[str, dict[str, Any]]]
 
 
-def _freed(layout: Layout, fixed: Mapping[str, Any]) -> _Changes:
-    """Yield settings that were fixed, relaxed."""
-    if fixed.get("recompute", "full") != "full":
-        yield "with recompute=full", {"layout": replace(layout, recompute="full")}
-    ranks = layout.num_replicas
-    if ranks > 1 and ("zero" in fixed or "data" in fixed) and (layout.zero < 3 or layout.data > 1):
-        for zero in (1, 2, 3):
-            text = f"with its state shared by all {ranks} replicas (zero={zero})"
-            yield text, {"layout": replace(layout, data=1, shard=ranks, zero=zero)}
+def _first(changes: _Changes, suffices: Callable[[dict[str, Any]], bool]) -> list[str]:
+    return next(([text] for text, change in changes if suffices(change)), [])
 
 
-def _offloaded(job: Job) -> _Changes:
-    for place in ("optimizer", "all") if job.layout.offload == "none" else ():
-        layout = replace(job.layout, offload=place)
-        node = job.cluster.chips_per_node * host_bytes(job.architecture, job.recipe, layout)
-        yield f"with offload={place} ({node / 1e9:,.0f} GB of host memory a node)", {"layout": layout}
-
-
-def _narrower(recipe: Recipe) -> _Changes:
-    """Yield storages that keep updates, the widest first."""
-    for storage in sorted(STORAGES.values(), key=lambda storage: -storage.bytes_per_param):
-        is_possible = is_pair(recipe.compute, storage) and storage.visible == recipe.storage.visible
-        if is_possible and storage.keeps_updates and storage.bytes_per_param < recipe.bytes_per_param:
-            name = f"{recipe.compute.name}/{storage.name.rpartition('/')[2]}"
-            narrower = replace(recipe, storage=storage.keeping(recipe.storage.states))
-            yield f"at {storage.bytes_per_param:g} B/param ({name})", {"recipe": narrower}
-
-
-def _on_more_chips(job: Job, fixed: Mapping[str, Any]) -> _Changes:
-    """Yield more whole nodes, with the state sharded over more ranks."""
-    if {"shard", "data"} & set(fixed) or fixed.get("zero") == 0:
-        return
-    layout, chips, node = job.layout, job.cluster.num_chips, job.cluster.chips_per_node
+def _on_more_chips(layout: Layout, cluster: Cluster) -> _Changes:
+    """Return more whole nodes, with the state sharded over more ranks."""
+    chips, node = cluster.num_chips, cluster.chips_per_node
     counts = list(range(chips + node, 4 * chips + 1, node))
     counts += [chips << power for power in range(3, 12) if chips << power <= MOST_CHIPS]
     # A layout of one replica shares nothing yet: with stages it would share optimizer states, else all.
     zero = layout.zero or (3 if layout.pipeline == 1 else 1)
-    for count in counts:
-        if count % layout.model_ranks == 0:
-            shard = max(1, count // layout.model_ranks)
-            yield f"on {count} chips", {"layout": replace(layout, data=1, shard=shard, zero=zero)}
+    divisible = [count for count in counts if count % layout.model_ranks == 0]
+    shards = [(count, max(1, count // layout.model_ranks)) for count in divisible]
+    return [(f"on {count} chips", {"layout": replace(layout, data=1, shard=n, zero=zero)}) for count, n in shards]

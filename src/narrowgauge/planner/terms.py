@@ -98,16 +98,11 @@ def changes(before: Terms, after: Terms, scale: float = 1.0) -> tuple[Change, ..
         >>> [(c.name, round(c.difference, 2)) for c in changes(was, now, scale=0.5)]
         [('gradients', 0.35)]
     """
-    joined: dict[tuple[str, str], Change] = {}
-    for terms, is_after in ((before, False), (after, True)):
-        for term in terms:
-            key = (term.group, term.name)
-            old = joined.get(key, Change(*key, 0.0, 0.0))
-            if is_after:
-                formula = "; ".join(filter(None, (old.formula, term.formula)))
-                joined[key] = Change(*key, old.before, old.after + term.value, formula)
-            else:
-                joined[key] = Change(*key, old.before + scale * term.value, 0.0)
+    joined = []
+    for key in dict.fromkeys((term.group, term.name) for term in (*before, *after)):
+        old, new = ([term for term in terms if (term.group, term.name) == key] for terms in (before, after))
+        formula = "; ".join(term.formula for term in new if term.formula)
+        joined.append(Change(*key, scale * sum(t.value for t in old), float(sum(t.value for t in new)), formula))
     total = max(abs(before.total) * scale, abs(after.total))
-    differing = [change for change in joined.values() if abs(change.difference) > 1e-9 * total]
+    differing = [change for change in joined if abs(change.difference) > 1e-9 * total]
     return tuple(sorted(differing, key=lambda change: -abs(change.difference)))

@@ -13,7 +13,7 @@ from statistics import fmean
 from narrowgauge.analysis.comparison.intervals import MINUS
 from narrowgauge.errors import DataError, NarrowgaugeError
 from narrowgauge.planner.launches import layout_of
-from narrowgauge.planner.memory import FIXED, LARGE_VOCABULARY, memory_terms, state_terms
+from narrowgauge.planner.memory import LARGE_VOCABULARY, memory_terms, state_terms
 from narrowgauge.planner.model import read_model
 from narrowgauge.planner.model_state import with_optimizer
 from narrowgauge.planner.terms import Terms
@@ -86,7 +86,7 @@ def _planned(run: Run, recipe: Recipe | None) -> tuple[Terms, Terms]:
         length,
         is_loss_chunked=architecture.vocab_size >= LARGE_VOCABULARY and not recipe.keep,
         kernels="fused" if config.get("compile") else None,
-        fixed=dict.fromkeys(FIXED, 0.0),
+        has_overhead=False,
     )
     return state_terms(architecture, recipe, layout), peak
 
