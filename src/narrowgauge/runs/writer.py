@@ -93,7 +93,7 @@ class RunWriter:
             raise
         return writer
 
-    def rewind(self, step: int, *, accept_lost: bool = False) -> None:
+    def rewind(self, step: int, *, accept_lost: bool = False) -> str:
         """Delete what came after a step, because a resume from its checkpoint writes it again.
 
         Deletes the rows of steps, evals, gauges and fingerprints after ``step``, and a summary of more steps. Events stay: they
@@ -103,10 +103,13 @@ class RunWriter:
             step: the last optimizer step to keep.
             accept_lost: go on although rows up to ``step`` are missing.
 
+        Returns:
+            What is missing, in words; empty where nothing is.
         Raises:
             RecordError: rows up to ``step`` are missing; nothing is cut.
         """
-        if not accept_lost and (lost := lost_steps(self.path, step)):
+        lost = _lost_steps(self.path, step)
+        if lost and not accept_lost:
             raise RecordError(
                 f"{self.path} has lost rows from before its checkpoint of step {step}: {lost}.",
                 f"Restore the file from a copy, or go on without them: narrowgauge resume {self.path} --accept-changes",
@@ -116,6 +119,7 @@ class RunWriter:
         summary = read_summary(self.path / "summary.json")
         if summary is not None and summary.get("steps", 0) > step:
             (self.path / "summary.json").unlink()
+        return lost
 
     def amend(self, run: Row) -> None:
         """Replace ``run.toml``, where a resume may change what it says.
@@ -212,7 +216,7 @@ class RunWriter:
         return written
 
 
-def lost_steps(path: Path, step: int) -> str:
+def _lost_steps(path: Path, step: int) -> str:
     """Say which rows of steps up to ``step`` a run has lost, without a full stop; empty where it has all, in order."""
     rows = [row["step"] for row in read_rows(path / "steps.jsonl")][:step]
     missing = next((number for number in range(1, step + 1) if number > len(rows) or rows[number - 1] != number), None)

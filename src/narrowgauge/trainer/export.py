@@ -31,7 +31,6 @@ from narrowgauge.runs.atomic_io import (
 )  # fmt: skip
 from narrowgauge.trainer.data.tokens import load_tokenizer
 from narrowgauge.trainer.language_model import without_progress_bars
-from narrowgauge.trainer.resume_checks import refuse_occupied
 from narrowgauge.trainer.session import Session, load
 
 if TYPE_CHECKING:
@@ -137,6 +136,15 @@ def _write_generation(model: PreTrainedModel, out: Path, end: int | None) -> Non
         generation.bos_token_id = generation.eos_token_id = end
         generation.use_cache = True
         generation.save_pretrained(out)
+
+
+def refuse_occupied(out: Path) -> None:
+    """Raise unless ``out`` does not exist or is an empty folder."""
+    with disk_errors(out):
+        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if occupied:
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise RecordError(f"Cannot export to {out}: it exists and {what}.", "Name another folder, or remove this one.")
 
 
 @contextmanager

@@ -42,8 +42,8 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.micro_batches import skipped_batches_of
 from narrowgauge.trainer.random_numbers import random_numbers
+from narrowgauge.trainer.recovery import skipped_batches
 from narrowgauge.trainer.session import Session, build, data_of_run
 from narrowgauge.trainer.step import differentiate, train_step
 
@@ -156,7 +156,7 @@ def rounding_places(
         warnings.simplefilter("ignore", AccumulationWarning)
         session = build(config, Path(temporary), data)
         prepared(session)
-        session.skipped_batches = skipped_batches_of(run.events)
+        session.skipped = skipped_batches(run.events)
         if (checkpoint := checkpoint_before(run.path, step - 1, lambda path, reason: None)) is not None:
             session.load(checkpoint)
         started, mismatch = session.step, ""
@@ -275,7 +275,7 @@ class _Step:
         self.emulation = _Emulation(plain, session)
         scaler, optimizer = session.optimizer.loss_scaler, session.optimizer
         self.scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
-        self.named: Tensors = dict(session.named_parameters())
+        self.named: Tensors = dict(session.model.named_parameters())
         trained = optimizer.parameter_names()
         self.stored = {name: optimizer.stored(p) for name, p in self.named.items() if p in trained}
         self.visible = {name: p.detach().float().clone() for name, p in self.named.items()}
@@ -303,7 +303,7 @@ class _Step:
                 share = emulation.loss(tokens) / config.tokens_per_step
             (share * self.scale).backward()
             loss += float(share.detach())
-            for name, parameter in self.plain.named_parameters():
+            for name, parameter in self.plain.model.named_parameters():
                 if parameter.grad is not None:
                     gradient, parameter.grad = self._held(parameter.grad, name), None
                     total[name] = self._sum(total[name], gradient, name) if name in total else gradient
@@ -312,7 +312,7 @@ class _Step:
     def _set_weights(self, is_stored: bool) -> None:
         values = self.visible | (self.stored if is_stored else {})
         with torch.no_grad():
-            for name, parameter in self.plain.named_parameters():
+            for name, parameter in self.plain.model.named_parameters():
                 parameter.copy_(values[name])
         if any(bool((self.visible[name] != self.stored[name]).any()) for name in self.stored):
             self.emulation.seen.add("weights")
