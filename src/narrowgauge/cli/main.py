@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import platform
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -104,10 +105,15 @@ _TABLES = {
 }
 
 
-def _print_table(name: str, as_json: bool) -> None:
+def _print(as_json: bool, rows: Any, page: Callable[[], tables.Table | list[tables.Table]]) -> None:
     if as_json:
-        return tables.write_json(show.rows(name))
-    return tables.write(show.table(name))
+        tables.write_json(rows)
+    else:
+        tables.write(page())
+
+
+def _print_table(name: str, as_json: bool) -> None:
+    _print(as_json, show.rows(name), lambda: show.table(name))
 
 
 for _name, _help in _TABLES.items():
@@ -120,10 +126,7 @@ def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
     from narrowgauge.analysis.kinds import kind_rows, kind_table
 
-    if as_json:
-        tables.write_json(kind_rows())
-    else:
-        tables.write(kind_table())
+    _print(as_json, kind_rows(), kind_table)
 
 
 @show_group.command("format")
@@ -131,10 +134,7 @@ def show_checks(as_json: bool) -> None:
 @flags.json_list
 def show_format(name: str, as_json: bool) -> None:
     """All properties of the format NAME."""
-    if as_json:
-        tables.write_json(show.detail_format(name))
-    else:
-        tables.write(show.page_format(name))
+    _print(as_json, show.detail_format(name), lambda: show.page_format(name))
 
 
 # A negative number would otherwise be parsed as an option.
@@ -143,10 +143,7 @@ def show_format(name: str, as_json: bool) -> None:
 @flags.json_list
 def show_value(value: str, as_json: bool) -> None:
     """VALUE (0.1, 1e-8, 0x1p-3, inf) rounded to every format."""
-    if as_json:
-        tables.write_json(show.detail_value(value))
-    else:
-        tables.write(show.page_value(value))
+    _print(as_json, show.detail_value(value), lambda: show.page_value(value))
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
@@ -154,10 +151,7 @@ def show_value(value: str, as_json: bool) -> None:
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME (or a .toml file) stores, computes and loses."""
-    if as_json:
-        tables.write_json(show.detail_recipe(name))
-    else:
-        tables.write(show.page_recipe(name))
+    _print(as_json, show.detail_recipe(name), lambda: show.page_recipe(name))
 
 
 @show_group.command("environment", short_help="This machine, for an issue report.")
@@ -350,10 +344,10 @@ def report(runs: tuple[Path, ...], out: Path | None, form: str | None) -> None:
     help="The weights that the model sees, or the stored ones in float32.",
 )  # fmt: skip
 @click.option(
-    "--max-shard-size", type=flags.Size(), default="5GB", show_default=True, metavar="SIZE",
+    "--max-shard-size", default="5GB", show_default=True, metavar="SIZE",
     help="Largest file, unless one tensor is larger, as for save_pretrained: 500MB, 5GB.",
 )  # fmt: skip
-def export(folder: Path, out: Path, dtype: Literal["visible", "float32"], max_shard_size: int) -> None:
+def export(folder: Path, out: Path, dtype: Literal["visible", "float32"], max_shard_size: str) -> None:
     """Export the model of the run in DIR to a Hugging Face folder OUT."""
     _require_one_process("export")
     from narrowgauge.trainer import export as exporting

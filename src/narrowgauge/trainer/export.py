@@ -55,8 +55,9 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible", max_shard_size: in
 
     Cost: the model and its optimizer in memory.
     """
-    refuse_occupied(Path(out))
-    return export_session(load(folder), Path(out), dtype, max_shard_size)
+    out = Path(out)
+    refuse_occupied(out)
+    return export_session(load(folder), out, dtype, max_shard_size)
 
 
 def export_session(session: Session, out: Path, dtype: Dtype = "visible", max_shard_size: int | str = "5GB") -> Path:
@@ -71,8 +72,11 @@ def export_session(session: Session, out: Path, dtype: Dtype = "visible", max_sh
     config.dtype = torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=_itemsize)
     config.use_cache = True
     with new_folder(out) as temporary:
-        with without_progress_bars():
-            session.model.save_pretrained(temporary, state_dict=weights, max_shard_size=max_shard_size)
+        try:
+            with without_progress_bars():
+                session.model.save_pretrained(temporary, state_dict=weights, max_shard_size=max_shard_size)
+        except ValueError as error:
+            raise RecordError(f"Cannot export files of {max_shard_size}: {error}", "Use 5GB or 500MB.") from error
         if (session.folder / "tokenizer.json").is_file():
             config.bos_token_id = config.eos_token_id = _write_tokenizer(session.folder, temporary, config)
         config.save_pretrained(temporary)
