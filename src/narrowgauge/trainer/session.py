@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge.assembly.preparation import DifferenceNotice, is_matrix, outer_names, prepare
 from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
-from narrowgauge.checkpoints.state_tensors import load_tensors, require_same_model, restore_tensors, state_tensors
+from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import Held, Verifier
@@ -211,8 +211,8 @@ class Session:
 
         def read() -> dict[str, Tensor]:
             with disk_errors(checkpoint.path):
-                require_same_model(checkpoint.path, self.model.named_parameters(), where, self.config.model)
-                return load_tensors(checkpoint.path, self.model.named_parameters(), self.optimizer)
+                named = self.model.named_parameters()
+                return load_tensors(checkpoint.path, named, self.optimizer, self.config.model)
 
         tensors = self.saver.ranks.together(read)
         restore_tensors(tensors, self.model.named_parameters(), self.optimizer)

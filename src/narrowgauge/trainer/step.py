@@ -143,17 +143,20 @@ def differentiated(session: Session, scale: Callable[[Tensor], Tensor]) -> Itera
         yield loss.detach()
 
 
-def losses(session: Session) -> Iterator[tuple[MicroBatch, Tensor]]:
-    """Yield this rank's micro-batches of the next step, each with its share of the step's loss."""
+def losses(session: Session, loss: Callable[[Tensor], Tensor] | None = None) -> Iterator[tuple[MicroBatch, Tensor]]:
+    """Yield this rank's micro-batches of the next step, each with its share of the step's loss.
+
+    ``loss`` replaces the session's own.
+    """
     began = time.perf_counter()
     batch = session.batch()
     session.data_seconds = time.perf_counter() - began
     session.set_compute()
     for part, tokens in zip(session.micro_batches, batch, strict=True):
-        yield part, loss_of(session, part, tokens)
+        yield part, loss_of(session, part, tokens, loss or session.loss)
 
 
-def loss_of(session: Session, part: MicroBatch, tokens: Tensor) -> Tensor:
+def loss_of(session: Session, part: MicroBatch, tokens: Tensor, loss: Callable[[Tensor], Tensor]) -> Tensor:
     """Return a micro-batch's share of the loss of the next step."""
     config, reduction = session.config, session.reduction
     first = part.number * config.micro_batch_size
@@ -166,8 +169,8 @@ def loss_of(session: Session, part: MicroBatch, tokens: Tensor) -> Tensor:
         reduction.forward_pass() if reduction is not None else nullcontext(),
         record_function(FORWARD),
     ):
-        loss = session.loss(tokens)
-    return loss / config.tokens_per_step
+        total = loss(tokens)
+    return total / config.tokens_per_step
 
 
 @torch.no_grad()
@@ -205,7 +208,7 @@ def verify(session: Session) -> None:
     def differentiate_one() -> None:
         session.set_compute()
         with reduction.micro_batch(is_last=False):
-            loss_of(session, part, session.tokens_of(part)).backward()
+            loss_of(session, part, session.tokens_of(part).to(session.device), session.loss).backward()
         reduction.discard()
 
     is_sampled = gauges is not None and gauges.sampling
