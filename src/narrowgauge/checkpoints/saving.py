@@ -98,8 +98,8 @@ def damage(path: Path, ranks: Ranks = ALONE) -> str:
     reason, files = ranks.of_first(lambda: _read_manifest(path))
     if reason:
         return reason
-    own = list(files)[ranks.rank :: ranks.size]
-    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, *files[name]) for name in own)), ""))
+    names = list(files)[ranks.rank :: ranks.size]
+    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, *files[name]) for name in names)), ""))
     return next(filter(None, ranks.gather(mine)), "")
 
 

@@ -304,11 +304,11 @@ def compare(
 
     keep_pages()
     definition = comparing.define(recipes, flags.given(settings), file=file, seeds=seeds, resolve=resolve)
-    found, page = comparing.run_comparison(definition, out, sys.stderr if as_json else sys.stdout)
+    comparison, page = comparing.run_comparison(definition, out, sys.stderr if as_json else sys.stdout)
     if as_json:
-        return tables.write_json(found.rows)
-    tables.write(found.table())
-    click.echo(f"\n{found.text()}")
+        return tables.write_json(comparison.rows)
+    tables.write(comparison.table())
+    click.echo(f"\n{comparison.text()}")
     click.echo(f"\n{page}")
 
 
@@ -366,8 +366,8 @@ def profile(model: str, recipes: list[Recipe], as_json: bool, **options: Any) ->
     """Measure what recipes cost a model here: casts, matmuls, step time, and the fastest combination."""
     from narrowgauge.profiling.profile import profile as profiled
 
-    found = profiled(model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True))
-    planning.show_profile(found, as_json)
+    measured = profiled(model, recipes, **options, say=lambda line: click.echo(f"{line} …", err=True))
+    planning.show_profile(measured, as_json)
 
 
 main.add_command(planning.plan_group)

@@ -485,7 +485,7 @@ class TrainConfig:
             NarrowgaugeError: an unknown key, or a value of the wrong type or out of range.
         """
         known = {field.name: field for field in fields(cls)}
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in table.items():
             if name not in known:
                 near = (
@@ -498,8 +498,8 @@ class TrainConfig:
             elif kind_of(known[name]) is float and type(value) is int:
                 value = float(value)
             require(known[name], value, f" in {where}")
-            given[name] = value
-        return cls(**given)
+            values[name] = value
+        return cls(**values)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> TrainConfig:

@@ -184,7 +184,7 @@ def ends_in_head(model: PreTrainedModel) -> bool:
         )
         try:
             with torch.random.fork_rng([tokens.device] if tokens.device.type == "cuda" else []):
-                found = model.eval()(input_ids=tokens, use_cache=False).logits
+                output = model.eval()(input_ids=tokens, use_cache=False).logits
         finally:
             model.train(was_training)
             for hook in hooks:
@@ -192,7 +192,7 @@ def ends_in_head(model: PreTrainedModel) -> bool:
         _ENDS_IN_HEAD[model] = (
             len(hidden) == len(logits) == 1
             and torch.equal(hidden[0], logits[0][0])
-            and torch.equal(found, logits[0][1].to(found.dtype))
+            and torch.equal(output, logits[0][1].to(output.dtype))
         )
     return _ENDS_IN_HEAD[model]
 
