@@ -120,7 +120,7 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     if not is_run(path) and (log := read_log(path)) is not None:
-        run_of_log = Run(*log)
+        run_of_log = Run(**log)
         vars(run_of_log).update(gauges=[], fingerprints=[])  # no log has them, and its path may be that of a file
         return run_of_log
     run = read_settings(path)

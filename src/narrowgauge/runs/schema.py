@@ -31,19 +31,6 @@ Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "l
 """``step``: the whole number that orders rows. ``recipe``: a name, or a table. ``lists``: name to a list of numbers.
 ``numbers``: name to a number. Every value but a step may be null."""
 
-PYTHON_TYPES: dict[Type, tuple[type, ...]] = {
-    "step": (int,),
-    "count": (int,),
-    "number": (int, float),
-    "flag": (bool,),
-    "text": (str,),
-    "recipe": (str, dict),
-    "object": (dict,),
-    "lists": (dict,),
-    "numbers": (dict,),
-}
-"""What a value of each type is in a row."""
-
 
 @dataclass(frozen=True, slots=True)
 class Column:

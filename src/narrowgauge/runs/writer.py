@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import tomli_w
@@ -61,7 +62,8 @@ class RunWriter:
         """
         writer = cls(path)
         require_free(writer.path)
-        with disk_errors(writer.path):
+        is_new = not writer.path.exists()
+        with disk_errors(writer.path, AGAIN):
             writer.path.mkdir(parents=True, exist_ok=True)
         try:
             writer._open_rows()
@@ -71,6 +73,9 @@ class RunWriter:
             if not (writer.path / "run.toml").exists():
                 for name in _FILES if writer._descriptors else ():
                     (writer.path / name).unlink(missing_ok=True)
+                if is_new:
+                    with suppress(OSError):  # another writer may use it by now
+                        writer.path.rmdir()
             writer.close()
             raise
         return writer

@@ -23,7 +23,6 @@ from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, r
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
-from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
@@ -98,14 +97,6 @@ class RunLog:
     def eval(self, row: Mapping[str, Any]) -> None:
         """Log a validation: ``val_loss``, and any other metric. Its time does not count as that of a step."""
         self._record.evaluate(_numbers(row, "log.eval"))
-
-    def gauge(self, row: Mapping[str, Any]) -> None:
-        """Log a row of gauges; ``log.watch(model, optimizer)`` does so by itself."""
-        self._record.reporter.gauge(dict(row))
-
-    def event(self, event: Event) -> None:
-        """Log an event."""
-        self._record.reporter.event(event)
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges | None:
         """Record the gauges of a model, and columns of its optimizer in each step, until the run ends.

@@ -69,6 +69,7 @@ def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | 
             for note in [*data.notes, *session.notes]:
                 writer.event(Event("note", 0, note))
             writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.title}"))
+            shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
             if config.model not in MODELS:
                 drawn = f"drawn from seed {config.seed}; the model's folder holds none"
                 shown.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
@@ -142,6 +143,7 @@ def resume(
             writer.event(event)
             _note(session, f"{event.message}.")
         writer.event(Event("resume", step, f"from step {step}"))
+        shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
         _run(session, writer, shown, on_row)
     return folder
 
@@ -174,7 +176,6 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
         reporter = Reporter(writer, console, config.recipe, on_row)
         recovery = Recovery(session, reporter)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
-        console.say(f"{Path(config.model).name} · {config.title} · {session.folder}")
         for note in session.notes:
             _note(session, note)
         console.start(config.title, session.step)
