@@ -30,8 +30,8 @@ FORMULAS = {f"published/{name}": row for name, row in PUBLISHED.items()}
 def peer_optimizer(peer: Peer, session: Session) -> torch.optim.Optimizer:
     """Build a peer's optimizer over the session's parameters; matrices decay, as in the trainer."""
     config = session.config
-    matrices = [weight for name, weight in session.named_parameters() if is_matrix(name, weight)]
-    vectors = [weight for name, weight in session.named_parameters() if not is_matrix(name, weight)]
+    matrices = [weight for name, weight in session.model.named_parameters() if is_matrix(name, weight)]
+    vectors = [weight for name, weight in session.model.named_parameters() if not is_matrix(name, weight)]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     return peer.make(groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
 

@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from timing import Contender, Report, Row, measure, parser
 from training_speed import stripped
 
+from narrowgauge.cli.main import keep_pages
 from narrowgauge.machine import multiplies
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
 from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset, prepare_data
-from narrowgauge.trainer.session import build, keep_pages
+from narrowgauge.trainer.session import build
 
 BASELINE = "float32/float32"
 TARGETS = {"bfloat16/word": 0.9, "int8-row/word": 0.75, "float8-row/word": 0.75}

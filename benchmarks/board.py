@@ -231,7 +231,7 @@ def trained(job: Job, out: Path) -> Record:
         optimizer = peer_optimizer(peer, session)
         while session.step < config.steps:
             peer_step(session, optimizer)
-        weights = fingerprint_whole({name: weight.detach() for name, weight in session.named_parameters()})
+        weights = fingerprint_whole({name: weight.detach() for name, weight in session.model.named_parameters()})
         size = bytes_held(optimizer)
     else:
         session.restore(lambda *_: None)

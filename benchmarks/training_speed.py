@@ -33,6 +33,7 @@ from timing import Contender, Report, Row, Timing, measure, parser
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from narrowgauge.cli.main import keep_pages
 from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
@@ -40,7 +41,7 @@ from narrowgauge.trainer import language_model
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.data.dataset import Dataset, prepare_data
-from narrowgauge.trainer.session import Session, build, describe, keep_pages
+from narrowgauge.trainer.session import Session, build, describe
 from narrowgauge.trainer.step import train_step
 
 OURS = "ours, bfloat16/word"

@@ -89,12 +89,9 @@ def serious() -> str:
 
 def probes() -> str:
     """Return the properties that ``narrowgauge show arithmetic`` measures."""
-    rows = [
-        {"name": row.name, "measures": row.measures, "affects": row.affects, "settings": ", ".join(row.settings)}
-        for row in PROBES.values()
-    ]
+    rows = [{"name": row.name, "measures": row.measures, "affects": row.affects} for row in PROBES.values()]
     heads = Column("property", "name"), Column("measured", "measures")
-    return _markdown(rows, *heads, **{"a difference in a run": "affects", "may change it": "settings"})
+    return _markdown(rows, *heads, **{"a difference in a run": "affects"})
 
 
 def checks() -> str:

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 
 import narrowgauge
 import narrowgauge.trainer
+from narrowgauge.cli import main as main_module
 from narrowgauge.cli.main import main
 from narrowgauge.errors import Terminated
 from narrowgauge.runs.record import Run
@@ -62,7 +63,6 @@ def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Calls]:
         monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
         monkeypatch.setattr(narrowgauge.trainer, module, stand_in, raising=False)
     monkeypatch.setattr(resume_checks, "unfinished_run", lambda folder: Run(folder, {"config": {}}))
-    monkeypatch.setattr(resume_checks, "require_trained", lambda folder: None)
     return found
 
 
@@ -108,6 +108,19 @@ def test_a_flag_overrules_the_file_and_the_file_the_default(calls: dict[str, Cal
     assert (config.compile, config.sequence_length) == (True, TrainConfig().sequence_length)
 
 
+def test_commands_that_train_keep_pages_and_the_library_does_not(
+    calls: dict[str, Calls], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Calls()
+    monkeypatch.setattr(main_module, "keep_pages", kept)
+    call("train")
+    call("resume", "runs/a")
+    call("show", "formats")
+    assert len(kept) == 2
+    source = Path(narrowgauge.__file__).parent
+    assert [file.name for file in source.rglob("*.py") if "mallopt" in file.read_text()] == ["main.py"]
+
+
 def test_resume_passes_on(calls: dict[str, Calls]) -> None:
     call("resume", "runs/a")
     call("resume", "runs/a", "--stop-after", "30")
@@ -133,9 +146,6 @@ REFUSED_AT_ONCE = [
     "resume nowhere", "resume nowhere --stop-after 0", "resume done", "resume odd",
     "compare --recipes bfloat16/wrod", "compare --recipes bfloat16/word --model lama", "compare --out nowhere",
     "compare --recipes bfloat16/word --steps 0", "compare --recipes bfloat16/word --data nowhere", "compare --recpies x",
-    "export nowhere out", "export done done", "export done out",
-    "convert nowhere --recipe bfloat16/word", "convert done --recipe bfloat16/wrod",
-    "convert done --recipe bfloat16/word --out done", "convert done --recipe bfloat16/word --optimizer nowhere",
     "plan run --model llama-1m --recipe bfloat16/word --chip h101", "report nowhere", "show recipe nowhere",
 ]  # fmt: skip
 

@@ -132,7 +132,7 @@ def _reference(recipe: str, steps: int, shape: str, settings: tuple[tuple[str, A
         grad_norms=[row["grad_norm"] for row in rows],
         rows=rows,
         state=_copied(session.model),
-        stored={name: session.optimizer.stored(p).clone() for name, p in session.named_parameters()},
+        stored={name: session.optimizer.stored(p).clone() for name, p in session.model.named_parameters()},
         num_skipped=session.optimizer.num_skipped,
     )
 

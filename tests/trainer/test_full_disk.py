@@ -14,7 +14,6 @@ import narrowgauge
 import narrowgauge.runs.atomic_io
 from narrowgauge.checkpoints import saving
 from narrowgauge.trainer import export, loop
-from narrowgauge.trainer.data import tokens
 from trainer.tiny_runs import CASES, call, settings, words_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +42,7 @@ def finished(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_in_the_preparation_of_data(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NARROWGAUGE_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tokens, "sync_file", full)
+    monkeypatch.setattr(narrowgauge.runs.atomic_io, "sync_file", full)
     told = said(*words_of(settings(place, tmp_path / "run")))
     assert "give the same command again" in told and "resume" not in told
     assert not (tmp_path / "run").exists()

@@ -44,7 +44,7 @@ def wide(place: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def test_matrices_and_vectors_of_a_unit_scaled_run_learn_at_rates_of_their_own(place: Path, tmp_path: Path) -> None:
     run = made(place, tmp_path / "run", "unit/word")
-    rate = run.set_learning_rate()
+    rate = loop.train_step(run)["lr"]
     rates = [group["lr"] / group["lr_factor"] for group in run.optimizer.param_groups]
     assert (
         rates == pytest.approx([rate] * len(rates)) and len({group["lr"] for group in run.optimizer.param_groups}) > 1

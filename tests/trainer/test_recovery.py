@@ -27,7 +27,6 @@ SPIKE_STEP = 27
 def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Change the loss of some batches of the data, by their place in it: the fault comes again with the batch."""
     from narrowgauge.trainer import session as module
-    from narrowgauge.trainer.micro_batches import batch_index
 
     true_loss = module._loss
 
@@ -36,7 +35,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, batches: set[int], change: Callable[[
         return lambda tokens: change(loss(tokens)) if STATE.get("spoiled") and torch.is_grad_enabled() else loss(tokens)
 
     def batch(self: Session) -> list[torch.Tensor]:
-        STATE["spoiled"] = batch_index(self.step, self.skipped_batches) in batches
+        STATE["spoiled"] = self.batch_index in batches
         return true_batch(self)
 
     true_batch = Session.batch
@@ -241,10 +240,10 @@ def test_a_replay_leaves_no_trace_in_layers_and_gauges(
     seen: list[tuple[int, bool]] = []
     true_replay = recovery.replay_last_step
 
-    def replay_last_step(session: Session, say: Any) -> Any:
+    def replay_last_step(session: Session, *arguments: Any) -> Any:
         assert session.linears is not None and session.gauges is not None
         seen.append((session.linears.step, session.gauges.sampling))
-        found = true_replay(session, say)
+        found = true_replay(session, *arguments)
         seen.append((session.linears.step, session.gauges.sampling))
         return found
 

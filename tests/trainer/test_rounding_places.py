@@ -12,6 +12,7 @@ from torch import Tensor
 
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.trainer import loop
+from narrowgauge.trainer import rounding_places as module
 from narrowgauge.trainer.rounding_places import rounding_places
 from narrowgauge.trainer.session import Session
 from trainer.tiny_runs import call, settings
@@ -53,7 +54,16 @@ def test_the_place_that_removes_most_is_named_and_the_emulation_is_close_to_the_
 def test_a_step_in_float32_differs_by_nothing_and_a_cast_put_into_it_is_named(place: Path, tmp_path: Path) -> None:
     folder = loop.train(settings(place, tmp_path / "run", recipe="float32/float32", **SHORT))
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    plain, struck = rounding_places(folder, 3), rounding_places(folder, 3, prepared=narrow_inputs)
+    plain, true_build = rounding_places(folder, 3), module.build
+
+    def build(*arguments: Any) -> Session:
+        session = true_build(*arguments)
+        narrow_inputs(session)
+        return session
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "build", build)
+        struck = rounding_places(folder, 3)
     assert not plain.mismatch and all(row["gradient"] < 1e-5 for row in plain.rows), str(plain)
     removes = {row["name"]: row["removes"] or 0.0 for row in struck.rows}
     assert struck.mismatch and removes["own-casts"] > 0.99, str(struck)

@@ -1,5 +1,1 @@
-"""The format of checkpoints: which files there are, their checksums, and the tensors in them, whole or as ranks' shards.
-
-One reader takes what one process wrote and what many wrote; ``trainer`` writes checkpoints of runs in it and ``conversion``
-those of other storages.
-"""
+"""Checkpoints of runs, in PyTorch's distributed format with a manifest of checksums; Adam states of other libraries."""

@@ -20,7 +20,6 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from narrowgauge.runs.atomic_io import (
 )
 
 SCHEMA_VERSION = 3
-_FOLDER, _STATE, _MANIFEST, _REPLACED = "checkpoints", "state.json", "manifest.json", ".old-"
+_FOLDER, _STATE, _MANIFEST = "checkpoints", "state.json", "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -72,32 +71,22 @@ class Checkpoint:
 # ── finding ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def latest_checkpoint(folder: Path, on_damaged: Callable[[Path, str], None], ranks: Ranks = ALONE) -> Checkpoint | None:
+def latest_checkpoint(
+    folder: Path, on_damaged: Callable[[Path, str], None], ranks: Ranks = ALONE, at_most: int | None = None
+) -> Checkpoint | None:
     """Return the newest checkpoint of a run that matches its manifest, or ``None``.
 
     Args:
         folder: the run folder.
         on_damaged: called with each newer checkpoint that does not match, and the reason.
         ranks: share the reading; all call this.
+        at_most: the last step that is wanted; ``None`` for any.
     """
     for checkpoint in ranks.of_first(lambda: _listed(Path(folder) / _FOLDER)):
+        if at_most is not None and checkpoint.step > at_most:
+            continue
         with disk_errors(checkpoint.path):
             reason = damage(checkpoint.path, ranks)
-        if not reason:
-            return checkpoint
-        on_damaged(checkpoint.path, reason)
-    return None
-
-
-def checkpoint_before(folder: Path, step: int, on_damaged: Callable[[Path, str], None]) -> Checkpoint | None:
-    """Return the newest good checkpoint at or before a step, or ``None``; the run may be live."""
-    for checkpoint in _listed(Path(folder) / _FOLDER):
-        if checkpoint.step > step:
-            continue
-        try:
-            reason = damage(checkpoint.path)
-        except OSError as error:  # its run removes it meanwhile
-            reason = error.strerror or str(error)
         if not reason:
             return checkpoint
         on_damaged(checkpoint.path, reason)
@@ -109,8 +98,8 @@ def damage(path: Path, ranks: Ranks = ALONE) -> str:
     reason, files = ranks.of_first(lambda: _read_manifest(path))
     if reason:
         return reason
-    own = list(files)[ranks.rank :: ranks.size]
-    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, *files[name]) for name in own)), ""))
+    names = list(files)[ranks.rank :: ranks.size]
+    mine = ranks.together(lambda: next(filter(None, (_file_damage(path / name, *files[name]) for name in names)), ""))
     return next(filter(None, ranks.gather(mine)), "")
 
 
@@ -145,14 +134,10 @@ def _file_damage(file: Path, size: int, checksum: str) -> str:
 
 
 def _listed(place: Path) -> list[Checkpoint]:
-    """Return the checkpoints by name, newest first, after one that was set aside is restored."""
+    """Return the checkpoints by name, newest first."""
     if not place.is_dir():
         return []
     with disk_errors(place):
-        for aside in place.glob(f"{_REPLACED}step-*"):
-            if not (final := place / aside.name.removeprefix(_REPLACED)).exists():
-                with suppress(OSError):  # a reader of a live run, or of a read-only disk
-                    os.rename(aside, final)
         matches = ((entry, _NAME.fullmatch(entry.name)) for entry in place.iterdir())
         checkpoints = [Checkpoint(entry, int(match[1])) for entry, match in matches if match]
     return sorted(checkpoints, key=lambda checkpoint: -checkpoint.step)
@@ -180,7 +165,7 @@ def go_back(folder: Path, every: int, ranks: Ranks = ALONE) -> int | None:
 
 def _remove(path: Path) -> None:
     """Rename first, so that a kill in between leaves no partial checkpoint under a valid name."""
-    doomed = path.with_name(f"{TEMPORARY}{path.name}")
+    doomed = path.with_name(f"{TEMPORARY}old-{path.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -242,7 +227,7 @@ class Saver:
         """Remove what a killed process left."""
         with disk_errors(self._place):
             self._place.mkdir(parents=True, exist_ok=True)
-            for left in (*self._place.glob(f"{TEMPORARY}*"), *self._place.glob(f"{_REPLACED}*")):
+            for left in self._place.glob(f"{TEMPORARY}*"):
                 shutil.rmtree(left, ignore_errors=True)
 
     def leave(self, patience_seconds: float = 10.0) -> None:
@@ -281,12 +266,10 @@ def _publish(temporary: Path, final: Path, step: int, state: str, keep: int) -> 
     for file in temporary.iterdir():
         sync_file(file)
     sync_folder(temporary)
-    aside = final.with_name(f"{_REPLACED}{final.name}")
-    if final.exists():
-        os.rename(final, aside)  # restored if the process dies here
+    if final.exists():  # damaged, or of the same bits: the run has come to this step again from an earlier one
+        _remove(final)
     os.rename(temporary, final)
     sync_folder(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
     for old in _listed(final.parent)[keep:]:
         _remove(old.path)
 
@@ -295,13 +278,12 @@ def _save_error(path: Path, error: BaseException, ranks: Ranks) -> NarrowgaugeEr
     """Return the error of a failed save, in one line: that of the first rank that failed."""
     failures: Mapping[int, tuple[BaseException, Any]] = getattr(error, "failures", {})
     rank, cause = min(((rank, pair[0]) for rank, pair in failures.items()), default=(0, error))
-    where = f" (rank {rank})" if ranks.size > 1 else ""
-    if not isinstance(cause, OSError | NarrowgaugeError):
-        cause = hidden_error(cause) if isinstance(cause, Exception) and "os error" in str(cause) else cause
+    if isinstance(cause, Exception) and not isinstance(cause, OSError) and "os error" in str(cause):
+        cause = hidden_error(cause)
+    reported = RecordError(f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume.")
     if isinstance(cause, OSError):
-        reported: NarrowgaugeError = disk_error(path, cause)
+        reported = disk_error(path, cause)
     elif isinstance(cause, NarrowgaugeError):
-        reported = cause
-    else:
-        reported = RecordError(f"Cannot write {path}: {cause}.", "Older checkpoints are intact: narrowgauge resume.")
+        reported = RecordError(cause.message, cause.advice)
+    where = f" (rank {rank})" if ranks.size > 1 else ""
     return RecordError(f"{reported.message.removesuffix('.')}{where}.", reported.advice)

@@ -26,7 +26,7 @@ from narrowgauge.optim.optimizer import Optimizer
 
 
 def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Weights, states and audits, by name, not copied; DTensors where parameters are."""
+    """Return weights, states and audits, by name, not copied; DTensors where parameters are."""
     tensors: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in named_parameters}
     names = optimizer.parameter_names()
     for parameter, entry in optimizer.states().items():
@@ -36,16 +36,31 @@ def state_tensors(named_parameters: Iterable[tuple[str, Tensor]], optimizer: Opt
     return tensors
 
 
-def load_tensors(path: Path, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer) -> dict[str, Tensor]:
-    """Read all tensors of a checkpoint whose checksums were verified; of sharded parameters, each rank's own shards."""
+def load_tensors(
+    path: Path, named_parameters: Iterable[tuple[str, Tensor]], optimizer: Optimizer, model: str = "the model"
+) -> dict[str, Tensor]:
+    """Read all tensors of a checkpoint whose checksums were verified; of sharded parameters, each rank's own shards.
+
+    Raises:
+        RecordError: the checkpoint lacks a weight, or has it in another shape. ``model`` names the model in the message.
+    """
     from narrowgauge.checkpoints.dcp_files import described, fill
 
-    owners: dict[str, Tensor] = {f"model.{name}": p for name, p in named_parameters}
     saved = described(path)
+    owners: dict[str, Tensor] = {}
+    for name, parameter in named_parameters:
+        tensor = saved.get(f"model.{name}")
+        if tensor is None or tuple(tensor.size) != tuple(parameter.shape):
+            of = "" if tensor is None else f" of shape {tuple(parameter.shape)} (it is {tuple(tensor.size)} there)"
+            raise RecordError(
+                f"checkpoint {path.name} of {path.parents[1]} holds no '{name}'{of}.",
+                f"The model has changed: restore {model} as it was when the run started.",
+            )
+        owners[f"model.{name}"] = parameter
     for parameter, name in optimizer.parameter_names().items():
         whole = {f"optimizer.{name}.{state}" for state in ("step", *whole_states(optimizer, parameter))}
-        own = [key for key in saved if key.rpartition(".")[0] == f"optimizer.{name}"]
-        owners |= {key: parameter for key in own if key not in whole}
+        keys = [key for key in saved if key.rpartition(".")[0] == f"optimizer.{name}"]
+        owners |= {key: parameter for key in keys if key not in whole}
     targets = {
         name: _empty(name, tuple(tensor.size), tensor.properties.dtype, owners.get(name))
         for name, tensor in saved.items()
@@ -63,9 +78,9 @@ def _empty(name: str, shape: tuple[int, ...], dtype: torch.dtype, owner: Any) ->
         or shape != ((*owner.shape[:-1], 1) if is_by_rows else tuple(owner.shape))
     ):
         return torch.empty(shape, dtype=dtype)
-    own = local_of(owner)
-    local = (*own.shape[:-1], 1) if is_by_rows else tuple(own.shape)
-    return placed_like(owner, torch.empty(local, dtype=dtype, device=own.device))
+    shard = local_of(owner)
+    local = (*shard.shape[:-1], 1) if is_by_rows else tuple(shard.shape)
+    return placed_like(owner, torch.empty(local, dtype=dtype, device=shard.device))
 
 
 def restore_tensors(
@@ -86,18 +101,3 @@ def restore_tensors(
     for trained, name in names.items():
         if (window := tensors.get(f"audit.{name}")) is not None:
             optimizer.auditor.restore(trained, window)
-
-
-def require_same_model(path: Path, named_parameters: Iterable[tuple[str, Tensor]], where: str, model: str) -> None:
-    """Refuse a checkpoint that lacks a weight of the model or has it in another shape; ``where`` and ``model`` name the two."""
-    from narrowgauge.checkpoints.dcp_files import described
-
-    saved = described(path)
-    for name, parameter in named_parameters:
-        tensor = saved.get(f"model.{name}")
-        if tensor is None or tuple(tensor.size) != tuple(parameter.shape):
-            of = "" if tensor is None else f" of shape {tuple(parameter.shape)} (it is {tuple(tensor.size)} there)"
-            raise RecordError(
-                f"{where} holds no '{name}'{of}.",
-                f"The model has changed: restore {model} as it was when the run started.",
-            )

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import click
 
 import narrowgauge
 from narrowgauge.errors import ChipError
 from narrowgauge.machine import installed_version, instruction_sets, processor_name
-from narrowgauge.runs.arithmetic import Arithmetic, changed_settings, differences, not_compared, read_arithmetic
+from narrowgauge.runs.arithmetic import Arithmetic, changed_settings, compared, differences, read_arithmetic
 from narrowgauge.spec import tables
-from narrowgauge.spec.tables import Row
 
 
 def collect() -> dict[str, str]:
@@ -43,25 +41,30 @@ def print_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool
         raise click.UsageError("Two machines are compared at most.", click.get_current_context())
     if len(others) == 2 and device is not None:
         raise click.UsageError("--device was given, and nothing is measured.", click.get_current_context())
-    read = [read_arithmetic(path) for path in others]
-    if len(read) < 2:
-        read = [_measure(device), *read]
-    if len(read) == 1:
-        one = read[0]
-        return tables.write_object(one.to_toml()) if as_json else click.echo(_lines({**one.settings, **one.results}))
-    row = comparison(*read)
+    machines = [read_arithmetic(path) for path in others]
+    if len(machines) < 2:
+        machines.insert(0, _measure(device))
+    if len(machines) == 1:
+        table = machines[0].to_toml()
+        return tables.write_object(table) if as_json else click.echo(_lines({**table["settings"], **table["results"]}))
+    one, other = machines
+    parted, settings = differences(one, other), changed_settings(one, other)
     if as_json:
-        return tables.write_object(row)
-    number = len(read[0].results.keys() & read[1].results.keys())
-    for each in row["differences"]:
-        click.echo(f"{each['probe']}: {' and '.join(each['results'])}. It affects {each['affects']}.")
-    click.echo(f"{len(row['differences']) or 'None'} of {number} measured properties differ.")
-    for name, (left, right) in row["settings"].items():
+        rows = [
+            {"probe": row.probe.name, "results": [row.one, row.other], "affects": row.probe.affects} for row in parted
+        ]
+        return tables.write_object(
+            {"differences": rows, "settings": {name: [left, right] for name, left, right in settings}}
+        )
+    for row in parted:
+        click.echo(f"{row.probe.name}: {row.one} and {row.other}. It affects {row.probe.affects}.")
+    click.echo(f"{len(parted) or 'None'} of {len(compared(one, other))} measured properties differ.")
+    for name, left, right in settings:
         click.echo(f"setting {name}: {left} and {right}")
     return None
 
 
-def _lines(entries: dict[str, Any]) -> str:
+def _lines(entries: dict[str, str]) -> str:
     return "\n".join(f"{name}: {value}" for name, value in entries.items())
 
 
@@ -75,13 +78,3 @@ def _measure(device: str | None) -> Arithmetic:
             'no CUDA device here, and device = "cuda" was asked for.', "Leave --device out to measure this CPU."
         )
     return measure_arithmetic(torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")))
-
-
-def comparison(one: Arithmetic, other: Arithmetic) -> Row:
-    """Return what differs: ``differences`` of results, ``settings`` that differ, and what was ``not_compared``."""
-    found = [
-        {"probe": each.probe.name, "results": [each.one, each.other], "affects": each.probe.affects}
-        for each in differences(one, other)
-    ]
-    settings = {name: [left, right] for name, left, right in changed_settings(one, other)}
-    return {"differences": found, "settings": settings, "not_compared": not_compared(one, other)}

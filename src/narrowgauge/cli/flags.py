@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
@@ -144,20 +143,3 @@ def of_settings(command: str = "train") -> list[click.Parameter]:
 def given(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that were named on the command line."""
     return {name: value for name, value in settings.items() if value is not None}
-
-
-class Size(click.ParamType):  # type: ignore[type-arg]  # as above
-    """A number of bytes, as ``5GB`` or ``500MB``, powers of 1000 as for ``save_pretrained``; or a plain number."""
-
-    name = "size"
-    _UNITS: ClassVar = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the number of bytes."""
-        if not isinstance(value, str):
-            return value
-        match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) *([KMGT]?B|)", value.strip(), re.IGNORECASE | re.ASCII)
-        size = 0 if match is None else int(float(match[1]) * self._UNITS[match[2].upper()])
-        if not 0 < size < 2**63:
-            self.fail(f"{value!r} is not a size, such as 5GB or 500MB.", param, ctx)
-        return size

@@ -26,14 +26,8 @@ from narrowgauge.runs.atomic_io import disk_errors
 from narrowgauge.runs.record import read_settings
 from narrowgauge.spec.toml import load_toml
 
-VECTORS = ("processor", "instruction sets", "capability", "ATEN_CPU_CAPABILITY")
-LIBRARIES = ("torch", "mkl", "onednn", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS")
 VERSIONS = ("torch", "mkl", "onednn", "cuda", "cudnn")
 """Settings that are versions of a library."""
-ON_GPU = ("device", "cuda", "cudnn", "CUBLAS_WORKSPACE_CONFIG")
-_PYTORCH = ("torch", "threads", *VECTORS, *ON_GPU)
-_MATMUL = (*LIBRARIES, "threads", "processor", "instruction sets", "ATEN_CPU_CAPABILITY", *ON_GPU, "matmul precision")
-_HALF = (*_MATMUL, "reduced sums of bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +37,6 @@ class Probe:
     Args:
         name: what it is called in ``run.toml`` and in every table.
         affects: how a difference between two machines shows in a run.
-        settings: versions, variables and switches that may change it, by their names in a fingerprint.
         is_sum: whether it adds many terms, whose order a number of threads may change.
         in_runs: whether a run measures it where no measurement is cached; else only ``narrowgauge show arithmetic`` does.
     """
@@ -51,120 +44,113 @@ class Probe:
     name: str
     measures: str
     affects: str
-    settings: tuple[str, ...]
     is_sum: bool = False
     in_runs: bool = True
 
 
-def _sum(name: str, measures: str, affects: str, settings: tuple[str, ...] = _PYTORCH) -> Probe:
-    return Probe(name, measures, affects, settings, is_sum=True)
-
-
-def _function(name: str, affects: str) -> Probe:
-    return Probe(
-        f"function {name}", f"{name}: largest error, hash of the bits, results that differ outside of a vector",
-        affects, tuple(dict.fromkeys((*_PYTORCH, *LIBRARIES))),
-    )  # fmt: skip
-
-
-_ACTIVATIONS = "activations and their gradients differ in last bits from the first step on"
-_LOSS = "losses and logits differ in last bits from the first step on"
-_OPTIMIZER = "updates of the optimizer differ in last bits, with equal gradients"
+_FUNCTIONS = {
+    "division": "normalized values, losses and updates differ in last bits",
+    "sqrt": "updates of the optimizer differ in last bits, with equal gradients",
+    "rsqrt": "outputs of RMS norms differ in last bits from the first layer on",
+    "exp": "softmax and losses differ in last bits from the first step on",
+    "log": "losses and logits differ in last bits from the first step on",
+    "tanh": "activations and their gradients differ in last bits from the first step on",
+    "sigmoid": "activations and their gradients differ in last bits from the first step on",
+    "silu": "activations and their gradients differ in last bits from the first step on",
+    "erf": "activations and their gradients differ in last bits from the first step on",
+    "gelu": "activations and their gradients differ in last bits from the first step on",
+    "sin": "rotary embeddings differ in last bits",
+    "cos": "rotary embeddings differ in last bits",
+}
+"""Functions that are measured, and how a difference in one shows in a run."""
 
 _ROWS = (
     # roundings: a handful of operations each
     Probe(
         "subnormals", "whether elementwise products, in one thread and in all, keep numbers below 2^-126",
         "values below 2^-126 become zero: second moments, small gradients and scaled casts differ by a value, not by a bit",
-        ("subnormals set", "threads", *_PYTORCH),
     ),
     Probe(
         "subnormals in matmuls", "whether float32 matmuls take and give numbers below 2^-126",
-        "products of very small gradients become zero on one of them", _MATMUL,
+        "products of very small gradients become zero on one of them",
     ),
     Probe(
         "matmul inputs", "how many significant bits of float32 operands a matmul uses",
         "one multiplies in TF32 or bfloat16: matmuls differ in the 3rd or 4th digit from the first step on",
-        ("matmul precision", "NVIDIA_TF32_OVERRIDE", *ON_GPU, *LIBRARIES),
     ),
     Probe(
         "matmul accumulator", "how far sums of 4,096 ones count in bfloat16 matmuls, float32 matmuls and bfloat16 sums",
-        "one adds in a narrow format: long sums lose their small terms", _HALF,
+        "one adds in a narrow format: long sums lose their small terms",
     ),
     Probe(
         "fused multiply-add", "whether matmuls, addcmul, addcdiv and lerp round a product before they add it",
-        "matmuls and optimizer updates differ in last bits, with equal order of sums", (*_MATMUL, "capability"),
+        "matmuls and optimizer updates differ in last bits, with equal order of sums",
     ),
     Probe(
         "rounding to 16 bits", "ties and subnormals in float32 to bfloat16 and float16",
-        "weights and activations differ by whole spacings of the narrow format", _PYTORCH,
+        "weights and activations differ by whole spacings of the narrow format",
     ),
     # functions: thousands of values each
-    _function("division", "normalized values, losses and updates differ in last bits"),
-    _function("sqrt", _OPTIMIZER),
-    _function("rsqrt", "outputs of RMS norms differ in last bits from the first layer on"),
-    _function("exp", "softmax and losses differ in last bits from the first step on"),
-    _function("log", _LOSS),
-    _function("tanh", _ACTIVATIONS),
-    _function("sigmoid", _ACTIVATIONS),
-    _function("silu", _ACTIVATIONS),
-    _function("erf", _ACTIVATIONS),
-    _function("gelu", _ACTIVATIONS),
-    _function("sin", "rotary embeddings differ in last bits"),
-    _function("cos", "rotary embeddings differ in last bits"),
+    *(
+        Probe(f"function {name}", f"{name}: largest error, hash of the bits, results that differ outside of a vector", affects)
+        for name, affects in _FUNCTIONS.items()
+    ),
     # sums: bits that hang on the order of additions
-    _sum(
+    Probe(
         "sum of rows", "bits of torch.sum over the last dimension, 128 terms",
-        "losses, norms of layers and gradients of biases differ in last bits",
+        "losses, norms of layers and gradients of biases differ in last bits", is_sum=True,
     ),
-    _sum(
+    Probe(
         "sum of columns", "bits of torch.sum over the first dimension, 64 terms",
-        "gradients of biases and norm gains, and sums of micro-batches, differ in last bits",
+        "gradients of biases and norm gains, and sums of micro-batches, differ in last bits", is_sum=True,
     ),
-    _sum(
+    Probe(
         "mean of rows", "bits of torch.mean over the last dimension, 1,024 terms (RMS norms)",
-        "outputs of norms differ in last bits from the first layer on",
+        "outputs of norms differ in last bits from the first layer on", is_sum=True,
     ),
-    _sum(
+    Probe(
         "layer norm", "bits of layer_norm, 1,024 terms",
-        "outputs of layer norms differ in last bits from the first layer on",
+        "outputs of layer norms differ in last bits from the first layer on", is_sum=True,
     ),
-    _sum(
+    Probe(
         "softmax", "bits of softmax, 512 terms",
-        "attention weights differ in last bits from the first layer on",
+        "attention weights differ in last bits from the first layer on", is_sum=True,
     ),
-    _sum("log softmax", "bits of log_softmax, 4,096 terms", _LOSS),
-    _sum(
+    Probe(
+        "log softmax", "bits of log_softmax, 4,096 terms",
+        "losses and logits differ in last bits from the first step on", is_sum=True,
+    ),
+    Probe(
         "linear float32", "bits of x @ W.T, 1,024 terms, 256 rows",
-        "outputs of linear layers differ in last bits from the first layer on", _MATMUL,
+        "outputs of linear layers differ in last bits from the first layer on", is_sum=True,
     ),
-    _sum(
+    Probe(
         "small linear float32", "bits of x @ W.T, 64 terms, 16 rows",
-        "outputs of small layers, of short sequences and single tokens differ in last bits", _MATMUL,
+        "outputs of small layers, of short sequences and single tokens differ in last bits", is_sum=True,
     ),
-    _sum(
+    Probe(
         "weight gradient float32", "bits of grad.T @ x, 1,024 terms",
-        "gradients of weights differ in last bits, with equal losses in the first step", _MATMUL,
+        "gradients of weights differ in last bits, with equal losses in the first step", is_sum=True,
     ),
-    _sum(
+    Probe(
         "batched matmul float32", "bits of torch.bmm, 64 terms, 8 matrices",
-        "scores of attention and experts differ in last bits", _MATMUL,
+        "scores of attention and experts differ in last bits", is_sum=True,
     ),
-    _sum(
+    Probe(
         "attention", "bits of scaled_dot_product_attention over 1,024 keys",
-        "outputs of attention differ in last bits from the first layer on", _MATMUL,
+        "outputs of attention differ in last bits from the first layer on", is_sum=True,
     ),
-    _sum(
+    Probe(
         "linear bfloat16", "bits of x @ W.T in bfloat16, 1,024 terms, 64 rows",
-        "outputs of linear layers differ by a spacing of bfloat16 here and there", _HALF,
+        "outputs of linear layers differ by a spacing of bfloat16 here and there", is_sum=True,
     ),
-    _sum(
+    Probe(
         "sum of a tensor", "bits of torch.sum over all of 262,144 values, which threads share",
-        "total losses and norms differ in last bits",
+        "total losses and norms differ in last bits", is_sum=True,
     ),
     Probe(
         "sums by threads", "which of these sums have other bits with 1 and 2 threads",
-        "the number of threads decides a run's bits on one of them alone", _PYTORCH, is_sum=True, in_runs=False,
+        "the number of threads decides a run's bits on one of them alone", is_sum=True, in_runs=False,
     ),
 )  # fmt: skip
 
@@ -184,7 +170,7 @@ _MEASURE = "Measure it on that machine: narrowgauge show arithmetic --json > mac
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """What a machine's arithmetic was measured to be: the settings in force, and the result of each probe that was measured."""
+    """The measured arithmetic of a machine: the settings in force, and the result of each probe that was measured."""
 
     settings: Mapping[str, str] = field(default_factory=dict)
     results: Mapping[str, str] = field(default_factory=dict)
@@ -198,8 +184,8 @@ class Arithmetic:
         """Read the table of :meth:`to_toml`; ``where`` names the file in messages.
 
         Example:
-            >>> found = Arithmetic({"threads": "2"}, {"layer norm": "sequential"})
-            >>> Arithmetic.from_toml(found.to_toml(), "run.toml") == found
+            >>> measured = Arithmetic({"threads": "2"}, {"layer norm": "sequential"})
+            >>> Arithmetic.from_toml(measured.to_toml(), "run.toml") == measured
             True
         """
         parts = [table.get(name) for name in ("settings", "results")] if isinstance(table, dict) else []
@@ -217,7 +203,7 @@ class ArithmeticDifference:
 
     Args:
         probe: the row of the table; a name that this version does not know has a row without words.
-        settings: which settings that may change it differ: name, value on the one, and value on the other.
+        settings: all settings that differ: name, value on the one, and value on the other.
     """
 
     probe: Probe
@@ -225,79 +211,73 @@ class ArithmeticDifference:
     other: str
     settings: tuple[tuple[str, str, str], ...]
 
-    def text(self) -> str:
-        why = "; ".join(f"{name} {one} and {other}" for name, one, other in self.settings)
-        return f"{self.probe.name}: {self.one} and {self.other}" + (f" ({why})" if why else "")
-
 
 def differences(
     one: Mapping[str, Any] | Arithmetic, other: Mapping[str, Any] | Arithmetic
 ) -> list[ArithmeticDifference]:
     """Return the probes whose results differ between two machines, in the order of the table.
 
-    Probes that only one side has measured are left out (see :func:`not_compared`).
+    Probes that only one side has measured are left out.
 
     Args:
         one, other: measured arithmetics, or the contents of two ``run.toml``; without the table nothing is compared.
     """
     one, other = _arithmetic_in(one), _arithmetic_in(other)
-    found = []
-    for name in [*PROBES, *sorted(set(one.results) - set(PROBES))]:
-        left, right = one.results.get(name, UNAVAILABLE), other.results.get(name, UNAVAILABLE)
-        if left != right and not (left.startswith(UNAVAILABLE) or right.startswith(UNAVAILABLE)):
-            probe = PROBES.get(name) or Probe(name, "", "", tuple(sorted({*one.settings, *other.settings})))
-            found.append(ArithmeticDifference(probe, left, right, changed_settings(one, other, probe.settings)))
-    return found
+    settings = changed_settings(one, other)
+    return [
+        ArithmeticDifference(PROBES.get(name) or Probe(name, "", ""), one.results[name], other.results[name], settings)
+        for name in compared(one, other)
+        if one.results[name] != other.results[name]
+    ]
 
 
-def origin(found: list[ArithmeticDifference]) -> str:
-    """Where the differences between two machines come from, by the settings that may be why and by what they are.
+def compared(one: Arithmetic, other: Arithmetic) -> list[str]:
+    """Return the probes that were measured on both sides, those of the table first."""
+    measured = [
+        {name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (one, other)
+    ]
+    return [
+        name for name in [*PROBES, *sorted(set(one.results) - set(PROBES))] if all(name in names for names in measured)
+    ]
+
+
+def origin(parted: list[ArithmeticDifference]) -> str:
+    """Return where differences between two machines come from, by the settings that differ and by the probes.
 
     ``versions`` where libraries differ; ``sums`` where nothing but orders of additions differs, as with another number of
     threads; ``machine`` where functions or roundings do too, as with other vector instructions; empty without a difference.
     """
-    if any(name in VERSIONS for difference in found for name, *_ in difference.settings):
+    if any(name in VERSIONS for difference in parted for name, *_ in difference.settings):
         return "versions"
-    if any(not difference.probe.is_sum for difference in found):
+    if any(not difference.probe.is_sum for difference in parted):
         return "machine"
-    return "sums" if found else ""
+    return "sums" if parted else ""
 
 
-def changed_settings(
-    one: Arithmetic, other: Arithmetic, names: tuple[str, ...] = ()
-) -> tuple[tuple[str, str, str], ...]:
-    """Return those of the named settings that differ, or of all without names: name and both values."""
+def changed_settings(one: Arithmetic, other: Arithmetic) -> tuple[tuple[str, str, str], ...]:
+    """Return the settings that differ: name and both values."""
     values = [
         (name, one.settings.get(name, "not set"), other.settings.get(name, "not set"))
-        for name in names or dict.fromkeys([*one.settings, *other.settings])
+        for name in dict.fromkeys([*one.settings, *other.settings])
     ]
     return tuple(entry for entry in values if entry[1] != entry[2])
 
 
-def not_compared(one: Arithmetic, other: Arithmetic) -> list[str]:
-    """Probes that were not measured on both sides."""
-    both = [{name for name, text in side.results.items() if not text.startswith(UNAVAILABLE)} for side in (one, other)]
-    return [name for name in PROBES if not all(name in names for names in both)]
-
-
 def read_arithmetic(path: str | Path) -> Arithmetic:
-    """The measured arithmetic in a run folder, in a ``run.toml``, or in what ``narrowgauge show arithmetic --json`` printed."""
+    """Read the measured arithmetic in a run folder, a ``run.toml``, or the output of ``narrowgauge show arithmetic --json``."""
     path = Path(path)
     if path.is_dir():
         content: Any = read_settings(path)
     else:
         with disk_errors(path):
-            content = _parsed(path.read_text(encoding="utf-8", errors="replace"), path)
+            text = path.read_text(encoding="utf-8", errors="replace")
+        try:
+            content = json.loads(text) if text.lstrip().startswith("{") else load_toml(text)
+        except (ValueError, RecursionError) as error:
+            raise RecordError(f"{path} is neither JSON nor TOML: {error}.", _MEASURE) from None
     if isinstance(content, dict) and TABLE in content:
         content = content[TABLE]
     return Arithmetic.from_toml(content, str(path))
-
-
-def _parsed(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text) if text.lstrip().startswith("{") else load_toml(text)
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{path} is neither JSON nor TOML: {error}.", _MEASURE) from None
 
 
 def _arithmetic_in(content: Mapping[str, Any] | Arithmetic) -> Arithmetic:

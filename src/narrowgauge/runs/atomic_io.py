@@ -47,7 +47,7 @@ def disk_error(path: Path, error: OSError, then: str = RESUME) -> RecordError:
 
 
 def hidden_error(error: Exception) -> OSError:
-    """The operating system's error that another one's message quotes: safetensors reports a full disk only in that way."""
+    """Return the operating system's error that another error's message quotes, as safetensors does."""
     number = re.search(r"os error (\d+)", str(error))
     return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
 
@@ -105,6 +105,34 @@ def write_whole(path: Path, data: bytes, then: str = RESUME) -> None:
             temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which is renamed to ``path`` when the block succeeds and removed when it fails.
+
+    ``path`` may be an empty folder.
+    """
+    temporary = temporary_name(path)
+    with disk_errors(path, AGAIN):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            yield temporary
+            for file in temporary.iterdir():
+                sync_file(file)
+            sync_folder(temporary)
+            if path.exists():
+                path.rmdir()
+            os.rename(temporary, path)
+            sync_folder(path.parent)
+        except Exception as error:
+            if "os error" in str(error):  # safetensors hides the system's error, such as a full disk
+                raise hidden_error(error) from error
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
 def read_bytes(path: Path) -> bytes | None:
     """Return all bytes of a file, or ``None`` if there is none."""
     with disk_errors(path):
@@ -135,7 +163,7 @@ def load_json(text: bytes | str) -> Any:
 
 
 def digest(path: Path) -> str:
-    """BLAKE2b-256 of a file in hexadecimal, in constant memory."""
+    """Return the BLAKE2b-256 of a file in hexadecimal, in constant memory."""
     state = hashlib.blake2b(digest_size=32)
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):

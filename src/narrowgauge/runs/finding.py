@@ -52,12 +52,12 @@ def duration(seconds: float) -> str:
 
 
 def told(names: Iterable[str], most: int = 3) -> str:
-    """Some names, and how many others there are.
+    """Return some names, and how many others there are.
 
     Example:
         >>> told(["a", "b", "c", "d", "e"]), told(["a", "b", "c", "d"]), told([])
         ('a, b, c and 2 others', 'a, b, c and 1 other', '')
     """
-    found = list(dict.fromkeys(names))
-    rest = len(found) - most
-    return ", ".join(found[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")
+    distinct = list(dict.fromkeys(names))
+    rest = len(distinct) - most
+    return ", ".join(distinct[:most]) + (f" and {rest} other{'s' * (rest > 1)}" if rest > 0 else "")

@@ -14,7 +14,7 @@ APPLIED_NO_CLIP = "applied no clip"
 
 
 def odd_ranks(values: Sequence[Hashable]) -> tuple[int, ...]:
-    """The ranks that differ from the value of more than half of all; none without such a majority. ``None`` does not count.
+    """Return the ranks that differ from the value of more than half of all; none without such a majority; ``None`` is ignored.
 
     Example:
         >>> odd_ranks([7, 7, 8]), odd_ranks([7, 8]), odd_ranks([None, 7, 7, 8])
@@ -40,7 +40,7 @@ def _unclipped_ranks(factors: Sequence[float | None]) -> tuple[int, ...]:
 
 
 def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
-    """Where the ranks of one run disagree in a step, by its row of ``fingerprints.jsonl``.
+    """Find where the ranks of one run disagree in a step, by its row of ``fingerprints.jsonl``.
 
     Returns:
         ``KIND:NAME`` of what differs, the ranks that are alone with their value (none where that is not known), and a sentence
@@ -57,9 +57,9 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     if len(set(map(repr, factors))) > 1:
         unclipped = _unclipped_ranks(factors)
         odd = unclipped or odd_ranks(factors)
-        told = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
+        texts = ", ".join(f"{factor:.6g} on rank {rank}" for rank, factor in enumerate(factors) if factor is not None)
         which = f"; {in_words(odd)} {APPLIED_NO_CLIP}" if unclipped else ""
-        return "clip:factor", odd, f"the factor that clips the gradients differs in step {row['step']}: {told}{which}"
+        return "clip:factor", odd, f"the factor that clips the gradients differs in step {row['step']}: {texts}{which}"
     held = (row.get("ranks") or {}).get("held") or []
     changed = tuple(rank for rank, number in enumerate(held) if number)
     if changed and len(changed) < len(held):
@@ -71,14 +71,14 @@ def parted_in(row: Row) -> tuple[str, tuple[int, ...], str]:
     key = next(iter(parted))
     # One entry for each group of ranks that hold the same part of it: KIND:NAME, then KIND:NAME of ranks …
     groups = [odd_ranks(numbers) for name, numbers in parted.items() if name.partition(" ")[0] == key]
-    odd = tuple(sorted(rank for each in groups for rank in each)) if all(groups) else ()
+    odd = tuple(sorted(rank for ranks in groups for rank in ranks)) if all(groups) else ()
     kind, _, name = key.partition(":")
     who = f"differs on {in_words(odd)} from the others" if odd else "differs between ranks"
     return key, odd, f"{kind} {name} {who} after step {row['step']}"
 
 
 def in_words(ranks: Sequence[int]) -> str:
-    """Ranks for a sentence.
+    """Return ranks for a sentence.
 
     Example:
         >>> in_words((1,)), in_words((1, 2))

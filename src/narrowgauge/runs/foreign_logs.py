@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.atomic_io import disk_errors, load_json
@@ -273,17 +273,6 @@ def _read_text(files: list[Path]) -> Iterator[Value]:
 # ── a run from any of them ──────────────────────────────────────────────────────────────────────────────────────────
 
 
-class LogRun(NamedTuple):
-    """The run that a log describes: what :class:`narrowgauge.Run` holds, in its order."""
-
-    path: Path
-    run: Row
-    steps: list[Row]
-    evals: list[Row]
-    events: list[Row]
-    summary: Row | None
-
-
 @dataclass(frozen=True)
 class LogFormat:
     """A format of logs.
@@ -325,8 +314,8 @@ def is_log(path: Path) -> bool:
         return any(form.find(path) for form in FORMATS)
 
 
-def read_log(path: Path) -> LogRun | None:
-    """Return the run that a log describes, of a file or folder; ``None`` where neither is a log.
+def read_log(path: Path) -> dict[str, Any] | None:
+    """Return the fields of the :class:`narrowgauge.Run` that a log describes; ``None`` where a file or folder is no log.
 
     Its summary has the last losses; there is none if the log says that the run has not ended.
     """
@@ -350,7 +339,13 @@ def read_log(path: Path) -> LogRun | None:
         summary["val_loss"] = evals[-1].get("val_loss")
     folder = path.parent if path.is_file() and form.is_of_folder else path
     source = {"format": form.name, "file": str(files[-1])}
-    return LogRun(folder, {"config": config, SOURCE: source}, steps, evals, [], summary if is_finished else None)
+    return {
+        "path": folder,
+        "run": {"config": config, SOURCE: source},
+        "steps": steps,
+        "evals": evals,
+        "summary": summary if is_finished else None,
+    }
 
 
 def _progress(file: Path) -> tuple[Row, bool]:

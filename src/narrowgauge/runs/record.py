@@ -73,8 +73,8 @@ class Run:
         """Return the fingerprint of the tokens that the run began with; ``RecordError`` where ``run.toml`` has none."""
         fingerprint = self._table("data").get("fingerprint")
         if not isinstance(fingerprint, str):
-            found = "no fingerprint" if fingerprint is None else f"the fingerprint {fingerprint!r}"
-            raise self._damaged(f"its table [data] holds {found}")
+            problem = "no fingerprint" if fingerprint is None else f"the fingerprint {fingerprint!r}"
+            raise self._damaged(f"its table [data] holds {problem}")
         return fingerprint
 
     def _table(self, name: str) -> Row:
@@ -120,16 +120,16 @@ def read_run(path: str | Path) -> Run:
     """
     path = Path(path)
     if not is_run(path) and (log := read_log(path)) is not None:
-        found = Run(*log)
-        vars(found).update(gauges=[], fingerprints=[])  # no log has them, and its path may be that of a file
-        return found
+        run_of_log = Run(**log)
+        vars(run_of_log).update(gauges=[], fingerprints=[])  # no log has them, and its path may be that of a file
+        return run_of_log
     run = read_settings(path)
     steps, evals, events = (read_rows(path / f"{name}.jsonl") for name in ("steps", "evals", "events"))
     return Run(path, run, steps, evals, events, read_summary(path / "summary.json"))
 
 
 def read_settings(path: Path) -> Row:
-    """``run.toml`` of a run folder; ``RecordError`` where there is none, it is damaged, or a newer version wrote it."""
+    """Return ``run.toml`` of a run folder; ``RecordError`` where there is none, it is damaged, or a newer version wrote it."""
     file = path / "run.toml"
     data = read_bytes(file)
     if data is None:
@@ -149,12 +149,12 @@ def read_settings(path: Path) -> Row:
 
 
 def latest_runs(path: Path, most: int = 3) -> str:
-    """A sentence for advice with the newest runs in or beside a folder that is none, or else in ``runs/`` here; or nothing.
+    """Return a sentence with the newest runs in or beside a folder that is none, or else in ``runs/`` here; or nothing.
 
     Example of what it says: `` The latest runs there: runs/llama-1m-bfloat16-word-2, runs/llama-1m-bfloat16-word-1.``
     """
-    found = next((there for place in (path, path.parent, Path("runs")) if (there := latest_folders(place))), [])
-    return f" The latest runs there: {', '.join(map(str, found[:most]))}." if found else ""
+    latest = next((runs for place in (path, path.parent, Path("runs")) if (runs := latest_folders(place))), [])
+    return f" The latest runs there: {', '.join(map(str, latest[:most]))}." if latest else ""
 
 
 def latest_folders(place: Path) -> list[Path]:

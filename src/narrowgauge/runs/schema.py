@@ -31,19 +31,6 @@ Type = Literal["step", "count", "number", "flag", "text", "recipe", "object", "l
 """``step``: the whole number that orders rows. ``recipe``: a name, or a table. ``lists``: name to a list of numbers.
 ``numbers``: name to a number. Every value but a step may be null."""
 
-PYTHON_TYPES: dict[Type, tuple[type, ...]] = {
-    "step": (int,),
-    "count": (int,),
-    "number": (int, float),
-    "flag": (bool,),
-    "text": (str,),
-    "recipe": (str, dict),
-    "object": (dict,),
-    "lists": (dict,),
-    "numbers": (dict,),
-}
-"""What a value of each type is in a row."""
-
 
 @dataclass(frozen=True, slots=True)
 class Column:
@@ -78,7 +65,7 @@ class Column:
 
 
 def lost_share(edq: float) -> str:
-    """The share of updates lost on average, by an EDQ; stochastic storages may read slightly above 1, where nothing was lost.
+    """Return the share of updates lost on average, by an EDQ; stochastic storages may read slightly above 1: nothing was lost.
 
     Example:
         >>> lost_share(0.25), lost_share(1.01)
@@ -333,7 +320,7 @@ METRICS: dict[str, dict[str, Column]] = {
 
 
 def metric_of(row: Row, table: str, name: str, metric: str) -> float | None:
-    """One metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` where the row does not hold it.
+    """Return one metric of a tensor, parameter or module in a row of ``gauges.jsonl``; ``None`` where the row does not hold it.
 
     Example:
         >>> metric_of({"step": 1, "moments": {"w": [1.25, 0.0]}}, "moments", "w", "bias")
@@ -360,10 +347,10 @@ def finite_number(value: Any) -> float | None:
         (1.0, None, None)
     """
     try:
-        found = number(value)
+        real = number(value)
     except OverflowError:  # a whole number beyond every float
         return None
-    return found if found is not None and math.isfinite(found) else None
+    return real if real is not None and math.isfinite(real) else None
 
 
 def step_of(row: Row) -> int:

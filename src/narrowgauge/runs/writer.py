@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import tomli_w
@@ -61,7 +62,8 @@ class RunWriter:
         """
         writer = cls(path)
         require_free(writer.path)
-        with disk_errors(writer.path):
+        is_new = not writer.path.exists()
+        with disk_errors(writer.path, AGAIN):
             writer.path.mkdir(parents=True, exist_ok=True)
         try:
             writer._open_rows()
@@ -71,6 +73,9 @@ class RunWriter:
             if not (writer.path / "run.toml").exists():
                 for name in _FILES if writer._descriptors else ():
                     (writer.path / name).unlink(missing_ok=True)
+                if is_new:
+                    with suppress(OSError):  # another writer may use it by now
+                        writer.path.rmdir()
             writer.close()
             raise
         return writer
@@ -93,7 +98,7 @@ class RunWriter:
             raise
         return writer
 
-    def rewind(self, step: int, *, accept_lost: bool = False) -> None:
+    def rewind(self, step: int, *, accept_lost: bool = False) -> str:
         """Delete what came after a step, because a resume from its checkpoint writes it again.
 
         Deletes the rows of steps, evals, gauges and fingerprints after ``step``, and a summary of more steps. Events stay: they
@@ -103,10 +108,13 @@ class RunWriter:
             step: the last optimizer step to keep.
             accept_lost: go on although rows up to ``step`` are missing.
 
+        Returns:
+            What is missing, in words; empty where nothing is.
         Raises:
             RecordError: rows up to ``step`` are missing; nothing is cut.
         """
-        if not accept_lost and (lost := lost_steps(self.path, step)):
+        lost = _lost_steps(self.path, step)
+        if lost and not accept_lost:
             raise RecordError(
                 f"{self.path} has lost rows from before its checkpoint of step {step}: {lost}.",
                 f"Restore the file from a copy, or go on without them: narrowgauge resume {self.path} --accept-changes",
@@ -116,6 +124,7 @@ class RunWriter:
         summary = read_summary(self.path / "summary.json")
         if summary is not None and summary.get("steps", 0) > step:
             (self.path / "summary.json").unlink()
+        return lost
 
     def amend(self, run: Row) -> None:
         """Replace ``run.toml``, where a resume may change what it says.
@@ -212,7 +221,7 @@ class RunWriter:
         return written
 
 
-def lost_steps(path: Path, step: int) -> str:
+def _lost_steps(path: Path, step: int) -> str:
     """Say which rows of steps up to ``step`` a run has lost, without a full stop; empty where it has all, in order."""
     rows = [row["step"] for row in read_rows(path / "steps.jsonl")][:step]
     missing = next((number for number in range(1, step + 1) if number > len(rows) or rows[number - 1] != number), None)

@@ -23,7 +23,6 @@ from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, r
 from narrowgauge.analysis.comparison.run_stats import divergence
 from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
-from narrowgauge.runs.events import Event
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run, is_run, read_run
 from narrowgauge.runs.schema import Row
@@ -38,7 +37,7 @@ from narrowgauge.trainer.config import (
     first_free,
     load_settings,
 )
-from narrowgauge.trainer.console import PipedConsole, progress_bar
+from narrowgauge.trainer.console import Console
 from narrowgauge.trainer.resume_checks import FIXED, changed_settings
 
 if TYPE_CHECKING:
@@ -49,29 +48,7 @@ if TYPE_CHECKING:
     from narrowgauge.gauges.recording.run_recorder import LoopRecord
 
 
-# ── runs and their folders ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class PlannedRun:
-    """A run of a comparison: the label of its recipe, its seed, its folder."""
-
-    label: str
-    seed: int
-    folder: Path
-
-    @property
-    def has_ended(self) -> bool:
-        """Return whether the run is finished, or diverged and stopped."""
-        if not is_run(self.folder):
-            return False
-        run = read_run(self.folder)
-        return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
-
-
-def plan_runs(labels: Sequence[str], seeds: Sequence[int], out: Path) -> list[PlannedRun]:
-    """Return the runs of a comparison, seed by seed."""
-    return [PlannedRun(label, seed, out / run_name(label, seed)) for seed in seeds for label in labels]
+# ── recipes and seeds ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def seed_numbers(seeds: int | Sequence[int]) -> tuple[int, ...]:
@@ -98,12 +75,6 @@ def require_distinct(recipes: Sequence[Any]) -> None:
             )
 
 
-def compare_and_publish(runs: Sequence[Run], out: Path, resolve: float | None = None) -> tuple[Comparison, Path]:
-    """Compare runs, write ``compare.json`` and the page, and return the comparison and the page's path."""
-    comparison = compare_runs(runs, resolve=resolve)
-    return comparison, publish(comparison, out)
-
-
 # ── in a loop of your own ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -126,14 +97,6 @@ class RunLog:
     def eval(self, row: Mapping[str, Any]) -> None:
         """Log a validation: ``val_loss``, and any other metric. Its time does not count as that of a step."""
         self._record.evaluate(_numbers(row, "log.eval"))
-
-    def gauge(self, row: Mapping[str, Any]) -> None:
-        """Log a row of gauges; ``log.watch(model, optimizer)`` does so by itself."""
-        self._record.reporter.gauge(dict(row))
-
-    def event(self, event: Event) -> None:
-        """Log an event."""
-        self._record.reporter.event(event)
 
     def watch(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, every: int = 20) -> Gauges | None:
         """Record the gauges of a model, and columns of its optimizer in each step, until the run ends.
@@ -215,31 +178,34 @@ def compare(
     labels, numbers = [recipe_name(recipe) for recipe in names], seed_numbers(seeds)
 
     def run_all(folder: Path) -> list[Run]:
-        runs = plan_runs(labels, numbers, folder)
-        for index, planned in enumerate(runs):
-            _call(train_function, names[index % len(names)], planned)
-        return [read_run(planned.folder) for planned in runs]
+        places = []
+        for seed in numbers:
+            for name, label in zip(names, labels, strict=True):
+                places.append(folder / run_name(label, seed))
+                _call(train_function, name, seed, places[-1])
+        return [read_run(place) for place in places]
 
-    if out is not None:
-        require_package("plotly")  # for the page; not after hours of training
     if out is None:
         with tempfile.TemporaryDirectory(prefix="narrowgauge-") as folder:
             return compare_runs(run_all(Path(folder)), resolve=resolve)
+    require_package("plotly")  # for the page; not after hours of training
     require_free(out)
-    return compare_and_publish(run_all(Path(out)), Path(out), resolve)[0]
+    comparison = compare_runs(run_all(Path(out)), resolve=resolve)
+    publish(comparison, Path(out))
+    return comparison
 
 
-def _call(train_function: Callable[[str, int, RunLog], Any], recipe: str, planned: PlannedRun) -> None:
+def _call(train_function: Callable[[str, int, RunLog], Any], recipe: str, seed: int, folder: Path) -> None:
     from narrowgauge.distributed.ranks import all_ranks
     from narrowgauge.gauges.recording.run_recorder import LoopRecord, Notices
     from narrowgauge.gauges.recording.run_reporter import Reporter
 
     known = parsed_recipe(recipe)
-    config = {"recipe": recipe if known is None else known.to_value(), "seed": planned.seed}
-    with RunWriter.create(planned.folder, {"config": config}) as writer:
+    config = {"recipe": recipe if known is None else known.to_value(), "seed": seed}
+    with RunWriter.create(folder, {"config": config}) as writer:
         log = RunLog(LoopRecord(Reporter(writer, Notices(), known, is_audited=False), all_ranks()))
         try:
-            log.close(train_function(recipe, planned.seed, log), planned.label)
+            log.close(train_function(recipe, seed, log), recipe_name(recipe))
         except BaseException:
             log.abandon()
             raise
@@ -341,11 +307,6 @@ def _require_same(folder: Path, config: TrainConfig) -> None:
         )
 
 
-def free_folder(model: str) -> Path:
-    """Return ``comparisons/MODEL-N`` with the first N that is free."""
-    return first_free(Path("comparisons") / Path(model).name.removesuffix(".json"))
-
-
 def run_comparison(
     definition: Definition, out: str | Path | None = None, stream: TextIO | None = None
 ) -> tuple[Comparison, Path]:
@@ -354,44 +315,57 @@ def run_comparison(
     The same definition gives the same numbers except times, resumed or not.
 
     Args:
-        out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``.
-        stream: for the progress display; ``None`` for standard output.
+        out: the folder: new, or with runs of the same settings. ``None`` takes ``comparisons/MODEL-N``, the first free N.
+        stream: for the progress display, a line per run and a bar on a terminal; ``None`` for standard output.
     Returns:
         The comparison and the path of the page.
     Raises:
         NarrowgaugeError: runs are there with other settings, or a run failed; finished runs stay.
         KeyboardInterrupt: after Ctrl-C, with a line that says how to resume.
     """
-    folder = Path(out) if out is not None else free_folder(definition.base.model)
-    runs = plan_runs([recipe.title for recipe in definition.recipes], definition.seeds, folder)
+    model = Path(definition.base.model).name.removesuffix(".json")
+    folder = Path(out) if out is not None else first_free(Path("comparisons") / model)
     configs = [definition.config_of(recipe, seed, folder) for seed in definition.seeds for recipe in definition.recipes]
-    for planned, config in zip(runs, configs, strict=True):
-        if is_run(planned.folder):
-            _require_same(planned.folder, config)
-    with _Display(runs, definition.base.steps, folder, stream or sys.stdout) as display:
-        try:
-            _train_all(runs, configs, display)
-        except KeyboardInterrupt as interruption:
-            num_done = sum(planned.has_ended for planned in runs)
-            raise type(interruption)(
-                f"{num_done} of {len(runs)} runs are done. Give the same command with --out {folder} to go on."
-            ) from None
-    return compare_and_publish([read_run(planned.folder) for planned in runs], folder, definition.resolve)
+    for config in configs:
+        if is_run(Path(str(config.out))):
+            _require_same(Path(str(config.out)), config)
+    labels = ", ".join(recipe.title for recipe in definition.recipes)
+    print(f"{labels} · seeds {', '.join(map(str, definition.seeds))} · {folder}", file=stream, flush=True)
+    runs: list[Run] = []
+    try:
+        for number, config in enumerate(configs, 1):
+            place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
+            began, took = time.monotonic(), "earlier"
+            if not _has_ended(place):
+                with Console(config.steps, 0, name, stream) as console:
+                    _train(config, console)
+                took = duration(time.monotonic() - began)
+            runs.append(read_run(place))
+            print(f"{name}  {_result(runs[-1])}  {took}", file=stream, flush=True)
+    except KeyboardInterrupt as interruption:
+        raise type(interruption)(
+            f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to go on."
+        ) from None
+    comparison = compare_runs(runs, resolve=definition.resolve)
+    return comparison, publish(comparison, folder)
 
 
-def _train_all(runs: Sequence[PlannedRun], configs: Sequence[TrainConfig], display: _Display) -> None:
-    for planned, config in zip(runs, configs, strict=True):
-        began = time.monotonic()
-        took = "earlier"
-        if not planned.has_ended:
-            display.begin(planned)
-            _train(config, display)
-            took = duration(time.monotonic() - began)
-        display.end(read_run(planned.folder), planned, took)
+def _has_ended(folder: Path) -> bool:
+    """Return whether a folder holds a run that is finished, or that diverged and stopped."""
+    if not is_run(folder):
+        return False
+    run = read_run(folder)
+    return run.summary is not None or any(event.get("kind") == "divergence" for event in run.events)
 
 
-def _train(config: TrainConfig, display: _Display) -> None:
-    """Train a run, or resume one that was stopped. A divergence is no failure."""
+def _result(run: Run) -> str:
+    if reason := divergence(run):
+        return f"diverged ({reason})"
+    return f"validation loss {run.summary['val_loss']:.4f}" if run.summary else ""
+
+
+def _train(config: TrainConfig, console: Console) -> None:
+    """Train a run, or resume one that was stopped. A divergence is a result like any other."""
     # Imported here: PyTorch takes seconds to load, and a mistake in the definition is reported before.
     import torch
 
@@ -409,73 +383,11 @@ def _train(config: TrainConfig, display: _Display) -> None:
         with threads_of(config.threads, config.recipe.reduction.order_invariant):
             if is_run(folder):
                 chosen = {name: getattr(config, name) for name in OF_RANKS}
-                loop.resume(folder, chosen=chosen, screen=display)
+                loop.resume(folder, chosen=chosen, screen=console)
             else:
-                loop.train(config, screen=display)
+                loop.train(config, screen=console)
     except recovery.DivergenceError:
         pass  # it is in the record
     except NarrowgaugeError as error:
         error.message = f"{folder.name}: {error.message}"
         raise
-
-
-class _Display:
-    """The progress of a comparison, and the screen of each of its runs: a bar on a terminal, elsewhere a line per run."""
-
-    def __init__(self, runs: Sequence[PlannedRun], num_steps: int, folder: Path, stream: TextIO) -> None:
-        self._runs, self._num_steps = runs, num_steps
-        self._num_ended = 0
-        self._console = PipedConsole(file=stream, highlight=False)
-        self._progress = progress_bar(self._console)
-        self._task = self._progress.add_task("", total=len(runs) * num_steps)
-        labels = ", ".join(dict.fromkeys(planned.label for planned in runs))
-        seeds = ", ".join(dict.fromkeys(str(planned.seed) for planned in runs))
-        self._print(f"{labels} · seeds {seeds} · {folder}")
-
-    def __enter__(self) -> _Display:
-        self._progress.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-    def begin(self, planned: PlannedRun) -> None:
-        """Show a run that begins or is resumed."""
-        self._name = f"{planned.label}, seed {planned.seed}"
-        self.stage("starting")
-
-    def end(self, run: Run, planned: PlannedRun, took: str) -> None:
-        """Print the line of a run that has ended, now or in an earlier command."""
-        self._num_ended += 1
-        self._progress.update(self._task, completed=self._num_ended * self._num_steps)
-        diverged = divergence(run)
-        loss = f"validation loss {run.summary['val_loss']:.4f}" if run.summary and not diverged else ""
-        result = f"diverged ({diverged})" if diverged else loss
-        self._print(f"{self._num_ended}/{len(self._runs)}  {planned.label}, seed {planned.seed}  {result}  {took}")
-
-    def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
-
-    def say(self, line: str) -> None:
-        """Show a line of the run as its stage."""
-        self.stage(line.partition(" Go on with: ")[0])
-
-    def stage(self, what: str) -> None:
-        """Show what the run does now."""
-        self._progress.update(self._task, description=f"{self._name}: {what}")
-
-    def start(self, name: str, step: int) -> None:
-        """Show that steps begin."""
-        self.stage("the first steps compile")
-
-    def step(self, row: Row) -> None:
-        """Show a step."""
-        self.stage(f"loss {row['loss']:.4f}")
-        self._progress.update(self._task, completed=self._num_ended * self._num_steps + row["step"])
-
-    def evaluation(self, row: Row) -> None:
-        """Show a validation loss."""
-        self.stage(f"validation loss {row['val_loss']:.4f}")
-
-    def summary(self, rows: list[Row]) -> None:
-        """Print nothing: the comparison prints a table of its own."""

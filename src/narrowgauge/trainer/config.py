@@ -12,12 +12,20 @@ import dataclasses
 import itertools
 import math
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from narrowgauge.errors import ChipError, DataError, NarrowgaugeError, RecipeError, require_package, suggestion
+from narrowgauge.errors import (
+    ChipError,
+    DataError,
+    NarrowgaugeError,
+    RankError,
+    RecipeError,
+    require_package,
+    suggestion,
+)
 from narrowgauge.machine import compiler_missing, gpu_compiler_missing, switched_off
 from narrowgauge.spec.models import MODELS, UNIT_LEARNING_RATE, get_model, refuse_own_code, usual_rate
 from narrowgauge.spec.notation import parse
@@ -87,14 +95,14 @@ def require(field: dataclasses.Field[Any], value: Any, where: str = "") -> None:
 def load_settings(path: str | Path) -> dict[str, Any]:
     """Return the table of a settings file, unchecked; of a ``run.toml`` the settings without the run's own folder."""
     try:
-        found = load_toml(Path(path).read_text(encoding="utf-8"))
+        table = load_toml(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DataError(f"the settings file {path} does not exist.", "Name a TOML file with --config.") from None
     except (ValueError, OSError) as error:
         reason = " ".join(str(error).split())
         raise DataError(f"the settings file {path} cannot be read: {reason}.", "It must be UTF-8 TOML.") from None
-    settings = found.get("config")
-    return {name: settings[name] for name in settings if name != "out"} if isinstance(settings, dict) else found
+    settings = table.get("config")
+    return {name: settings[name] for name in settings if name != "out"} if isinstance(settings, dict) else table
 
 
 # ── models and folders that a configuration names ───────────────────────────────────────────────────────────────────
@@ -116,7 +124,7 @@ def known_model(name: str) -> str:
 
 
 def first_free(stem: Path) -> Path:
-    """``STEM-N`` with the first N, from 1, that does not exist."""
+    """Return ``STEM-N`` with the first N, from 1, that does not exist."""
     return next(path for number in itertools.count(1) if not (path := Path(f"{stem}-{number}")).exists())
 
 
@@ -229,24 +237,26 @@ class TrainConfig:
         return UPDATE_RULES[self.rule]
 
     @property
+    def title(self) -> str:
+        """Return the recipe's title, and the rule where it is not AdamW."""
+        return rule_title(self.recipe.title, self.rule)
+
+    @property
     def betas(self) -> tuple[float, float] | None:
         """Return the decay rates of both moments; ``None`` for a rule that takes none."""
-        taken = {**self.update_rule.settings, **self._given_settings()}
-        return (taken["beta1"], taken["beta2"]) if "beta1" in taken else None
+        filled = self.filled()
+        return None if filled.beta1 is None or filled.beta2 is None else (filled.beta1, filled.beta2)
 
     @property
     def optimizer_options(self) -> dict[str, Any]:
         """Return the arguments of the rule's optimizer, but for the learning rate."""
-        taken: dict[str, Any] = {**self.update_rule.settings, **self._given_settings()}
-        options = {"weight_decay": taken["weight_decay"], **self.update_rule.in_training(self.rule_options or "")}
+        filled, rule = self.filled(), self.update_rule
+        options = {"weight_decay": filled.weight_decay, **rule.in_training(self.rule_options or "")}
         if self.betas is not None:
             options["betas"] = self.betas
-        return options | ({self.update_rule.eps_option: taken["eps"]} if "eps" in taken else {})
-
-    def _given_settings(self) -> dict[str, Any]:
-        """Return those of the settings that rules take which are not left to the rule."""
-        found = {name: getattr(self, name) for name in UPDATE_RULES["adamw"].settings}
-        return {name: value for name, value in found.items() if value is not None}
+        if filled.eps is not None:
+            options[rule.eps_option] = filled.eps
+        return options
 
     @property
     def micro_batch_size(self) -> int:
@@ -282,6 +292,8 @@ class TrainConfig:
         left = 1 - progress if self.schedule == "linear" else (1 + math.cos(math.pi * progress)) / 2
         return filled.lr * (self.min_lr_ratio + (1 - self.min_lr_ratio) * left)
 
+    # ── rules for what is not set ─────────────────────────────────────────────────────────────────────────────────────
+
     def filled(self, num_parameters: int | None = None) -> TrainConfig:
         """Return the same settings with those filled in that are None: by the model, by the steps, and by the update rule.
 
@@ -295,22 +307,22 @@ class TrainConfig:
         if num_parameters is None and self.model in MODELS:
             num_parameters = MODELS[self.model].num_parameters
         rule = self.update_rule
-        filled = replace(self, **{**rule.settings, **self._given_settings()})
+        values: dict[str, Any] = {name: value for name, value in rule.settings.items() if getattr(self, name) is None}
         if rule.options:
-            filled = replace(filled, rule_options=rule.text(rule.in_training(self.rule_options or "")))
+            values["rule_options"] = rule.text(rule.in_training(self.rule_options or ""))
         if self.warmup_steps is None:
-            filled = replace(filled, warmup_steps=min(self.steps // 10, 100))
+            values["warmup_steps"] = min(self.steps // 10, 100)
         if self.lr is None and not self._why_no_rate():
             if self.recipe.compute.transform == "unit":
-                filled = replace(filled, lr=UNIT_LEARNING_RATE)
+                values["lr"] = UNIT_LEARNING_RATE
             elif num_parameters is not None:
-                filled = replace(filled, lr=usual_rate(num_parameters) * (rule.rate or 1.0))
+                values["lr"] = usual_rate(num_parameters) * (rule.rate or 1.0)
         if self.compile is None and (self.steps >= COMPILE_STEPS or num_parameters is not None):
-            filled = replace(filled, compile=self._is_worth_compiling(num_parameters) and not _compiler_missing())
-        return filled
+            values["compile"] = self._is_worth_compiling(num_parameters) and not _compiler_missing()
+        return replace(self, **values)
 
     def _why_no_rate(self) -> str:
-        """Why a size of the model gives no learning rate, or an empty string."""
+        """Return why a size of the model gives no learning rate, or an empty string."""
         if self.update_rule.rate is None:
             return self.update_rule.rate_because
         # Unit scaling multiplies the rate of each matrix for steps of AdamW's kind and size.
@@ -323,56 +335,8 @@ class TrainConfig:
         return self.steps >= COMPILE_STEPS or (num_parameters or 0) >= COMPILE_PARAMETERS
 
     def why_uncompiled(self, num_parameters: int) -> str:
-        """Why a model that is worth compiling is not, or an empty string."""
+        """Return why a model that is worth compiling is not, or an empty string."""
         return _compiler_missing() if not self.compile and self._is_worth_compiling(num_parameters) else ""
-
-    def require_compiler(self) -> None:
-        """Refuse a compiled model where nothing can be compiled."""
-        if self.compile and (missing := _compiler_missing()):
-            raise ChipError(
-                f"a compiled model was requested, and {missing}.",
-                "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
-            )
-
-    def validated(self) -> TrainConfig:
-        """Check every setting, alone and against the others, and fill in derived settings.
-
-        Invariant: idempotent, and nothing is written. Checks that need the model or the text happen in the loop.
-
-        Returns:
-            The settings with the model's full name, ``out`` chosen, and all rules worked out.
-        Raises:
-            RecipeError: a recipe that its name or table does not say in full, or an unknown preset.
-            DataError: the data, the tokenizer or the model folder does not exist.
-            RecordError: ``out`` is a file, or a folder that is not empty.
-            ChipError: a compiled model was requested, and nothing can be compiled here.
-            NarrowgaugeError: any other invalid value.
-        """
-        for field in fields(self):
-            require(field, getattr(self, field.name))
-        for package in ("transformers", "tokenizers"):
-            require_package(package)
-        if parse(self.recipe.to_value()) != self.recipe:
-            raise RecipeError(
-                f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
-                "A run records its recipe by name: take one from narrowgauge show recipes.",
-            )
-        named = replace(self, model=known_model(self.model)).filled()
-        named.require_agreement()
-        named.require_compiler()
-        named._require_sources()
-        return replace(named, out=named._free_folder() if named.out is None else named._require_free())
-
-    def _free_folder(self) -> str:
-        """Return ``runs/MODEL-RECIPE-N`` with the first free N."""
-        recipe = self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
-        stem = Path(self.model).name.removesuffix(".json")
-        return str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}"))
-
-    @property
-    def title(self) -> str:
-        """Return the recipe's title, and the rule where it is not AdamW."""
-        return rule_title(self.recipe.title, self.rule)
 
     def located(self) -> TrainConfig:
         """Return the same settings with full paths, so that a run or a comparison can be resumed from any folder.
@@ -392,6 +356,119 @@ class TrainConfig:
         data = self.data if self.data == "stdlib" else full(self.data)
         return replace(self, model=model, data=data, tokenizer=self.tokenizer and full(self.tokenizer))
 
+    # ── what is refused ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def validated(self) -> TrainConfig:
+        """Check every setting, alone and against the others, and fill in derived settings.
+
+        Invariant: idempotent, and nothing is written. Checks that need the model or the text happen in the loop.
+
+        Returns:
+            The settings with the model's full name, ``out`` chosen, and all rules worked out.
+        Raises:
+            RecipeError: a recipe that its name or table does not say in full, or an unknown preset.
+            DataError: the data, the tokenizer or the model folder does not exist.
+            RecordError: ``out`` is a file, or a folder that is not empty.
+            ChipError: a compiled model was requested, and nothing can be compiled here.
+            NarrowgaugeError: any other invalid value.
+        """
+        # Imported here: the command line makes flags of these settings and does not need them.
+        from narrowgauge.runs.writer import require_free
+        from narrowgauge.trainer.data.text import open_texts
+
+        for field in fields(self):
+            require(field, getattr(self, field.name))
+        for package in ("transformers", "tokenizers"):
+            require_package(package)
+        if parse(self.recipe.to_value()) != self.recipe:
+            raise RecipeError(
+                f"recipe '{self.recipe.title}' has a compute or storage that differs from the table's of that name.",
+                "A run records its recipe by name: take one from narrowgauge show recipes.",
+            )
+        named = replace(self, model=known_model(self.model)).filled()
+        named.require_agreement()
+        named.require_compiler()
+        if not self.data.startswith("datasets:"):
+            open_texts(self.data)
+        if self.tokenizer is not None and not Path(self.tokenizer).exists():
+            raise DataError(f"the tokenizer {self.tokenizer} does not exist.", "Name a tokenizer.json or its folder.")
+        if named.out is not None:
+            require_free(named.out)
+            return named
+        recipe = self.recipe.name if self.rule == "adamw" else f"{self.recipe.name}-{self.rule}"
+        stem = Path(named.model).name.removesuffix(".json")
+        return replace(named, out=str(first_free(Path("runs") / f"{stem}-{recipe.replace('/', '-')}")))
+
+    def require_compiler(self) -> None:
+        """Refuse a compiled model where nothing can be compiled."""
+        if self.compile and (missing := _compiler_missing()):
+            raise ChipError(
+                f"a compiled model was requested, and {missing}.",
+                "Name a compiler that works with the variable CXX, or train without: --no-compile (compile = false).",
+            )
+
+    def require_ranks(self, num_ranks: int) -> None:
+        """Refuse a number of ranks that the settings do not fit."""
+        if num_ranks == 1 and (setting := self._of_shards()):
+            raise RankError(
+                f"Cannot use {setting} in one process, which has no shards.",
+                f"Start several, --nproc 2, or leave out --{setting.replace('_', '-')}.",
+            )
+        if num_ranks > self.gradient_accumulation_steps:
+            raise RankError(
+                f"{num_ranks} ranks were requested, and a step has {self.gradient_accumulation_steps} micro-batches; each rank "
+                "needs one.",
+                f"Set --gradient-accumulation-steps to {num_ranks} or more, or start fewer ranks.",
+            )
+        if num_ranks % self.replicas:
+            raise RankError(
+                f"{self.replicas} replicas were requested on {num_ranks} ranks, which they do not divide.",
+                "Choose a divisor of the number of ranks.",
+            )
+
+    def _of_shards(self) -> str:
+        """Return the first setting about shards that is used, or an empty string."""
+        used = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
+        return next((name for name, is_used in used.items() if is_used), "")
+
+    def require_agreement(self) -> None:
+        """Refuse settings that contradict each other, the model or the update rule."""
+
+        def refuse(message: str, advice: str, kind: type[NarrowgaugeError] = NarrowgaugeError) -> NoReturn:
+            raise kind(f"Cannot train: {message}.", advice)
+
+        rule, parts, warmup = self.update_rule, self.gradient_accumulation_steps, self.warmup_steps or 0
+        rule.read(self.rule_options or "")
+        for name in UPDATE_RULES["adamw"].settings.keys() - rule.settings.keys():
+            if (value := getattr(self, name)) is not None:
+                flag = name.replace("_", "-")
+                refuse(
+                    f"rule '{rule.name}' has no {name}, and {name} = {value:g} was set", f"Omit --{flag}.", RecipeError
+                )
+        if self.lr is None and (reason := self._why_no_rate()):
+            refuse(f"rule '{rule.name}' has no learning rate, {reason}", "Set --lr; try several.", RecipeError)
+        if self.compile and self.recipe.dtype == "float64":
+            message = f"no graph can hold the scope of float64 of '{self.recipe.title}'"
+            refuse(message, "Omit --compile: reference runs are eager.", RecipeError)
+        if self.batch_size % parts:
+            message = f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches"
+            refuse(message, "Choose a --gradient-accumulation-steps that divides --batch-size.")
+        if warmup > self.steps:
+            refuse(f"a warm-up of {warmup} steps is longer than the run of {self.steps}", "Lower --warmup-steps.")
+        if self.shard == "none" and (setting := self._of_shards()):
+            advice = f"Omit --shard or --{setting.replace('_', '-')}."
+            refuse(f"{setting} is about shards, and shard = 'none' has none", advice)
+        if self.on_spike == "rollback" and not self.checkpoint_every:
+            refuse("a rollback needs checkpoints", "Set --checkpoint-every.")
+        positions = MODELS[self.model].max_positions if self.model in MODELS else self.sequence_length
+        if self.sequence_length > positions:
+            message = f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens"
+            refuse(message, f"Use --sequence-length {positions} or less, or another --model.", RecipeError)
+        for storage in self.recipe.storages if rule.is_matrix else ():
+            refuse_matrix_rule(self.rule, storage)
+
+    # ── tables ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
     def to_dict(self) -> dict[str, Any]:
         """Return a TOML table with a key per setting; None is left out."""
         table = {field.name: getattr(self, field.name) for field in fields(self)} | {"recipe": self.recipe.to_value()}
@@ -408,7 +485,7 @@ class TrainConfig:
             NarrowgaugeError: an unknown key, or a value of the wrong type or out of range.
         """
         known = {field.name: field for field in fields(cls)}
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for name, value in table.items():
             if name not in known:
                 near = (
@@ -421,8 +498,8 @@ class TrainConfig:
             elif kind_of(known[name]) is float and type(value) is int:
                 value = float(value)
             require(known[name], value, f" in {where}")
-            given[name] = value
-        return cls(**given)
+            values[name] = value
+        return cls(**values)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> TrainConfig:
@@ -434,77 +511,9 @@ class TrainConfig:
         """
         return cls.from_dict(load_settings(path), str(path))
 
-    def require_agreement(self) -> None:
-        """Refuse settings that contradict each other, the model or the update rule."""
-        self.update_rule.read(self.rule_options or "")
-        for wrong, kind, message, advice in self._contradictions():
-            if wrong:
-                raise kind(f"Cannot train: {message}.", advice)
-        for storage in self.recipe.storages if self.update_rule.is_matrix else ():
-            refuse_matrix_rule(self.rule, storage)
-
-    def _contradictions(self) -> Iterator[tuple[bool, type[NarrowgaugeError], str, str]]:
-        rule, model = self.update_rule, MODELS.get(self.model)
-        for name, value in self._given_settings().items():
-            message = f"rule '{rule.name}' has no {name}, and {name} = {value:g} was set"
-            yield name not in rule.settings, RecipeError, message, f"Omit --{name.replace('_', '-')}."
-        no_rate = self._why_no_rate() if self.lr is None else ""
-        yield (
-            bool(no_rate),
-            RecipeError,
-            f"rule '{rule.name}' has no learning rate, {no_rate}",
-            "Set --lr; try several.",
-        )
-        yield (
-            bool(self.compile) and self.recipe.dtype == "float64",
-            RecipeError, f"no graph can hold the scope of float64 of '{self.recipe.title}'",
-            "Omit --compile: reference runs are eager.",
-        )  # fmt: skip
-        parts = self.gradient_accumulation_steps
-        yield (
-            self.batch_size % parts > 0,
-            NarrowgaugeError, f"a batch of {self.batch_size} sequences cannot be split into {parts} equal micro-batches",
-            "Choose a --gradient-accumulation-steps that divides --batch-size.",
-        )  # fmt: skip
-        warmup = self.warmup_steps or 0
-        message = f"a warm-up of {warmup} steps is longer than the run of {self.steps}"
-        yield warmup > self.steps, NarrowgaugeError, message, "Lower --warmup-steps."
-        of_shards = {"offload": self.offload, "narrow_gather": self.narrow_gather, "replicas": self.replicas > 1}
-        used = next((name for name, is_set in of_shards.items() if is_set), "")
-        message = f"{used} is about shards, and shard = 'none' has none"
-        advice = f"Omit --shard or --{used.replace('_', '-')}."
-        yield self.shard == "none" and bool(used), NarrowgaugeError, message, advice
-        yield (
-            self.on_spike == "rollback" and not self.checkpoint_every,
-            NarrowgaugeError, "a rollback needs checkpoints", "Set --checkpoint-every.",
-        )  # fmt: skip
-        positions = model.max_positions if model is not None else self.sequence_length
-        yield (
-            self.sequence_length > positions,
-            RecipeError, f"{self.model} has {positions} positions, and sequences have {self.sequence_length} tokens",
-            f"Use --sequence-length {positions} or less, or another --model.",
-        )  # fmt: skip
-
-    def _require_sources(self) -> None:
-        """Require that text and tokenizer exist; both are read later."""
-        # Imported here: the command line makes flags of these settings and does not need it.
-        from narrowgauge.trainer.data.text import open_texts
-
-        if not self.data.startswith("datasets:"):
-            open_texts(self.data)
-        if self.tokenizer is not None and not Path(self.tokenizer).exists():
-            raise DataError(f"the tokenizer {self.tokenizer} does not exist.", "Name a tokenizer.json or its folder.")
-
-    def _require_free(self) -> str:
-        from narrowgauge.runs.writer import require_free
-
-        assert self.out is not None
-        require_free(self.out)
-        return self.out
-
 
 def _compiler_missing() -> str:
-    """Why a model cannot be compiled here, or an empty string; on a GPU kernels are not C++."""
+    """Return why a model cannot be compiled here, or an empty string; on a GPU kernels are not C++."""
     torch = sys.modules.get("torch")
     on_gpu = Path("/dev/nvidiactl").exists() if torch is None else torch.cuda.is_available()
     return switched_off() or (gpu_compiler_missing() if on_gpu else compiler_missing())

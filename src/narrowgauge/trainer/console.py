@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TextIO
+
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -19,21 +21,28 @@ class PipedConsole(RichConsole):
         raise
 
 
-def progress_bar(console: RichConsole, *columns: TextColumn) -> Progress:
-    """Return a bar that is shown on a terminal which can move its cursor, and nowhere else."""
-    on_terminal = console.file.isatty() and not console.is_dumb_terminal
-    parts = (TextColumn("[bold]{task.description}"), BarColumn(), MofNCompleteColumn(), *columns, TimeRemainingColumn())
-    return Progress(*parts, console=console, transient=True, disable=not on_terminal)
-
-
 class Console:
-    """Prints the progress of one run to standard output; without a bar, a line every ``log_every`` steps."""
+    """Prints the progress of one run to standard output, or a stream; without a bar, a line every ``log_every`` steps.
 
-    def __init__(self, num_steps: int, log_every: int) -> None:
-        self.num_steps, self.log_every = num_steps, log_every
-        self.rich = PipedConsole(highlight=False)
-        self.progress = progress_bar(self.rich, TextColumn("{task.fields[metrics]}"))
-        self.task = self.progress.add_task("", total=None, metrics="")
+    With ``log_every`` 0 it prints no lines of its own, as for a run of a comparison: messages stand beside the bar.
+    """
+
+    def __init__(self, num_steps: int, log_every: int, name: str = "", stream: TextIO | None = None) -> None:
+        self.num_steps, self.log_every, self.name = num_steps, log_every, name
+        self.rich = PipedConsole(file=stream, highlight=False)
+        # A bar needs a terminal that can move its cursor.
+        on_terminal = self.rich.file.isatty() and not self.rich.is_dumb_terminal
+        self.progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeRemainingColumn(),
+            console=self.rich,
+            transient=True,
+            disable=not on_terminal,
+        )
+        self.task = self.progress.add_task(name, total=None, metrics="")
 
     def __enter__(self) -> Console:
         self.progress.start()
@@ -44,32 +53,40 @@ class Console:
 
     def stage(self, what: str) -> None:
         """Show a pulsing bar beside what happens before the first step."""
-        self.progress.update(self.task, description=what)
+        self.progress.update(self.task, metrics=what)
 
     def start(self, name: str, step: int) -> None:
         """Begin to count steps; the first ones compile."""
         self.progress.reset(self.task, total=self.num_steps, completed=step)
-        self.progress.update(self.task, description=name, metrics="the first steps compile")
+        self.progress.update(self.task, description=self.name or name, metrics="the first steps compile")
 
-    def say(self, line: str) -> None:
+    def print(self, line: str) -> None:
         """Print one line, above the bar."""
         self.rich.print(line, markup=False, soft_wrap=True)
+
+    def say(self, line: str) -> None:
+        """Show a message."""
+        if self.log_every:
+            self.print(line)
+        else:
+            self.stage(line)
 
     def step(self, row: Row) -> None:
         """Update the bar, or print a line every ``log_every`` steps."""
         if not self.progress.disable:
             self.progress.update(self.task, completed=row["step"], metrics=_metrics(row, _BAR))
-        elif row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps):
-            self.say(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
+        elif self.log_every and (row["step"] % self.log_every == 0 or row["step"] in (1, self.num_steps)):
+            self.print(f"step {row['step']:>6}/{self.num_steps}  {_metrics(row, _LINE)}")
 
     def evaluation(self, row: Row) -> None:
-        """Print the validation loss."""
+        """Show the validation loss."""
         self.say(f"step {row['step']:>6}/{self.num_steps}  {EVAL['val_loss'].text(row)}")
 
     def summary(self, rows: list[Row]) -> None:
         """Print the table of finished runs."""
         self.progress.stop()
-        self.say(summary_table(rows).plain().rstrip())
+        if self.log_every:
+            self.print(summary_table(rows).plain().rstrip())
 
 
 def _metrics(row: Row, names: tuple[str, ...]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -30,16 +30,16 @@ time or sampled; a run's figures are those of its smaller peak."""
 
 @dataclass
 class Allocations:
-    """What tensors took and gave back in a block of code, in the order of time.
+    """The memory that a block of code took and freed, in the order of time.
 
     Args:
         changes: nanoseconds and bytes of each; negative where memory was freed. Memory of before the block that is freed in it is
             missing, since the profiler does not know its size.
-        ends: by name of a ``torch.profiler.record_function``, the nanoseconds at which it first ended.
+        forward_end: when the first range :data:`FORWARD` ended, in nanoseconds.
     """
 
     changes: list[tuple[int, int]] = field(default_factory=list)
-    ends: dict[str, int] = field(default_factory=dict)
+    forward_end: int | None = None
 
     @property
     def peak(self) -> int:
@@ -55,16 +55,21 @@ class Allocations:
             most = max(most, live)
         return most
 
-    def at_end_of(self, name: str) -> int | None:
-        """Return bytes above those of before when a range first ended; ``None`` without such a range."""
-        return sum(size for when, size in self.changes if when <= self.ends[name]) if name in self.ends else None
+    def columns(self, session: Session) -> Row:
+        """Return ``activation_bytes`` and ``peak_tensor_bytes`` of a step; none where nothing was counted."""
+        if not self.changes:
+            return {}
+        columns = {"peak_tensor_bytes": between_steps(session) + self.peak}
+        if self.forward_end is not None:
+            columns["activation_bytes"] = sum(size for when, size in self.changes if when <= self.forward_end)
+        return columns
 
 
 @contextlib.contextmanager
-def counted_allocations(device: torch.device) -> Iterator[Allocations | None]:
+def counted_allocations(device: torch.device, is_counted: bool = True) -> Iterator[Allocations]:
     """Count allocations of tensors on a device within the block; the result is filled in when the block ends.
 
-    Yields ``None``, and counts nothing, where another profiler is active or PyTorch was built without one.
+    Counts nothing where another profiler is active, or PyTorch was built without one.
 
     Cost: about 10 µs for each operation and 50 ms for the block.
 
@@ -75,46 +80,21 @@ def counted_allocations(device: torch.device) -> Iterator[Allocations | None]:
         >>> allocations.peak, sum(size for _, size in allocations.changes)
         (4000, 0)
     """
-    if not torch.profiler.kineto_available() or torch._C._autograd._profiler_enabled():
-        yield None
-        return
     allocations = Allocations()
-    os.environ.setdefault(
-        "KINETO_LOG_LEVEL", "99"
-    )  # Kineto reads it at its first use, and prints that it begins otherwise
+    if not is_counted or not torch.profiler.kineto_available() or torch._C._autograd._profiler_enabled():
+        yield allocations
+        return
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # read at Kineto's first use, which prints a line otherwise
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
     with profile:
         yield allocations
     results = getattr(profile.profiler, "kineto_results", None)
     for event in results.events() if results is not None else ():
-        name = event.name()
-        if name == "[memory]":
-            if event.device_type().name == device.type.upper():
-                allocations.changes.append((event.start_ns(), event.nbytes()))
-        elif event.device_type().name == "CPU":
-            allocations.ends[name] = min(event.end_ns(), allocations.ends.get(name, event.end_ns()))
+        if event.name() == "[memory]" and event.device_type().name == device.type.upper():
+            allocations.changes.append((event.start_ns(), event.nbytes()))
+        elif event.name() == FORWARD and event.device_type().name == "CPU":
+            allocations.forward_end = min(event.end_ns(), allocations.forward_end or event.end_ns())
     allocations.changes.sort(key=lambda change: change[0])
-
-
-class CountedSteps:
-    """Counts the memory of :data:`COUNTED_STEPS` of a session's steps."""
-
-    def __init__(self, session: Session) -> None:
-        self._session, self._num_steps = session, 0
-
-    def take(self, step: Callable[[], Row]) -> Row:
-        """Take a step; its row has ``activation_bytes`` and ``peak_tensor_bytes`` if it was counted."""
-        self._num_steps += 1
-        # With --offload a step moves its state between host and device, and is in neither alone.
-        if self._num_steps not in COUNTED_STEPS or self._session.config.offload:
-            return step()
-        with counted_allocations(self._session.device) as allocations:
-            row = step()
-        if allocations is None:
-            return row
-        activations = allocations.at_end_of(FORWARD)
-        columns = {} if activations is None else {"activation_bytes": activations}
-        return {**row, **columns, "peak_tensor_bytes": between_steps(self._session) + allocations.peak}
 
 
 def state_bytes(session: Session) -> int:
@@ -125,7 +105,7 @@ def state_bytes(session: Session) -> int:
 def bytes_per_param(session: Session) -> float:
     """Return :func:`state_bytes` per parameter that this rank holds."""
     sums = (session.accumulator, session.reduction)
-    return session.optimizer.bytes_per_param() + sum(each.bytes_per_param() for each in sums if each is not None)
+    return session.optimizer.bytes_per_param() + sum(part.bytes_per_param() for part in sums if part is not None)
 
 
 def between_steps(session: Session) -> int:

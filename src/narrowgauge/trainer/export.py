@@ -8,30 +8,16 @@ elsewhere without losing small updates.
 from __future__ import annotations
 
 import copy
-import os
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from narrowgauge.errors import RecordError
-from narrowgauge.runs.atomic_io import (
-    AGAIN,
-    disk_error,
-    disk_errors,
-    hidden_error,
-    sync_file,
-    sync_folder,
-    temporary_name,
-)  # fmt: skip
+from narrowgauge.runs.atomic_io import disk_errors, whole_folder
 from narrowgauge.trainer.data.tokens import load_tokenizer
 from narrowgauge.trainer.language_model import without_progress_bars
-from narrowgauge.trainer.resume_checks import refuse_occupied
 from narrowgauge.trainer.session import Session, load
 
 if TYPE_CHECKING:
@@ -56,8 +42,9 @@ def export(folder: Path, out: Path, dtype: Dtype = "visible", max_shard_size: in
 
     Cost: the model and its optimizer in memory.
     """
-    refuse_occupied(Path(out))
-    return export_session(load(folder), Path(out), dtype, max_shard_size)
+    out = Path(out)
+    refuse_occupied(out)
+    return export_session(load(folder), out, dtype, max_shard_size)
 
 
 def export_session(session: Session, out: Path, dtype: Dtype = "visible", max_shard_size: int | str = "5GB") -> Path:
@@ -71,9 +58,12 @@ def export_session(session: Session, out: Path, dtype: Dtype = "visible", max_sh
     # Loading casts all weights to the declared dtype: one that changes no value.
     config.dtype = torch.bfloat16 if dtypes <= {torch.bfloat16} else max(dtypes | {torch.float32}, key=_itemsize)
     config.use_cache = True
-    with new_folder(out) as temporary:
-        with without_progress_bars():
-            session.model.save_pretrained(temporary, state_dict=weights, max_shard_size=max_shard_size)
+    with whole_folder(out) as temporary:
+        try:
+            with without_progress_bars():
+                session.model.save_pretrained(temporary, state_dict=weights, max_shard_size=max_shard_size)
+        except ValueError as error:
+            raise RecordError(f"Cannot export files of {max_shard_size}: {error}", "Use 5GB or 500MB.") from error
         if (session.folder / "tokenizer.json").is_file():
             config.bos_token_id = config.eos_token_id = _write_tokenizer(session.folder, temporary, config)
         config.save_pretrained(temporary)
@@ -139,29 +129,10 @@ def _write_generation(model: PreTrainedModel, out: Path, end: int | None) -> Non
         generation.save_pretrained(out)
 
 
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder, which is renamed to ``out`` when the block succeeds and removed when it fails."""
-    temporary = temporary_name(out)
-    absent = [place for place in out.parents if not place.exists()]
-    with disk_errors(out, AGAIN):
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            yield temporary
-            for file in temporary.iterdir():
-                sync_file(file)
-            sync_folder(temporary)
-            if out.exists():
-                out.rmdir()
-            os.rename(temporary, out)
-            sync_folder(out.parent)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            with suppress(OSError):
-                for place in absent:
-                    place.rmdir()
-            if isinstance(error, SafetensorError):  # its text hides the system's error, such as a full disk
-                raise disk_error(out, hidden_error(error), AGAIN) from error
-            raise
+def refuse_occupied(out: Path) -> None:
+    """Raise unless ``out`` does not exist or is an empty folder."""
+    with disk_errors(out):
+        occupied = out.exists() and (not out.is_dir() or any(out.iterdir()))
+    if occupied:
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise RecordError(f"Cannot export to {out}: it exists and {what}.", "Name another folder, or remove this one.")

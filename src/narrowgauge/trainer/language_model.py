@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from narrowgauge.distributed.sharding import fsdp_modules
-from narrowgauge.errors import DataError, suggestion
+from narrowgauge.errors import DataError
 from narrowgauge.matmul.linear import has_plain_product
 from narrowgauge.matmul.swapping import COMPILE_OPTIONS, linears_of
 from narrowgauge.numerics.rounding import at_least_float32
@@ -35,13 +35,12 @@ from narrowgauge.numerics.widening import linear
 from narrowgauge.planner.memory import CHUNK_LOGITS
 from narrowgauge.planner.memory import LARGE_VOCABULARY as LARGE_VOCABULARY
 from narrowgauge.spec.models import MODELS, Model, refuse_own_code, weights_file
+from narrowgauge.trainer.config import known_model
 
 if TYPE_CHECKING:  # transformers takes seconds to import: each function below imports what it needs
     from transformers import PretrainedConfig, PreTrainedModel
 
 _MIN_CHUNK_TOKENS = 128
-
-
 _UNREADABLE = (OSError, ValueError, LookupError, RuntimeError, TypeError, AttributeError, ImportError, SafetensorError)
 
 
@@ -59,7 +58,8 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
         weights: the file of the weights, where :func:`require_initial_weights` has already found it.
 
     Raises:
-        DataError: nothing has that name or path, or the folder's model or weights cannot be read or do not fit.
+        RecipeError: no preset has that name.
+        DataError: the folder's model or weights cannot be read or do not fit.
 
     Example:
         >>> num_parameters(build("llama-1m", seed=0))
@@ -68,52 +68,52 @@ def build(model: str, *, vocab_size: int | None = None, seed: int, weights: Path
     row = MODELS.get(model.strip().lower())
     if row is not None:
         return drawn(_preset_config(row, vocab_size), seed)
-    from transformers import AutoConfig
-
     folder = _folder(model)
-    refuse_own_code(folder)
     weights = weights or require_initial_weights(model)
-    try:
+    with _unreadable_models_refused(folder):
+        config = _read_config(folder)
         if weights is not None:
-            return _loaded(folder, weights, vocab_size, seed)
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return _loaded(folder, weights, config, vocab_size, seed)
         if vocab_size is not None:
             config.vocab_size = vocab_size
         return drawn(config, seed)
-    except _UNREADABLE as error:
-        raise DataError(
-            f"Cannot build a causal language model from the folder {folder}: {_first_line(error)}",
-            "It needs a Hugging Face config.json, and either no weights or those that fit it.",
-        ) from error
 
 
 def require_initial_weights(model: str) -> Path | None:
     """Return the file of the weights that a run starts from; ``None`` where they are drawn."""
-    if model.strip().lower() in MODELS:
-        return None
-    return weights_file(_folder(model))
+    return None if model.strip().lower() in MODELS else weights_file(_folder(model))
 
 
 def vocabulary_size(model: str) -> int | None:
     """Return the size of the vocabulary that a tokenizer for the model is trained to; ``None`` without one."""
     if model in MODELS:
         return MODELS[model].vocab_size
+    with _unreadable_models_refused(_folder(model)):
+        return getattr(_read_config(_folder(model)), "vocab_size", None)
+
+
+def _folder(model: str) -> Path:
+    path = Path(known_model(model))
+    return path.parent if path.name == "config.json" else path
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    folder = _folder(model)
     refuse_own_code(folder)
+    return cast("PretrainedConfig", AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
+
+
+@contextlib.contextmanager
+def _unreadable_models_refused(folder: Path) -> Iterator[None]:
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RecursionError) as error:
+        yield
+    except _UNREADABLE as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise DataError(
-            f"the config.json in {model} cannot be read: {_first_line(error)}",
-            "It must be one that Hugging Face transformers can read.",
+            f"Cannot build a causal language model from the folder {folder}: {reason}",
+            "It needs a Hugging Face config.json, and either no weights or those that fit it.",
         ) from error
-    return getattr(config, "vocab_size", None)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -184,7 +184,7 @@ def ends_in_head(model: PreTrainedModel) -> bool:
         )
         try:
             with torch.random.fork_rng([tokens.device] if tokens.device.type == "cuda" else []):
-                found = model.eval()(input_ids=tokens, use_cache=False).logits
+                output = model.eval()(input_ids=tokens, use_cache=False).logits
         finally:
             model.train(was_training)
             for hook in hooks:
@@ -192,7 +192,7 @@ def ends_in_head(model: PreTrainedModel) -> bool:
         _ENDS_IN_HEAD[model] = (
             len(hidden) == len(logits) == 1
             and torch.equal(hidden[0], logits[0][0])
-            and torch.equal(found, logits[0][1].to(found.dtype))
+            and torch.equal(output, logits[0][1].to(output.dtype))
         )
     return _ENDS_IN_HEAD[model]
 
@@ -320,24 +320,6 @@ def _preset_config(row: Model, vocab_size: int | None) -> PretrainedConfig:
     return LlamaConfig(**{name: getattr(row, column) for name, column in _LLAMA.items()}, **options)
 
 
-def _folder(model: str) -> Path:
-    """Return the folder of a model; raises for a name that is neither a preset nor a folder."""
-    path = Path(model).expanduser()
-    if path.name == "config.json" and path.is_file():
-        return path.parent
-    if (path / "config.json").is_file():
-        return path
-    if path.is_dir():
-        raise DataError(
-            f"The folder {path} was given as a model; it has no config.json.", "Name the folder that contains it."
-        )
-    near = suggestion(model.strip().lower(), MODELS)
-    raise DataError(
-        f"The model {model!r} is neither a preset nor a folder with a config.json.",
-        f"{near} (narrowgauge show models lists the presets.)".strip(),
-    )
-
-
 def _without_dropout(config: Any) -> Any:
     for name, value in vars(config).items():
         if isinstance(value, float) and "drop" in name:
@@ -356,16 +338,17 @@ def drawn(config: PretrainedConfig, seed: int) -> PreTrainedModel:
     return cast("PreTrainedModel", model.train())
 
 
-def _loaded(folder: Path, weights: Path, vocab_size: int | None, seed: int) -> PreTrainedModel:
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _loaded(
+    folder: Path, weights: Path, config: PretrainedConfig, vocab_size: int | None, seed: int
+) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
 
-    config = _without_dropout(AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False))
     # The seed is for weights that the folder lacks, such as a new head.
     with torch.random.fork_rng(devices=[]), without_progress_bars():
         torch.default_generator.manual_seed(seed)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=config,
+            config=_without_dropout(config),
             dtype=torch.float32,
             local_files_only=True,
             use_safetensors="safetensors" in weights.name,
@@ -373,23 +356,23 @@ def _loaded(folder: Path, weights: Path, vocab_size: int | None, seed: int) -> P
             trust_remote_code=False,
             output_loading_info=True,
         )
-    made, found = loaded
-    drawn_ones, known = sorted(found["missing_keys"]), dict(made.named_parameters())
-    if known.keys() <= set(drawn_ones):
+    model, info = loaded
+    missing, names = sorted(info["missing_keys"]), [name for name, _ in model.named_parameters()]
+    if set(names) <= set(missing):
         raise DataError(
-            f"The weights in {weights} are none of those of the {type(made).__name__} in config.json, such as '{drawn_ones[0]}'.",
+            f"The weights in {weights} are none of those of the {type(model).__name__} in config.json, such as '{missing[0]}'.",
             "Give the config.json that belongs to them, or a folder with only config.json to start from random weights.",
         )
-    if drawn_ones:
+    if missing:
         warnings.warn(
-            f"{weights} lacks {len(drawn_ones)} of the {len(known)} parameters of {type(made).__name__}, which start from random "
-            f"weights: {', '.join(drawn_ones[:3])}{' …' if len(drawn_ones) > 3 else ''}.",
+            f"{weights} lacks {len(missing)} of the {len(names)} parameters of {type(model).__name__}, which start from random "
+            f"weights: {', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}.",
             stacklevel=4,
         )
-    rows = len(cast(Tensor, made.get_input_embeddings().weight))
+    rows = len(cast(Tensor, model.get_input_embeddings().weight))
     if vocab_size is not None and vocab_size > rows:
         raise DataError(
             f"The weights in {folder} have {rows:,} token embeddings; the text has {vocab_size:,} different tokens.",
             "Use the tokenizer of these weights, or a folder with only config.json.",
         )
-    return cast("PreTrainedModel", made.train())
+    return cast("PreTrainedModel", model.train())

@@ -16,8 +16,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,22 @@ from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.errors import ChipError, CorruptionError, RecordError, Terminated
 from narrowgauge.gauges.recording.provenance import differences
 from narrowgauge.gauges.recording.run_reporter import NullScreen, OnRow, Reporter, Screen, first_writer
+from narrowgauge.gauges.recording.step_row import peak_memory_bytes, summary_of
 from narrowgauge.inductor import why_compiling_failed
 from narrowgauge.runs.atomic_io import AGAIN, disk_errors
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.record import read_run
-from narrowgauge.runs.writer import RunWriter, lost_steps, require_free
+from narrowgauge.runs.schema import Row
+from narrowgauge.runs.writer import RunWriter
 from narrowgauge.spec.models import MODELS
-from narrowgauge.trainer import language_model
+from narrowgauge.trainer import counted_memory, language_model
 from narrowgauge.trainer.config import OF_RANKS, TrainConfig
 from narrowgauge.trainer.console import Console
-from narrowgauge.trainer.counted_memory import CountedSteps
 from narrowgauge.trainer.data.dataset import Dataset, open_data
 from narrowgauge.trainer.recovery import Recovery
-from narrowgauge.trainer.resume_checks import FIXED, amended, changed_settings, unfinished_run
+from narrowgauge.trainer.resume_checks import FIXED, changed_settings, unfinished_run
 from narrowgauge.trainer.session import Session, build, data_of_run, describe, prepare_tokens
-from narrowgauge.trainer.step import evaluate, summarize, train_step
+from narrowgauge.trainer.step import evaluate, train_step
 
 
 def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | None = None) -> Path:
@@ -53,64 +53,28 @@ def train(config: TrainConfig, *, screen: Screen | None = None, on_row: OnRow | 
         KeyboardInterrupt: after Ctrl-C, once the checkpoint is saved; after SIGTERM :class:`~narrowgauge.errors.Terminated`.
     """
     ranks = all_ranks()
-    config, absent = ranks.of_first(lambda: _begin(config))
+    config = ranks.of_first(lambda: config.validated().located())
     folder = Path(str(config.out))
     with _shown(config, screen) as shown:
-        try:
-            # Before the data are prepared, which may take long.
-            weights = ranks.of_first(lambda: language_model.require_initial_weights(config.model))
-            data = _opened_by_all(lambda: prepare_tokens(config, shown.stage), config)
-            data.require(config.sequence_length)
-            shown.stage("building the model")
-            session = build(config, folder, data, weights)
-            writer = first_writer(folder, lambda: RunWriter.create(folder, describe(session)))
-        except BaseException:
-            with suppress(OSError):  # another run may use it by now
-                for place in absent if ranks.is_first else ():
-                    place.rmdir()
-            raise
-        with writer:
+        # Before the data are prepared, which may take long.
+        weights = ranks.of_first(lambda: language_model.require_initial_weights(config.model))
+        data = _opened_by_all(lambda: prepare_tokens(config, shown.stage), config)
+        data.require(config.sequence_length)
+        shown.stage("building the model")
+        session = build(config, folder, data, weights)
+        with first_writer(folder, lambda: RunWriter.create(folder, describe(session))) as writer:
             if ranks.is_first and data.tokenizer_path is not None:
                 with disk_errors(folder, AGAIN):
                     shutil.copyfile(data.tokenizer_path, folder / "tokenizer.json")
             for note in [*data.notes, *session.notes]:
                 writer.event(Event("note", 0, note))
             writer.event(Event("start", 0, f"{Path(config.model).name} in {session.config.title}"))
+            shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
+            if config.model not in MODELS:
+                drawn = f"drawn from seed {config.seed}; the model's folder holds none"
+                shown.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
             _run(session, writer, shown, on_row)
     return folder
-
-
-def _begin(config: TrainConfig) -> tuple[TrainConfig, list[Path]]:
-    """Check the settings and make the run folder; return them filled in, and the folders that were made."""
-    config = config.validated().located()
-    folder = Path(str(config.out))
-    require_free(folder)
-    absent = [place for place in (folder, *folder.parents) if not place.exists()]
-    with disk_errors(folder, AGAIN):
-        folder.mkdir(parents=True, exist_ok=True)
-    return config, absent
-
-
-@contextmanager
-def _shown(config: TrainConfig, screen: Screen | None) -> Iterator[Screen]:
-    """Yield the screen of the caller, or standard output; on other ranks one that shows nothing."""
-    if screen is not None or not all_ranks().is_first:
-        yield screen if screen is not None and all_ranks().is_first else NullScreen()
-        return
-    with Console(config.steps, config.log_every) as console:
-        yield console
-
-
-def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Dataset:
-    """Open the data on rank 0, which may tokenize text, then on the others."""
-    opened: list[Dataset] = []
-
-    def open_here() -> str:
-        opened.append(open_first())
-        return str(opened[0].folder)
-
-    folder = all_ranks().of_first(open_here)
-    return opened[0] if opened else open_data(folder, config.held_out, config.seed)
 
 
 def resume(
@@ -137,8 +101,8 @@ def resume(
     folder, ranks = Path(folder), all_ranks()
     run = unfinished_run(folder)
     settings = {**run.config, **(chosen or {}), "stop_after": stop_after}
-    given = {name: value for name, value in settings.items() if value is not None}
-    config = TrainConfig.from_dict(given, str(folder / "run.toml"))
+    settings = {name: value for name, value in settings.items() if value is not None}
+    config = TrainConfig.from_dict(settings, str(folder / "run.toml"))
     config.require_agreement()
     with first_writer(folder, lambda: RunWriter.open(folder)) as writer, _shown(config, screen) as shown:
         data = _opened_by_all(lambda: data_of_run(run, config, shown.stage), config)
@@ -146,31 +110,31 @@ def resume(
         session = build(config, folder, data)
         events: list[Event] = []
 
-        def damaged(path: Path, reason: str) -> None:
+        def report_damage(path: Path, reason: str) -> None:
             events.append(Event("checkpoint_damaged", 0, f"{path.name} is damaged ({reason}) and was not loaded"))
 
-        session.restore(damaged)
-        step = session.step
+        saved = session.restore(report_damage)
+        step, present = session.step, describe(session)
         if stop_after is not None and stop_after <= step:
             raise RecordError(
                 f"{folder} has done {step} steps, and a stop after step {stop_after} was requested.",
                 "Name a later step with --stop-after, or leave it out.",
             )
-        present = describe(session)
-        changed = changed_settings(session.saved_settings, present["config"], FIXED) if session.saved_settings else []
+        changed = changed_settings(saved, present["config"], FIXED) if saved else []
         if changed and not accept_changes:
             changes = "; ".join(f"{name} is {now}, and the run started with {before}" for name, before, now in changed)
             raise RecordError(
                 f"{folder / 'run.toml'} was changed: {changes}.",
                 f"Restore it, or accept the change: narrowgauge resume {folder} --accept-changes",
             )
-        lost = ranks.of_first(lambda: lost_steps(folder, step))
-        ranks.of_first(lambda: writer.rewind(step, accept_lost=accept_changes))
+        lost = ranks.of_first(lambda: writer.rewind(step, accept_lost=accept_changes))
         changed += changed_settings(run.config, present["config"], OF_RANKS)
-        before, now = (str(content.get("machine", {}).get("ranks", 1)) for content in (run.run, present))
-        changed += [("the number of ranks", before, now)] if before != now else []
+        recorded_machine = run.run.get("machine", {})
+        if (num_ranks := recorded_machine.get("ranks", 1)) != ranks.size:
+            changed.append(("the number of ranks", str(num_ranks), str(ranks.size)))
         if changed:
-            ranks.of_first(lambda: writer.amend(amended(run.run, present)))
+            machine = {**recorded_machine, "ranks": ranks.size}
+            ranks.of_first(lambda: writer.amend({**run.run, "config": present["config"], "machine": machine}))
         notes = [f"{name} was {old} up to step {step} and is {new} from there on" for name, old, new in changed]
         notes += [lost] if lost else []
         events += [Event("note", step, note, detector="changed-settings") for note in notes]
@@ -179,17 +143,41 @@ def resume(
             writer.event(event)
             _note(session, f"{event.message}.")
         writer.event(Event("resume", step, f"from step {step}"))
+        shown.say(f"{Path(config.model).name} · {session.config.title} · {folder}")
         _run(session, writer, shown, on_row)
     return folder
 
 
+def _shown(config: TrainConfig, screen: Screen | None) -> Any:
+    """Return a context with the caller's screen, or standard output; on other ranks than 0 nothing is shown."""
+    if not all_ranks().is_first:
+        return NullScreen()
+    return Console(config.steps, config.log_every) if screen is None else nullcontext(screen)
+
+
+def _opened_by_all(open_first: Callable[[], Dataset], config: TrainConfig) -> Dataset:
+    """Open the data on rank 0, which may tokenize text, then on the others."""
+    opened: list[Dataset] = []
+
+    def open_here() -> str:
+        opened.append(open_first())
+        return str(opened[0].folder)
+
+    folder = all_ranks().of_first(open_here)
+    return opened[0] if opened else open_data(folder, config.held_out, config.seed)
+
+
 def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | None) -> None:
-    config, began = session.config, time.perf_counter() - session.seconds
+    """Take the steps that are left."""
+    config, here = session.config, session.here
+    began = time.perf_counter() - session.seconds
+    first_step = session.step
     with _signals() as signals, session.watched():
         reporter = Reporter(writer, console, config.recipe, on_row)
-        _announce(session, console)
+        recovery = Recovery(session, reporter)
         session.optimizer.on_alarm = lambda alarms: reporter.lost_updates(alarms, session.step + 1)
-        recovery, counted = Recovery(session, reporter), CountedSteps(session)
+        for note in session.notes:
+            _note(session, note)
         console.start(config.title, session.step)
 
         def save() -> None:
@@ -205,24 +193,36 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
         try:
             while session.step < config.steps:
                 judgement = recovery.judgement()
-                row = counted.take(partial(train_step, session, judgement))
-                if recovery.takes_over(row):
+                # With --offload a step moves its state between host and device, and is in neither alone.
+                is_counted = session.step - first_step + 1 in counted_memory.COUNTED_STEPS and not config.offload
+                with counted_memory.counted_allocations(session.device, is_counted) as allocations:
+                    row = train_step(session, judgement)
+                row |= allocations.columns(session)
+                if recovery.rolls_back(row):
                     continue
                 reporter.step(row, judgement, session.linears, session.gauges)
                 reporter.fingerprint(session.fingerprints, must_agree=config.verify_every > 0)
-                if _is_due(session.step, config.eval_every) and session.step < config.steps:
+                is_last = session.step == config.steps
+                if _is_due(session.step, config.eval_every) and not is_last:
                     _evaluate(session, reporter)
                 recovery.after(row, save)
-                is_last = session.step == config.steps
                 # A signal may reach the ranks in different steps: all stop after the same one.
-                number = session.here.largest(signals[0] if signals else 0)
+                number = here.largest(signals[0] if signals else 0)
                 is_stopping = bool(number) or (session.step == config.stop_after and not is_last)
                 if is_stopping or is_last or _is_due(session.step, config.checkpoint_every):
                     save()
                 if is_stopping:
-                    _stop(session, reporter, number)
+                    session.saver.close()
+                    reporter.event(
+                        Event("stop", session.step, "interrupted" if number else "as requested by stop_after")
+                    )
+                    console.say(f"Stopped after step {session.step}. Go on with: narrowgauge resume {session.folder}")
+                    if number:
+                        raise Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
                     return
-            _finish(session, reporter, time.perf_counter() - began)
+            summary = _summary(session, reporter, time.perf_counter() - began)
+            session.saver.close()
+            reporter.finish(summary)
         except CorruptionError as error:
             message, tensor, rank = error.message.rstrip("."), error.tensor, error.rank
             reporter.event(
@@ -230,7 +230,7 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
             )
             raise
         except Exception as error:
-            if session.config.compile and (reason := why_compiling_failed(error)):
+            if config.compile and (reason := why_compiling_failed(error)):
                 raise ChipError(
                     f"the model could not be compiled in step {session.step + 1}: {reason.rstrip('.')}.",
                     "Fix that, or pass --no-compile.",
@@ -243,6 +243,38 @@ def _run(session: Session, writer: RunWriter, console: Screen, on_row: OnRow | N
             reporter.advise()
 
 
+def _summary(session: Session, reporter: Reporter, wall_seconds: float) -> Row:
+    """Return the content of ``summary.json``, after an evaluation where the last step has none yet."""
+    run = session.here.of_first(lambda: read_run(session.folder))
+    losses = [row["val_loss"] for row in run.evals if row["step"] == session.step]
+    return summary_of(
+        run.steps,
+        session.audit_total,
+        recipe=session.config.recipe.to_value(),
+        model=session.config.model,
+        val_loss=losses[-1] if losses else _evaluate(session, reporter),
+        steps=session.step,
+        tokens=session.tokens,
+        peak_memory_bytes=peak_memory_bytes(),
+        bytes_per_param=counted_memory.bytes_per_param(session),
+        state_bytes=counted_memory.state_bytes(session),
+        **counted_memory.of_run(run.steps),
+        num_skipped=session.optimizer.num_skipped,
+        weights_fingerprint=session.weights_fingerprint(),
+        wall_seconds=wall_seconds,
+    )
+
+
+def _evaluate(session: Session, reporter: Reporter) -> float:
+    began = time.perf_counter()
+    loss = evaluate(session)
+    seconds = time.perf_counter() - began
+    reporter.evaluation(
+        {"step": session.step, "val_loss": loss, "tokens": session.tokens, "evaluation_seconds": seconds}
+    )
+    return loss
+
+
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """Yield a list that receives the first SIGINT or SIGTERM; a second one ends the process at once.
@@ -253,8 +285,8 @@ def _signals() -> Iterator[list[int]]:
 
     def receive(number: int, frame: Any) -> None:
         received.append(number)
-        for each in before:
-            signal.signal(each, signal.SIG_DFL)
+        for handled in before:
+            signal.signal(handled, signal.SIG_DFL)
         with suppress(OSError):  # its reader has left
             # Past Python's buffers: the signal may have interrupted a print.
             os.write(2, b"Stopping after this step; press Ctrl-C again to stop at once.\n")
@@ -271,16 +303,6 @@ def _signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _announce(session: Session, console: Screen) -> None:
-    console.say(f"{Path(session.config.model).name} · {session.config.title} · {session.folder}")
-    if session.here.is_first and session.step == 0 and session.config.model.strip().lower() not in MODELS:
-        weights = session.initial_weights
-        drawn = f"drawn from seed {session.config.seed}; the model's folder holds none"
-        console.say(f"initial weights: {drawn if weights is None else f'read from {weights}'}")
-    for note in session.notes:
-        _note(session, note)
-
-
 def _note(session: Session, text: str) -> None:
     if session.here.is_first:
         print(f"note: {text}", file=sys.stderr)
@@ -288,27 +310,3 @@ def _note(session: Session, text: str) -> None:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
-
-
-def _stop(session: Session, reporter: Reporter, number: int) -> None:
-    session.saver.close()
-    reporter.event(Event("stop", session.step, "interrupted" if number else "as requested by stop_after"))
-    reporter.console.say(f"Stopped after step {session.step}. Go on with: narrowgauge resume {session.folder}")
-    if number:
-        raise Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
-
-
-def _finish(session: Session, reporter: Reporter, wall_seconds: float) -> None:
-    rows = all_ranks().of_first(lambda: read_run(session.folder).evals)
-    losses = [row["val_loss"] for row in rows if row["step"] == session.step]
-    summary = summarize(session, losses[-1] if losses else _evaluate(session, reporter), wall_seconds)
-    session.saver.close()
-    reporter.finish(summary)
-
-
-def _evaluate(session: Session, reporter: Reporter) -> float:
-    began = time.perf_counter()
-    row = {"step": session.step, "val_loss": evaluate(session), "tokens": session.tokens}
-    row["evaluation_seconds"] = time.perf_counter() - began
-    reporter.evaluation(row)
-    return float(row["val_loss"])

@@ -1,29 +1,22 @@
-"""Which samples a rank trains on in a step: the batch, and its micro-batches.
+"""Which micro-batches of a step a rank computes, and the sum of their losses in one order for any number of ranks.
 
-A micro-batch holds the same samples for every number of ranks. Micro-batch m runs on rank ``m % ranks``, so each rank does
+A micro-batch holds the same sequences for every number of ranks. Micro-batch m runs on rank ``m % ranks``, so each rank does
 ``ceil(micro-batches / ranks)`` rounds. A rank that has none left repeats its first and contributes nothing, since every rank
-takes part in every exchange. What is recorded of micro-batches is added up in their order.
-
-A spike caused by the data recurs when the same batches are trained on again. A rollback therefore returns to the last checkpoint
-and skips the batches between it and the spike. Each rollback is an event in the run folder, written before it takes effect: a
-resumed run reads the events and takes the same batches.
+takes part in every exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from narrowgauge.distributed.ranks import Ranks
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """What a rank computes in one round of a step.
+    """One round of a rank in a step.
 
     Args:
         number: of the micro-batch in the step, over all ranks.
@@ -40,7 +33,7 @@ def micro_batches_of_rank(num_micro_batches: int, rank: int = 0, size: int = 1) 
     """Return the rounds of one rank, in a step with at least one micro-batch for each rank.
 
     Example:
-        >>> [(each.number, each.is_absent) for each in micro_batches_of_rank(5, rank=2, size=3)]
+        >>> [(part.number, part.is_absent) for part in micro_batches_of_rank(5, rank=2, size=3)]
         [(2, False), (2, True)]
     """
     numbers = range(rank, rank + size * -(-num_micro_batches // size), size)
@@ -65,42 +58,3 @@ def sum_in_order(shares: Sequence[Tensor], num_micro_batches: int, size: int = 1
     for share in table[1:num_micro_batches].unbind():
         total = total + share
     return total
-
-
-def gather_in_order(values: Sequence[float], num_micro_batches: int, here: Ranks) -> list[float]:
-    """Return a number of each micro-batch from all ranks, in their order; ``values`` are those of this rank's rounds."""
-    by_rank = here.gather(list(values))
-    return [by_rank[number % here.size][number // here.size] for number in range(num_micro_batches)]
-
-
-# ── batches that rollbacks skip ─────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class SkippedBatches:
-    """How many batches are skipped after a rollback to the checkpoint of a step."""
-
-    step: int
-    batches: int
-
-
-def batch_index(step: int, skipped: Iterable[SkippedBatches]) -> int:
-    """Return the index of the batch for the step after ``step`` steps.
-
-    Invariant: no batch is taken twice.
-
-    Example:
-        >>> [batch_index(step, [SkippedBatches(100, 8)]) for step in (99, 100, 101)]
-        [99, 108, 109]
-    """
-    return step + sum(each.batches for each in skipped if each.step <= step)
-
-
-def skipped_batches_of(events: Iterable[Mapping[str, Any]]) -> list[SkippedBatches]:
-    """Return the batches that a run skipped, by its events, in order.
-
-    Example:
-        >>> skipped_batches_of([{"kind": "rollback", "step": 108, "to_step": 100, "batches": 8}])
-        [SkippedBatches(step=100, batches=8)]
-    """
-    return [SkippedBatches(row["to_step"], row["batches"]) for row in events if row.get("kind") == "rollback"]

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from narrowgauge.checkpoints.saving import checkpoint_before
+from narrowgauge.checkpoints.saving import latest_checkpoint
 from narrowgauge.errors import NarrowgaugeError, RecordError
 from narrowgauge.matmul.layer_matmuls import cast_to_slot, outlier_columns, scales_to_fold
 from narrowgauge.matmul.linear import Linear, is_linear, is_transposed
@@ -42,10 +42,9 @@ from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
 from narrowgauge.trainer.config import TrainConfig
-from narrowgauge.trainer.micro_batches import skipped_batches_of
-from narrowgauge.trainer.random_numbers import random_numbers
+from narrowgauge.trainer.recovery import skipped_batches
 from narrowgauge.trainer.session import Session, build, data_of_run
-from narrowgauge.trainer.step import differentiate, train_step
+from narrowgauge.trainer.step import differentiate, losses, train_step
 
 PLACES: dict[str, str] = {
     "inputs": "linear layers take their inputs uncast, in all their matmuls",
@@ -115,15 +114,14 @@ class RoundingPlaces:
 
     def __str__(self) -> str:
         since = f"checkpoint {self.started}" if self.started else "the initial weights"
-        told = self.mismatch or "it has the bits of the record"
-        return f"Step {self.step}, repeated from {since}: {told}.\n{self.table().plain()}".rstrip()
+        match = self.mismatch or "it has the bits of the record"
+        return f"Step {self.step}, repeated from {since}: {match}.\n{self.table().plain()}".rstrip()
 
 
 def rounding_places(
     folder: str | Path,
     step: int,
     *,
-    prepared: Callable[[Session], Any] = lambda session: None,
     say: Callable[[str], object] = lambda line: None,
 ) -> RoundingPlaces:
     """Compute the gradients of a run's step again, in float32, and with each place of their rounding left out alone.
@@ -133,7 +131,6 @@ def rounding_places(
     Args:
         folder: the run folder of ``narrowgauge train``.
         step: number of the step, from 1.
-        prepared: called with each session that is built, such as to put hooks on its model.
         say: called with a sentence before what takes a while.
     Returns:
         The variants as rows; printed as a table.
@@ -155,9 +152,8 @@ def rounding_places(
     with _threads_of(run), tempfile.TemporaryDirectory() as temporary, warnings.catch_warnings():
         warnings.simplefilter("ignore", AccumulationWarning)
         session = build(config, Path(temporary), data)
-        prepared(session)
-        session.skipped_batches = skipped_batches_of(run.events)
-        if (checkpoint := checkpoint_before(run.path, step - 1, lambda path, reason: None)) is not None:
+        session.skipped = skipped_batches(run.events)
+        if (checkpoint := latest_checkpoint(run.path, lambda path, reason: None, at_most=step - 1)) is not None:
             session.load(checkpoint)
         started, mismatch = session.step, ""
         say(f"Repeating the run up to step {step}.")
@@ -168,7 +164,6 @@ def rounding_places(
         say("Computing the step in float32, and with each place of rounding left out.")
         wide = dataclasses.replace(config, recipe=Recipe(COMPUTES["float32"], STORAGES["float32"]))
         plain = build(wide, Path(temporary), data)
-        prepared(plain)
         rows, loss = _compare(_Step(session, plain))
         last = {"step": step, "batch_crc": session.batch_crc, "loss": loss}
         mismatch = mismatch or _mismatch(recorded.get(step, {}), last)
@@ -226,16 +221,11 @@ def _threads_of(run: Run) -> Iterator[None]:
 # ── the variants ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@dataclass(frozen=True, eq=False)
-class _Gradients:
+class _Gradients(NamedTuple):
     """The gradients of a step, of loss scale 1 and not clipped, and its mean loss."""
 
     loss: float
     tensors: Tensors
-
-    @property
-    def is_finite(self) -> bool:
-        return math.isfinite(self.loss) and all(bool(g.isfinite().all()) for g in self.tensors.values())
 
 
 def _compare(step: _Step) -> tuple[list[Row], float]:
@@ -253,11 +243,15 @@ def _compare(step: _Step) -> tuple[list[Row], float]:
 
 
 def _row(name: str, gradients: _Gradients, wide: _Gradients) -> Row:
-    row: Row = {"name": name, "loss": None, "gradient": None, "removes": None}
-    if not (gradients.is_finite and wide.is_finite):
-        return row
-    off = abs(gradients.loss - wide.loss) / max(abs(wide.loss), 1e-30)
-    return {**row, "loss": off, "gradient": _difference(gradients.tensors, wide.tensors)}
+    loss = abs(gradients.loss - wide.loss) / max(abs(wide.loss), 1e-30)
+    gradient = _difference(gradients.tensors, wide.tensors)
+    is_finite = math.isfinite(loss) and math.isfinite(gradient)
+    return {
+        "name": name,
+        "loss": loss if is_finite else None,
+        "gradient": gradient if is_finite else None,
+        "removes": None,
+    }
 
 
 def _difference(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
@@ -275,7 +269,7 @@ class _Step:
         self.emulation = _Emulation(plain, session)
         scaler, optimizer = session.optimizer.loss_scaler, session.optimizer
         self.scale = 1.0 if scaler is None else float(scaler.scale(torch.ones((), dtype=torch.float32)))
-        self.named: Tensors = dict(session.named_parameters())
+        self.named: Tensors = dict(session.model.named_parameters())
         trained = optimizer.parameter_names()
         self.stored = {name: optimizer.stored(p) for name, p in self.named.items() if p in trained}
         self.visible = {name: p.detach().float().clone() for name, p in self.named.items()}
@@ -289,21 +283,15 @@ class _Step:
 
     def gradients(self, wide: Collection[str]) -> _Gradients:
         """Compute the gradients with the roundings at all places but ``wide`` emulated."""
-        session, config, emulation = self.session, self.session.config, self.emulation
+        session, emulation = self.session, self.emulation
         emulation.wide = frozenset(wide)
         self._set_weights("weights" in wide)
         total: Tensors = {}
         loss = 0.0
-        for number, tokens in enumerate(session.batch()):
-            if session.linears is not None:
-                session.set_compute()
-                session.linears.step = session.step
-                session.linears.set_first_sequence(number * config.micro_batch_size)
-            with random_numbers(config.seed, session.step, number, session.device):
-                share = emulation.loss(tokens) / config.tokens_per_step
+        for _, share in losses(session, emulation.loss):
             (share * self.scale).backward()
             loss += float(share.detach())
-            for name, parameter in self.plain.named_parameters():
+            for name, parameter in self.plain.model.named_parameters():
                 if parameter.grad is not None:
                     gradient, parameter.grad = self._held(parameter.grad, name), None
                     total[name] = self._sum(total[name], gradient, name) if name in total else gradient
@@ -312,7 +300,7 @@ class _Step:
     def _set_weights(self, is_stored: bool) -> None:
         values = self.visible | (self.stored if is_stored else {})
         with torch.no_grad():
-            for name, parameter in self.plain.named_parameters():
+            for name, parameter in self.plain.model.named_parameters():
                 parameter.copy_(values[name])
         if any(bool((self.visible[name] != self.stored[name]).any()) for name in self.stored):
             self.emulation.seen.add("weights")
@@ -576,9 +564,8 @@ class _Emulation(TorchFunctionMode):
         """Compute a linear layer as the recipe does."""
         layers = {} if self.session.linears is None else self.session.linears.layers
         layer, dtype, weight = layers.get(name), self._gradient_dtype(name), module.weight
-        if (
-            dtype is not None
-        ):  # the gradient is rounded as it arrives, before those of the weight's other uses are added
+        if dtype is not None:
+            # The gradient is rounded as it arrives, before those of the weight's other uses are added.
             weight = _apply(_Rounded, weight, None, dtype)
         weight = weight.t() if is_transposed(module) else weight
         if isinstance(layer, Linear) and not layer.compute.is_wide:

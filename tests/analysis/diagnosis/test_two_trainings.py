@@ -13,7 +13,6 @@ import torch
 from narrowgauge.analysis.two_runs import compare_two
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.trainer import loop
-from narrowgauge.trainer.micro_batches import SkippedBatches
 from narrowgauge.trainer.session import Session
 from narrowgauge.trainer.step import train_step
 from trainer.tiny_runs import settings
@@ -41,7 +40,7 @@ def struck(strike: Callable[[Session], None]) -> Iterator[None]:
 
 def other_order(session: Session) -> None:
     """The batches from here on are those of ten steps later."""
-    session.skipped_batches = [SkippedBatches(session.step, 10)]
+    session.skipped = [(session.step, 10)]
 
 
 def scaled_gradient(session: Session) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from narrowgauge.errors import DataError, RecordError
-from narrowgauge.trainer.data import tokens as tokens_module
+from narrowgauge.runs import atomic_io
 from narrowgauge.trainer.data.dataset import Dataset, Stream, open_data, prepare_data
 from narrowgauge.trainer.data.text import open_texts
 from narrowgauge.trainer.data.tokens import load_tokenizer, train_tokenizer, write_tokens
@@ -90,7 +90,7 @@ def test_a_failure_leaves_nothing(corpus: Path, cache: Path, monkeypatch: pytest
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokens_module, "sync_file", full)
+    monkeypatch.setattr(atomic_io, "sync_file", full)
     with pytest.raises(RecordError, match="the disk is full"):
         prepare_data(corpus, vocab_size=300)
     assert not [path for path in cache.iterdir() if path.is_dir()]

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +23,7 @@ import numpy as np
 
 from narrowgauge.errors import DataError, RecordError, require_package
 from narrowgauge.machine import cache_folder
-from narrowgauge.runs.atomic_io import AGAIN, digest, disk_errors, load_json, sync_file, sync_folder, temporary_name
+from narrowgauge.runs.atomic_io import digest, load_json, whole_folder
 from narrowgauge.trainer.data.text import Document, Texts, open_texts
 
 require_package("tokenizers")
@@ -66,17 +64,7 @@ def open_tokens(
     tokenizer: str | Path | None,
     stage: Callable[[str], None] = lambda what: None,
 ) -> TokenMap:
-    """Open a token map, or tokenize text into the cache.
-
-    Args:
-        source: a token map, or anything that :func:`~narrowgauge.trainer.data.text.open_texts` opens.
-        vocab_size: size of the tokenizer to train, or the largest size of a given one.
-        tokenizer: a ``tokenizer.json`` or its folder; ``None`` trains a byte-level BPE.
-        stage: called with what happens, for a progress display.
-
-    Raises:
-        DataError: the source or the tokenizer cannot be used.
-        RecordError: the disk is full or not writable.
+    """Open a token map, or tokenize text into the cache; arguments and errors as of ``prepare_data``.
 
     Cost: text is read once for its checksum; the first time about 0.5 s per MB on two cores.
     """
@@ -113,43 +101,29 @@ def _tokenized(
     hashed = json.dumps([SCHEMA_VERSION, version("tokenizers"), checksum, key]).encode()
     stem = Path(texts.source.replace(":", "-")).stem or "text"
     name = f"{stem}-{hashlib.blake2b(hashed, digest_size=8).hexdigest()}"
-
-    def write(folder: Path) -> None:
-        if loaded is None:
-            stage("training a tokenizer")
-        trained = loaded or train_tokenizer(texts, vocab_size or 0, num_bytes)
-        stage("turning the text into tokens")
-        write_tokens(folder, texts, *trained)
-
-    final = cache_folder() / "data" / name
+    place = cache_folder() / "data" / name
     try:
-        return read_tokens(final, check=True)
+        return read_tokens(place, check=True)
     except DataError:
-        _fill(final, write)
-    return read_tokens(final)
-
-
-def _fill(final: Path, write: Callable[[Path], None]) -> None:
-    """Write a folder under a temporary name, then rename it, unless another process was faster."""
-    temporary = temporary_name(final)
+        shutil.rmtree(place, ignore_errors=True)  # absent or damaged
     try:
-        shutil.rmtree(final, ignore_errors=True)
-        temporary.mkdir(parents=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecordError(
-            f"Cannot write the cache {final.parent}: {error.strerror}.",
+            f"Cannot write the cache {place.parent}: {error.strerror}.",
             "Set NARROWGAUGE_CACHE to a folder for tokenized text.",
         ) from error
-    with disk_errors(final, AGAIN):
-        try:
-            write(temporary)
-            for file in temporary.iterdir():
-                sync_file(file)
-            with suppress(OSError) if final.exists() else nullcontext():
-                os.rename(temporary, final)
-            sync_folder(final.parent)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with whole_folder(place) as folder:
+            if loaded is None:
+                stage("training a tokenizer")
+            trained = loaded or train_tokenizer(texts, vocab_size or 0, num_bytes)
+            stage("turning the text into tokens")
+            write_tokens(folder, texts, *trained)
+    except RecordError:
+        if not (place / "tokens.json").is_file():  # else another process was faster
+            raise
+    return read_tokens(place)
 
 
 # ── token maps ──────────────────────────────────────────────────────────────────────────────────────────────────────
