@@ -102,7 +102,7 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
     named = run_names(groups)
     samples = [sampled for group in groups for sampled in group.samples]
     diagnosis = run_readings(groups)
-    apart = differences(groups, comparison.classes)
+    apart = differences(groups, comparison)
     drawn = {"verdict": [apart] if apart is not None else [], **comparison_figures(groups, comparison.baseline)}
     figures = {name: [marked(figure, diagnosis) for figure in section] for name, section in drawn.items()}
     events, num_more = event_rows(named)
@@ -296,7 +296,7 @@ def equal_time_table(groups: Sequence[Group], comparison: Comparison) -> RecipeT
     most = max(int(row["num_seeds"]) for row in comparison.equal_time)
     minus = f"Minus {comparison.baseline}"
     lines = []
-    for one in comparison.classes.at_equal_time:
+    for one in comparison.at_equal_time:
         row = one.equal_time or {}
         few = f", {counted(row['num_seeds'], 'seed')}" if row["num_seeds"] < most else ""
         unknown = Cell(minus, value=0.0)
