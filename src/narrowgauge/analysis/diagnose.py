@@ -458,10 +458,10 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
     for name in ("lost-updates", "lost-decay", "noise"):
         detector, length = DETECTORS[name], 0
         audited = numbers(run, "steps", detector.field)
-        noises = numbers(run, "steps", "noise")
-        for place in np.flatnonzero(~np.isnan(audited)).tolist():
-            value, noise = float(audited[place]), float(np.nan_to_num(noises[place]))
-            trips = detector.applies({"noise": noise}, facts) and detector.trips(value, detector.threshold)
+        places = np.flatnonzero(~np.isnan(audited))
+        noises = np.nan_to_num(numbers(run, "steps", "noise")[places])
+        for place, value, noise in zip(places.tolist(), audited[places].tolist(), noises.tolist(), strict=True):
+            trips = detector.trips(value, detector.threshold) and detector.applies({"noise": noise}, facts)
             length = length + 1 if trips else 0
             if length == detector.consecutive:
                 yield _of_audit(run, detector, facts, value, step_of(run.steps[place]))

@@ -138,8 +138,7 @@ def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
 
 def spec_of(figure: Figure) -> Row:
     """Return a figure in the form that the page's script takes."""
-    view = figure.views[0][0] if figure.views else None
-    return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
+    return {"data": figure.data, "layout": figure.layout | {"height": figure.height}}
 
 
 @functools.cache

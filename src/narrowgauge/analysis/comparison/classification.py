@@ -135,7 +135,7 @@ def classify(
             worse than by this, and equal where it is certainly closer.
     """
     loss = 0.0 if baseline is None else float(rows[baseline]["val_loss"] or 0.0)
-    loss_at_time = float(equal_time[baseline]["val_loss"]) if baseline in equal_time else 0.0
+    loss_at_time = float(equal_time[baseline]["val_loss"]) if baseline is not None and baseline in equal_time else 0.0
     others = "" if len(set(requested_steps(groups).values())) == 1 else "after another number of steps"
     classes = {}
     for label, group in groups.items():

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from narrowgauge.analysis.columns import Array
 from narrowgauge.report.figures.palette import SEQUENTIAL, plain
-from narrowgauge.report.figures.series import Array, equal_parts, json_list
+from narrowgauge.report.figures.series import equal_parts, json_list
 from narrowgauge.runs.schema import Row
 
 MAX_CELLS = 150_000

@@ -43,8 +43,8 @@ def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | Non
         }
     ]  # fmt: skip
     how = (
-        f"Left of zero is better than {comparison.baseline}, right of it worse. A bar is the 95 % interval of the mean over seeds, "
-        f"of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
+        f"Left of zero is better than {comparison.baseline}, right of it worse. A bar is the 95 % interval of the mean over "
+        f"seeds, of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
         "a bar over its edge is not resolved by these seeds."
     )
     if any(not math.isfinite(one.half) for _, one in drawn):
