@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import finite_number
+from narrowgauge.runs.schema import Row, finite_number
 
 Array = npt.NDArray[np.float64]
 
@@ -59,19 +59,17 @@ def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]
     """Return a column and where rows have an entry; it is held with the run, since many readers ask for it."""
     held = vars(run).setdefault("columns", {})
     if (table, name) not in held:
-        entries = [row.get(name) for row in getattr(run, table)]
-        has_holes = None in entries
-        is_known = (
-            np.array([entry is not None for entry in entries], bool) if has_holes else np.ones(len(entries), bool)
-        )
-        held[table, name] = _floats(entries), is_known
+        held[table, name] = _floats(getattr(run, table), name)
     return held[table, name]  # type: ignore[no-any-return]
 
 
-def _floats(entries: list[Any]) -> Array:
+def _floats(rows: list[Row], name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
     try:
-        array = np.array(entries, float)
-    except (TypeError, ValueError, OverflowError):  # a record of another program
-        array = np.array([finite_number(entry) for entry in entries], float)
-    array[~np.isfinite(array)] = np.nan
-    return array
+        column, is_known = np.fromiter(map(itemgetter(name), rows), float, len(rows)), np.ones(len(rows), bool)
+    except (KeyError, TypeError, ValueError, OverflowError):  # some rows lack it, or hold something else
+        places = [place for place, row in enumerate(rows) if row.get(name) is not None]
+        column, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
+        is_known[places] = True
+        column[places] = np.array([finite_number(rows[place][name]) for place in places], float)
+    column[~np.isfinite(column)] = np.nan
+    return column, is_known

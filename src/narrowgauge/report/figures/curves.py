@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -234,11 +235,11 @@ class OverSteps:
     hover: str
     axis: str
     how: str
-    layout: Mapping[str, object] = field(default_factory=dict)
+    layout: Mapping[str, Any] = field(default_factory=dict)
     spans_decades: bool = False
 
 
-_SHARE: Mapping[str, object] = {"tickformat": ".3~p"}
+_SHARE: Mapping[str, Any] = {"tickformat": ".3~p"}
 OVER_STEPS: dict[str, OverSteps] = {
     "unchanged-weights": OverSteps(
         "Weights that a step leaves unchanged", "imprecision_share", "unchanged weights", "share of all weights",
