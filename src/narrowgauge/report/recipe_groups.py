@@ -11,14 +11,14 @@ next file is opened. A table or a list that is missing or damaged adds nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
-from narrowgauge.analysis.columns import Array, Series, column
+from narrowgauge.analysis.columns import Series, column
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.diagnose import Diagnosis, diagnose
@@ -121,7 +121,6 @@ class Samples:
     Args:
         num_rows: how many samples the run took.
         steps: of the samples, ascending.
-        worst: by metric of :data:`WORST` and by step, the tensor with the worst value, and the value.
         lowest_edq: of the last sample, over its tensors; 1 where it has none.
         histograms: rows ``step, histograms``, at most :data:`MOST_HISTOGRAMS`, the first and the last among them.
         num_histograms: how many rows had histograms.
@@ -131,7 +130,6 @@ class Samples:
     num_rows: int = 0
     steps: Sequence[float] = ()
     metrics: Mapping[str, MetricValues] = field(default_factory=dict)
-    worst: Mapping[str, Mapping[float, tuple[str, float]]] = field(default_factory=dict)
     lowest_edq: float = 1.0
     histograms: Sequence[Row] = ()
     num_histograms: int = 0
@@ -181,7 +179,6 @@ def _sampled(rows: Sequence[Row]) -> Samples:
             for name, metric in HEAT_MAPS.items()
             if name in metrics
         },
-        worst={name: _worst(steps, metrics[name], how_bad) for name, how_bad in WORST.items() if name in metrics},
         lowest_edq=_lowest_edq(rows),
         histograms=spread(counted, MOST_HISTOGRAMS),
         num_histograms=len(counted),
@@ -218,29 +215,6 @@ def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[A
             for name, values in entries.items():
                 if isinstance(values, list):
                     yield step, name, values
-
-
-def _factor_off(biases: Array) -> Array:
-    """Return how far factors are from 1, up or down."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.abs(np.log(biases))
-
-
-WORST: dict[str, Callable[[Array], Array]] = {"underflow": np.abs, "overflow": np.abs, "bias": _factor_off}
-"""The metrics whose worst tensor of each step a page shows, and how bad a value is."""
-
-
-def _worst(
-    steps: Sequence[float], metric: MetricValues, how_bad: Callable[[Array], Array]
-) -> dict[float, tuple[str, float]]:
-    """Return by step the tensor with the worst value; a step without any is left out."""
-    badness = how_bad(metric.values)
-    badness[np.isnan(badness)] = -np.inf
-    return {
-        step: (metric.names[row], float(metric.values[row, place]))
-        for place, (step, row) in enumerate(zip(steps, badness.argmax(axis=0).tolist(), strict=True))
-        if badness[row, place] > -np.inf
-    }
 
 
 def _lowest_edq(rows: Sequence[Row]) -> float:

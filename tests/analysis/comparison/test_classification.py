@@ -124,20 +124,3 @@ def test_the_cheapest_is_fit_and_what_might_be_cheaper_is_named(
     found = compared(*groups)
     assert (found.cheapest.label if found.cheapest else None) == cheapest
     assert [one.label for one in found.cheaper_open] == cheaper_open
-
-
-# ── best beyond chance ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def best(column: str, *groups: Sequence[Run]) -> set[str]:
-    return {label for label, one in compared(*groups).classes.items() if column in one.best}
-
-
-@pytest.mark.parametrize(
-    ("master", "others", "found"),
-    [(EQUAL, (3.99, 4.11, 4.19), set()), (EQUAL, (3.90, 4.01, 4.09), {"bfloat16/word"}), ((4.0,), (3.9,), set())],
-)
-def test_a_loss_is_best_only_where_the_interval_excludes_chance(
-    master: tuple[float, ...], others: tuple[float, ...], found: set[str]
-) -> None:
-    assert best("val_loss", seeds("bfloat16/master", master), word(*others)) == found

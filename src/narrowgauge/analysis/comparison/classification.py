@@ -1,16 +1,15 @@
 """The classification of each recipe of a comparison: decided once here, read by the verdict, the tables and the page.
 
 A recipe has a *rank*: how its losses compare with the baseline's, at the end and at equal time. It has *faults*, each a reason
-not to use it, whatever its rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. And it is *best*
-in the metrics in which it beats every other usable recipe beyond chance. The thresholds stand here; that of lost updates is the
-audit's (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
+not to use it, whatever its rank: it diverged, loses its updates, skipped steps, or ends worse by more than 1 %. The
+thresholds stand here; that of lost updates is the audit's (:data:`~narrowgauge.spec.significance.MIN_EDQ`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 
 from narrowgauge.analysis.comparison.intervals import PairedDifference, interval
@@ -26,7 +25,7 @@ ACCEPTABLE = 0.01
 MAX_SKIPPED = 0.05
 """The share of skipped steps above which a recipe has a fault; a loss scale settles within fewer."""
 CLEAR_RATIO = 1.005
-"""How many times as good a speed or a memory must be with every seed to be the better one."""
+"""How many times as fast a recipe must be with every seed to be the faster one."""
 
 LATE = ("edq", "noise", "lost_fraction")
 
@@ -88,7 +87,6 @@ class Classification:
         difference: its final loss minus the baseline's; ``None`` where the two have no seed in common.
         equal_time, rank_at_equal_time: the row and the rank of its loss at equal time, where it has one.
         late: the audit's last values of ``edq``, ``noise`` and ``lost_fraction``.
-        best: the columns of ``compare.json`` in which it beats every other usable recipe beyond chance.
     """
 
     label: str
@@ -100,7 +98,6 @@ class Classification:
     rank_at_equal_time: Rank = Rank.NO_LOSS
     faults: tuple[Fault, ...] = ()
     late: Mapping[str, float | None] = field(default_factory=dict)
-    best: frozenset[str] = frozenset()
 
     @property
     def usable_rank(self) -> Rank | None:
@@ -155,7 +152,7 @@ def classify(
         classes[label] = Classification(
             label, tuple(group), rows[label], ranked, difference, row, rank_at_time, tuple(faults), late
         )
-    return {label: replace(one, best=_best_columns(one, classes.values())) for label, one in classes.items()}
+    return classes
 
 
 def _rank_of(
@@ -218,62 +215,21 @@ def _skipped_steps(group: Sequence[RunStats]) -> list[Fault]:
     return [Fault(name, name)]
 
 
-# ── best beyond chance ──────────────────────────────────────────────────────────────────────────────────────────────
-
-LOWER_IS_BETTER = {
-    "val_loss": True, "tokens_per_second": False, "bytes_per_param": True, "activation_bytes": True, "peak_tensor_bytes": True,
-    "peak_memory_bytes": True,
-}  # fmt: skip
-"""The columns of ``compare.json`` in which a recipe may be the best."""
+# ── time ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _best_columns(one: Classification, all_recipes: Iterable[Classification]) -> frozenset[str]:
-    """Return the columns in which a recipe beats every other usable one beyond chance; several share the fewest bytes."""
-    if one.faults:
-        return frozenset()
-    usable = [other for other in all_recipes if not other.faults]
-    best = set()
-    for column, is_lower_better in LOWER_IS_BETTER.items():
-        others = [other for other in usable if other is not one and other.row[column] is not None]
-        if one.row[column] is None or not others:
-            continue
-        if column == "bytes_per_param":
-            # Bytes do not vary from run to run.
-            sizes = {_rounded_size(other.row) for other in others}
-            is_best = _rounded_size(one.row) <= min(sizes) and _rounded_size(one.row) < max(sizes)
-        else:
-            first = (min if is_lower_better else max)(one.row[column], *(other.row[column] for other in others))
-            is_best = one.row[column] == first and all(beats(one, other, column) for other in others)
-        best |= {column} if is_best else set()
-    return frozenset(best)
+def is_faster(one: Classification, other: Classification) -> bool:
+    """Return whether a recipe is faster beyond chance: with every seed that both have, or in a single pair by much."""
+    speeds = [
+        {run.seed: float((run.run.summary or {}).get("tokens_per_second") or 0.0) for run in recipe.runs}
+        for recipe in (one, other)
+    ]
+    pairs = [(speeds[0][seed], speeds[1][seed]) for seed in speeds[0] if seed in speeds[1]]
+    ratios = [mine / theirs for mine, theirs in pairs if min(mine, theirs) > 0 and math.isfinite(mine + theirs)]
+    ratios = ratios or [one.row["tokens_per_second"] / other.row["tokens_per_second"]]
+    return min(ratios) > (CLEAR_RATIO if len(ratios) > 1 else TIMING_NOISE)
 
 
 def _rounded_size(row: Row) -> float:
     # Less than a tenth of a byte is a few vectors, not a saving.
     return math.inf if row["bytes_per_param"] is None else round(row["bytes_per_param"], 1)
-
-
-def beats(one: Classification, other: Classification, column: str) -> bool:
-    """Return whether a recipe is better in a metric beyond chance, over the seeds that both have.
-
-    The interval of a loss decides. A speed or a memory must be better with every seed, and a single pair by more than chance.
-    """
-    if column == "val_loss":
-        losses = [{run.seed: run.loss for run in recipe.runs if run.counts} for recipe in (one, other)]
-        pairs = [losses[0][seed] - losses[1][seed] for seed in losses[0] if seed in losses[1]]
-        return bool(pairs) and sum(interval([pairs])) < 0
-    ratios = ratios_by_seed(one, other, column) or [_ratio(one.row[column], other.row[column], column)]
-    return min(ratios) > (CLEAR_RATIO if len(ratios) > 1 else TIMING_NOISE)
-
-
-def ratios_by_seed(one: Classification, other: Classification, column: str) -> list[float]:
-    """Return how many times as good a recipe's speed or memory is, for each seed that both have."""
-    mine, theirs = (
-        {run.seed: float((run.run.summary or {}).get(column) or 0.0) for run in recipe.runs} for recipe in (one, other)
-    )
-    pairs = [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
-    return [_ratio(*pair, column) for pair in pairs if min(pair) > 0 and math.isfinite(sum(pair))]
-
-
-def _ratio(mine: float, theirs: float, column: str) -> float:
-    return theirs / mine if LOWER_IS_BETTER[column] else mine / theirs

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from narrowgauge.analysis.columns import column
 from narrowgauge.analysis.comparison.classification import LATE, Classification, Rank, acceptable, classify, run_faults
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
@@ -115,32 +116,42 @@ class Comparison:
         return [one for _, one in sorted(timed, key=lambda pair: pair[0])]
 
     def table(self) -> Table:
-        """Return the rows as a table."""
-        minus = {d.recipe: d.text for d in self.differences}
+        """Return the rows as a table, as the terminal and the page show them."""
+        minus = {difference.recipe: difference.text for difference in self.differences}
+        difference = Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True)
         columns = (
             Column("recipe", "recipe", code=True),
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
-            Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
+            *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
             *self._memory_columns(),
-            Column("mean EDQ", _shown("edq", "{:.3f}"), right=True),
-            Column("noise", SUMMARY["noise"].cell, right=True),
-            Column("mean lost", SUMMARY["lost_fraction"].cell, right=True),
+            *(self._late_column(key) for key in LATE),
             Column("seeds", "num_seeds", right=True),
             Column("verdict", lambda row: self._word(row["recipe"])),
         )
-        return Table(tuple(c for c in columns if self.differences or not c.title.startswith("minus")), list(self.rows))
+        return Table(columns, list(self.rows))
+
+    def _late_column(self, key: str) -> Column:
+        title, form = {
+            "edq": ("late EDQ", "{:.3f}"),
+            "noise": ("noise", "{:.3f}"),
+            "lost_fraction": ("lost", "{:.1%}"),
+        }[key]
+        return Column(title, lambda row: _shown(self.classes[row["recipe"]].late[key], form), right=True)
 
     def _word(self, label: str) -> str:
         rank = self.classes[label].usable_rank
         return "not to be used" if rank is None else rank.value
 
     def _memory_columns(self) -> list[Column]:
-        """Counted memory where it is known; else the peak of the process, which hardly depends on a format."""
+        """Return counted memory where it is known; else the peak of the process, which hardly depends on a format."""
         counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
         if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
             counted = {"peak MiB": "peak_memory_bytes"}
-        return [Column(title, _shown(name, "{:,.1f}", 2.0**-20), right=True) for title, name in counted.items()]
+        return [
+            Column(title, lambda row, name=name: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)
+            for title, name in counted.items()
+        ]
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -156,17 +167,24 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _shown(key: str, form: str, factor: float = 1.0) -> Callable[[Row], str]:
-    return lambda row: "–" if row.get(key) is None else form.format(row[key] * factor)
+def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "–" if value is None else form.format(value * factor)
 
 
 def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
-    if row["val_loss"] is None:
-        if row["diverged"]:
-            return "diverged"
-        return "unfinished" if any(run.run.summary is None for run in runs) else "not recorded"
-    spread = "" if row["val_loss_std"] is None else f" (std {shown_loss(row['val_loss_std'])})"
-    return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
+    if row["val_loss"] is not None:
+        spread = "" if row["val_loss_std"] is None else f" (std {shown_loss(row['val_loss_std'])})"
+        return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
+    if row["diverged"]:
+        return "diverged"
+    unfinished = [run.run for run in runs if run.run.summary is None]
+    if not unfinished:
+        return "not recorded"
+    losses = [loss for run in unfinished for loss in column(run, "evals", "val_loss").finite[-1:].tolist()]
+    steps = ", ".join(str(run.steps[-1].get("step", 0) if run.steps else 0) for run in unfinished)
+    requested = unfinished[0].config.get("steps")
+    so_far = f"{shown_loss(statistics.fmean(losses))} so far, " if losses else ""
+    return f"{so_far}unfinished: step {steps}{f' of {requested}' if requested else ''}"
 
 
 def compare_runs(

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from narrowgauge.analysis.comparison.classification import Classification, Rank, beats
+from narrowgauge.analysis.comparison.classification import Classification, Rank, is_faster
 from narrowgauge.analysis.comparison.intervals import shown_loss
 from narrowgauge.analysis.comparison.labels import listed
 from narrowgauge.analysis.comparison.resolution import MOST_SEEDS, resolution, seeds_needed, spread_of
@@ -127,8 +127,8 @@ def _fastest(comparison: Comparison) -> Iterator[str]:
     if reference is None or timed[0].row[speed] == timed[-1].row[speed]:
         return
     best, other = timed[0], timed[-1] if timed[0] is reference else reference
-    if beats(best, other, speed):
-        level = [one.label for one in timed[1:] if not beats(best, one, speed)]
+    if is_faster(best, other):
+        level = [one.label for one in timed[1:] if not is_faster(best, one)]
         also = f", and not clearly faster than {listed(level)}" if level else ""
         ratio = best.row[speed] / other.row[speed]
         yield f"{best.label} is the fastest here, {ratio:.2f} times as fast as {other.label}{also}."

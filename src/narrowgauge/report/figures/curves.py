@@ -42,12 +42,9 @@ def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> 
     sections: dict[str, list[Figure | None]] = {
         "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
         "cost": [loss_against_bytes(groups), loss_against_seconds(groups), time_of_a_step(groups)],
-        "storage": [over_steps(groups, name) for name in ("unchanged-weights", "lost-decay")] + [worst(groups, "bias")],
-        "history": [
-            over_steps(groups, "grad-norm"), loss_scale(groups), skipped(groups),
-            worst(groups, "underflow"), worst(groups, "overflow"),
-        ],
-    }  # fmt: skip
+        "storage": [over_steps(groups, "unchanged-weights"), over_steps(groups, "lost-decay")],
+        "history": [over_steps(groups, "grad-norm"), loss_scale(groups), skipped(groups)],
+    }
     return {name: [figure for figure in figures if figure is not None] for name, figures in sections.items()}
 
 
@@ -125,23 +122,10 @@ def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure |
         f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared with the run of the same "
         "seed, which has the same initial weights and the same batches, so most of the variation between seeds cancels. "
         "A line is the mean of these differences, its band the range from the lowest seed to the highest. The band is not "
-        f"a confidence interval; the cost table has one.{_clip_far(curves, layout, least)}"
+        f"a confidence interval; the cost table has one."
     )
     data = traces_of(curves, name="difference", markers=True)
     return Figure("difference", f"Validation loss against {first.label}", how, data, layout)
-
-
-def _clip_far(curves: Sequence[Curve], layout: Row, least: float) -> str:
-    """End the axis of differences where one beyond a nat would flatten the others."""
-    sides = {curve.group.label: np.concatenate([curve.low, curve.high]) for curve in curves}
-    reach = {label: float(np.abs(values).max()) for label, values in sides.items() if values.size}
-    near = [far for far in reach.values() if far <= 1]
-    limit = max(least, 1.1 * max(near)) if near else 0.0
-    beyond = [label for label, far in reach.items() if far > max(1, 10 * limit)]
-    if not beyond or not limit:
-        return ""
-    layout["yaxis"] |= {"range": [-limit, limit]}
-    return f" The axis ends where the others do. Beyond it: {', '.join(beyond)}."
 
 
 def _minus(line: Series, other: Series) -> Series:
@@ -222,17 +206,15 @@ def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
 
 @dataclass(frozen=True)
 class OverSteps:
-    """A figure of a column of ``steps``, or of the worst tensor of each sampled step.
+    """A figure of a column of ``steps``.
 
     Args:
-        hover: what is read on hovering.
         spans_decades: the vertical axis is logarithmic where no value forbids it.
         axis: the title of the vertical axis, and ``layout`` its other settings.
     """
 
     title: str
     column: str
-    hover: str
     axis: str
     how: str
     layout: Mapping[str, Any] = field(default_factory=dict)
@@ -242,57 +224,34 @@ class OverSteps:
 _SHARE: Mapping[str, Any] = {"tickformat": ".3~p"}
 OVER_STEPS: dict[str, OverSteps] = {
     "unchanged-weights": OverSteps(
-        "Weights that a step leaves unchanged", "imprecision_share", "unchanged weights", "share of all weights",
+        "Weights that a step leaves unchanged", "imprecision_share", "share of all weights",
         "The share of all elements whose visible weight a step left as it was, on audited steps. High is healthy where "
         "something beside the visible weight (a tail, a master copy, a low part) keeps what does not show yet; where nothing "
         "does, what was intended there is lost. It is the imprecision percentage of the Collage paper (2405.03637).",
         {**_SHARE, "range": [0, 1]},
     ),
     "lost-decay": OverSteps(
-        "Weight decay that is lost", "lost_decay", "lost decay", "share of the decay",
+        "Weight decay that is lost", "lost_decay", "share of the decay",
         "The share of the intended weight decay that the storage did not take, over all tensors, on audited steps: 0 where all "
         "arrives, 1 where none does. It is read by storing each update with and without its decay. A single step scatters; only "
         "a level counts. Half lost or more over a window raises lost_decay.",
         {**_SHARE, "autorangeoptions": {"include": [0, 1]}},
     ),
     "grad-norm": OverSteps(
-        "Gradient norm", "grad_norm", "gradient norm", "gradient norm",
+        "Gradient norm", "grad_norm", "gradient norm",
         "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, often precedes a loss spike by a "
         "few steps. A cross marks a norm that is not finite.",
         spans_decades=True,
     ),
 }  # fmt: skip
 """Figures of one column, by their name on the page."""
-WORST: dict[str, OverSteps] = {
-    "bias": OverSteps(
-        "Second moments over exact ones", "bias", "%{y:.3~g} times the exact ones in %{customdata}", "stored over exact",
-        "Of all sampled tensors, the one whose stored second moments are farthest from the same ones kept in float32, as a "
-        "factor. Hover for its name. Steps shrink with its square root: at 1.5 they are 18 % too short. EDQ cannot show that, "
-        "since the storage takes all of an update that was computed too small.",
-        {"type": "log", "autorangeoptions": {"include": [0.8, 1.25]}},
-    ),
-    "underflow": OverSteps(
-        "Worst underflow", "underflow", "%{y:.3~p} of %{customdata}", "share of values",
-        "Of all tensors sampled at a step, the one with the largest share of nonzero values that its cast rounds to zero. "
-        "Hover for its name. A few percent in gradients is normal; above about 5 % the format is too coarse for that tensor.",
-        {**_SHARE, "rangemode": "tozero"},
-    ),
-    "overflow": OverSteps(
-        "Worst overflow", "overflow", "%{y:.3~p} of %{customdata}", "share of values",
-        "Of all tensors sampled at a step, the one with the largest share of values beyond the range of its cast. Hover for "
-        "its name. Formats with power-of-two block scales saturate some of the largest values by design, up to a few percent. "
-        "With any other scale, a share that stays above zero means that the scale is too large or stale.",
-        {**_SHARE, "rangemode": "tozero"},
-    ),
-}  # fmt: skip
-"""Figures of the worst tensor of each sampled step, by metric."""
 
 
 def over_steps(groups: Sequence[Group], name: str) -> Figure | None:
     """Draw a column of the steps."""
     row = OVER_STEPS[name]
     curves = _curves(groups, "steps", row.column)
-    data = traces_of(curves, name=row.hover)
+    data = traces_of(curves, name=row.title.lower())
     is_log = row.spans_decades and all((curve.low > 0).all() for curve in curves)
     layout = layout_of("step", row.axis, log_y=is_log, can_log_x=row.spans_decades, **row.layout)
     return Figure(name, row.title, row.how, data, layout) if data else None
@@ -315,24 +274,6 @@ def loss_scale(groups: Sequence[Group]) -> Figure | None:
     return Figure("loss-scale", "Loss scale", how, data, layout) if data else None
 
 
-def worst(groups: Sequence[Group], metric: str) -> Figure | None:
-    """Draw the worst tensor of each sampled step, with its name on hovering."""
-    row, data, zero = WORST[metric], list[Row](), []
-    for group in groups:
-        by_step = [values for samples in group.samples if (values := samples.worst.get(metric))]
-        lines = [series_of((step, value) for step, (_, value) in values.items()) for values in by_step]
-        if not any(np.nan_to_num(line.y).any() for line in lines):
-            zero += [group.label] if lines else []
-            continue
-        *others, mean = traces_of([curve_of(group, lines)], name=row.hover)
-        names = {step: tensor for values in by_step for step, (tensor, _) in values.items()}
-        mean["customdata"] = [plain(names.get(x, "")) for x in mean["x"]]
-        mean["hovertemplate"] = f"{row.hover}<extra>{plain(group.label)}</extra>"
-        data += [*others, mean]
-    how = row.how + (f" Zero throughout, and not drawn: {', '.join(zero)}." if zero else "")
-    return Figure(f"worst-{metric}", row.title, how, data, layout_of("step", row.axis, **row.layout)) if data else None
-
-
 def skipped(groups: Sequence[Group]) -> Figure | None:
     """Draw counts of skipped steps and saturated values."""
     names = {"skipped": "skipped steps so far", "saturated": "values beyond a delayed scale so far"}
@@ -349,18 +290,3 @@ def skipped(groups: Sequence[Group]) -> Figure | None:
     how += " The axis is logarithmic, so a count of zero is not drawn." if is_log else ""
     layout = layout_of("step", "cumulative count", log_y=is_log)
     return Figure("skipped", "Skipped steps and saturation", how, data, layout) if data else None
-
-
-def absent(groups: Sequence[Group], figures: Sequence[Figure]) -> str:
-    """Say why figures of scale and overflow are missing."""
-    is_counted = any(len(line) for group in groups for line in group.lines("steps", "saturated"))
-    reasons = {
-        "grad-norm": "No run recorded a gradient norm.",
-        "loss-scale": "No recipe here has a loss scale.",
-        # Only delayed scales are counted in every step; overflow of other casts is sampled by the gauges.
-        "skipped": f"No step was skipped{', and no value exceeded a delayed scale' if is_counted else ''}.",
-        "worst-underflow": "No sampled cast underflowed, or none was sampled.",
-        "worst-overflow": "No sampled cast overflowed, or none was sampled.",
-    }
-    drawn = {figure.name for figure in figures}
-    return " ".join(reason for name, reason in reasons.items() if name not in drawn)

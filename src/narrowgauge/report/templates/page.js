@@ -303,8 +303,10 @@
         const descending = head.getAttribute("aria-sort") === "ascending";
         for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", descending ? "descending" : "ascending");
-        const key = (row) => { const cell = row.cells[place]; return cell.dataset.value === undefined ? cell.textContent : cell.dataset.value === "" ? Infinity : Number(cell.dataset.value); };
-        const order = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b));
+        // Numbers by their value, with what follows them left out; what has none comes last.
+        const number = (row) => parseFloat(row.cells[place].textContent.replaceAll(",", "").replace("−", "-"));
+        const order = head.className === "number" ? (a, b) => (Number.isNaN(a) ? 1 : Number.isNaN(b) ? -1 : a - b) : (a, b) => a.localeCompare(b);
+        const key = (row) => (head.className === "number" ? number(row) : row.cells[place].textContent);
         const rows = [...table.tBodies[0].rows].sort((a, b) => order(key(a), key(b)));
         table.tBodies[0].append(...(descending ? rows.reverse() : rows));
       });
