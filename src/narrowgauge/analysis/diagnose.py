@@ -22,15 +22,15 @@ import numpy as np
 
 from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
 from narrowgauge.analysis.columns import column, numbers
+from narrowgauge.analysis.comparison.labels import recipe_of
 from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Detector, Facts, advice_values, is_off
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, body_lines, in_order, of_all
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 
@@ -262,7 +262,12 @@ def unseen(run: Run) -> dict[str, str]:
 
 
 def _is_shown(run: Run, area: Area) -> bool:
-    tables = {"steps": run.steps, "evals": run.evals, "gauges": gauges_of(run), "fingerprints": fingerprints_of(run)}
+    tables = {
+        "steps": run.steps,
+        "evals": run.evals,
+        "gauges": rows_of(run, "gauges"),
+        "fingerprints": rows_of(run, "fingerprints"),
+    }
     for table, _, name in (place.partition(".") for place in area.reads):
         if name == "recomputed":
             return any(row.get("compared") for row in _compared(run))
@@ -275,37 +280,20 @@ def _compared(run: Run) -> list[Row]:
     return [row["recomputed"] for row in run.steps if "recomputed" in row and isinstance(row["recomputed"], dict)]
 
 
-def gauges_of(run: Run) -> list[Row]:
-    """Return the samples of the gauges; none where their file is damaged."""
+def rows_of(run: Run, name: str) -> list[Row]:
+    """Return the rows of ``gauges`` or ``fingerprints``; none where their file is damaged."""
     try:
-        return run.gauges
+        return getattr(run, name)  # type: ignore[no-any-return]
     except RecordError:
         return []
-
-
-def fingerprints_of(run: Run) -> list[Row]:
-    """Return the rows of fingerprints; none where their file is damaged."""
-    try:
-        return run.fingerprints
-    except RecordError:
-        return []
-
-
-def recipe_of(run: Run) -> Recipe | None:
-    """Return the recipe that the record names; ``None`` where it names none."""
-    config = run.run.get("config")
-    try:
-        return parse(config["recipe"]) if isinstance(config, dict) else None
-    except (NarrowgaugeError, KeyError):
-        return None
 
 
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def recorded_readings(run: Run, skipped: list[int] | None = None) -> list[Reading]:
+def recorded_readings(run: Run, skipped: list[int]) -> list[Reading]:
     """Return what a run's record shows beyond its bounds, earliest first; each ``what`` of a tensor once, at its first step."""
-    recipe, skipped = recipe_of(run), skipped_steps(run) if skipped is None else skipped
+    recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
     counts = (_steps(run, skipped), _scale(run, skipped), _ranks(run), _resumes(run), _audits(run, recipe), _moments(run),
               _unmoved(run, skipped))  # fmt: skip
@@ -332,7 +320,7 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
     raised = [event.row() for row in run.steps for event in alarms.on_step(row)]
-    raised += [event.row() for row in gauges_of(run) for event in alarms.on_gauges(row)]
+    raised += [event.row() for row in rows_of(run, "gauges") for event in alarms.on_gauges(row)]
     kinds = {event.get("kind") for event in recorded}
     return recorded + [event for event in raised if event["kind"] not in kinds]
 
@@ -419,7 +407,7 @@ def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
 
 
 def _ranks(run: Run) -> Iterator[Reading]:
-    for row in fingerprints_of(run):
+    for row in rows_of(run, "fingerprints"):
         key, _, message = parted_in(row)
         if key:
             reading = KINDS["ranks-differ"].reading(key, step=step_of(row), message=f"{message}.")
@@ -428,7 +416,7 @@ def _ranks(run: Run) -> Iterator[Reading]:
 
 def _resumes(run: Run) -> Iterator[Reading]:
     """A resume hashes the state that it loaded: the same step twice, which must have the same bits."""
-    for before, row in pairwise(fingerprints_of(run)):
+    for before, row in pairwise(rows_of(run, "fingerprints")):
         if step_of(row) != step_of(before):
             continue
         first, second = before.get("tensors") or {}, row.get("tensors") or {}
@@ -482,7 +470,7 @@ def _of_audit(run: Run, detector: Detector, facts: Facts, value: float, step: in
 def _moments(run: Run) -> Iterator[Reading]:
     """Second moments whose sum is not that of an exact float32 copy."""
     place, lengths = list(METRICS["moments"]).index("bias"), dict[str, int]()
-    for row in gauges_of(run):
+    for row in rows_of(run, "gauges"):
         for name, values in (row.get("moments") or {}).items():
             bias = number(values[place]) if values and place < len(values) else None
             if bias is None:
