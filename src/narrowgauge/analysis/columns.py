@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
 
@@ -64,12 +65,13 @@ def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]
 
 
 def _floats(rows: list[Row], name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
-    try:
-        column, is_known = np.fromiter(map(itemgetter(name), rows), float, len(rows)), np.ones(len(rows), bool)
-    except (KeyError, TypeError, ValueError, OverflowError):  # some rows lack it, or hold something else
-        places = [place for place, row in enumerate(rows) if row.get(name) is not None]
-        column, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
-        is_known[places] = True
-        column[places] = np.array([finite_number(rows[place][name]) for place in places], float)
-    column[~np.isfinite(column)] = np.nan
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
+        column = np.fromiter(map(itemgetter(name), rows), float, len(rows))
+        if np.isfinite(column).all():
+            return column, np.ones(len(rows), bool)
+    # Some rows lack it, or hold no finite number.
+    places = [place for place, row in enumerate(rows) if row.get(name) is not None]
+    column, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
+    is_known[places] = True
+    column[places] = np.array([finite_number(rows[place][name]) for place in places], float)
     return column, is_known

@@ -262,16 +262,10 @@ def unseen(run: Run) -> dict[str, str]:
 
 
 def _is_shown(run: Run, area: Area) -> bool:
-    tables = {
-        "steps": run.steps,
-        "evals": run.evals,
-        "gauges": rows_of(run, "gauges"),
-        "fingerprints": rows_of(run, "fingerprints"),
-    }
     for table, _, name in (place.partition(".") for place in area.reads):
         if name == "recomputed":
             return any(row.get("compared") for row in _compared(run))
-        if any(row.get(name) is not None for row in tables[table]):
+        if any(row.get(name) is not None for row in rows_of(run, table)):
             return True
     return False
 
@@ -280,10 +274,10 @@ def _compared(run: Run) -> list[Row]:
     return [row["recomputed"] for row in run.steps if "recomputed" in row and isinstance(row["recomputed"], dict)]
 
 
-def rows_of(run: Run, name: str) -> list[Row]:
-    """Return the rows of ``gauges`` or ``fingerprints``; none where their file is damaged."""
+def rows_of(run: Run, table: str) -> list[Row]:
+    """Return the rows of a table, such as ``gauges``; none where its file is damaged."""
     try:
-        return getattr(run, name)  # type: ignore[no-any-return]
+        return getattr(run, table)  # type: ignore[no-any-return]
     except RecordError:
         return []
 

@@ -94,11 +94,12 @@ def _is_page(file: Path) -> bool:
 
 
 def write_report(comparison: Comparison, page: Path) -> Path:
+    """Write the page of a comparison, replacing one that exists; return its path."""
     # Imported late: the page takes most of the time to load.
-    from narrowgauge.report.page import write_page
     from narrowgauge.report.runs_page import render
 
-    return write_page(render(comparison, title_of(comparison)), page)
+    write_whole(page, render(comparison, title_of(comparison)).encode(), AGAIN)
+    return page
 
 
 def publish(comparison: Comparison, out: Path) -> Path:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup
 
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import shown_difference, shown_loss
 from narrowgauge.analysis.reading import Reading, reading_table
-from narrowgauge.report.event_table import MAX_REPETITIONS, event_rows, event_strip
+from narrowgauge.report.event_table import event_rows, event_strip
 from narrowgauge.report.figures.curves import comparison_figures
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS, heat_maps
 from narrowgauge.report.figures.histograms import SHOWN_FORMATS, format_ranges, histograms
@@ -29,7 +29,7 @@ from narrowgauge.report.memory_section import memory_beside_plan
 from narrowgauge.report.page import document, template
 from narrowgauge.report.recipe_groups import Group, Samples, groups_of, run_names
 from narrowgauge.report.run_settings import environment
-from narrowgauge.runs.finding import counted
+from narrowgauge.runs.finding import counted, told
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row
 from narrowgauge.spec.tables import Column, Table, name_columns, number_columns, text_columns
@@ -45,32 +45,26 @@ def render(comparison: Comparison, title: str = "", live: bool = False) -> str:
     """
     words = page_words(comparison, groups_of(comparison), title)
     sections = sections_of(words)
-    return document("page.html.j2", **words, sections=sections, links=links_of(sections), live=live)
+    return document(
+        "page.html.j2", **words, sections=sections, links={name: SECTIONS[name] for name in sections}, live=live
+    )
 
 
-class Named(NamedTuple):
-    """A section's link in the bar at the top, and its heading."""
-
-    link: str
-    heading: str
-
-
-SECTIONS: dict[str, Named] = {
-    "verdict": Named("Verdict", "Verdict"),
-    "diagnosis": Named("Diagnosis", "Diagnosis"),
-    "costs": Named("Cost", "Cost"),
-    "memory": Named("Memory", "Memory against the plan"),
-    "loss": Named("Loss", "Loss"),
-    "price": Named("Loss/cost", "Loss against cost"),
-    "layers": Named("Layers", "Inside the layers"),
-    "ranges": Named("Ranges", "Ranges"),
-    "storage": Named("Storage", "What the storage kept"),
-    "history": Named("Scale", "Scale and overflow"),
-    "events": Named("Events", "Events"),
-    "environment": Named("Environment", "Environment"),
+SECTIONS: dict[str, str] = {
+    "verdict": "Verdict",
+    "diagnosis": "Diagnosis",
+    "costs": "Cost",
+    "memory": "Memory",
+    "loss": "Loss",
+    "price": "Loss against cost",
+    "layers": "Layers",
+    "ranges": "Ranges",
+    "storage": "Storage",
+    "history": "Gradients",
+    "events": "Events",
+    "environment": "Environment",
 }
-"""The sections of the page in their order, by id."""
-HEADINGS = {name: row.heading for name, row in SECTIONS.items()}
+"""The headings of the page's sections in their order, by id."""
 
 
 def sections_of(words: Mapping[str, Any]) -> dict[str, Markup]:
@@ -79,14 +73,9 @@ def sections_of(words: Mapping[str, Any]) -> dict[str, Markup]:
     Args:
         words: what :func:`page_words` returns.
     """
-    macros: Any = template("sections.html.j2").make_module({**words, "headings": HEADINGS})
-    made = {name: getattr(macros, f"{name}_section")() for name in SECTIONS}
-    return {name: Markup(html.strip()) for name, html in made.items() if html.strip()}
-
-
-def links_of(sections: Iterable[str]) -> dict[str, str]:
-    """Return the links to these sections."""
-    return {name: SECTIONS[name].link for name in sections if name in SECTIONS}
+    macros: Any = template("sections.html.j2").make_module({**words, "headings": SECTIONS})
+    rendered = {name: getattr(macros, f"{name}_section")().strip() for name in SECTIONS}
+    return {name: Markup(html) for name, html in rendered.items() if html}
 
 
 def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "") -> dict[str, Any]:
@@ -101,7 +90,6 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
     apart = differences(groups, comparison)
     drawn = {"verdict": [apart] if apart is not None else [], **comparison_figures(groups, comparison.baseline)}
     figures = {name: [marked(figure, diagnosis) for figure in section] for name, section in drawn.items()}
-    events, num_more = event_rows(named)
     strip = event_strip(named)
     if strip is not None:
         strip["data"] += reading_marks(diagnosis)
@@ -125,9 +113,7 @@ def page_words(comparison: Comparison, groups: Sequence[Group], title: str = "")
         "shown": min(range(len(samples)), key=lambda run: round(samples[run].lowest_edq, 1), default=0),
         "metrics": HEAT_MAPS,
         "named": named,
-        "events": events,
-        "num_more_events": num_more,
-        "max_repetitions": MAX_REPETITIONS,
+        "events": event_rows(named),
         "environment": environment(named),
         "formats": SHOWN_FORMATS,
     }
@@ -203,6 +189,7 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
     Cost: of :func:`narrowgauge.diagnose` for each run, without reading its record again.
     """
     rows, first, lines = [], [], []
+    healthy: dict[str, list[str]] = {}
     named = [
         (group, name, diagnosis)
         for group in groups
@@ -212,12 +199,13 @@ def run_readings(groups: Iterable[Group]) -> RunReadings:
         if isinstance(diagnosis, str):
             lines.append(f"{name}: the diagnosis failed, which concerns nothing else on this page ({diagnosis}).")
         elif diagnosis.ok:
-            lines.append(f"{name}: {diagnosis.verdict}")
+            healthy.setdefault(diagnosis.verdict, []).append(name)
         else:
             rows += [{"run": name, **reading.to_dict()} for reading in diagnosis.readings[:MAX_READINGS]]
             first.append((group.index, name, line, diagnosis.readings[0]))
             if len(diagnosis.readings) > MAX_READINGS:
                 lines.append(f"{name}: {len(diagnosis.readings) - MAX_READINGS} more readings (narrowgauge diagnose).")
+    lines += [f"{told(names, 6)}: {verdict}" for verdict, names in healthy.items()]
     return RunReadings(Table(_READING_COLUMNS, rows), first, lines)
 
 

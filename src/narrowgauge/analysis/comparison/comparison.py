@@ -148,10 +148,7 @@ class Comparison:
         counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
         if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
             counted = {"peak MiB": "peak_memory_bytes"}
-        return [
-            Column(title, lambda row, name=name: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)
-            for title, name in counted.items()
-        ]
+        return [_mebibytes(title, name) for title, name in counted.items()]
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -165,6 +162,10 @@ class Comparison:
 
 def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _mebibytes(title: str, name: str) -> Column:
+    return Column(title, lambda row: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)
 
 
 def _shown(value: float | None, form: str, factor: float = 1.0) -> str:

@@ -1,8 +1,9 @@
 """The labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
 
 A recipe's label is its full name, followed by its own name or by what its table overrides, and by the update rule where that is
-not AdamW. Runs that differ only in their seed share a label. Where one recipe was run twice with one seed, the settings that differ become part of the label; where
-none differs, the folder does. A label is for people: nothing parses it back to a recipe or a seed.
+not AdamW. Runs that differ only in their seed share a label. Where one recipe was run twice with one seed, the settings that
+differ become part of the label; where none differs, the folder does. A label is for people: nothing parses it back to a recipe
+or a seed.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ import numpy as np
 from narrowgauge.analysis.columns import Series, column
 from narrowgauge.analysis.comparison.run_stats import losses_at_common_times
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
-from narrowgauge.report.figures.series import accumulate, band, is_wide, rounded, series_of, smooth
+from narrowgauge.report.figures.series import band, is_wide, rounded, series_of, smooth
 from narrowgauge.report.figures.step_time_figure import time_of_a_step
 from narrowgauge.report.figures.traces import (
     Curve,
@@ -279,7 +279,10 @@ def skipped(groups: Sequence[Group]) -> Figure | None:
     names = {"skipped": "skipped steps so far", "saturated": "values beyond a delayed scale so far"}
     data: list[Row] = []
     for key, dash in (("skipped", "solid"), ("saturated", "dot")):
-        curves = [curve_of(group, list(map(accumulate, group.lines("steps", key)))) for group in groups]
+        curves = [
+            curve_of(group, [Series(line.x, np.nancumsum(line.y)) for line in group.lines("steps", key)])
+            for group in groups
+        ]
         if any(curve.high.max(initial=0.0) for curve in curves):
             data += traces_of(curves, name=names[key], shape="hv", dash=dash)
     how = (

@@ -107,7 +107,7 @@ def _slider(steps: Sequence[int], samples: Samples) -> Row:
     return {
         "active": len(steps) - 1, "pad": {"t": 44, "b": 4}, "steps": [{"label": f"{step}", "method": "skip"} for step in steps],
         "currentvalue": {"prefix": "step ", "suffix": more, "font": {"size": 12, "color": "@ink"}},
-        "bgcolor": "@line", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
+        "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
         "font": {"color": "@muted"},
     }  # fmt: skip
 

@@ -92,16 +92,6 @@ _HALVINGS = 20
 """The half-lives of a block in :func:`smooth`."""
 
 
-def accumulate(series: Series) -> Series:
-    """Running sums; a gap adds nothing.
-
-    Example:
-        >>> accumulate(series_of([(1, 1.0), (2, 0.0), (3, 2.0)])).y
-        array([1., 1., 3.])
-    """
-    return Series(series.x, np.nancumsum(series.y))
-
-
 def decimate(series: Series, num_buckets: int = 400) -> Series:
     """Return at most three points per bucket: the lowest, the highest, and a gap where there is one.
 
@@ -188,17 +178,6 @@ def outline(joined: Band, num_buckets: int = 200) -> Series:
         x += [*joined.x[corners], *joined.x[corners[::-1]]]
         y += [*(joined.high[span].max() for span in spans), *(joined.low[span].min() for span in reversed(spans))]
     return Series(np.array(x), np.array(y))
-
-
-def equal_parts(length: int, most: int) -> list[tuple[int, int]]:
-    """Ranges of indices that cut a list into at most ``most`` shares.
-
-    Example:
-        >>> equal_parts(5, 2), equal_parts(2, 9)
-        ([(0, 2), (2, 5)], [(0, 1), (1, 2)])
-    """
-    num = min(length, most)
-    return [(length * share // num, length * (share + 1) // num) for share in range(num)]
 
 
 def is_wide(values: npt.ArrayLike, ratio: float = 20.0) -> bool:

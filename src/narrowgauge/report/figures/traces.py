@@ -155,7 +155,7 @@ def layout_of(x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, *
 
 
 _LOG_X: Row = {
-    "type": "buttons", "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom", "pad": {"t": 0, "b": 2, "r": 0},
+    "type": "buttons", "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom", "pad": {"b": 2, "r": 34},
     "bgcolor": "@card", "bordercolor": "@line", "showactive": False, "font": {"size": 12, "color": "@ink"},
     "buttons": [
         {
