@@ -22,10 +22,10 @@ import numpy as np
 
 from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
 from narrowgauge.analysis.columns import column, numbers
-from narrowgauge.analysis.comparison.labels import recipe_of
 from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Detector, Facts, advice_values, is_off
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, body_lines, in_order, of_all
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.fingerprint_rows import parted_in

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from narrowgauge.analysis.comparison.labels import recipe_of
 from narrowgauge.analysis.diagnose import effective_rate, loop_of, rows_of
 from narrowgauge.analysis.first_difference import Difference, Parting, find_parting
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, reading_table
-from narrowgauge.analysis.settings import SettingDifference, acting_at, counts_of, settings_diff
+from narrowgauge.analysis.settings import SettingDifference, acting_at, counts_of, recipe_of, settings_diff
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.record import Run

@@ -54,12 +54,6 @@ def recipe_name(recipe: Any) -> str:
     return str(recipe) if parsed is None else parsed.title
 
 
-def recipe_of(run: Run) -> Recipe | None:
-    """Return the recipe that a run's record names; ``None`` where it names none."""
-    config = run.run.get("config")
-    return parsed_recipe(config["recipe"]) if isinstance(config, dict) and "recipe" in config else None
-
-
 def seed_of(run: Run) -> int:
     """Return the seed of a run; 0 where none is recorded."""
     return int(run.config.get("seed", 0))

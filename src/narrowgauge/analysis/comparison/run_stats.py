@@ -21,7 +21,8 @@ import numpy as np
 
 from narrowgauge.analysis.columns import column, numbers
 from narrowgauge.analysis.comparison.intervals import interval
-from narrowgauge.analysis.comparison.labels import recipe_of, seed_of
+from narrowgauge.analysis.comparison.labels import seed_of
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, finite_number, number
 from narrowgauge.spec.recipes import Recipe
