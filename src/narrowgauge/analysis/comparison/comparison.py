@@ -40,7 +40,7 @@ class Comparison:
         resolve: the difference of losses that was to be resolved; ``None`` for 1 % of the loss.
 
     Example:
-        >>> from narrowgauge.runs.record import Run
+        >>> from pathlib import Path
         >>> run = Run(Path("a"), {"config": {"recipe": "float32", "seed": 0}}, summary={"val_loss": 2.0})
         >>> compare_runs([run]).rows[0]["recipe"]
         'float32/float32'
@@ -213,6 +213,7 @@ def compare_runs(
         RecordError: there is no run, or a run's record is damaged.
         RecipeError: no run has the baseline's recipe, or ``resolve`` is not above 0 and finite.
     Example:
+        >>> from pathlib import Path
         >>> def run(recipe, seed, loss, size):
         ...     config = {"recipe": recipe, "seed": seed}
         ...     return Run(Path("a"), {"config": config}, summary={"val_loss": loss, "bytes_per_param": size})

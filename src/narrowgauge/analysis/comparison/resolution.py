@@ -36,7 +36,7 @@ def resolution(spread: float, num_seeds: int) -> float:
 
     Example:
         >>> [round(resolution(1.0, seeds), 2) for seeds in (2, 3, 5, 10, 30)]
-        [11.55, 3.26, 1.68, 1.0, 0.53]
+        [11.55, 3.26, 1.68, 0.99, 0.53]
     """
     return _noncentrality(num_seeds - 1) * spread / math.sqrt(num_seeds)
 
