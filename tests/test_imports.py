@@ -33,8 +33,9 @@ LAYERS = {
         "analysis.reading",
         "analysis.kinds",
     },
+    "record": {"analysis.columns", "analysis.settings"},
     "comparison": {"analysis.comparison"},
-    "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference", "settings")},
+    "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
     "planner": {"planner"},
     "report": {"report"},
     "torch_names": {"torch_names", "torch_hooks", "inductor"},
@@ -59,7 +60,7 @@ LAYERS = {
 PARTS = {"matmul", "transforms", "optim", "distributed"}
 LOWEST = {"spec", "machine"}
 SEEN_BY_PARTS = LOWEST | {"torch_names", "compile", "numerics"}
-RECORDS = LOWEST | {"runs", "monitor", "comparison", "planner", "report"}
+RECORDS = LOWEST | {"runs", "record", "monitor", "comparison", "planner", "report"}
 SEEN_BY_CHECKPOINTS = SEEN_BY_PARTS | {"runs", "distributed", "optim"}
 SEEN_BY_GAUGES = SEEN_BY_PARTS | PARTS | {"runs", "monitor"}
 SEEN_BY_RECORDING = SEEN_BY_GAUGES | {"gauges", "probes", "checks"}
@@ -71,10 +72,11 @@ SEES = {
     "machine": {"spec"},
     "runs": LOWEST,
     "monitor": LOWEST | {"runs"},
-    "comparison": LOWEST | {"runs"},
+    "record": LOWEST | {"runs"},
+    "comparison": LOWEST | {"runs", "record"},
     "report": RECORDS | {"diagnosis"},
     "planner": LOWEST | {"runs"},
-    "diagnosis": LOWEST | {"runs", "monitor"},
+    "diagnosis": LOWEST | {"runs", "record", "monitor"},
     "torch_names": LOWEST,
     "compile": LOWEST | {"torch_names"},
     "numerics": LOWEST | {"torch_names", "compile"},
@@ -90,7 +92,7 @@ SEES = {
     "cli": SEEN_BY_CALLERS | {"diagnosis", "profiling", "integrations"},
 }
 
-TORCH_FREE = LOWEST | {"runs", "monitor", "comparison", "report", "planner", "diagnosis"}
+TORCH_FREE = LOWEST | {"runs", "record", "monitor", "comparison", "report", "planner", "diagnosis"}
 TORCH_BOUND = {"torch", "transformers", "tokenizers", "safetensors", "datasets", "lightning"}
 
 
@@ -171,7 +173,7 @@ def test_every_file_stands_in_a_layer() -> None:
 
 
 READERS_OF_RECIPES = {
-    "analysis.comparison.labels", "analysis.first_difference", "analysis.diagnose",
+    "analysis.comparison.labels", "analysis.first_difference",
     "analysis.settings", "analysis.alarms", "assembly.preparation",
     "cli.flags", "trainer.config",
     "planner.launches", "planner.plan",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from narrowgauge.analysis.comparison.comparison import compare_runs
 from narrowgauge.report.recipe_groups import Group, groups_of
@@ -17,6 +15,6 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     return groups_of(compare_runs(runs))
 
 
-def page_of(runs: Sequence[Run], title: str = "", **changes: Any) -> str:
-    """The page of these runs; a keyword replaces a field of their comparison."""
-    return render(replace(compare_runs(runs), **changes), title)
+def page_of(runs: Sequence[Run], title: str = "") -> str:
+    """The page of these runs."""
+    return render(compare_runs(runs), title)

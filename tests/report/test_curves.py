@@ -22,14 +22,10 @@ from report.made_pages import group_runs
 MakeRun = Callable[..., Run]
 
 
-def mean_of(figure: Figure | None, place: int, view: str | None = None) -> dict[str, Any]:
+def mean_of(figure: Figure | None, place: int) -> dict[str, Any]:
     """The line of a group's mean."""
     assert figure is not None
-    (found,) = (
-        trace
-        for trace in figure.data
-        if trace["meta"]["group"] == place and trace.get("name") and trace["meta"].get("view") == view
-    )
+    (found,) = (trace for trace in figure.data if trace["meta"]["group"] == place and trace.get("name"))
     return found
 
 
@@ -59,21 +55,22 @@ def test_seeds_become_a_mean_and_a_band(groups: list[Group]) -> None:
     assert (min(band["y"]), max(band["y"])) == (3.1, 3.6)
 
 
-def test_training_loss_is_there_smoothed_and_raw(make_run: MakeRun) -> None:
-    figure = curves.training_loss(group_runs([make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)]))
+def test_training_loss_is_smoothed_before_the_raw_line_and_the_axis_ends_where_it_does(make_run: MakeRun) -> None:
+    run = make_run(steps=1000, loss=lambda step: 50.0 if step == 500 else 1.0)
+    figure = curves.training_loss(group_runs([run]))
     assert figure is not None
-    assert [view for view, _ in figure.views] == ["smoothed", "raw"]
-    assert max(mean_of(figure, 0, "raw")["y"]) == 50.0
-    assert 1.0 < max(mean_of(figure, 0, "smoothed")["y"]) < 10.0
+    raw, *_ = figure.data
+    assert max(raw["y"]) == 50.0 and raw["hoverinfo"] == "skip"
+    assert 1.0 < max(mean_of(figure, 0)["y"]) < 10.0 and figure.layout["yaxis"]["range"][1] < 10.0
 
 
 def test_a_loss_that_is_not_finite_is_a_gap_and_a_cross(make_run: MakeRun) -> None:
     run = make_run(steps=100, loss=lambda step: math.nan if step in (30, 31) else 1.0)
     figure = curves.training_loss(group_runs([run]))
-    line = mean_of(figure, 0, "raw")
+    line = mean_of(figure, 0)
     assert [x for x, y in zip(line["x"], line["y"], strict=True) if y is None] == [30, 31]
     assert figure is not None
-    (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2" and trace["meta"]["view"] == "raw")
+    (crosses,) = (trace for trace in figure.data if trace.get("yaxis") == "y2")
     assert crosses["x"] == [30, 31]
 
 
@@ -149,7 +146,7 @@ def test_every_figure_says_how_to_read_it_and_is_valid_json(make_run: MakeRun) -
         make_run("bfloat16/naive", loss=lambda step: 3.0),
     ]
     found = [figure for section in comparison_figures(group_runs(made)).values() for figure in section]
-    assert len({figure.name for figure in found}) == len(found) == 10
+    assert len({figure.name for figure in found}) == len(found) == 8
     for figure in found:
         assert len(figure.how) > 60 and figure.how.endswith("."), figure.name
         json.dumps([figure.data, figure.layout], allow_nan=False)
@@ -168,23 +165,8 @@ def test_unchanged_weights_are_a_curve_over_audited_steps(make_run: MakeRun) -> 
     run = make_run("bfloat16/naive", steps=4)
     for row, share in zip(run.steps, (None, 0.25, None, 0.75), strict=True):
         row |= {} if share is None else {"imprecision_share": share}
-    figure = curves.unchanged_weights(group_runs([run]))
+    figure = curves.over_steps(group_runs([run]), "unchanged-weights")
     line = mean_of(figure, 0)
     assert (line["x"], line["y"]) == ([2, 4], [0.25, 0.75])
     assert figure is not None and "tail" in figure.how and figure.layout["yaxis"]["range"] == [0, 1]
-    assert curves.unchanged_weights(group_runs([make_run()])) is None
-
-
-def test_the_second_moment_that_is_farthest_off_is_named_per_step(make_run: MakeRun) -> None:
-    """0.5 is as far off as 2, and farther than 1.5; what was not measured is not far off."""
-    rows = [
-        {"step": 10, "moments": {"<i>a</i>": [1.5, 0.0], "b": [1.25, 0.0]}},
-        {"step": 20, "moments": {"<i>a</i>": [1.5, 0.0], "b": [0.5, 0.0]}},
-        {"step": 30, "moments": {"<i>a</i>": [None, None], "b": [1.0, 0.0]}},
-    ]
-    figure = curves.wrong_moments(group_runs([make_run(gauges=rows)]))
-    line = mean_of(figure, 0)
-    assert (line["x"], line["y"]) == ([10, 20, 30], [1.5, 0.5, 1.0])
-    assert line["customdata"] == ["&lt;i&gt;a&lt;/i&gt;", "b", "b"]
-    assert figure is not None and figure.layout["yaxis"]["type"] == "log"
-    assert curves.wrong_moments(group_runs([make_run(gauges=[{"step": 1}])])) is None
+    assert curves.over_steps(group_runs([make_run()]), "unchanged-weights") is None

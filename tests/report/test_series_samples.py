@@ -58,7 +58,6 @@ def test_a_damaged_reading_adds_nothing(make_run: MakeRun, damaged: Any) -> None
     }
     found = read_samples(make_run(gauges=[row]))
     assert not found.metrics and not found.spans and found.lowest_edq == 1.0
-    assert not any(found.worst.values())
     # A valid tensor in the same row is read.
     row["updates"]["b"] = [0.25]
     assert read_samples(make_run(gauges=[row])).lowest_edq == 0.25

@@ -27,7 +27,7 @@ def made(make_run: MakeRun, losses: dict[str, list[float]], **compared: Any) -> 
         for seed, loss in enumerate(found)
     ]
     found = compare_runs(runs, **compared)
-    return runs, differences(groups_of(found), found.classes)
+    return runs, differences(groups_of(found), found)
 
 
 def test_each_recipe_has_its_difference_and_interval_and_the_band_is_the_threshold(make_run: MakeRun) -> None:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -25,6 +25,8 @@ from narrowgauge.runs.schema import METRICS, Row, number
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 
+SETTLING_STEPS = 100
+"""Steps at the beginning while the loss scale settles: halvings and skips are not counted."""
 FEWEST_VALUES = 3
 """Fewest earlier values that make a baseline."""
 # Forward before backward: of tensors that are equally bad, the one that was computed first.
@@ -70,6 +72,7 @@ class _Trip:
     tensor: str | None
     value: float
     limit: float
+    spike: str = ""
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -91,7 +94,7 @@ class Alarms:
         recipe: what the run trains in, as for :func:`narrowgauge.prepare`; ``None`` where it is not known.
         is_audited: the optimizer's audit raises ``lost_updates`` for this run, so no detector does.
 
-    Cost: about 25 µs per step, and 20 µs per tensor of a row of gauges.
+    Cost: about 35 µs per step, and 20 µs per tensor of a row of gauges.
 
     Example:
         >>> import narrowgauge as ng
@@ -104,17 +107,17 @@ class Alarms:
     """
 
     def __init__(self, recipe: str | Path | Recipe | None = None, *, is_audited: bool = False) -> None:
-        known = None if recipe is None else parse(recipe)
+        parsed = None if recipe is None else parse(recipe)
         self.facts = Facts(
-            known.compute.name if known else "",
-            known.storage if known else None,
-            any(compute.scales_loss for compute in known.computes) if known else False,
+            parsed.compute.name if parsed else "",
+            parsed.storage if parsed else None,
+            any(compute.scales_loss for compute in parsed.computes) if parsed else False,
             is_audited,
         )
-        spikes = DETECTORS["loss-spike"]
-        self.judge = SpikeJudge(window=spikes.window, z=spikes.threshold)
+        self.judge = SpikeJudge()
         """Judges spikes against all steps so far; a trainer judges a step with it before the update."""
-        self._steps = StepMetrics()
+        self._losses, self._log_norms = DriftJudge(), DriftJudge()
+        self._loss_scales: deque[float] = deque(maxlen=DETECTORS["scale-halvings"].window + 1)
         self._states: dict[tuple[str, str | None], _State] = {}
 
     @classmethod
@@ -161,7 +164,7 @@ class Alarms:
             judgement.judge_loss(loss)
             judgement.judge_norm(norm)
         spikes = judgement.loss, judgement.gradient
-        metrics = self._steps.metrics(row, spikes)
+        metrics = self._step_metrics(row, *spikes)
         trips = [
             trip
             for field, detector in _OF_STEPS
@@ -169,10 +172,29 @@ class Alarms:
             for trip in self._read(detector, None, value, metrics)
         ]
         for name, spike in zip(("loss-spike", "gradient-spike"), spikes, strict=True):
-            if self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None) and spike:
-                trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold))
+            begins = self._state(DETECTORS[name], None).update(DETECTORS[name], spike is not None, spike is None)
+            if begins and spike is not None:
+                trips.append(_Trip(DETECTORS[name], None, spike.value, spike.threshold, spike.message))
         self.judge.add(loss, norm, spiked=any(spikes))
-        return self._events(int(row.get("step", 0)), trips, spikes)
+        return self._events(int(row.get("step", 0)), trips)
+
+    def _step_metrics(self, row: Row, loss_spike: Spike | None, norm_spike: Spike | None) -> Metrics:
+        """Return the metrics of one step; what spiked does not count for a climb."""
+        loss, norm, scale = (number(row.get(name)) for name in ("loss", "grad_norm", "loss_scale"))
+        # While a loss scale is searched for, gradients overflow.
+        is_searching = scale is not None and bool(row.get("skipped"))
+        is_wrong = not _is_finite(loss) or not (is_searching or _is_finite(norm))
+        metrics: dict[str, float | None] = {"nonfinite": float(is_wrong)}
+        if loss_spike is None and loss is not None and math.isfinite(loss):
+            metrics["climb"] = self._losses.add(loss)
+        if norm_spike is None and norm is not None and math.isfinite(norm) and norm > 0:
+            growth = self._log_norms.add(math.log(norm))
+            metrics["growth"] = None if growth is None else math.exp(min(growth, 700.0))
+        if scale is not None:
+            if row.get("step", 0) > SETTLING_STEPS:
+                self._loss_scales.append(scale)
+            metrics |= {"loss_scale": scale, "halvings": halvings(self._loss_scales)}
+        return metrics
 
     def on_gauges(self, row: Row) -> list[Event]:
         """Read a row of ``gauges.jsonl``, and return the events that it raises: at most one of each kind, for the worst tensor.
@@ -212,82 +234,31 @@ class Alarms:
     def _is_known(self, detector: Detector, name: str | None) -> bool:
         """Return whether another detector is active for the same tensor and kind of event."""
         others = (row.name for row in DETECTORS.values() if row.kind == detector.kind and row is not detector)
-        return any((state := self._states.get((other, name))) is not None and state.is_active for other in others)
+        return any((other, name) in self._states and self._states[other, name].is_active for other in others)
 
-    def _events(self, step: int, trips: list[_Trip], spikes: tuple[Spike | None, ...] = ()) -> list[Event]:
+    def _events(self, step: int, trips: list[_Trip]) -> list[Event]:
         by_kind: dict[str, list[_Trip]] = {}
         for trip in trips:
             by_kind.setdefault(trip.detector.kind, []).append(trip)
-        sentences: dict[str, str] = {spike.what: spike.message for spike in spikes if spike is not None}
-        return [
-            self._event(step, min(group, key=lambda trip: trip.rank), group, sentences) for group in by_kind.values()
-        ]
+        return [self._event(step, min(group, key=lambda trip: trip.rank), group) for group in by_kind.values()]
 
-    def _event(self, step: int, worst: _Trip, group: list[_Trip], sentences: Mapping[str, str]) -> Event:
+    def _event(self, step: int, worst: _Trip, group: list[_Trip]) -> Event:
         detector, name = worst.detector, worst.tensor
-        spike = sentences.get("loss" if detector.kind == "loss_spike" else "gradient", "")
         others = len({trip.tensor for trip in group}) - 1
         more = f"; the same holds for {others} more tensor{'s' if others > 1 else ''}" if others else ""
-        values = {
-            "value": worst.value,
-            "limit": worst.limit,
-            "spike": spike,
-            **advice_values(name, self.facts.storage, self.facts.compute),
-        }
+        values: dict[str, object] = {"value": worst.value, "limit": worst.limit, "spike": worst.spike}
+        values |= advice_values(name, self.facts.storage, self.facts.compute)
         message = f"{name or ''} {detector.message}{more}".strip().format(**values)
-        advice = detector.advice.format(**values)
         return Event(
-            detector.kind, step, message, name or None, worst.value, worst.limit, advice, detector=detector.name
-        )
+            detector.kind, step, message, name or None, worst.value, worst.limit, detector.advice.format(**values),
+            detector=detector.name,
+        )  # fmt: skip
 
 
 _BY_TABLE: dict[str, tuple[Detector, ...]] = {
     table: tuple(row for row in DETECTORS.values() if row.table == table) for table in (*METRICS, "logits")
 }
 _OF_STEPS = tuple((row.field, row) for row in DETECTORS.values() if row.table == "steps")
-
-
-# ── the metrics that detectors read ──────────────────────────────────────────────────────────────────────────────────────
-
-SETTLING_STEPS = 100
-"""Steps at the beginning while the loss scale settles: halvings and skips are not counted."""
-
-
-@dataclass
-class StepMetrics:
-    """Computes the metrics of steps, with the state of earlier steps that they need."""
-
-    scales: deque[float] = field(default_factory=lambda: deque(maxlen=DETECTORS["scale-halvings"].window + 1))
-    losses: DriftJudge = field(default_factory=DriftJudge)
-    norms: DriftJudge = field(default_factory=DriftJudge)
-
-    def metrics(self, row: Row, spikes: Sequence[Spike | None] = (None, None)) -> Metrics:
-        """Return the metrics of one step, from its row; a ``spike`` of its loss or gradient norm does not count for a climb."""
-        return {**self._drifts(row, *spikes), **self._failures(row)}
-
-    def _drifts(self, row: Row, loss_spike: Spike | None, norm_spike: Spike | None) -> Metrics:
-        """Return the climb of the loss, in nats, and of the gradient norm, as a factor, at the end of each block of steps."""
-        loss, norm = number(row.get("loss")), number(row.get("grad_norm"))
-        climb = growth = None
-        if loss_spike is None and loss is not None and math.isfinite(loss):
-            climb = self.losses.add(loss)
-        if norm_spike is None and norm is not None and math.isfinite(norm) and norm > 0:
-            growth = self.norms.add(math.log(norm))
-        return {"climb": climb, "growth": None if growth is None else math.exp(min(growth, 700.0))}
-
-    def _failures(self, row: Row) -> Metrics:
-        loss, norm, scale = number(row.get("loss")), number(row.get("grad_norm")), number(row.get("loss_scale"))
-        searching = scale is not None and bool(row.get("skipped"))
-        wrong = not is_finite(loss) or not (searching or is_finite(norm))
-        if scale is None:
-            return {"nonfinite": float(wrong)}
-        if row.get("step", 0) > SETTLING_STEPS:
-            self.scales.append(scale)
-        return {
-            "nonfinite": float(wrong),
-            "loss_scale": scale,
-            "halvings": halvings(self.scales),
-        }
 
 
 def halvings(scales: Iterable[float]) -> float:
@@ -303,18 +274,15 @@ def halvings(scales: Iterable[float]) -> float:
 
 
 def gauge_metrics(row: Row) -> Iterator[tuple[str, str | None, dict[str, float | None]]]:
-    """The metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name."""
+    """Yield the metrics of every tensor in a row of ``gauges.jsonl``: table, tensor, and values by name."""
     for table, names in METRICS.items():
         for name, values in (row.get(table) or {}).items():
-            metrics: dict[str, float | None] = dict(zip(names, map(number, values), strict=False))
-            yield table, name, metrics
+            yield table, name, dict(zip(names, map(number, values), strict=False))
     logits = {name: number(value) for name, value in (row.get("logits") or {}).items()}
     if logits:
         log_z = logits.get("log_z")
-        distance = None if log_z is None else abs(log_z)
-        yield "logits", None, {**logits, "log_z": distance}
+        yield "logits", None, {**logits, "log_z": None if log_z is None else abs(log_z)}
 
 
-def is_finite(value: float | None) -> bool:
-    """Return whether a value is neither NaN nor infinite; a missing one is finite."""
+def _is_finite(value: float | None) -> bool:
     return value is None or math.isfinite(value)

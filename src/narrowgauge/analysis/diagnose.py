@@ -18,16 +18,19 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, overload
 
+import numpy as np
+
 from narrowgauge.analysis.alarms import SETTLING_STEPS, Alarms
-from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Facts, advice_values
+from narrowgauge.analysis.columns import column, numbers
+from narrowgauge.analysis.detectors import DETECTORS, MAX_BIAS, Detector, Facts, advice_values, is_off
 from narrowgauge.analysis.kinds import KINDS
-from narrowgauge.analysis.reading import STAGE_OF, Reading, body_lines, in_order, of_all
-from narrowgauge.errors import NarrowgaugeError, RecordError
+from narrowgauge.analysis.reading import STAGE_OF, STAGES, Reading, body_lines, in_order, of_all
+from narrowgauge.analysis.settings import recipe_of
+from narrowgauge.errors import RecordError
 from narrowgauge.runs.finding import counted, sentences
 from narrowgauge.runs.fingerprint_rows import parted_in
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import METRICS, Row, finite_number, number, step_of
-from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.significance import MIN_EDQ, student_t
 
@@ -43,23 +46,16 @@ _CONSECUTIVE = 3
 """Samples in a row beyond a bound before it is a reading, as for the detectors of the same metrics."""
 FEWEST_STEPS = 50
 """Applied steps from which an unmoved weight is a reading."""
-STAGE_OF_KIND: dict[str, str] = {
-    "lost_updates": "storage", "unchanged_weights": "storage", "lost_decay": "storage", "noise": "storage",
-    "frozen_moments": "storage", "checkpoint_damaged": "storage",
-    "attention": "forward", "logits": "forward", "outliers": "forward", "underflow": "forward", "overflow": "forward",
-    "loss_spike": "loss", "loss_climb": "loss", "nonfinite": "loss", "rollback": "loss", "divergence": "loss",
-    "gradient_spike": "gradient", "growth": "gradient", "loss_scale": "gradient", "first_bad_value": "gradient",
-    "corruption": "between steps",
-}  # fmt: skip
-"""The stage of an event by its kind; of others it is the optimizer's step."""
 STAGE_OF_TENSOR: dict[str, str] = {
     "input": "forward", "output": "forward", "output_grad": "gradient", "grad": "gradient", "weight": "storage",
     "exp_avg": "storage", "exp_avg_sq": "storage",
 }  # fmt: skip
-STAGE_OF_DETECTOR: dict[str, str] = {
+"""The stage of what a detector reads of a tensor, by the tensor's kind."""
+STAGE_OF_OTHERS: dict[str, str] = {
     **dict.fromkeys((*CHANGES, "rest"), "between steps"), "recomputation": "gradient", "replicas": "optimizer step",
-    **{name: kind.stage for name, kind in KINDS.items()},
+    "rollback": "loss", "divergence": "loss", "checkpoint_damaged": "storage", "corruption": "between steps",
 }  # fmt: skip
+"""The stage of what no detector and no check raised, by the ``detector`` or ``kind`` of its event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +178,18 @@ def _notes(run: Run) -> Iterator[str]:
             getattr(run, name)
         except RecordError as error:
             yield f"the {name}: {error.message.rstrip('.')}"
-    steps = [step_of(row) for row in run.steps]
-    missing = sum(row.get("loss") is None for row in run.steps)
+    steps = numbers(run, "steps", "step")
+    missing = len(steps) - len(column(run, "steps", "loss"))
     if missing:
         yield f"the loss of {missing} of the {counted(len(steps), 'step')}"
-    place = next((k for k in range(1, len(steps)) if steps[k] <= steps[k - 1]), None)
-    if place is not None:
-        yield f"the order of the steps: row {place + 1} is of step {steps[place]}, after one of step {steps[place - 1]}"
+    backward = np.flatnonzero(np.diff(steps) <= 0)
+    if len(backward):
+        place = int(backward[0])
+        before, after = steps[place : place + 2].tolist()
+        yield f"the order of the steps: row {place + 2} is of step {after:.0f}, after one of step {before:.0f}"
     last = max((step_of(row) for row in run.events), default=0)
-    if steps and last > max(steps) + 1:
-        yield f"the steps after {max(steps)}: events go on to step {last}"
+    if len(steps) and last > steps.max() + 1:
+        yield f"the steps after {steps.max():.0f}: events go on to step {last}"
 
 
 # ── what was looked at ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,8 +238,8 @@ def loop_of(run: Run) -> str:
 
 def looked_at(run: Run) -> tuple[str, ...]:
     """Return the areas that the record shows, with how many elements moved where that is known."""
-    columns, moved = _columns(run), _moved(run)
-    areas = [area.name for area in AREAS if not columns.isdisjoint(area.reads)]
+    moved = _moved(run)
+    areas = [area.name for area in AREAS if _is_shown(run, area)]
     if moved:
         total = sum(count for _, count in moved.values())
         share = sum(share * count for share, count in moved.values()) / max(1, total)
@@ -251,7 +249,7 @@ def looked_at(run: Run) -> tuple[str, ...]:
 
 def unseen(run: Run) -> dict[str, str]:
     """Return the areas that the record does not show, each with what would; empty text where nothing does."""
-    columns, loop = _columns(run), loop_of(run)
+    loop = loop_of(run)
     rows = [row for row in _compared(run) if isinstance(row.get("unseen"), dict)]
     compared = [row["unseen"] for row in rows if row.get("compared")]
     reasons = {
@@ -260,57 +258,36 @@ def unseen(run: Run) -> dict[str, str]:
         for piece, why in row["unseen"].items()
         if all(piece in others for others in compared)
     }
-    return {area.name: getattr(area, loop) for area in AREAS if columns.isdisjoint(area.reads)} | reasons
+    return {area.name: getattr(area, loop) for area in AREAS if not _is_shown(run, area)} | reasons
 
 
-def _columns(run: Run) -> set[str]:
-    tables = {"steps": run.steps, "evals": run.evals, "gauges": gauges_of(run), "fingerprints": fingerprints_of(run)}
-    columns = {
-        f"{table}.{name}"
-        for table, rows in tables.items()
-        for name in set().union(*rows)
-        if any(row.get(name) is not None for row in rows)
-    }
-    if not any(row.get("compared") for row in _compared(run)):
-        columns.discard("steps.recomputed")
-    return columns
+def _is_shown(run: Run, area: Area) -> bool:
+    for table, _, name in (place.partition(".") for place in area.reads):
+        if name == "recomputed":
+            return any(row.get("compared") for row in _compared(run))
+        if any(row.get(name) is not None for row in rows_of(run, table)):
+            return True
+    return False
 
 
 def _compared(run: Run) -> list[Row]:
     return [row["recomputed"] for row in run.steps if "recomputed" in row and isinstance(row["recomputed"], dict)]
 
 
-def gauges_of(run: Run) -> list[Row]:
-    """Return the samples of the gauges; none where their file is damaged."""
+def rows_of(run: Run, table: str) -> list[Row]:
+    """Return the rows of a table, such as ``gauges``; none where its file is damaged."""
     try:
-        return run.gauges
+        return getattr(run, table)  # type: ignore[no-any-return]
     except RecordError:
         return []
-
-
-def fingerprints_of(run: Run) -> list[Row]:
-    """Return the rows of fingerprints; none where their file is damaged."""
-    try:
-        return run.fingerprints
-    except RecordError:
-        return []
-
-
-def recipe_of(run: Run) -> Recipe | None:
-    """Return the recipe that the record names; ``None`` where it names none."""
-    config = run.run.get("config")
-    try:
-        return parse(config["recipe"]) if isinstance(config, dict) else None
-    except (NarrowgaugeError, KeyError):
-        return None
 
 
 # ── alarms ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def recorded_readings(run: Run, skipped: list[int] | None = None) -> list[Reading]:
+def recorded_readings(run: Run, skipped: list[int]) -> list[Reading]:
     """Return what a run's record shows beyond its bounds, earliest first; each ``what`` of a tensor once, at its first step."""
-    recipe, skipped = recipe_of(run), skipped_steps(run) if skipped is None else skipped
+    recipe = recipe_of(run)
     groups: dict[tuple[str, str], list[Reading]] = {}
     counts = (_steps(run, skipped), _scale(run, skipped), _ranks(run), _resumes(run), _audits(run, recipe), _moments(run),
               _unmoved(run, skipped))  # fmt: skip
@@ -337,7 +314,7 @@ def alarms_of(run: Run, recipe: Recipe | None) -> list[Row]:
         return recorded
     alarms = Alarms(recipe, is_audited=any(row.get("edq") is not None for row in run.steps))
     raised = [event.row() for row in run.steps for event in alarms.on_step(row)]
-    raised += [event.row() for row in gauges_of(run) for event in alarms.on_gauges(row)]
+    raised += [event.row() for row in rows_of(run, "gauges") for event in alarms.on_gauges(row)]
     kinds = {event.get("kind") for event in recorded}
     return recorded + [event for event in raised if event["kind"] not in kinds]
 
@@ -358,16 +335,17 @@ def _of_event(event: Row) -> Reading:
 
 
 def _stage(event: Row, kind: str, detector: str) -> str:
-    tensor, _, rest = str(event.get("tensor") or "").partition(":")
-    if event.get("stage") in STAGE_OF.values() or event.get("stage") in ("start", "storage", "forward"):
+    if event.get("stage") in STAGES:
         return str(event["stage"])
     if kind == "first_bad_value":
         return {"input": "data", "forward": "forward"}.get(str(event.get("phase")), "gradient")
-    if detector in STAGE_OF_DETECTOR:
-        return STAGE_OF_DETECTOR[detector]
-    if rest and tensor in STAGE_OF_TENSOR and detector in DETECTORS:
-        return STAGE_OF_TENSOR[tensor]
-    return STAGE_OF_KIND.get(kind, "optimizer step" if step_of(event) else "start")
+    if detector in DETECTORS:
+        tensor, colon, _ = str(event.get("tensor") or "").partition(":")
+        return STAGE_OF_TENSOR.get(tensor, DETECTORS[detector].stage) if colon else DETECTORS[detector].stage
+    if detector in KINDS:
+        return KINDS[detector].stage
+    of_kind = {row.kind: row.stage for row in DETECTORS.values()} | STAGE_OF_OTHERS
+    return of_kind.get(detector) or of_kind.get(kind) or ("optimizer step" if step_of(event) else "start")
 
 
 # ── counts ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -379,42 +357,43 @@ def skipped_steps(run: Run) -> list[int]:
     A loss that is finite after a gradient that is not shows that the step between them was skipped, whoever wrote the log.
     """
     marked = {step_of(event) for event in run.events if event.get("kind") == "skip"}
-    marked |= {step_of(row) for row in run.steps if row.get("skipped")}
-    for place, row in enumerate(run.steps):
-        if _is_bad(row.get("grad_norm")) and finite_number(row.get("loss")) is not None:
-            later = run.steps[place + 1] if place + 1 < len(run.steps) else None
-            if later is None or finite_number(later.get("loss")) is not None:
+    marked |= set(_where(run, "skipped"))
+    if column(run, "steps", "grad_norm").gaps:
+        for row, later in pairwise((*run.steps, {"loss": 0.0})):
+            is_skipped = finite_number(row.get("loss")) is not None and finite_number(later.get("loss")) is not None
+            if is_skipped and row.get("grad_norm") is not None and finite_number(row["grad_norm"]) is None:
                 marked.add(step_of(row))
     return [step for row in run.steps if (step := step_of(row)) in marked] if marked else []
 
 
-def _is_bad(value: Any) -> bool:
-    return type(value) is float and not math.isfinite(value)
+def _where(run: Run, flag: str) -> list[int]:
+    """Return the steps at which a flag is set."""
+    line = column(run, "steps", flag)
+    return [int(step) for step in line.x[np.nan_to_num(line.y) != 0]]
 
 
 def _steps(run: Run, skipped: list[int]) -> Iterator[Reading]:
-    scaled = any(row.get("loss_scale") is not None for row in run.steps)
     if skipped:
         kind, settled = KINDS["skipped-steps"], max(0, len(run.steps) - SETTLING_STEPS)
-        allowed = int(kind.bound if scaled else 3) + int(0.05 * settled)
+        allowed = int(kind.bound if len(column(run, "steps", "loss_scale")) else 3) + int(0.05 * settled)
         bound = 0 if len(skipped) == len(run.steps) else allowed
         if len(skipped) > bound:
             bad = next((event for event in run.events if event.get("detector") == "first-nonfinite"), None)
             more = f"; in backward the first gradient that is not finite is {bad['tensor']}'s" if bad else ""
             yield kind.reading("", len(skipped), 0, bound, skipped[0], count=len(run.steps), more=more)
-    marked = set(skipped)
-    failed = [step_of(row) for row in run.steps if _is_bad(row.get("loss")) or _is_bad(row.get("grad_norm"))]
-    failed = [step for step in failed if step not in marked]
+    failed = {int(step) for name in ("loss", "grad_norm") for step in column(run, "steps", name).gaps}.difference(
+        skipped
+    )
     if failed:
         advice = f"{len(failed)} of {len(run.steps)} steps have a loss or a gradient norm that is not finite. "
         advice += DETECTORS["nonfinite-step"].advice
-        yield Reading(failed[0], "loss", "", "nonfinite-step", len(failed), 0, 0, advice)
+        yield Reading(min(failed), "loss", "", "nonfinite-step", len(failed), 0, 0, advice)
 
 
 def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
     """A loss scale doubles at most from one step to the next; a resume that forgets it begins anew."""
-    known = [(step_of(row), scale) for row in run.steps if (scale := number(row.get("loss_scale"))) is not None]
-    for (before, low), (step, high) in pairwise(known):
+    scales = column(run, "steps", "loss_scale")
+    for (before, low), (step, high) in pairwise(zip(map(int, scales.x), scales.y.tolist(), strict=True)):
         if step > before and low > 0 and high > low * 2.0 ** min(step - before, 60):
             after = [s for s in skipped if step <= s < step + 20]
             more = f"; then steps {', '.join(map(str, after))} were skipped" if after else ""
@@ -422,7 +401,7 @@ def _scale(run: Run, skipped: list[int]) -> Iterator[Reading]:
 
 
 def _ranks(run: Run) -> Iterator[Reading]:
-    for row in fingerprints_of(run):
+    for row in rows_of(run, "fingerprints"):
         key, _, message = parted_in(row)
         if key:
             reading = KINDS["ranks-differ"].reading(key, step=step_of(row), message=f"{message}.")
@@ -431,7 +410,7 @@ def _ranks(run: Run) -> Iterator[Reading]:
 
 def _resumes(run: Run) -> Iterator[Reading]:
     """A resume hashes the state that it loaded: the same step twice, which must have the same bits."""
-    for before, row in pairwise(fingerprints_of(run)):
+    for before, row in pairwise(rows_of(run, "fingerprints")):
         if step_of(row) != step_of(before):
             continue
         first, second = before.get("tensors") or {}, row.get("tensors") or {}
@@ -446,7 +425,7 @@ def effective_rate(run: Run) -> tuple[float, str] | None:
 
     That of the audited steps, else what ``ng.check`` predicted when the record began; ``None`` where neither is recorded.
     """
-    values = [value for row in run.steps if (value := finite_number(row.get("edq"))) is not None]
+    values = column(run, "steps", "edq").finite.tolist()
     if len(values) > 1:
         error = student_t(len(values) - 1) * stdev(values) / math.sqrt(len(values))
         return fmean(values), f" (± {error:.2g})"
@@ -460,39 +439,37 @@ def _audits(run: Run, recipe: Recipe | None) -> Iterator[Reading]:
     facts = Facts(storage=recipe.storage if recipe is not None else None)
     for name in ("lost-updates", "lost-decay", "noise"):
         detector, length = DETECTORS[name], 0
-        field = detector.field
-        for row in run.steps:
-            if row.get(field) is None or (value := number(row[field])) is None:
-                continue
-            applies = detector.applies({"noise": number(row.get("noise"))}, facts)
-            length = length + 1 if applies and detector.trips(value, detector.threshold) else 0
+        audited = numbers(run, "steps", detector.field)
+        places = np.flatnonzero(~np.isnan(audited))
+        noises = np.nan_to_num(numbers(run, "steps", "noise")[places])
+        for place, value, noise in zip(places.tolist(), audited[places].tolist(), noises.tolist(), strict=True):
+            trips = detector.trips(value, detector.threshold) and detector.applies({"noise": noise}, facts)
+            length = length + 1 if trips else 0
             if length == detector.consecutive:
-                values = {"value": value, "limit": detector.threshold, **advice_values(None, facts.storage, "")}
-                expected, bound, more = None, detector.threshold, ""
-                if name == "lost-updates":
-                    expected, bound, rate = 1.0, 1.0 - MIN_EDQ, effective_rate(run)
-                    more = (
-                        f" You trained at about {rate[0]:.2g} × lr{rate[1]}: start there with another storage."
-                        if rate
-                        else ""
-                    )
-                advice = (
-                    sentences(f"the model {detector.message}".format(**values), detector.advice.format(**values)) + more
-                )
-                yield Reading(step_of(row), "storage", "", name, value, expected, bound, advice)
+                yield _of_audit(run, detector, facts, value, step_of(run.steps[place]))
                 break
+
+
+def _of_audit(run: Run, detector: Detector, facts: Facts, value: float, step: int) -> Reading:
+    values = {"value": value, "limit": detector.threshold, **advice_values(None, facts.storage, "")}
+    expected, bound = None, detector.threshold
+    advice = sentences(f"the model {detector.message}".format(**values), detector.advice.format(**values))
+    if detector.name == "lost-updates":
+        expected, bound, rate = 1.0, 1.0 - MIN_EDQ, effective_rate(run)
+        if rate is not None:
+            advice += f" You trained at about {rate[0]:.2g} × lr{rate[1]}: start there with another storage."
+    return Reading(step, detector.stage, "", detector.name, value, expected, bound, advice)
 
 
 def _moments(run: Run) -> Iterator[Reading]:
     """Second moments whose sum is not that of an exact float32 copy."""
     place, lengths = list(METRICS["moments"]).index("bias"), dict[str, int]()
-    for row in gauges_of(run):
+    for row in rows_of(run, "gauges"):
         for name, values in (row.get("moments") or {}).items():
             bias = number(values[place]) if values and place < len(values) else None
             if bias is None:
                 continue
-            is_off = not 1 / MAX_BIAS < bias < MAX_BIAS
-            lengths[name] = lengths.get(name, 0) + 1 if is_off else 0
+            lengths[name] = lengths.get(name, 0) + 1 if is_off(bias) else 0
             if lengths[name] == _CONSECUTIVE:
                 bound = MAX_BIAS - 1 if bias > 1 else 1 - 1 / MAX_BIAS
                 yield KINDS["second-moments"].reading(name, bias, 1.0, bound, step_of(row))

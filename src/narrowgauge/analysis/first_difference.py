@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from narrowgauge.analysis.diagnose import fingerprints_of
+from narrowgauge.analysis.diagnose import rows_of
 from narrowgauge.analysis.reading import STAGE_OF, Reading
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.fingerprint_rows import parted_in
@@ -168,7 +168,7 @@ def rounding_of(numel: int, u: float) -> float:
 def find_parting(one: Run, other: Run) -> Parting:
     """Find where two runs differ first, and where first beyond rounding."""
     rows = _by_step(one.steps), _by_step(other.steps)
-    prints = _by_step(fingerprints_of(one)), _by_step(fingerprints_of(other))
+    prints = _by_step(rows_of(one, "fingerprints")), _by_step(rows_of(other, "fingerprints"))
     common, hashed = rows[0].keys() & rows[1].keys(), prints[0].keys() & prints[1].keys()
     extra = [*_stopped(one, other), *_evaluations(one, other, rows)]
     u, first, first_bound = roundoff(one, other), None, 0.0

@@ -16,6 +16,7 @@ from narrowgauge.runs import arithmetic
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import Row, short
 from narrowgauge.spec.notation import parse
+from narrowgauge.spec.recipes import Recipe
 
 TABLES = ("config", "data", "model", "optimizer", "versions", "machine")
 """The tables of ``run.toml`` that are compared."""
@@ -40,6 +41,14 @@ class SettingDifference:
 
     def __str__(self) -> str:
         return f"{self.name} {self.values[0]} and {self.values[1]}"
+
+
+def recipe_of(run: Run) -> Recipe | None:
+    """Return the recipe that a run's record names; ``None`` where it names none."""
+    try:
+        return parse(run.run["config"]["recipe"])
+    except (NarrowgaugeError, KeyError, TypeError):
+        return None
 
 
 def settings_diff(one: Row, other: Row) -> Iterator[SettingDifference]:

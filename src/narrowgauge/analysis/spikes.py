@@ -2,13 +2,13 @@
 
 *A spike.* A bad batch or a developing fault shows as a jump. How large a jump is unusual depends on the run: noise moves
 the loss of a batch of two million tokens by a hundredth, and that of a thousand tokens by half. So a step is compared with
-robust statistics of the steps before it: the median of the last ``recent`` steps is the level, and the median difference
+robust statistics of the steps before it: the median of the last 30 steps is the level, and the median difference
 between consecutive steps, over a longer window, is the noise. (Deviations from the median would count the fall of the loss
 as noise and miss spikes while it falls.) Losses are compared directly, gradient norms by their logarithms, since they vary
 by factors. Two floors prevent false alarms after very quiet stretches: the deviation of losses is at least one hundredth
 (of the loss, and of a nat), and a norm has to be ten times the median.
 
-A spike does not enter the statistics, or the next one would be missed. After ``patience`` spikes in a row they are the new
+A spike does not enter the statistics, or the next one would be missed. After 50 spikes in a row they are the new
 level, and all of them enter.
 
 *A drift* is so slow that no step is a spike, and does not come back. A loss of 2.3 among losses from 1.9 to 2.5 means
@@ -25,16 +25,27 @@ over the last 100, 200 and 400 steps: a large climb shows early, and a small one
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Literal
 
-DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
+WINDOW, RECENT = 100, 30
+"""Steps from which the noise is estimated, and the last of them, from which the level is taken."""
+FEWEST, FEWEST_EARLY = 20, 3
+"""Steps before medians are used, and before a loss can be a spike at all."""
+Z = 8.0
+"""Robust standard deviations above the level that make a spike; healthy runs used for calibration reach 5 for the loss."""
+LOSS_FLOOR = 0.01
+"""The least standard deviation of the loss, as a share of its median and in nats."""
+NORM_FACTOR = 10.0
+"""The least factor over the median that makes a gradient norm a spike; healthy runs with small batches reach 6.6."""
+PATIENCE = 50
+"""Spikes in a row that become the new level."""
+_DISTANCE_TO_DEVIATION = 1.4826 / math.sqrt(2)
 """Standard deviation of normal noise over the median difference of two of its values."""
-_FEWEST_EARLY = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,51 +65,21 @@ class Spike:
 
     @property
     def message(self) -> str:
-        """One sentence without a full stop: value, threshold and z."""
+        """Return one sentence without a full stop: value, threshold and z."""
         name = "the loss" if self.what == "loss" else "the gradient norm"
         return f"{name} jumped to {self.value:.4g} (threshold {self.threshold:.4g}, z = {self.z:.0f})"
-
-
-class _Past:
-    """The values of the last steps, kept so that their medians cost little."""
-
-    def __init__(self, window: int, recent: int) -> None:
-        self.values: deque[float] = deque(maxlen=window)
-        self.recent, self.distances = SortedWindow(min(recent, window)), SortedWindow(max(1, window - 1))
-
-    def __len__(self) -> int:
-        return len(self.values)
-
-    def add(self, value: float) -> None:
-        if self.values:
-            self.distances.add(abs(value - self.values[-1]))
-        self.values.append(value)
-        self.recent.add(value)
-
-    def clear(self) -> None:
-        for part in (self.values, self.recent, self.distances):
-            part.clear()
 
 
 class SpikeJudge:
     """Decides whether a loss or a gradient norm is a spike compared with the steps before it.
 
     Invariant: the decision is a function of the sequence of :meth:`add` calls; asking changes nothing. A value is a spike when
-    it lies more than ``z`` robust standard deviations above the median of the last ``recent`` steps that were not spikes. A
-    value that is not finite is never a spike (it is an event of its own kind). The first ``fewest`` steps fall too fast for
-    a median: there a loss is a spike when it exceeds the largest of at least three by a fifth and by a nat, and a gradient
-    norm never is.
+    it lies more than :data:`Z` robust standard deviations above the median of the last :data:`RECENT` steps that were not
+    spikes. A value that is not finite is never a spike (it is an event of its own kind). The first :data:`FEWEST` steps fall
+    too fast for a median: there a loss is a spike when it exceeds the largest of at least three by a fifth and by a nat, and a
+    gradient norm never is.
 
-    Args:
-        window: steps from which the noise is estimated.
-        recent: the last of them, from which the median is taken.
-        fewest: steps before medians are used.
-        z: threshold in robust standard deviations; healthy runs used for calibration reach 5 for the loss.
-        loss_floor: least standard deviation of the loss, as a share of its median and in nats.
-        norm_factor: least factor over the median that makes a gradient norm a spike; healthy runs with small batches reach 6.6.
-        patience: spikes in a row that become the new level.
-
-    Cost: about 5 µs per step.
+    Cost: about 15 µs per step.
 
     Example:
         >>> judge = SpikeJudge()
@@ -115,30 +96,19 @@ class SpikeJudge:
         bigscience's tr11, 2022-04-12), caught three steps before the loss doubled.
     """
 
-    def __init__(
-        self,
-        *,
-        window: int = 100,
-        recent: int = 30,
-        fewest: int = 20,
-        z: float = 8.0,
-        loss_floor: float = 0.01,
-        norm_factor: float = 10.0,
-        patience: int = 50,
-    ) -> None:
-        self.z, self.recent, self.fewest, self.patience = z, recent, fewest, patience
-        self.loss_floor, self.norm_floor = loss_floor, math.log(norm_factor) / z
-        self._losses, self._norms = _Past(window, recent), _Past(window, recent)
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._norms: deque[float] = deque(maxlen=WINDOW)  # logarithms
         self._rejected: list[tuple[float, float | None]] = []
         self._scales: dict[str, tuple[float, float]] = {}
 
     def loss(self, value: float) -> Spike | None:
         """Judge a step's mean loss, in nats: the spike, or ``None``. Nothing is recorded."""
-        if len(self._losses) < _FEWEST_EARLY or not math.isfinite(value):
+        if len(self._losses) < FEWEST_EARLY or not math.isfinite(value):
             return None
         middle, scale = self._scale("loss")
         z = (value - middle) / scale
-        return Spike("loss", value, middle + self.z * scale, z) if z > self.z else None
+        return Spike("loss", value, middle + Z * scale, z) if z > Z else None
 
     def norm(self, value: float | None) -> Spike | None:
         """Judge a step's gradient norm before clipping: the spike, or ``None``. Nothing is recorded."""
@@ -150,19 +120,19 @@ class SpikeJudge:
 
     def norm_limit(self) -> float:
         """Return the gradient norm above which a step is a spike; infinite while too few steps are known."""
-        if len(self._norms) < self.fewest:
+        if len(self._norms) < FEWEST:
             return math.inf
         middle, scale = self._scale("gradient")
-        return math.exp(min(middle + self.z * scale, 700.0))
+        return math.exp(min(middle + Z * scale, 700.0))
 
     def add(self, loss: float, grad_norm: float | None, *, spiked: bool) -> None:
-        """Record a step; one that spiked enters the statistics only after ``patience`` spikes in a row."""
+        """Record a step; one that spiked enters the statistics only after :data:`PATIENCE` spikes in a row."""
         if not spiked:
             self._rejected.clear()
             self._accept(loss, grad_norm)
             return
         self._rejected.append((loss, grad_norm))
-        if len(self._rejected) >= self.patience:
+        if len(self._rejected) >= PATIENCE:
             self._losses.clear()
             self._norms.clear()
             for step in self._rejected:
@@ -172,19 +142,20 @@ class SpikeJudge:
     def _accept(self, loss: float, grad_norm: float | None) -> None:
         self._scales.clear()
         if math.isfinite(loss):
-            self._losses.add(loss)
+            self._losses.append(loss)
         if grad_norm is not None and math.isfinite(grad_norm) and grad_norm > 0:
-            self._norms.add(math.log(grad_norm))
+            self._norms.append(math.log(grad_norm))
 
     def _scale(self, what: Literal["loss", "gradient"]) -> tuple[float, float]:
         """Return the median of the recent values and their robust standard deviation."""
         if what not in self._scales:
-            past = self._losses if what == "loss" else self._norms
-            if len(past) < self.fewest:
-                highest = max(past.values)
-                return highest, max(1.0, 0.2 * abs(highest)) / self.z
-            middle, deviation = past.recent.median, DISTANCE_TO_DEVIATION * past.distances.median
-            floor = self.loss_floor * max(1.0, abs(middle)) if what == "loss" else self.norm_floor
+            values = list(self._losses if what == "loss" else self._norms)
+            if len(values) < FEWEST:
+                highest = max(values)
+                return highest, max(1.0, 0.2 * abs(highest)) / Z
+            middle = median(values[-RECENT:])
+            deviation = _DISTANCE_TO_DEVIATION * median(abs(after - before) for before, after in pairwise(values))
+            floor = LOSS_FLOOR * max(1.0, abs(middle)) if what == "loss" else math.log(NORM_FACTOR) / Z
             self._scales[what] = middle, max(deviation, floor)
         return self._scales[what]
 
@@ -228,19 +199,17 @@ _BEND_TO_DEVIATION = 1.4826 / math.sqrt(6)
 """Standard deviation of normal noise over the median magnitude of its second differences."""
 _MIDDLE_TO_MEAN = 1.09
 """Standard error of the mean of the middle half of normal values over that of the mean of all: the root of 1.19."""
+BLOCK, SPANS, MEMORY = 20, (5, 10, 20), 50
+"""Values in a block, blocks of which a level is the mean, and the last blocks, from which the noise is estimated."""
+DRIFT_Z = 5.0
+"""Standard errors between a level and its bounds."""
 
 
 class DriftJudge:
     """Estimates a lower bound of how far a noisy metric has climbed above its lowest level.
 
-    Invariant: the result is a function of the sequence of values. Random fluctuations of a level stay within :math:`2 z` standard
-    errors, so a metric that is constant or falls has a climb of at most about zero.
-
-    Args:
-        block: values in a block.
-        spans: blocks of which a level is the mean; each span is used once twice as many blocks are known.
-        memory: the last blocks, from which the noise is estimated; at least the longest span.
-        z: standard errors between a level and its bounds.
+    Invariant: the result is a function of the sequence of values. Random fluctuations of a level stay within twice
+    :data:`DRIFT_Z` standard errors, so a metric that is constant or falls has a climb of at most about zero.
 
     Cost: about 12 µs per block.
 
@@ -259,12 +228,9 @@ class DriftJudge:
         autocorrelation of nine tenths does cause false alarms.
     """
 
-    def __init__(
-        self, *, block: int = 20, spans: Sequence[int] = (5, 10, 20), memory: int = 50, z: float = 5.0
-    ) -> None:
-        self.block, self.spans, self.z = block, tuple(spans), z
+    def __init__(self) -> None:
         self._values: list[float] = []
-        self._blocks: deque[float] = deque(maxlen=memory)
+        self._blocks: deque[float] = deque(maxlen=MEMORY)
         self._num_blocks = 0
         self._lowest: dict[int, float] = {}
 
@@ -274,17 +240,15 @@ class DriftJudge:
         ``None`` between blocks, and while too few are known.
         """
         self._values.append(value)
-        if len(self._values) < self.block:
+        if len(self._values) < BLOCK:
             return None
         self._blocks.append(fmean(self._values))
         self._values.clear()
         self._num_blocks += 1
-        ready = [span for span in self.spans if self._num_blocks >= 2 * span]
-        return max(self._climbs(ready), default=None)
+        spans = [span for span in SPANS if self._num_blocks >= 2 * span]
+        return max(self._climbs(spans), default=None) if spans else None
 
     def _climbs(self, spans: Sequence[int]) -> list[float]:
-        if not spans:
-            return []
         blocks = list(self._blocks)
         bends = [
             before - 2 * value + after for before, value, after in zip(blocks, blocks[1:], blocks[2:], strict=False)
@@ -292,7 +256,7 @@ class DriftJudge:
         noise = _BEND_TO_DEVIATION * median(map(abs, bends))
         climbs = []
         for span in spans:
-            level, margin = _middle(blocks[-span:]), self.z * _MIDDLE_TO_MEAN * noise / math.sqrt(span)
+            level, margin = _middle(blocks[-span:]), DRIFT_Z * _MIDDLE_TO_MEAN * noise / math.sqrt(span)
             if span in self._lowest:
                 climbs.append(level - margin - self._lowest[span])
             self._lowest[span] = min(self._lowest.get(span, math.inf), level + margin)
@@ -303,45 +267,3 @@ def _middle(values: Sequence[float]) -> float:
     """Return the mean of the middle half."""
     cut = len(values) // 4
     return fmean(sorted(values)[cut : len(values) - cut])
-
-
-# ── medians of a window ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class SortedWindow:
-    """The last ``size`` values of a sequence, one at least.
-
-    Invariant: :attr:`median` is that of :func:`statistics.median` over them.
-
-    Cost: under a microsecond for each value of a window of a hundred.
-
-    Example:
-        >>> window = SortedWindow(3)
-        >>> for value in (5.0, 1.0, 4.0, 2.0):
-        ...     window.add(value)
-        >>> window.median  # of 1, 4 and 2
-        2.0
-    """
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._recent: deque[float] = deque()
-        self._sorted: list[float] = []
-
-    def add(self, value: float) -> None:
-        """Add a value that is not NaN; a full window drops its oldest."""
-        if len(self._recent) == self._size:
-            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
-        self._recent.append(value)
-        insort(self._sorted, value)
-
-    def clear(self) -> None:
-        self._recent.clear()
-        self._sorted.clear()
-
-    @property
-    def median(self) -> float:
-        half = len(self._sorted) // 2
-        if len(self._sorted) % 2:
-            return self._sorted[half]
-        return (self._sorted[half - 1] + self._sorted[half]) / 2

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
-from narrowgauge.analysis.diagnose import effective_rate, fingerprints_of, loop_of, recipe_of
+from narrowgauge.analysis.diagnose import effective_rate, loop_of, rows_of
 from narrowgauge.analysis.first_difference import Difference, Parting, find_parting
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, reading_table
-from narrowgauge.analysis.settings import SettingDifference, acting_at, counts_of, settings_diff
+from narrowgauge.analysis.settings import SettingDifference, acting_at, counts_of, recipe_of, settings_diff
 from narrowgauge.runs.finding import counted
 from narrowgauge.runs.fingerprint_rows import in_words
 from narrowgauge.runs.record import Run
@@ -233,7 +233,7 @@ def _drift(rows: Sequence[Mapping[int, Row]], since: int) -> Reading | None:
 
 def _factor(at: Difference, runs: tuple[Run, Run], rows: Sequence[Mapping[int, Row]]) -> Reading | None:
     """Measure one factor between all gradients of the step, else between the gradient norms of all rows."""
-    prints = [next((row for row in fingerprints_of(run) if step_of(row) == at.step), None) for run in runs]
+    prints = [next((row for row in rows_of(run, "fingerprints") if step_of(row) == at.step), None) for run in runs]
     if at.stage == "gradient" and prints[0] is not None and prints[1] is not None:
         first, second = (row["tensors"] for row in prints if row is not None)
         pairs = [(first[key][1], second[key][1]) for key in first if key.startswith("grad:") and key in second]

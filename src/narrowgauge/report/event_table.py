@@ -12,7 +12,6 @@ from narrowgauge.runs.schema import Row, finite_number
 
 ROUTINE = frozenset({"start", "resume", "stop", "finish", "checkpoint", "note"})
 """Kinds of events that every healthy run has; all others, unknown ones too, need attention."""
-MAX_EVENT_ROWS = 300
 MAX_REPETITIONS = 100
 """The most repetitions of one event that its row lists."""
 _SYMBOLS = ("triangle-up", "square", "diamond", "x", "star", "pentagon", "hexagon", "triangle-down", "bowtie")
@@ -55,12 +54,11 @@ def _kind_trace(kind: str, index: int) -> Row:
 
 @dataclass
 class EventRow:
-    """A row of the table of events: an event of a run, the step of its last repetition, and a line for each repetition."""
+    """A row of the table of events: the first of a kind with its advice in a run, and those like it."""
 
     run: str
     event: Row
-    last: float | None
-    more: list[str] = field(default_factory=list)
+    more: list[Row] = field(default_factory=list)
 
     @property
     def is_routine(self) -> bool:
@@ -68,36 +66,27 @@ class EventRow:
 
     @property
     def steps(self) -> str:
-        first = self.event.get("step", "")
-        return str(first) if self.last is None or finite_number(first) == self.last else f"{first}–{self.last:g}"
+        """Return the step, or the first and the last."""
+        steps = dict.fromkeys(str(event.get("step", "")) for event in (self.event, *self.more[-1:]))
+        return "–".join(steps)
+
+    @property
+    def lines(self) -> list[str]:
+        """Return a line for each of those like it, up to :data:`MAX_REPETITIONS`."""
+        return [
+            f"step {event.get('step', '?')}: {event.get('tensor') or event.get('message', '')}"
+            for event in self.more[:MAX_REPETITIONS]
+        ]
 
 
-def event_rows(named: Iterable[tuple[Run, str]]) -> tuple[list[EventRow], int]:
-    """Return rows of the table of events, those that need attention first, and how many more there are.
-
-    Events of the same kind with the same advice in the same or the next step are one row. Of more rows than the table
-    holds, every run keeps its first ones, so that a run with many events does not displace the others.
-    """
-    rows = [(place, row) for run, name in named for place, row in enumerate(_event_rows(run, name))]
-    # The first of every run, then the second: those beyond the limit are the last ones of the longest lists.
-    shown = {id(row) for _, row in sorted(rows, key=lambda at: (at[1].is_routine, at[0]))[:MAX_EVENT_ROWS]}
-    return sorted((r for _, r in rows if id(r) in shown), key=lambda row: row.is_routine), len(rows) - len(shown)
-
-
-def _event_rows(run: Run, name: str) -> list[EventRow]:
-    rows: list[EventRow] = []
-    open_rows: dict[tuple[object, object], EventRow] = {}
-    for event in run.events:
-        key, step = (event.get("kind"), event.get("advice")), finite_number(event.get("step"))
-        row = open_rows.get(key)
-        is_next = row is not None and (
-            row.last == step if row.last is None or step is None else row.last <= step <= row.last + 1
-        )
-        if row is None or row.is_routine or not is_next:
-            row = open_rows[key] = EventRow(name, event, step)
-            rows.append(row)
-            continue
-        where = "" if step == finite_number(row.event.get("step")) else f"step {event.get('step')}: "
-        row.more.append(f"{where}{event.get('tensor') or event.get('message', '')}")
-        row.last = step
-    return rows
+def event_rows(named: Iterable[tuple[Run, str]]) -> list[EventRow]:
+    """Return rows of the table of events, those that need attention first; one for each kind and advice of a run."""
+    rows: dict[tuple[object, ...], EventRow] = {}
+    for run, name in named:
+        for event in run.events:
+            key = name, event.get("kind"), event.get("advice")
+            if key in rows:
+                rows[key].more.append(event)
+            else:
+                rows[key] = EventRow(name, event)
+    return sorted(rows.values(), key=lambda row: row.is_routine)

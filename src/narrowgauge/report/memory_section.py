@@ -18,49 +18,60 @@ from narrowgauge.planner.model import read_model
 from narrowgauge.planner.model_state import with_optimizer
 from narrowgauge.planner.terms import Terms
 from narrowgauge.report.recipe_groups import Group
-from narrowgauge.report.recipe_tables import Cell, Line, RecipeTable, tensor_bytes
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import SUMMARY, finite_number
+from narrowgauge.runs.schema import finite_number
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.tables import Column, Table, name_columns, number_columns
 
-_COLUMNS = {
-    "State": SUMMARY["state_bytes"].help,
-    "State planned": "weights, gradients, optimizer states and sums of micro-batches, by the planner",
-    "Peak of tensors": SUMMARY["peak_tensor_bytes"].help,
-    "Peak planned": "of a step's worst moment, by the planner without overhead; below it its 80 % interval",
-}
-"""The columns with what they mean."""
+_COLUMNS = (
+    *name_columns(recipe="recipe"),
+    *number_columns(state="state", state_planned="state_plan", peak_of_tensors="peak", peak_planned="peak_plan"),
+    Column("80 % interval", "interval"),
+)
 
 
 @dataclass(frozen=True)
 class MemorySection:
-    """A table, None where no recipe has both a plan and what was counted; and why a recipe is not in it."""
+    """A table, without rows where no recipe has both a plan and what was counted; and why a recipe is not in it."""
 
-    table: RecipeTable | None
+    table: Table
     lines: Sequence[str]
 
 
 def memory_beside_plan(groups: Sequence[Group]) -> MemorySection:
     """Return what each recipe's runs counted beside their plan; runs of a recipe differ in their seed alone."""
-    lines, reasons = [], []
+    rows, reasons = [], []
     for group in groups:
         state, peak = (_mean(group, name) for name in ("state_bytes", "peak_tensor_bytes"))
         if state is None and peak is None:
             reasons.append(f"{group.label}: no memory is recorded. Runs of narrowgauge train and compare count it.")
             continue
         try:
-            plans = _planned(group.runs[0], group.stats[0].recipe)
+            state_plan, peak_plan = _planned(group.runs[0], group.stats[0].recipe)
         except NarrowgaugeError as error:
             reasons.append(f"{group.label}: no plan can be made, because {error.message.rstrip('.')}.")
             continue
-        cells = []
-        for name, count, plan in zip(("State", "Peak of tensors"), (state, peak), plans, strict=True):
-            planned = f"{name.partition(' ')[0]} planned"
-            low, high = plan.interval
-            interval = "" if low == high else f"{tensor_bytes(low)} to {tensor_bytes(high)}"
-            cells += [_counted(name, count, plan), Cell(planned, tensor_bytes(plan.total), plan.total, interval)]
-        lines.append(Line(group.label, group.index, cells))
-    return MemorySection(RecipeTable(_COLUMNS, lines) if lines else None, reasons)
+        rows.append({
+            "recipe": group.label,
+            "state": _counted(state, state_plan),
+            "state_plan": tensor_bytes(state_plan.total),
+            "peak": _counted(peak, peak_plan),
+            "peak_plan": tensor_bytes(peak_plan.total),
+            "interval": " to ".join(map(tensor_bytes, peak_plan.interval)),
+        })  # fmt: skip
+    return MemorySection(Table(_COLUMNS, rows), reasons)
+
+
+def tensor_bytes(value: float) -> str:
+    """Return bytes in binary units; small models have few.
+
+    Example:
+        >>> tensor_bytes(3 * 2**30), tensor_bytes(500 * 2**20), tensor_bytes(5.25 * 2**20)
+        ('3.00 GiB', '500 MiB', '5.2 MiB')
+    """
+    if value >= 2**30:
+        return f"{value / 2**30:.2f} GiB"
+    return f"{value / 2**20:.{0 if value >= 100 * 2**20 else 1}f} MiB"
 
 
 def _planned(run: Run, recipe: Recipe | None) -> tuple[Terms, Terms]:
@@ -91,12 +102,12 @@ def _planned(run: Run, recipe: Recipe | None) -> tuple[Terms, Terms]:
     return state_terms(architecture, recipe, layout), peak
 
 
-def _counted(column: str, value: float | None, plan: Terms) -> Cell:
+def _counted(value: float | None, plan: Terms) -> str:
     if value is None:
-        return Cell(column, is_final=False)
+        return "–"
     beyond = 100 * (value / plan.total - 1)
     sign = "±" if abs(beyond) < 0.05 else "+" if beyond > 0 else MINUS
-    return Cell(column, tensor_bytes(value), value, f"{sign}{abs(beyond):.1f} %")
+    return f"{tensor_bytes(value)} ({sign}{abs(beyond):.1f} %)"
 
 
 def _mean(group: Group, name: str) -> float | None:

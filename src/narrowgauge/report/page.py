@@ -16,7 +16,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
@@ -25,7 +24,6 @@ import markupsafe
 from narrowgauge.errors import require_package
 from narrowgauge.report.figures.palette import DASHES, NUM_COLOURS, dash_of, symbol_of
 from narrowgauge.report.figures.traces import Figure
-from narrowgauge.runs.atomic_io import AGAIN, write_whole
 from narrowgauge.runs.schema import Row
 
 
@@ -108,7 +106,8 @@ def document(
     """
     script, plotly = asset("page.js"), plotly_script()
     live_script = asset("live.js") if live else ""
-    data = {"figures": {figure.name: spec_of(figure) for figure in drawn}, "strip": strip, "formats": ranges}
+    figures = {item.name: {"data": item.data, "layout": item.layout | {"height": item.height}} for item in drawn}
+    data = {"figures": figures, "strip": strip, "formats": ranges}
     page = template(template_name).render(
         **words,
         strip=strip,
@@ -134,12 +133,6 @@ def policy_of(script: str, live_script: str = "") -> markupsafe.Markup:
     digests = [digest_of(script), *([digest_of(live_script)] if live_script else []), plotly_script().digest]
     allowed = "script-src " + " ".join(f"'{digest}'" for digest in digests)
     return markupsafe.Markup(allowed + ("; connect-src 'self'" if live_script else ""))
-
-
-def spec_of(figure: Figure) -> Row:
-    """Return a figure in the form that the page's script takes."""
-    view = figure.views[0][0] if figure.views else None
-    return {"data": figure.data, "layout": figure.layout | {"height": figure.height}, "view": view}
 
 
 @functools.cache
@@ -176,9 +169,3 @@ def _breakable(text: Any) -> markupsafe.Markup:
 def asset(name: str) -> str:
     """Return a file of ``templates/``."""
     return (resources.files(__package__) / "templates" / name).read_text(encoding="utf-8").strip()
-
-
-def write_page(text: str, page: Path) -> Path:
-    """Write a page, replacing one that exists; returns its path."""
-    write_whole(page, text.encode(), AGAIN)
-    return page

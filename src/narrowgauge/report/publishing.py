@@ -59,7 +59,7 @@ def title_of(comparison: Comparison) -> str:
         >>> title_of(compare_runs([Run(Path("a"), {"config": {"recipe": "bf16/word", "model": "llama-1m"}})]))
         'llama-1m in bfloat16/word'
     """
-    runs = [one.run for group in comparison.classes.groups.values() for one in group]
+    runs = [one.run for row in comparison.classes.values() for one in row.runs]
     models = list(dict.fromkeys(Path(str(run.config.get("model", "a model"))).name for run in runs))
     labels = comparison.classes
     return f"{listed(models)} in {listed(labels) if len(labels) <= 4 else f'{len(labels)} recipes'}"
@@ -94,11 +94,12 @@ def _is_page(file: Path) -> bool:
 
 
 def write_report(comparison: Comparison, page: Path) -> Path:
+    """Write the page of a comparison, replacing one that exists; return its path."""
     # Imported late: the page takes most of the time to load.
-    from narrowgauge.report.page import write_page
     from narrowgauge.report.runs_page import render
 
-    return write_page(render(comparison, title_of(comparison)), page)
+    write_whole(page, render(comparison, title_of(comparison)).encode(), AGAIN)
+    return page
 
 
 def publish(comparison: Comparison, out: Path) -> Path:

@@ -11,25 +11,21 @@ next file is opened. A table or a list that is missing or damaged adds nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from narrowgauge.analysis.columns import Series, column
 from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.run_stats import RunStats
 from narrowgauge.analysis.diagnose import Diagnosis, diagnose
 from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.report.figures.heat_maps import HEAT_MAPS, MOST_TENSORS, MetricValues
-from narrowgauge.report.figures.series import Series, column
 from narrowgauge.runs.record import Run
 from narrowgauge.runs.schema import METRICS, TENSOR_KINDS, Row, finite_number
-
-
-def _same(line: Series) -> Series:
-    return line
 
 
 @dataclass(frozen=True)
@@ -64,20 +60,9 @@ class Group:
         several = len(self.stats) > 1
         return [(one.run, f"{self.label} · seed {one.seed}" if several else self.label) for one in self.stats]
 
-    def lines(self, table: str, y: str, of: Callable[[Series], Series] = _same) -> list[Series]:
-        """Return one column of ``steps`` or ``evals`` of every run, or what ``of`` makes of each whole line."""
-        if (table, y) not in self._columns:
-            self._columns[table, y] = [column(getattr(run, table), y) for run in self.runs]
-        return [of(line) for line in self._columns[table, y]]
-
-    @cached_property
-    def _columns(self) -> dict[tuple[str, str], list[Series]]:
-        """Hold each column that was read; several figures draw the same one."""
-        return {}
-
-    def longest(self, table: str, y: str) -> int:
-        """Return the number of points of the longest of these lines."""
-        return max((len(line) for line in self.lines(table, y)), default=0)
+    def lines(self, table: str, name: str) -> list[Series]:
+        """Return one column of ``steps`` or ``evals`` of every run."""
+        return [column(run, table, name) for run in self.runs]
 
     def seeds(self) -> dict[int, Run]:
         return {one.seed: one.run for one in self.stats}
@@ -136,7 +121,6 @@ class Samples:
     Args:
         num_rows: how many samples the run took.
         steps: of the samples, ascending.
-        worst: by column of ``tensors`` and by step, the tensor with the largest value, and the value.
         lowest_edq: of the last sample, over its tensors; 1 where it has none.
         histograms: rows ``step, histograms``, at most :data:`MOST_HISTOGRAMS`, the first and the last among them.
         num_histograms: how many rows had histograms.
@@ -146,7 +130,6 @@ class Samples:
     num_rows: int = 0
     steps: Sequence[float] = ()
     metrics: Mapping[str, MetricValues] = field(default_factory=dict)
-    worst: Mapping[str, Mapping[float, tuple[str, float]]] = field(default_factory=dict)
     lowest_edq: float = 1.0
     histograms: Sequence[Row] = ()
     num_histograms: int = 0
@@ -196,7 +179,6 @@ def _sampled(rows: Sequence[Row]) -> Samples:
             for name, metric in HEAT_MAPS.items()
             if name in metrics
         },
-        worst={name: _worst(steps, metrics.get(name)) for name in ("underflow", "overflow")},
         lowest_edq=_lowest_edq(rows),
         histograms=spread(counted, MOST_HISTOGRAMS),
         num_histograms=len(counted),
@@ -233,19 +215,6 @@ def _lists(rows: Sequence[Row], table: str) -> Iterator[tuple[float, str, list[A
             for name, values in entries.items():
                 if isinstance(values, list):
                     yield step, name, values
-
-
-def _worst(steps: Sequence[float], metric: MetricValues | None) -> dict[float, tuple[str, float]]:
-    """By step the tensor with the largest value; a step without any is left out."""
-    if metric is None:
-        return {}
-    values = np.where(np.isnan(metric.values), -np.inf, metric.values)
-    rows, highest = values.argmax(axis=0), values.max(axis=0)
-    return {
-        step: (metric.names[row], value)
-        for step, row, value in zip(steps, rows.tolist(), highest.tolist(), strict=True)
-        if value > -np.inf
-    }
 
 
 def _lowest_edq(rows: Sequence[Row]) -> float:

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from analysis.comparison.made_runs import MASTER, made, seeds
-from narrowgauge.analysis.comparison.classification import Classes, Rank, rank
-from narrowgauge.analysis.comparison.comparison import compare_runs
+from narrowgauge.analysis.comparison.classification import Rank, rank
+from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 from narrowgauge.analysis.comparison.intervals import PairedDifference
 from narrowgauge.runs.record import Run
 
 EQUAL = (4.0, 4.1, 4.2)
 
 
-def classes_of(*groups: Sequence[Run], baseline: str | None = None) -> Classes:
-    return compare_runs([run for group in groups for run in group], baseline).classes
+def compared(*groups: Sequence[Run]) -> Comparison:
+    return compare_runs([run for group in groups for run in group])
 
 
 def word(*losses: float | None, **more: Any) -> list[Run]:
@@ -82,13 +82,11 @@ RANKS: list[tuple[list[Run], Rank, list[str]]] = [
 
 @pytest.mark.parametrize(("group", "found", "faults"), RANKS)
 def test_runs_have_a_rank_and_faults(group: list[Run], found: Rank, faults: list[str]) -> None:
-    one = classes_of(MASTER, group)["bfloat16/word"]
+    one = compared(MASTER, group).classes["bfloat16/word"]
     assert one.rank is found and [fault.name for fault in one.faults] == faults
     is_fit = found in (Rank.WITHIN_NOISE, Rank.NEGLIGIBLE, Rank.BETTER) and not faults
     assert one.is_fit is is_fit
-    assert one.has_price is (found is Rank.WORSE and not faults)
-    assert one.is_open is (found is Rank.INCONCLUSIVE)
-    assert one.is_unranked is (found is Rank.NO_INTERVAL and not faults)
+    assert one.usable_rank is (None if faults else found)
 
 
 # ── the cheapest ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,23 +121,6 @@ UNSURE = seeds("bfloat16/compact", (4.2, 4.0, 4.2))
 def test_the_cheapest_is_fit_and_what_might_be_cheaper_is_named(
     groups: list[list[Run]], cheapest: str | None, cheaper_open: list[str]
 ) -> None:
-    found = classes_of(*groups)
+    found = compared(*groups)
     assert (found.cheapest.label if found.cheapest else None) == cheapest
     assert [one.label for one in found.cheaper_open] == cheaper_open
-
-
-# ── best beyond chance ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def best(column: str, *groups: Sequence[Run]) -> set[str]:
-    return {label for label, one in classes_of(*groups).items() if column in one.best}
-
-
-@pytest.mark.parametrize(
-    ("master", "others", "found"),
-    [(EQUAL, (3.99, 4.11, 4.19), set()), (EQUAL, (3.90, 4.01, 4.09), {"bfloat16/word"}), ((4.0,), (3.9,), set())],
-)
-def test_a_loss_is_best_only_where_the_interval_excludes_chance(
-    master: tuple[float, ...], others: tuple[float, ...], found: set[str]
-) -> None:
-    assert best("val_loss", seeds("bfloat16/master", master), word(*others)) == found

@@ -11,7 +11,7 @@ from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs
 
 def ranks(found: Comparison) -> dict[str, Rank]:
     """At equal time, the lowest loss first."""
-    return {one.label: one.rank_at_equal_time for one in found.classes.at_equal_time}
+    return {one.label: one.rank_at_equal_time for one in found.at_equal_time}
 
 
 def losses(found: Comparison) -> dict[str, float]:

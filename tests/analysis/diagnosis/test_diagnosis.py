@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 
 import narrowgauge as ng
 from analysis.diagnosis.records import AT, NUM_STEPS, PARAMETERS, Row, healthy_run, later, tensor, update, written
-from narrowgauge.analysis.diagnose import STAGE_OF_DETECTOR, STAGE_OF_KIND
+from narrowgauge.analysis.detectors import DETECTORS
+from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import STAGES, Reading, in_order
 from narrowgauge.cli.main import main
-from narrowgauge.runs.events import KINDS
 from narrowgauge.runs.record import Run
 
 DOWN = "model.layers.1.mlp.down_proj"
@@ -222,9 +222,8 @@ def test_a_healthy_record_gives_none(name: str) -> None:
     assert found.ok and found.verdict.startswith("Nothing found: 160 steps watched, "), str(found)
 
 
-def test_every_kind_of_event_and_reading_has_a_stage() -> None:
-    assert set(STAGE_OF_KIND) <= set(KINDS)
-    assert {*STAGE_OF_KIND.values(), *STAGE_OF_DETECTOR.values()} <= set(STAGES)
+def test_every_kind_of_reading_has_a_stage() -> None:
+    assert {row.stage for row in (*DETECTORS.values(), *KINDS.values())} <= set(STAGES)
 
 
 def test_readings_are_ordered_by_step_then_stage_then_excess() -> None:

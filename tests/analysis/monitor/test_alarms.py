@@ -11,10 +11,12 @@ import pytest
 
 from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.analysis.detectors import DETECTORS
+from narrowgauge.analysis.spikes import Z
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import METRICS
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
+from narrowgauge.spec.significance import MAX_LOST_DECAY, MIN_EDQ
 
 Row = dict[str, Any]
 LAYER = "model.layers.1.mlp.down_proj"
@@ -118,6 +120,8 @@ CASES: dict[str, tuple[Recipe, list[Row], list[Row], str, str | None, int]] = {
 
 def test_every_detector_has_a_case() -> None:
     assert set(CASES) == set(DETECTORS)
+    assert (DETECTORS["lost-updates"].threshold, DETECTORS["lost-decay"].threshold) == (MIN_EDQ, MAX_LOST_DECAY)
+    assert DETECTORS["loss-spike"].threshold == DETECTORS["gradient-spike"].threshold == Z
 
 
 @pytest.mark.parametrize("name", CASES)

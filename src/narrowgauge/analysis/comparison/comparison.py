@@ -16,10 +16,10 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from narrowgauge.analysis.comparison.classification import Classes, classify, run_faults
+from narrowgauge.analysis.columns import column
+from narrowgauge.analysis.comparison.classification import LATE, Classification, Rank, acceptable, classify, run_faults
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_loss
 from narrowgauge.analysis.comparison.labels import recipe_name, run_labels
 from narrowgauge.analysis.comparison.run_stats import RunStats, losses_at_equal_time
@@ -34,31 +34,45 @@ from narrowgauge.spec.tables import Column, Table
 class Comparison:
     """Recipes compared with a baseline.
 
-    Attributes:
-        rows: a row per recipe: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std`` (between
-            seeds), ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median), the counted memory
-            ``state_bytes``, ``activation_bytes`` and ``peak_tensor_bytes``, ``peak_memory_bytes``, ``edq``, ``noise``,
-            ``lost_fraction``, ``diverged`` (whether any seed did), ``num_seeds``. Unknown values are ``None``.
-        verdict: at most eight sentences.
+    Args:
+        classes: the classification of each recipe, by its label.
         baseline: the recipe that the others are compared with; ``None`` where no run counts.
-        folders: of the runs.
-        equal_time: ``recipe``, ``seconds``, ``val_loss``, ``difference``, ``half``, ``num_seeds``: losses at the moment
-            the fastest recipe finished, each the baseline's plus the paired difference.
-        classes: the classification of each recipe, by its label in ``rows``.
+        resolve: the difference of losses that was to be resolved; ``None`` for 1 % of the loss.
 
     Example:
-        >>> from narrowgauge.runs.record import Run
+        >>> from pathlib import Path
         >>> run = Run(Path("a"), {"config": {"recipe": "float32", "seed": 0}}, summary={"val_loss": 2.0})
         >>> compare_runs([run]).rows[0]["recipe"]
         'float32/float32'
     """
 
-    rows: tuple[Row, ...]
-    verdict: tuple[str, ...]
+    classes: Mapping[str, Classification]
     baseline: str | None
-    folders: tuple[Path, ...]
-    equal_time: tuple[Row, ...]
-    classes: Classes
+    resolve: float | None = None
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Return a row per recipe.
+
+        Columns: ``recipe``, ``val_loss`` (mean over the seeds that count), ``val_loss_std`` (between seeds),
+        ``tokens_per_second`` (median), ``bytes_per_param``, ``step_seconds`` (median), the counted memory ``state_bytes``,
+        ``activation_bytes`` and ``peak_tensor_bytes``, ``peak_memory_bytes``, ``edq``, ``noise``, ``lost_fraction``,
+        ``diverged`` (whether any seed did), ``num_seeds``. Unknown values are ``None``.
+        """
+        return tuple(one.row for one in self.classes.values())
+
+    @property
+    def verdict(self) -> tuple[str, ...]:
+        """Return at most eight sentences."""
+        return tuple(sentences(self))
+
+    @property
+    def equal_time(self) -> tuple[Row, ...]:
+        """Return losses at the moment the fastest recipe finished, each the baseline's plus the paired difference.
+
+        Columns: ``recipe``, ``seconds``, ``val_loss``, ``difference``, ``half``, ``num_seeds``.
+        """
+        return tuple(one.equal_time for one in self.classes.values() if one.equal_time is not None)
 
     @property
     def differences(self) -> tuple[PairedDifference, ...]:
@@ -66,42 +80,75 @@ class Comparison:
         return tuple(one.difference for one in self.classes.values() if one.difference is not None)
 
     @property
-    def late(self) -> dict[str, Row]:
-        """The audit's last ``edq``, ``noise`` and ``lost_fraction`` of each recipe, for the verdict; rows cover whole runs."""
-        return {label: dict(one.late) for label, one in self.classes.items()}
+    def has_intervals(self) -> bool:
+        """Return whether any recipe has two seeds in common with the baseline."""
+        return any(difference.num_pairs > 1 for difference in self.differences)
 
     @property
-    def not_to_be_used(self) -> dict[str, tuple[str, ...]]:
-        """Return the faults of each recipe that has any."""
-        return {label: tuple(fault.text for fault in one.faults) for label, one in self.classes.items() if one.faults}
+    def acceptable(self) -> float:
+        """Return by how much a recipe may be worse with certainty, and still be as good as the baseline."""
+        loss = None if self.baseline is None else self.classes[self.baseline].row["val_loss"]
+        return acceptable(float(loss or 0.0), self.resolve)
+
+    @property
+    def usable(self) -> list[Classification]:
+        """Return the recipes fit for use; of runs with one seed each, all that have no fault."""
+        unranked = None if self.has_intervals else Rank.NO_INTERVAL
+        return [one for one in self.classes.values() if one.is_fit or (unranked and one.usable_rank is unranked)]
+
+    @property
+    def cheapest(self) -> Classification | None:
+        """Return the usable recipe of the lowest known cost."""
+        sized = [one for one in self.usable if one.row["bytes_per_param"] is not None]
+        return min(sized, key=lambda one: one.cost, default=None)
+
+    @property
+    def cheaper_open(self) -> list[Classification]:
+        """Return recipes that cost less than the cheapest and might be as good: these seeds do not show it."""
+        best = self.cheapest
+        unsure = [one for one in self.classes.values() if one.usable_rank is Rank.INCONCLUSIVE]
+        return [one for one in unsure if best is None or one.cost < best.cost]
+
+    @property
+    def at_equal_time(self) -> list[Classification]:
+        """Return those with a loss at equal time, the lowest loss first."""
+        timed = [(float(one.equal_time["val_loss"]), one) for one in self.classes.values() if one.equal_time]
+        return [one for _, one in sorted(timed, key=lambda pair: pair[0])]
 
     def table(self) -> Table:
-        """Return the rows as a table."""
-        minus = {d.recipe: d.text for d in self.differences}
+        """Return the rows as a table, as the terminal and the page show them."""
+        minus = {difference.recipe: difference.text for difference in self.differences}
+        difference = Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True)
         columns = (
             Column("recipe", "recipe", code=True),
             Column("val. loss", lambda row: _shown_loss(row, self.classes[row["recipe"]].runs), right=True),
-            Column(f"minus {self.baseline}", lambda row: minus.get(row["recipe"], "–"), right=True),
+            *([difference] if minus else []),
             *(Column(SUMMARY[k].label, SUMMARY[k].cell, right=True) for k in ("bytes_per_param", "tokens_per_second")),
             *self._memory_columns(),
-            Column("mean EDQ", _shown("edq", "{:.3f}"), right=True),
-            Column("noise", SUMMARY["noise"].cell, right=True),
-            Column("mean lost", SUMMARY["lost_fraction"].cell, right=True),
+            *(self._late_column(key) for key in LATE),
             Column("seeds", "num_seeds", right=True),
             Column("verdict", lambda row: self._word(row["recipe"])),
         )
-        return Table(tuple(c for c in columns if self.differences or not c.title.startswith("minus")), list(self.rows))
+        return Table(columns, list(self.rows))
+
+    def _late_column(self, key: str) -> Column:
+        title, form = {
+            "edq": ("late EDQ", "{:.3f}"),
+            "noise": ("noise", "{:.3f}"),
+            "lost_fraction": ("lost", "{:.1%}"),
+        }[key]
+        return Column(title, lambda row: _shown(self.classes[row["recipe"]].late[key], form), right=True)
 
     def _word(self, label: str) -> str:
-        one = self.classes[label]
-        return "not to be used" if one.faults else one.rank.value
+        rank = self.classes[label].usable_rank
+        return "not to be used" if rank is None else rank.value
 
     def _memory_columns(self) -> list[Column]:
-        """Counted memory where it is known; else the peak of the process, which hardly depends on a format."""
+        """Return counted memory where it is known; else the peak of the process, which hardly depends on a format."""
         counted = {"activ. MiB": "activation_bytes", "peak MiB": "peak_tensor_bytes"}
         if not any(row.get(name) is not None for row in self.rows for name in counted.values()):
             counted = {"peak MiB": "peak_memory_bytes"}
-        return [Column(title, _shown(name, "{:,.1f}", 2.0**-20), right=True) for title, name in counted.items()]
+        return [_mebibytes(title, name) for title, name in counted.items()]
 
     def text(self) -> str:
         """Return the verdict, one sentence per line."""
@@ -117,17 +164,28 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _shown(key: str, form: str, factor: float = 1.0) -> Callable[[Row], str]:
-    return lambda row: "–" if row.get(key) is None else form.format(row[key] * factor)
+def _mebibytes(title: str, name: str) -> Column:
+    return Column(title, lambda row: _shown(row.get(name), "{:,.1f}", 2.0**-20), right=True)
+
+
+def _shown(value: float | None, form: str, factor: float = 1.0) -> str:
+    return "–" if value is None else form.format(value * factor)
 
 
 def _shown_loss(row: Row, runs: Sequence[RunStats]) -> str:
-    if row["val_loss"] is None:
-        if row["diverged"]:
-            return "diverged"
-        return "unfinished" if any(run.run.summary is None for run in runs) else "not recorded"
-    spread = "" if row["val_loss_std"] is None else f" (std {shown_loss(row['val_loss_std'])})"
-    return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
+    if row["val_loss"] is not None:
+        spread = "" if row["val_loss_std"] is None else f" (std {shown_loss(row['val_loss_std'])})"
+        return f"{shown_loss(row['val_loss'])}{spread}{', diverged' if row['diverged'] else ''}"
+    if row["diverged"]:
+        return "diverged"
+    unfinished = [run.run for run in runs if run.run.summary is None]
+    if not unfinished:
+        return "not recorded"
+    losses = [loss for run in unfinished for loss in column(run, "evals", "val_loss").finite[-1:].tolist()]
+    steps = ", ".join(str(run.steps[-1].get("step", 0) if run.steps else 0) for run in unfinished)
+    requested = unfinished[0].config.get("steps")
+    so_far = f"{shown_loss(statistics.fmean(losses))} so far, " if losses else ""
+    return f"{so_far}unfinished: step {steps}{f' of {requested}' if requested else ''}"
 
 
 def compare_runs(
@@ -155,14 +213,15 @@ def compare_runs(
         RecordError: there is no run, or a run's record is damaged.
         RecipeError: no run has the baseline's recipe, or ``resolve`` is not above 0 and finite.
     Example:
+        >>> from pathlib import Path
         >>> def run(recipe, seed, loss, size):
         ...     config = {"recipe": recipe, "seed": seed}
         ...     return Run(Path("a"), {"config": config}, summary={"val_loss": loss, "bytes_per_param": size})
         >>> losses = {("bfloat16/master", 0): 2.0, ("bfloat16/master", 1): 2.1}
         >>> losses |= {("bfloat16/word", 0): 2.001, ("bfloat16/word", 1): 2.0995}
         >>> sizes = {"bfloat16/master": 16.0, "bfloat16/word": 8.0}
-        >>> found = compare_runs([run(name, seed, loss, sizes[name]) for (name, seed), loss in losses.items()])
-        >>> print(found.verdict[0])
+        >>> comparison = compare_runs([run(name, seed, loss, sizes[name]) for (name, seed), loss in losses.items()])
+        >>> print(comparison.verdict[0])
         bfloat16/word is the cheapest within the noise: 8.00 bytes per parameter instead of the 16.00 of bfloat16/master. ...
     """
     if not runs:
@@ -173,16 +232,17 @@ def compare_runs(
         groups.setdefault(label, []).append(RunStats.of(run, label))
     rows = {label: _row(label, group) for label, group in groups.items()}
     chosen = _requested_baseline(baseline, groups) if baseline is not None else _widest(rows, groups)
-    equal_time = losses_at_equal_time(groups, chosen)
-    classes = classify(groups, rows, chosen, equal_time, resolve)
-    folders = tuple(run.path for run in runs)
-    return Comparison(tuple(rows.values()), tuple(sentences(classes)), chosen, folders, equal_time, classes)
+    equal_time = {row["recipe"]: row for row in losses_at_equal_time(groups, chosen)}
+    return Comparison(classify(groups, rows, chosen, equal_time, resolve), chosen, resolve)
 
 
 def require_resolvable(resolve: float | None) -> None:
     """Refuse a difference to be resolved that is not above 0 and finite."""
     if resolve is not None and not 0 < resolve < math.inf:
         raise RecipeError(f"resolve = {resolve} was requested.", "Give a difference of losses above 0, such as 0.005.")
+
+
+_MEMORY = ("state_bytes", "activation_bytes", "peak_tensor_bytes", "peak_memory_bytes")
 
 
 def _row(label: str, group: Sequence[RunStats]) -> Row:
@@ -195,30 +255,20 @@ def _row(label: str, group: Sequence[RunStats]) -> Row:
         return reduce(known) if known else None
 
     losses = [float(s["val_loss"]) for s in counted]
+    durations = [run.curve.step_seconds for run in group if run.run.summary is not None]
     return {
         "recipe": label,
         "val_loss": statistics.fmean(losses) if losses else None,
         "val_loss_std": statistics.stdev(losses) if len(losses) > 1 else None,
         "tokens_per_second": over(ended, "tokens_per_second", statistics.median),
         "bytes_per_param": over(ended, "bytes_per_param", statistics.median),
-        "step_seconds": statistics.median(steps) if (steps := _step_seconds(group)) else None,
-        "state_bytes": over(ended, "state_bytes", max),
-        "activation_bytes": over(ended, "activation_bytes", max),
-        "peak_tensor_bytes": over(ended, "peak_tensor_bytes", max),
-        "peak_memory_bytes": over(ended, "peak_memory_bytes", max),
-        "edq": over(counted, "edq", statistics.fmean),
-        "noise": over(counted, "noise", statistics.fmean),
-        "lost_fraction": over(counted, "lost_fraction", statistics.fmean),
+        # Few steps compile, and do not move a median.
+        "step_seconds": statistics.median(known) if (known := [d for d in durations if d is not None]) else None,
+        **{key: over(ended, key, max) for key in _MEMORY},
+        **{key: over(counted, key, statistics.fmean) for key in LATE},
         "diverged": any(run.divergence for run in group),
         "num_seeds": len(losses),
     }
-
-
-def _step_seconds(group: Sequence[RunStats]) -> list[float]:
-    """Return the median step of each run that ended: few steps compile, and do not move a median."""
-    return [
-        run.curve.step_seconds for run in group if run.run.summary is not None and run.curve.step_seconds is not None
-    ]
 
 
 def _requested_baseline(name: str, groups: Mapping[str, Sequence[RunStats]]) -> str:

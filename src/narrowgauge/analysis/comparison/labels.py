@@ -1,9 +1,9 @@
 """The labels of recipes, runs and run folders: the same in the verdict, in ``compare.json`` and on the page.
 
 A recipe's label is its full name, followed by its own name or by what its table overrides, and by the update rule where that is
-not AdamW. Runs that differ only in their
-seed share a label. Where one recipe was run twice with one seed, the settings that differ become part of the label; where
-none differs, the folder does. A label is for people: nothing parses it back to a recipe or a seed.
+not AdamW. Runs that differ only in their seed share a label. Where one recipe was run twice with one seed, the settings that
+differ become part of the label; where none differs, the folder does. A label is for people: nothing parses it back to a recipe
+or a seed.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from narrowgauge.errors import RecipeError
+from narrowgauge.errors import NarrowgaugeError
 from narrowgauge.runs.record import Run
 from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
@@ -39,7 +39,7 @@ def parsed_recipe(recipe: Any) -> Recipe | None:
     """Return a recipe from its name, its table or itself; ``None`` where the name is no recipe's."""
     try:
         return parse(recipe)
-    except RecipeError:
+    except NarrowgaugeError:
         return None
 
 
@@ -50,13 +50,8 @@ def recipe_name(recipe: Any) -> str:
         >>> recipe_name("bf16/word"), recipe_name({"recipe": "bfloat16/word", "keep": ["lm_head"]}), recipe_name("mine")
         ('bfloat16/word', 'bfloat16/word with keep', 'mine')
     """
-    found = parsed_recipe(recipe)
-    return str(recipe) if found is None else found.title
-
-
-def recipe_of(run: Run) -> Recipe | None:
-    """Return the recipe of a run; ``None`` where what the run records is no recipe's name."""
-    return parsed_recipe(run.config.get("recipe"))
+    parsed = parsed_recipe(recipe)
+    return str(recipe) if parsed is None else parsed.title
 
 
 def seed_of(run: Run) -> int:
@@ -91,7 +86,7 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _repeated(labels: Sequence[str], runs: Sequence[Run]) -> set[str]:
-    """Labels that name two runs of one seed."""
+    """Return labels that name two runs of one seed."""
     pairs = [(label, seed_of(run)) for label, run in zip(labels, runs, strict=True)]
     return {label for label, seed in pairs if pairs.count((label, seed)) > 1}
 
@@ -104,8 +99,8 @@ def _by_settings(runs: Sequence[Run]) -> list[str]:
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in ("recipe", "seed", "out"))
     differing = [key for key in keys if len({repr(run.config.get(key)) for run in runs}) > 1]
     shared = [key for key in differing if all(key in run.config for run in runs)]
-    told = (shared or differing) if len(shared or differing) <= MOST_SETTINGS else []
-    return ["".join(f", {key} {run.config[key]}" for key in told if key in run.config) for run in runs]
+    named = (shared or differing) if len(shared or differing) <= MOST_SETTINGS else []
+    return ["".join(f", {key} {run.config[key]}" for key in named if key in run.config) for run in runs]
 
 
 def _by_folder(runs: Sequence[Run]) -> list[str]:
@@ -113,12 +108,12 @@ def _by_folder(runs: Sequence[Run]) -> list[str]:
     above = [(run.path.parent.name, seed_of(run)) for run in runs]
     if len(set(above)) == len(runs):
         return [f" ({folder})" for folder, _ in above]
-    own = [run.path.name for run in runs]
-    return [f" ({name if len(set(own)) == len(runs) else run.path})" for run, name in zip(runs, own, strict=True)]
+    names = [run.path.name for run in runs]
+    return [f" ({name if len(set(names)) == len(runs) else run.path})" for run, name in zip(runs, names, strict=True)]
 
 
 def listed(parts: Iterable[str]) -> str:
-    """Names as a sentence lists them.
+    """Return names as a sentence lists them.
 
     Example:
         >>> listed(["a", "b", "c"])

@@ -8,19 +8,23 @@ alone: validations are left out, and a step that compiles counts as a median one
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
+from narrowgauge.analysis.columns import column, numbers
 from narrowgauge.analysis.comparison.intervals import interval
-from narrowgauge.analysis.comparison.labels import recipe_of, seed_of
+from narrowgauge.analysis.comparison.labels import seed_of
+from narrowgauge.analysis.settings import recipe_of
 from narrowgauge.runs.record import Run
-from narrowgauge.runs.schema import Row
+from narrowgauge.runs.schema import Row, finite_number, number
 from narrowgauge.spec.recipes import Recipe
 
 MAX_LOSS_RISE = 0.2
@@ -46,22 +50,16 @@ class LossCurve:
 
         A step of five times the median or more counts as a median one: it compiles, as the first step after each resume may.
         """
-        known = [row for row in run.evals if row.get("val_loss") is not None]
-        timed = [row for row in run.steps if row.get("seconds") is not None]
-        if not timed:
-            points = [
-                (float(row["seconds"]), float(row["val_loss"])) for row in known if row.get("seconds") is not None
-            ]
-            return cls(tuple(sorted(points, key=itemgetter(0))))
-        seconds = [float(row["seconds"]) for row in timed]
-        median = statistics.median(seconds)
-        totals = list(itertools.accumulate(s if s < 5 * median else median for s in seconds))
-        steps = [int(row["step"]) for row in timed]
-        points = []
-        for row in known:
-            place = bisect.bisect_right(steps, int(row["step"]))
-            points.append((totals[place - 1] if place else 0.0, float(row["val_loss"])))
-        return cls(tuple(sorted(points, key=itemgetter(0))), median)
+        timed, losses = column(run, "steps", "seconds"), column(run, "evals", "val_loss")
+        if not len(timed):
+            seconds = numbers(run, "evals", "seconds")
+            pairs = [(at, row.get("val_loss")) for at, row in zip(seconds.tolist(), run.evals, strict=True)]
+            return cls(tuple(sorted((at, float(loss)) for at, loss in pairs if at == at and loss is not None)))
+        median = float(np.median(timed.y))
+        totals = np.cumsum(np.where(timed.y < 5 * median, timed.y, median))
+        places = np.searchsorted(timed.x, losses.x, side="right") - 1
+        seconds = np.where(places < 0, 0.0, totals[places])
+        return cls(tuple(sorted(zip(seconds.tolist(), losses.y.tolist(), strict=True), key=itemgetter(0))), median)
 
     @property
     def end(self) -> float:
@@ -90,7 +88,7 @@ def losses_at_common_times(curves: Sequence[LossCurve]) -> list[tuple[float, lis
     """
     times = sorted({at for curve in curves for at, _ in curve.points})
     losses = [(at, [curve.loss_at(at) for curve in curves]) for at in times]
-    return [(at, [loss for loss in found if loss is not None]) for at, found in losses if None not in found]
+    return [(at, [loss for loss in row if loss is not None]) for at, row in losses if None not in row]
 
 
 def divergence(run: Run) -> str:
@@ -98,15 +96,15 @@ def divergence(run: Run) -> str:
     for event in run.events:
         if event.get("kind") == "divergence":
             return f"at step {event.get('step')}: {event.get('message', '')}"
-    losses = [float(row["loss"]) for row in run.steps if row.get("loss") is not None]
-    if run.summary is None:
-        ends = losses[-1:]
-    else:
-        ends = [float(run.summary["val_loss"])] if run.summary.get("val_loss") is not None else []
-    if ends and not math.isfinite(ends[0]):
-        return f"its {'loss' if run.summary is None else 'validation loss'} is {ends[0]}"
-    if len(losses) >= 10:
-        first, last = statistics.median(losses[:5]), statistics.median(losses[-5:])
+    first_losses, last_losses = (
+        [float(row["loss"]) for row in islice((row for row in rows if row.get("loss") is not None), 5)]
+        for rows in (run.steps, reversed(run.steps))
+    )
+    end = next(iter(last_losses), None) if run.summary is None else number(run.summary.get("val_loss"))
+    if end is not None and not math.isfinite(end):
+        return f"its {'loss' if run.summary is None else 'validation loss'} is {end}"
+    if len(run.steps) >= 10 and first_losses:
+        first, last = statistics.median(first_losses), statistics.median(last_losses)
         if last - first > MAX_LOSS_RISE * abs(first):
             return f"its loss began at {first:.2f} and ended at {last:.2f}"
     return ""
@@ -159,11 +157,10 @@ class RunStats:
 
     def late(self, metric: str) -> float | None:
         """Return the median of the last audited values (a tenth of them, three at least); else the summary's value."""
-        values = [float(row[metric]) for row in self.run.steps if row.get(metric) is not None]
-        if values:
-            return statistics.median(values[-max(3, len(values) // 10) :])
-        value = (self.run.summary or {}).get(metric)
-        return None if value is None else float(value)
+        values = column(self.run, "steps", metric).finite
+        if len(values):
+            return float(np.median(values[-max(3, len(values) // 10) :]))
+        return finite_number((self.run.summary or {}).get(metric))
 
 
 def late_median(runs: Iterable[RunStats], metric: str) -> float | None:
@@ -199,8 +196,8 @@ def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str
         return ()
     seconds, level = statistics.median(ends[seed] for seed in base), statistics.fmean(base.values())
     rows = []
-    for label, found in losses.items():
-        pairs = [found[seed] - base[seed] for seed in base if seed in found]
+    for label, by_seed in losses.items():
+        pairs = [by_seed[seed] - base[seed] for seed in base if seed in by_seed]
         if not pairs:
             continue
         mean, half = interval([pairs]) if chosen == baseline != label else (None, None)
@@ -210,7 +207,6 @@ def losses_at_equal_time(groups: Mapping[str, Sequence[RunStats]], baseline: str
 
 
 def _losses_at(group: Sequence[RunStats], ends: Mapping[int, float]) -> dict[int, float]:
-    """Return the loss of each seed's run at that seed's moment, where it had one."""
-    # A run that finished earlier keeps its final loss.
-    found = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
-    return {seed: loss for seed, loss in found.items() if loss is not None and math.isfinite(loss)}
+    """Return the loss of each seed's run at that seed's moment, where it had one; one that ended earlier keeps its last loss."""
+    losses = {run.seed: run.curve.loss_at(min(ends[run.seed], run.curve.end)) for run in group if run.seed in ends}
+    return {seed: loss for seed, loss in losses.items() if loss is not None and math.isfinite(loss)}

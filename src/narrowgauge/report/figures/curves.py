@@ -7,16 +7,28 @@ same colour for the same recipe in every figure.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from narrowgauge.analysis.columns import Series, column
 from narrowgauge.analysis.comparison.run_stats import losses_at_common_times
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
-from narrowgauge.report.figures.series import Series, accumulate, band, column, is_wide, rounded, series_of, smooth
+from narrowgauge.report.figures.series import band, is_wide, rounded, series_of, smooth
 from narrowgauge.report.figures.step_time_figure import time_of_a_step
-from narrowgauge.report.figures.traces import Curve, Figure, any_wide, clip_diverged, curve_of, layout_of, traces_of
-from narrowgauge.report.recipe_groups import Group, Samples, final_loss
+from narrowgauge.report.figures.traces import (
+    Curve,
+    Figure,
+    any_wide,
+    clip_diverged,
+    curve_of,
+    faint,
+    layout_of,
+    traces_of,
+)
+from narrowgauge.report.recipe_groups import Group, final_loss
 from narrowgauge.runs.schema import Row, finite_number
 
 SMALLEST_SPAN = 0.001
@@ -27,50 +39,66 @@ _BAND = " A line is the mean over a recipe's seeds, its band the range from the 
 
 def comparison_figures(groups: Sequence[Group], baseline: str | None = None) -> dict[str, list[Figure]]:
     """Return all figures that have data, by section; ``baseline`` is the label of the group to compare with, None the first."""
-    sections: dict[str, list[Callable[[Sequence[Group]], Figure | None]]] = {
-        "loss": [training_loss, validation_loss, lambda groups: difference(groups, baseline)],
-        "cost": [loss_against_bytes, loss_against_seconds, time_of_a_step],
-        "storage": [unchanged_weights, lost_decay, wrong_moments],
-        "history": [gradient_norm, loss_scale, skipped, worst_underflow, worst_overflow],
+    sections: dict[str, list[Figure | None]] = {
+        "loss": [training_loss(groups), validation_loss(groups), difference(groups, baseline)],
+        "cost": [loss_against_bytes(groups), loss_against_seconds(groups), time_of_a_step(groups)],
+        "storage": [over_steps(groups, "unchanged-weights"), over_steps(groups, "lost-decay")],
+        "history": [over_steps(groups, "grad-norm"), loss_scale(groups), skipped(groups)],
     }
-    return {
-        name: [figure for make in makers if (figure := make(groups)) is not None] for name, makers in sections.items()
-    }
+    return {name: [figure for figure in figures if figure is not None] for name, figures in sections.items()}
 
 
-def _curves(groups: Sequence[Group], table: str, column: str) -> list[Curve]:
-    return [curve_of(group, group.lines(table, column)) for group in groups]
+def _curves(groups: Sequence[Group], table: str, name: str) -> list[Curve]:
+    return [curve_of(group, group.lines(table, name)) for group in groups]
 
 
 # ── loss ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def training_loss(groups: Sequence[Group]) -> Figure | None:
-    """Draw the loss of the training batches over steps, smoothed and raw."""
-    half_life = max(1, max((group.longest("steps", "loss") for group in groups), default=0) // 100)
-    smoothed = [curve_of(g, g.lines("steps", "loss", lambda line: smooth(line, half_life))) for g in groups]
-    data = traces_of(smoothed, view="smoothed", name="training loss")
-    data += traces_of(_curves(groups, "steps", "loss"), view="raw", name="training loss")
+    """Draw the loss of the training batches over steps, smoothed, and faintly as it was."""
+    lines = {group.label: group.lines("steps", "loss") for group in groups}
+    half_life = max(1, max((len(line) for group in lines.values() for line in group), default=0) // 100)
+    smoothed = [curve_of(group, [smooth(line, half_life) for line in lines[group.label]]) for group in groups]
+    data = traces_of(smoothed, name="training loss")
     if not data:
         return None
-    layout = layout_of("step", _LOSS, log_y=any_wide(smoothed))
+    layout = layout_of("step", _LOSS, log_y=any_wide(smoothed), can_log_x=True)
     how = (
-        f"Lower is better.{_BAND} Smoothed is an exponential moving average with a half-life of {half_life} "
-        f"step{'s' if half_life > 1 else ''}; raw shows every spike. A cross marks a loss that is not finite."
+        f"Lower is better.{_BAND} It is smoothed by an exponential moving average with a half-life of {half_life} "
+        f"step{'s' if half_life > 1 else ''}; the thin line behind it is not, and shows every spike. A cross marks a loss "
+        f"that is not finite.{clip_diverged(smoothed, layout) or _fit_lines(smoothed, layout)}"
     )
-    if clipped := clip_diverged(smoothed, layout):
-        how += f"{clipped} Raw shows all of it."
-    views = (("smoothed", "Smoothed"), ("raw", "Raw"))
-    return Figure("training-loss", "Training loss", how, data, layout, views, ("xaxis",))
+    raw = faint([curve_of(group, lines[group.label]) for group in groups])
+    return Figure("training-loss", "Training loss", how, [*raw, *data], layout)
+
+
+def _fit_lines(curves: Sequence[Curve], layout: Row) -> str:
+    """End the axis where the smoothed lines do, so that a single spike does not flatten them."""
+    low, high = (
+        reduce(np.concatenate(sides), initial=math.nan)
+        for reduce, sides in (
+            (np.fmin.reduce, [curve.low for curve in curves]), (np.fmax.reduce, [curve.high for curve in curves]),
+        )
+    )  # fmt: skip
+    if not low < high:
+        return ""
+    margin = 0.15 * (high - low)
+    ends = (low - margin, high + margin)
+    if layout["yaxis"]["type"] == "log":
+        margin = (high / low) ** 0.15
+        ends = (math.log10(low / margin), math.log10(high * margin))
+    layout["yaxis"] |= {"range": [rounded(float(end)) for end in ends]}
+    return " Double-click to see spikes whole."
 
 
 def validation_loss(groups: Sequence[Group]) -> Figure | None:
     curves = _curves(groups, "evals", "val_loss")
     data = traces_of(curves, name="validation loss", markers=True)
-    layout = layout_of("step", _LOSS, log_y=any_wide(curves))
+    layout = layout_of("step", _LOSS, log_y=any_wide(curves), can_log_x=True)
     how = f"Lower is better. This is the loss on held-out text, by which recipes are compared.{_BAND}"
     how += " A cross marks a loss that is not finite." + clip_diverged(curves, layout)
-    return Figure("validation-loss", "Validation loss", how, data, layout, log_axes=("xaxis",)) if data else None
+    return Figure("validation-loss", "Validation loss", how, data, layout) if data else None
 
 
 def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure | None:
@@ -81,7 +109,7 @@ def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure |
     theirs, curves = first.seeds(), []
     for group in groups:
         pairs = [(run, theirs[seed]) for seed, run in group.seeds().items() if seed in theirs and group is not first]
-        curves.append(curve_of(group, [_minus(*(column(run.evals, "val_loss") for run in pair)) for pair in pairs]))
+        curves.append(curve_of(group, [_minus(*(column(run, "evals", "val_loss") for run in pair)) for pair in pairs]))
     if not any(np.isfinite(curve.joined.mean).any() for curve in curves):
         return None
     # Noise in the last digits must look small.
@@ -94,23 +122,10 @@ def difference(groups: Sequence[Group], baseline: str | None = None) -> Figure |
         f"Above zero a recipe is worse than {first.label}, below zero better. Each run is compared with the run of the same "
         "seed, which has the same initial weights and the same batches, so most of the variation between seeds cancels. "
         "A line is the mean of these differences, its band the range from the lowest seed to the highest. The band is not "
-        f"a confidence interval; the cost table has one.{_clip_far(curves, layout, least)}"
+        f"a confidence interval; the cost table has one."
     )
     data = traces_of(curves, name="difference", markers=True)
     return Figure("difference", f"Validation loss against {first.label}", how, data, layout)
-
-
-def _clip_far(curves: Sequence[Curve], layout: Row, least: float) -> str:
-    """End the axis of differences where one beyond a nat would flatten the others."""
-    sides = {curve.group.label: np.concatenate([curve.low, curve.high]) for curve in curves}
-    reach = {label: float(np.abs(values).max()) for label, values in sides.items() if values.size}
-    near = [far for far in reach.values() if far <= 1]
-    limit = max(least, 1.1 * max(near)) if near else 0.0
-    beyond = [label for label, far in reach.items() if far > max(1, 10 * limit)]
-    if not beyond or not limit:
-        return ""
-    layout["yaxis"] |= {"range": [-limit, limit]}
-    return f" The axis ends where the others do. Beyond it: {', '.join(beyond)}."
 
 
 def _minus(line: Series, other: Series) -> Series:
@@ -176,119 +191,86 @@ def loss_against_seconds(groups: Sequence[Group]) -> Figure | None:
     data = traces_of(curves, name="validation loss")
     if not data:
         return None
-    layout = layout_of("seconds of training", f"validation {_LOSS}", log_y=any_wide(curves))
+    layout = layout_of("seconds of training", f"validation {_LOSS}", log_y=any_wide(curves), can_log_x=True)
     how = (
         "At any moment the lowest line is ahead. Seconds are those of training steps on this machine, without evaluation and "
         "compilation. A recipe's seeds are averaged at equal moments, each interpolated on its own line as in the verdict; the "
         "band is the range from the lowest seed to the highest. Formats that this machine emulates are faster on hardware that "
         f"supports them.{clip_diverged(curves, layout)}"
     )
-    return Figure("loss-seconds", "Loss against seconds", how, data, layout, log_axes=("xaxis",))
+    return Figure("loss-seconds", "Loss against seconds", how, data, layout)
 
 
-# ── what a storage did to a run ───────────────────────────────────────────────────────────────────────────────────────────
+# ── over steps ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def unchanged_weights(groups: Sequence[Group]) -> Figure | None:
-    """Draw the source's imprecision percentage over steps."""
-    how = (
+@dataclass(frozen=True)
+class OverSteps:
+    """A figure of a column of ``steps``.
+
+    Args:
+        spans_decades: the vertical axis is logarithmic where no value forbids it.
+        axis: the title of the vertical axis, and ``layout`` its other settings.
+    """
+
+    title: str
+    column: str
+    axis: str
+    how: str
+    layout: Mapping[str, Any] = field(default_factory=dict)
+    spans_decades: bool = False
+
+
+_SHARE: Mapping[str, Any] = {"tickformat": ".3~p"}
+OVER_STEPS: dict[str, OverSteps] = {
+    "unchanged-weights": OverSteps(
+        "Weights that a step leaves unchanged", "imprecision_share", "share of all weights",
         "The share of all elements whose visible weight a step left as it was, on audited steps. High is healthy where "
         "something beside the visible weight (a tail, a master copy, a low part) keeps what does not show yet; where nothing "
-        "does, what was intended there is lost. It is the imprecision percentage of the Collage paper (2405.03637)."
-    )
-    data = traces_of(_curves(groups, "steps", "imprecision_share"), name="unchanged weights")
-    layout = layout_of("step", "share of all weights", tickformat=".3~p", range=[0, 1])
-    return Figure("unchanged-weights", "Weights that a step leaves unchanged", how, data, layout) if data else None
-
-
-def lost_decay(groups: Sequence[Group]) -> Figure | None:
-    """Draw the share of weight decay that was not stored, over steps."""
-    how = (
+        "does, what was intended there is lost. It is the imprecision percentage of the Collage paper (2405.03637).",
+        {**_SHARE, "range": [0, 1]},
+    ),
+    "lost-decay": OverSteps(
+        "Weight decay that is lost", "lost_decay", "share of the decay",
         "The share of the intended weight decay that the storage did not take, over all tensors, on audited steps: 0 where all "
         "arrives, 1 where none does. It is read by storing each update with and without its decay. A single step scatters; only "
-        "a level counts. Half lost or more over a window raises lost_decay."
-    )
-    data = traces_of(_curves(groups, "steps", "lost_decay"), name="lost decay")
-    layout = layout_of("step", "share of the decay", tickformat=".3~p", autorangeoptions={"include": [0, 1]})
-    return Figure("lost-decay", "Weight decay that is lost", how, data, layout) if data else None
+        "a level counts. Half lost or more over a window raises lost_decay.",
+        {**_SHARE, "autorangeoptions": {"include": [0, 1]}},
+    ),
+    "grad-norm": OverSteps(
+        "Gradient norm", "grad_norm", "gradient norm",
+        "Norm of all gradients before clipping. A norm that rises steadily, or jumps tenfold, often precedes a loss spike by a "
+        "few steps. A cross marks a norm that is not finite.",
+        spans_decades=True,
+    ),
+}  # fmt: skip
+"""Figures of one column, by their name on the page."""
 
 
-def wrong_moments(groups: Sequence[Group]) -> Figure | None:
-    """Draw per sampled step the tensor whose second moments are farthest from exact ones."""
-    how = (
-        "Of all sampled tensors, the one whose stored second moments are farthest from the same ones kept in float32, as a "
-        "factor. Hover for its name. Steps shrink with its square root: at 1.5 they are 18 % too short. EDQ cannot show that, "
-        "since the storage takes all of an update that was computed too small."
-    )
-    data, _ = _named(groups, _farthest_bias, "second moments", "%{y:.3~g} times the exact ones in %{customdata}")
-    layout = layout_of("step", "stored over exact", log_y=True, autorangeoptions={"include": [0.8, 1.25]})
-    return Figure("wrong-moments", "Second moments over exact ones", how, data, layout) if data else None
-
-
-def _farthest_bias(samples: Samples) -> dict[float, tuple[str, float]]:
-    """Return by step the tensor whose second moments are off by the largest factor, up or down, and their bias."""
-    biases = samples.metrics.get("bias")
-    if biases is None:
-        return {}
-    with np.errstate(divide="ignore", invalid="ignore"):
-        factors = np.abs(np.log(biases.values))
-    factors[np.isnan(factors)] = -np.inf
-    return {
-        step: (biases.names[row], float(biases.values[row, place]))
-        for place, (step, row) in enumerate(zip(samples.steps, factors.argmax(axis=0).tolist(), strict=True))
-        if factors[row, place] > -np.inf
-    }
-
-
-def _named(
-    groups: Sequence[Group], worst: Callable[[Samples], Mapping[float, tuple[str, float]]], name: str, hover: str
-) -> tuple[list[Row], list[str]]:
-    """Return curves of the worst tensor per sampled step, with its name on hovering, and the labels of recipes that are all 0."""
-    data: list[Row] = []
-    zero = []
-    for group in groups:
-        by_step = [values for samples in group.samples if (values := worst(samples))]
-        lines = [series_of((step, value) for step, (_, value) in values.items()) for values in by_step]
-        if not any(np.nan_to_num(line.y).any() for line in lines):
-            zero += [group.label] if lines else []
-            continue
-        traces = traces_of([curve_of(group, lines)], name=name)
-        names = {step: tensor for values in by_step for step, (tensor, _) in values.items()}
-        traces[-1]["customdata"] = [plain(names.get(x, "")) for x in traces[-1]["x"]]
-        traces[-1]["hovertemplate"] = f"{hover}<extra>{plain(group.label)}</extra>"
-        data += traces
-    return data, zero
-
-
-# ── scale and overflow ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def gradient_norm(groups: Sequence[Group]) -> Figure | None:
-    curves = _curves(groups, "steps", "grad_norm")
-    data = traces_of(curves, name="gradient norm")
-    is_log = all((curve.low > 0).all() for curve in curves)
-    how = (
-        f"Norm of all gradients before clipping{', on a log scale' if is_log else ''}. A norm that rises steadily, or jumps "
-        "tenfold, often precedes a loss spike by a few steps. A cross marks a norm that is not finite."
-    )
-    layout = layout_of("step", "gradient norm", log_y=is_log)
-    return Figure("grad-norm", "Gradient norm", how, data, layout, log_axes=("xaxis",)) if data else None
+def over_steps(groups: Sequence[Group], name: str) -> Figure | None:
+    """Draw a column of the steps."""
+    row = OVER_STEPS[name]
+    curves = _curves(groups, "steps", row.column)
+    data = traces_of(curves, name=row.title.lower())
+    is_log = row.spans_decades and all((curve.low > 0).all() for curve in curves)
+    layout = layout_of("step", row.axis, log_y=is_log, can_log_x=row.spans_decades, **row.layout)
+    return Figure(name, row.title, row.how, data, layout) if data else None
 
 
 def loss_scale(groups: Sequence[Group]) -> Figure | None:
-    """Draw the loss scale over steps, where a recipe has one."""
+    """Draw the loss scale over steps, as a power of two."""
     how = (
         "Each halving is an overflow that skipped a step; each doubling follows many steps without one. A scale that keeps "
         "falling often precedes divergence, long before the loss shows it."
     )
-    curves = _curves(groups, "steps", "loss_scale")
-    data = traces_of(curves, name="loss scale", shape="hv")
-    powers = [math.log2(value) for curve in curves for value in curve.joined.mean.tolist() if value > 0]
-    layout = layout_of("step", "loss scale", log_y=True)
-    if powers:
-        low, high = math.floor(min(powers)), math.ceil(max(powers))
-        ticks = list(range(low, high + 1, max(1, (high - low) // 8)))
-        layout["yaxis"] |= {"tickvals": [2.0**tick for tick in ticks], "ticktext": [f"2<sup>{t}</sup>" for t in ticks]}
+    curves = []
+    for group in groups:
+        lines = group.lines("steps", "loss_scale")
+        curves.append(
+            curve_of(group, [Series(line.x, np.log2(np.where(line.y > 0, line.y, np.nan))) for line in lines])
+        )
+    data = traces_of(curves, name="loss scale, as a power of two:", shape="hv")
+    layout = layout_of("step", "loss scale", tickprefix="2<sup>", ticksuffix="</sup>")
     return Figure("loss-scale", "Loss scale", how, data, layout) if data else None
 
 
@@ -297,7 +279,10 @@ def skipped(groups: Sequence[Group]) -> Figure | None:
     names = {"skipped": "skipped steps so far", "saturated": "values beyond a delayed scale so far"}
     data: list[Row] = []
     for key, dash in (("skipped", "solid"), ("saturated", "dot")):
-        curves = [curve_of(group, group.lines("steps", key, accumulate)) for group in groups]
+        curves = [
+            curve_of(group, [Series(line.x, np.nancumsum(line.y)) for line in group.lines("steps", key)])
+            for group in groups
+        ]
         if any(curve.high.max(initial=0.0) for curve in curves):
             data += traces_of(curves, name=names[key], shape="hv", dash=dash)
     how = (
@@ -308,46 +293,3 @@ def skipped(groups: Sequence[Group]) -> Figure | None:
     how += " The axis is logarithmic, so a count of zero is not drawn." if is_log else ""
     layout = layout_of("step", "cumulative count", log_y=is_log)
     return Figure("skipped", "Skipped steps and saturation", how, data, layout) if data else None
-
-
-def worst_underflow(groups: Sequence[Group]) -> Figure | None:
-    """Draw per sampled step the tensor with the largest underflow."""
-    how = (
-        "Of all tensors sampled at a step, the one with the largest share of nonzero values that its cast rounds to zero. "
-        "Hover for its name. A few percent in gradients is normal; above about 5 % the format is too coarse for that tensor."
-    )
-    return _worst(groups, "underflow", "Worst underflow", how)
-
-
-def worst_overflow(groups: Sequence[Group]) -> Figure | None:
-    """Draw per sampled step the tensor with the largest overflow."""
-    how = (
-        "Of all tensors sampled at a step, the one with the largest share of values beyond the range of its cast. Hover for "
-        "its name. Formats with power-of-two block scales saturate some of the largest values by design, up to a few percent. "
-        "With any other scale, a share that stays above zero means that the scale is too large or stale."
-    )
-    return _worst(groups, "overflow", "Worst overflow", how)
-
-
-def _worst(groups: Sequence[Group], metric: str, title: str, how: str) -> Figure | None:
-    worst = lambda samples: samples.worst.get(metric, {})  # noqa: E731
-    data, zero = _named(groups, worst, metric, "%{y:.3~p} of %{customdata}")
-    if zero:
-        how += f" Zero throughout, and not drawn: {', '.join(zero)}."
-    layout = layout_of("step", "share of values", tickformat=".3~p", rangemode="tozero")
-    return Figure(f"worst-{metric}", title, how, data, layout) if data else None
-
-
-def absent(groups: Sequence[Group], figures: Sequence[Figure]) -> str:
-    """Say why figures of scale and overflow are missing."""
-    is_counted = any(group.longest("steps", "saturated") for group in groups)
-    reasons = {
-        "grad-norm": "No run recorded a gradient norm.",
-        "loss-scale": "No recipe here has a loss scale.",
-        # Only delayed scales are counted in every step; overflow of other casts is sampled by the gauges.
-        "skipped": f"No step was skipped{', and no value exceeded a delayed scale' if is_counted else ''}.",
-        "worst-underflow": "No sampled cast underflowed, or none was sampled.",
-        "worst-overflow": "No sampled cast overflowed, or none was sampled.",
-    }
-    drawn = {figure.name for figure in figures}
-    return " ".join(reason for name, reason in reasons.items() if name not in drawn)

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from narrowgauge.analysis.columns import Array
 from narrowgauge.report.figures.palette import SEQUENTIAL, plain
-from narrowgauge.report.figures.series import Array, equal_parts, json_list
+from narrowgauge.report.figures.series import json_list
 from narrowgauge.runs.schema import Row
 
 MAX_CELLS = 150_000
@@ -138,7 +139,7 @@ class MetricValues:
     num_tensors: int
 
     def farthest(self, good: float, most: int) -> MetricValues:
-        """Of too many tensors those that ever were farthest from health, in their order."""
+        """Keep only the tensors that ever were farthest from health, in their order."""
         reach = np.fmax.reduce(np.abs(self.values - good), axis=1)
         kept = np.sort(np.argsort(-reach, kind="stable")[:most])
         return MetricValues([self.names[row] for row in kept], self.values[kept], self.num_tensors)
@@ -154,26 +155,19 @@ def heat_maps(steps: Sequence[Sequence[float]], metrics: Sequence[Mapping[str, M
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Names without what all of them share at either end, cut at dots; a kind before a colon is kept.
+    """Return names without what all of them share at either end, cut at dots; a kind before a colon is kept.
 
     Example:
         >>> short_names(["input:model.layers.0.up.weight", "grad:model.norm.weight"])
         ['input:layers.0.up', 'grad:norm']
     """
-    kinds = [name.rpartition(":")[0] for name in names]
-    parts = [name.rpartition(":")[2].split(".") for name in names]
-    most = min((len(part) for part in parts), default=1) - 1
-    first = _num_shared(parts, most)
-    last = _num_shared([part[::-1] for part in parts], most - first)
-    cut = [".".join(part[first : len(part) - last]) for part in parts]
-    return [f"{kind}:{name}" if kind else name for kind, name in zip(kinds, cut, strict=True)]
-
-
-def _num_shared(parts: Sequence[Sequence[str]], most: int) -> int:
-    shared = 0
-    while len(parts) > 1 and shared < most and len({part[shared] for part in parts}) == 1:
-        shared += 1
-    return shared
+    pairs = [name.rpartition(":") for name in names]
+    parts = [name.split(".") for _, _, name in pairs]
+    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[0] for part in parts}) == 1:
+        parts = [part[1:] for part in parts]
+    while len(parts) > 1 and min(map(len, parts)) > 1 and len({part[-1] for part in parts}) == 1:
+        parts = [part[:-1] for part in parts]
+    return [kind + colon + ".".join(part) for (kind, colon, _), part in zip(pairs, parts, strict=True)]
 
 
 def _heat_map(metric: Metric, sampled: Array, metric_values: MetricValues, num_cells: int) -> Row:
@@ -181,14 +175,14 @@ def _heat_map(metric: Metric, sampled: Array, metric_values: MetricValues, num_c
     # Steps at which none of these tensors was sampled have no column.
     is_taken = ~np.isnan(shown.values).all(axis=0)
     steps, values = sampled[is_taken], shown.values[:, is_taken]
-    joined = equal_parts(len(steps), min(160, max(20, num_cells // max(1, len(values)))))
-    starts = [first for first, _ in joined]
+    num_columns = min(len(steps), 160, max(20, num_cells // max(1, len(values))))
+    starts = [len(steps) * column // num_columns for column in range(num_columns)]
     low, high = (reduce(values, starts, axis=1) for reduce in (np.fmin.reduceat, np.fmax.reduceat))
     worst = np.where(high - metric.good >= metric.good - low, high, low)
     low_end, high_end = metric.scaled(np.array([metric.low, metric.high])).tolist()
     trace = {
         "type": "heatmap",
-        "x": json_list(steps[[last - 1 for _, last in joined]], 9),
+        "x": json_list(steps[[*(start - 1 for start in starts[1:]), -1]], 9),
         "y": list(range(len(worst))),
         "z": [json_list(row, 3) for row in metric.scaled(worst)],
         "zmin": low_end,
@@ -209,6 +203,6 @@ def _heat_map(metric: Metric, sampled: Array, metric_values: MetricValues, num_c
     how = metric.how
     if len(worst) < shown.num_tensors:
         how += f" Shown are the {len(worst)} of {shown.num_tensors} tensors that were farthest from health."
-    if len(joined) < len(steps):
-        how += f" Each column joins {math.ceil(len(steps) / len(joined))} samples and shows the worst."
+    if num_columns < len(steps):
+        how += f" Each column joins {math.ceil(len(steps) / num_columns)} samples and shows the worst."
     return {"data": [trace], "layout": layout, "how": how}

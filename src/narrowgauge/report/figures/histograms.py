@@ -40,8 +40,8 @@ def histograms(samples: Sequence[Samples], indices: Sequence[int]) -> list[Row |
     Args:
         indices: each run's index in the palette.
     Returns:
-        Per run a Plotly figure whose ``steps`` are the sampled steps and whose ``frames`` give, per step and panel, the
-        heights of the bars; or ``None`` where the run has no histograms.
+        Per run a Plotly figure with a slider over the sampled steps, whose ``frames`` give, per step and panel, the heights
+        of the bars; or ``None`` where the run has no histograms.
     """
     spans = [span for sample in samples for span in sample.spans.values()]
     num_steps = min(MOST_HISTOGRAMS, max(5, MAX_BARS // max(1, sum(stop - start for start, stop in spans))))
@@ -96,11 +96,20 @@ def _histogram(samples: Samples, index: int, num_steps: int, exponents: list[flo
     ]
     return {
         "data": [*data, *_format_bars()],
-        "layout": _panels(len(spans), exponents),
-        "steps": [row["step"] for row in chosen],
+        "layout": _panels(len(spans), exponents) | {"sliders": [_slider([row["step"] for row in chosen], samples)]},
         "frames": frames,
-        "num_sampled": samples.num_histograms,
     }
+
+
+def _slider(steps: Sequence[int], samples: Samples) -> Row:
+    """Return a slider over the steps; the page's script shows the frame of the chosen one."""
+    more = f" ({len(steps)} of {samples.num_histograms} samples)" if len(steps) < samples.num_histograms else ""
+    return {
+        "active": len(steps) - 1, "pad": {"t": 44, "b": 4}, "steps": [{"label": f"{step}", "method": "skip"} for step in steps],
+        "currentvalue": {"prefix": "step ", "suffix": more, "font": {"size": 12, "color": "@ink"}},
+        "bgcolor": "@muted", "activebgcolor": "@accent", "bordercolor": "@line", "tickcolor": "@muted",
+        "font": {"color": "@muted"},
+    }  # fmt: skip
 
 
 def _shares(counts: Sequence[float] | None, span: tuple[int, int]) -> list[float | None] | None:
@@ -131,7 +140,7 @@ def _panels(num_panels: int, exponents: list[float]) -> Row:
     top, panel, gap, bottom = 24 * len(SHOWN_FORMATS), 74, 30, 10
     total = top + (panel + gap) * num_panels + bottom
     layout: Row = {
-        "height": total + 90,
+        "height": total + 180,
         "xaxis": {
             "title": {"text": "magnitude, as a power of two"},
             "range": exponents,

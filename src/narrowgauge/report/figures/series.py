@@ -16,20 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from narrowgauge.runs.schema import Row, finite_number
-
-Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, eq=False)
-class Series:
-    """Points of one line, ``x`` ascending; NaN in ``y`` is a gap."""
-
-    x: Array
-    y: Array
-
-    def __len__(self) -> int:
-        return len(self.x)
+from narrowgauge.analysis.columns import Array, Series
+from narrowgauge.runs.schema import finite_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,39 +62,6 @@ def series_of(points: Iterable[tuple[float, Any]]) -> Series:
     return Series(np.array([x for x, _ in points], float), np.array([finite_number(y) for _, y in points], float))
 
 
-def column(rows: Sequence[Row], y: str) -> Series:
-    """Read one column of a run's rows over the steps; a row that lacks either entry adds nothing.
-
-    Example:
-        >>> column([{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("inf")}], "loss")
-        Series(x=array([1., 3.]), y=array([ 2., nan]))
-    """
-    x, values = numbers(rows, "step"), [row.get(y) for row in rows]
-    is_known = ~np.isnan(x)
-    if None in values:
-        is_known &= np.array([value is not None for value in values], bool)
-    return Series(x[is_known], _finite(values)[is_known])
-
-
-def numbers(rows: Sequence[Row], name: str) -> Array:
-    """Return one column of rows; NaN where a row has no finite number."""
-    return _finite([row.get(name) for row in rows])
-
-
-def _finite(values: list[Any]) -> Array:
-    try:
-        array = np.array(values, float)
-    except (TypeError, ValueError, OverflowError):  # a record of another program
-        array = np.array(list(map(finite_number, values)), float)
-    array[~np.isfinite(array)] = np.nan
-    return array
-
-
-def gaps(series: Series) -> list[float]:
-    """Where a line has no finite value."""
-    return series.x[np.isnan(series.y)].tolist()  # type: ignore[no-any-return]
-
-
 def smooth(series: Series, half_life: float) -> Series:
     """Return the exponential mean of a line: a point's weight halves with every ``half_life`` points after it.
 
@@ -137,18 +92,8 @@ _HALVINGS = 20
 """The half-lives of a block in :func:`smooth`."""
 
 
-def accumulate(series: Series) -> Series:
-    """Running sums; a gap adds nothing.
-
-    Example:
-        >>> accumulate(series_of([(1, 1.0), (2, 0.0), (3, 2.0)])).y
-        array([1., 1., 3.])
-    """
-    return Series(series.x, np.nancumsum(series.y))
-
-
 def decimate(series: Series, num_buckets: int = 400) -> Series:
-    """At most three points per bucket: the lowest, the highest, and a gap where there is one.
+    """Return at most three points per bucket: the lowest, the highest, and a gap where there is one.
 
     Invariant: the first and the last point and the lowest, the highest and the first gap of every bucket remain; no point
     is made up. A line that is short enough is returned as it is.
@@ -157,39 +102,23 @@ def decimate(series: Series, num_buckets: int = 400) -> Series:
         >>> decimate(series_of(enumerate([0, 0, 9, 0, 0, 0, 0, -9, 0])), 1)
         Series(x=array([0., 2., 7., 8.]), y=array([ 0.,  9., -9.,  0.]))
     """
-    if len(series) <= 2 * num_buckets:
+    length = len(series)
+    if length <= 2 * num_buckets:
         return series
-    kept = extremes(series.y, num_buckets)
+    size = math.ceil(length / num_buckets)
+    buckets = np.full((math.ceil(length / size), size), np.nan)
+    buckets.flat[:length] = series.y
+    is_gap = np.isnan(buckets)
+    lowest, highest = (
+        np.where(is_gap, np.inf, buckets).argmin(axis=1),
+        np.where(is_gap, -np.inf, buckets).argmax(axis=1),
+    )
+    starts = size * np.arange(len(buckets))
+    has_gap, has_value = is_gap.any(axis=1), ~is_gap.all(axis=1)
+    gaps = (starts + is_gap.argmax(axis=1))[has_gap]
+    places = [(starts + lowest)[has_value], (starts + highest)[has_value], gaps[gaps < length], [0, length - 1]]
+    kept = np.unique(np.concatenate(places))
     return Series(series.x[kept], series.y[kept])
-
-
-def extremes(y: Array, num_buckets: int) -> npt.NDArray[np.int64]:
-    """The places of the first and the last value, and of the lowest, the highest and the first gap of each bucket; ascending.
-
-    Example:
-        >>> extremes(np.array([0.0, 0, 9, 0, 0, 0, 0, -9, 0]), 1)
-        array([0, 2, 7, 8])
-    """
-    if not len(y):
-        return np.empty(0, np.int64)
-    parts = equal_parts(len(y), num_buckets)
-    starts = np.array([first for first, _ in parts])
-    sizes = np.array([last - first for first, last in parts])
-    is_gap = np.isnan(y)
-    places = [np.array([0, len(y) - 1])]
-    places += [_firsts(is_gap, starts)] if is_gap.any() else []
-    for sign in (1, -1):
-        values = sign * y
-        values[is_gap] = np.inf
-        lowest = np.minimum.reduceat(values, starts)
-        places.append(_firsts((values == np.repeat(lowest, sizes)) & ~is_gap, starts))
-    return np.unique(np.concatenate(places))
-
-
-def _firsts(is_one: npt.NDArray[np.bool_], starts: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the first place in each bucket at which something holds; of a bucket without one, none."""
-    from_end = np.maximum.reduceat(is_one * np.arange(len(is_one), 0, -1), starts)
-    return len(is_one) - from_end[from_end > 0]
 
 
 def band(lines: Sequence[Series]) -> Band:
@@ -249,17 +178,6 @@ def outline(joined: Band, num_buckets: int = 200) -> Series:
         x += [*joined.x[corners], *joined.x[corners[::-1]]]
         y += [*(joined.high[span].max() for span in spans), *(joined.low[span].min() for span in reversed(spans))]
     return Series(np.array(x), np.array(y))
-
-
-def equal_parts(length: int, most: int) -> list[tuple[int, int]]:
-    """Ranges of indices that cut a list into at most ``most`` shares.
-
-    Example:
-        >>> equal_parts(5, 2), equal_parts(2, 9)
-        ([(0, 2), (2, 5)], [(0, 1), (1, 2)])
-    """
-    num = min(length, most)
-    return [(length * share // num, length * (share + 1) // num) for share in range(num)]
 
 
 def is_wide(values: npt.ArrayLike, ratio: float = 20.0) -> bool:

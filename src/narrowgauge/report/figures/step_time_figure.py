@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from narrowgauge.analysis.columns import numbers
 from narrowgauge.report.figures.palette import colour, plain
-from narrowgauge.report.figures.series import numbers, rounded
+from narrowgauge.report.figures.series import rounded
 from narrowgauge.report.figures.traces import Figure, labelled_rows, layout_of
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.record import Run
@@ -70,7 +71,7 @@ def parts_of_step(run: Run) -> dict[str, float]:
         >>> parts_of_step(Run(Path("a"), {}, [{"step": step, **row} for step in range(1, 9)]))
         {'waiting for tokens': 0.1, 'forward and backward': 0.5, 'optimizer': 0.25, 'all else in the step': 0.15}
     """
-    columns = {name: numbers(run.steps[_WARM_UP:], name) for name in ("seconds", *_RECORDED, "update_seconds")}
+    columns = {name: numbers(run, "steps", name)[_WARM_UP:] for name in ("seconds", *_RECORDED, "update_seconds")}
     order = np.argsort(columns["seconds"], kind="stable")
     order = order[columns["seconds"][order] > 0]  # without steps that were not timed
     quarter = len(order) // 4
@@ -83,7 +84,7 @@ def parts_of_step(run: Run) -> dict[str, float]:
     inside = known["gradient_seconds"]
     computing = max(0.0, whole - waiting if inside is None else inside)
     rest = max(0.0, whole - waiting - computing - update)
-    evaluations = numbers(run.evals, "evaluation_seconds")
+    evaluations = numbers(run, "evals", "evaluation_seconds")
     values = (waiting, computing, update, rest, float(np.nansum(evaluations)) / len(run.steps))
     return {part: rounded(value, 9) for part, value in zip(PARTS, values, strict=True) if value > 0}
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from narrowgauge.analysis.columns import Array, Series
 from narrowgauge.report.figures.palette import colour, dash_of, plain, symbol_of
-from narrowgauge.report.figures.series import Array, Band, Series, band, decimate, gaps, is_wide, json_list, outline
+from narrowgauge.report.figures.series import Band, band, decimate, is_wide, json_list, outline
 from narrowgauge.report.recipe_groups import Group
 from narrowgauge.runs.schema import Row
 
@@ -29,8 +30,6 @@ class Figure:
         name, title: its id on the page, and what it shows.
         how: how to read it, in a few sentences.
         layout: Plotly layout, without fonts and colours.
-        views: names of alternatives and their labels; a trace whose ``meta.view`` is another is hidden.
-        log_axes: axes that the reader can switch to a log scale and back.
         height: in pixels.
     """
 
@@ -39,8 +38,6 @@ class Figure:
     how: str
     data: list[Row]
     layout: Row
-    views: tuple[tuple[str, str], ...] = ()
-    log_axes: tuple[str, ...] = ()
     height: int = 340
 
 
@@ -64,40 +61,54 @@ class Curve:
 
 
 def curve_of(group: Group, lines: Sequence[Series]) -> Curve:
-    return Curve(group, band(lines), sorted({x for line in lines for x in gaps(line)}))
+    return Curve(group, band(lines), sorted({x for line in lines for x in line.gaps}))
 
 
 def traces_of(
-    curves: Iterable[Curve], *, name: str, view: str = "", markers: bool = False, shape: str = "linear", dash: str = ""
+    curves: Iterable[Curve], *, name: str, markers: bool = False, shape: str = "linear", dash: str = ""
 ) -> list[Row]:
     """Return per curve its band, crosses where a value was not finite, and its mean; bands lie lowest."""
     curves = [curve for curve in curves if curve.high.size or curve.not_finite]
-    num_buckets = max(60, POINTS_PER_LINE * 8 // max(8, len(curves)))
-    spans = [_span(curve, num_buckets // 2, view) for curve in curves if max(curve.joined.count, default=0) > 1]
-    crosses = [_crosses(curve, view, line) for line, curve in enumerate(c for c in curves if c.not_finite)]
+    num_buckets = num_buckets_of(curves)
+    spans = [_span(curve, num_buckets // 2) for curve in curves if max(curve.joined.count, default=0) > 1]
+    crosses = [_crosses(curve, line) for line, curve in enumerate(c for c in curves if c.not_finite)]
     means = []
     for curve in curves:
         if len(curve.joined.x):
-            trace = _mean(curve, num_buckets, view, name, markers)
+            trace = _mean(curve, num_buckets, name, markers)
             trace["line"] |= {"shape": shape, "dash": dash or dash_of(curve.group.index)}
             means.append(trace)
     return [*spans, *crosses, *means]
 
 
-def _span(curve: Curve, num_buckets: int, view: str) -> Row:
-    return _scatter(outline(curve.joined, num_buckets), curve.group, view) | {
+def num_buckets_of(curves: Sequence[Curve]) -> int:
+    """Return how many buckets a line may have, beside the others of its figure."""
+    return max(60, POINTS_PER_LINE * 8 // max(8, len(curves)))
+
+
+def faint(curves: Sequence[Curve]) -> list[Row]:
+    """Return the mean of each curve as a thin line in the background, which answers no hovering."""
+    return [
+        _scatter(decimate(Series(curve.joined.x, curve.joined.mean), num_buckets_of(curves)), curve.group)
+        | {"mode": "lines", "line": {"color": colour(curve.group.index, 0.3), "width": 1}, "hoverinfo": "skip"}
+        for curve in curves
+        if curve.high.size
+    ]
+
+
+def _span(curve: Curve, num_buckets: int) -> Row:
+    return _scatter(outline(curve.joined, num_buckets), curve.group) | {
         "mode": "lines", "fill": "toself", "fillcolor": colour(curve.group.index, 0.18), "line": {"width": 0},
         "hoverinfo": "skip",
     }  # fmt: skip
 
 
-def _mean(curve: Curve, num_buckets: int, view: str, name: str, markers: bool) -> Row:
+def _mean(curve: Curve, num_buckets: int, name: str, markers: bool) -> Row:
     group, joined = curve.group, curve.joined
     line = decimate(Series(joined.x, joined.mean), num_buckets)
-    trace, seeds = _scatter(line, group, view), ""
+    trace, seeds = _scatter(line, group), ""
     if len(group.runs) > 1:
-        counts = dict(zip(joined.x.tolist(), joined.count.tolist(), strict=True))
-        trace["customdata"] = [counts[x] for x in line.x.tolist()]
+        trace["customdata"] = joined.count[np.searchsorted(joined.x, line.x, side="right") - 1].tolist()
         seeds = f", mean of %{{customdata}} of {len(group.runs)} seeds"
     has_markers = len(line) == 1 or (markers and len(line) <= 40)
     return trace | {
@@ -109,19 +120,18 @@ def _mean(curve: Curve, num_buckets: int, view: str, name: str, markers: bool) -
     }
 
 
-def _crosses(curve: Curve, view: str, line: int) -> Row:
+def _crosses(curve: Curve, line: int) -> Row:
     """Return crosses along the top edge, at most some hundred, on a line of the recipe's own: only their x means anything."""
     x = np.array(curve.not_finite[:: max(1, len(curve.not_finite) // 200)])
-    return _scatter(Series(x, np.full(len(x), 0.97 - CROSS_GAP * (line % 16))), curve.group, view) | {
+    return _scatter(Series(x, np.full(len(x), 0.97 - CROSS_GAP * (line % 16))), curve.group) | {
         "yaxis": "y2", "mode": "markers",
         "marker": {"symbol": "x-thin", "size": 9, "line": {"width": 2, "color": colour(curve.group.index)}},
         "hovertemplate": f"not finite<extra>{plain(curve.group.label)}</extra>",
     }  # fmt: skip
 
 
-def _scatter(line: Series, group: Group, view: str) -> Row:
-    meta: Row = {"group": group.index} | ({"view": view} if view else {})
-    return {"type": "scatter", "x": json_list(line.x, 9), "y": json_list(line.y), "meta": meta}
+def _scatter(line: Series, group: Group) -> Row:
+    return {"type": "scatter", "x": json_list(line.x, 9), "y": json_list(line.y), "meta": {"group": group.index}}
 
 
 def mark(step: int, group: int, colour: str, line: Row, hover: str) -> Row:
@@ -133,13 +143,27 @@ def mark(step: int, group: int, colour: str, line: Row, hover: str) -> Row:
     }  # fmt: skip
 
 
-def layout_of(x: str, y: str, *, log_y: bool = False, **yaxis: object) -> Row:
-    return {
+def layout_of(x: str, y: str, *, log_y: bool = False, can_log_x: bool = False, **yaxis: object) -> Row:
+    """Return axes with titles; ``can_log_x`` adds a button that switches the horizontal one to a log scale and back."""
+    layout: Row = {
         "xaxis": {"title": {"text": x}},
         "yaxis": {"title": {"text": plain(y)}, "type": "log" if log_y else "linear", **yaxis},
         # A second, hidden axis from 0 to 1, for marks without a value.
         "yaxis2": {"overlaying": "y", "range": [0, 1], "visible": False, "fixedrange": True},
     }
+    return layout | ({"updatemenus": [_LOG_X]} if can_log_x else {})
+
+
+_LOG_X: Row = {
+    "type": "buttons", "x": 1, "xanchor": "right", "y": 1.01, "yanchor": "bottom", "pad": {"b": 2, "r": 34},
+    "bgcolor": "@card", "bordercolor": "@line", "showactive": False, "font": {"size": 12, "color": "@ink"},
+    "buttons": [
+        {
+            "label": "log x", "method": "relayout", "args": [{"xaxis.type": "log", "xaxis.autorange": True, "xaxis.dtick": 1}],
+            "args2": [{"xaxis.type": "linear", "xaxis.autorange": True, "xaxis.dtick": None}],
+        }
+    ],
+}  # fmt: skip
 
 
 def labelled_rows(labels: Sequence[str]) -> Row:

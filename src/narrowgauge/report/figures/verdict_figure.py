@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from narrowgauge.analysis.comparison.classification import Classes
+from narrowgauge.analysis.comparison.comparison import Comparison
 from narrowgauge.analysis.comparison.intervals import PairedDifference, shown_difference
 from narrowgauge.report.figures.palette import colour, plain, symbol_of
 from narrowgauge.report.figures.series import rounded
@@ -21,21 +21,19 @@ FAR = 10.0
 """A recipe whose difference is this many times the threshold is drawn at the edge, or the others could not be told apart."""
 
 
-def differences(groups: Sequence[Group], classes: Classes) -> Figure | None:
+def differences(groups: Sequence[Group], comparison: Comparison) -> Figure | None:
     """Return the paired difference of each recipe from the baseline, with its 95 % interval; ``None`` where there is none."""
-    by_index = {group.index: classes[group.label].difference for group in groups if group.label in classes}
-    drawn = [
-        (group, one) for group in groups if (one := by_index.get(group.index)) is not None and math.isfinite(one.mean)
-    ]
-    threshold = classes.acceptable
-    if not drawn or classes.baseline is None or not 0 < threshold < math.inf:
+    pairs = [(group, comparison.classes[group.label].difference) for group in groups]
+    drawn = [(group, one) for group, one in pairs if one is not None and math.isfinite(one.mean)]
+    threshold = comparison.acceptable
+    if not drawn or comparison.baseline is None or not 0 < threshold < math.inf:
         return None
     near = [one for _, one in drawn if abs(one.mean) <= FAR * threshold]
     reach = [abs(side) for one in near for side in (one.low, one.high, one.mean) if math.isfinite(side)]
     # An interval may be much wider than any difference: it may leave the figure.
     limit = 1.1 * max(1.5 * threshold, min(max(reach, default=0.0), 1.5 * FAR * threshold))
     beyond = [(group, one) for group, one in drawn if abs(one.mean) > limit]
-    layout = layout_of(f"loss minus {plain(classes.baseline)} (nats per token)", "")
+    layout = layout_of(f"loss minus {plain(comparison.baseline)} (nats per token)", "")
     layout["xaxis"] |= {"range": [-limit, limit], "zeroline": True}
     layout["yaxis"] |= labelled_rows([group.label for group, _ in drawn])
     layout["shapes"] = [
@@ -45,8 +43,8 @@ def differences(groups: Sequence[Group], classes: Classes) -> Figure | None:
         }
     ]  # fmt: skip
     how = (
-        f"Left of zero is better than {classes.baseline}, right of it worse. A bar is the 95 % interval of the mean over seeds, "
-        f"of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
+        f"Left of zero is better than {comparison.baseline}, right of it worse. A bar is the 95 % interval of the mean over "
+        f"seeds, of runs with the same seed. The band is the threshold, ± {threshold:.2g} nats: inside it a recipe is as good; "
         "a bar over its edge is not resolved by these seeds."
     )
     if any(not math.isfinite(one.half) for _, one in drawn):

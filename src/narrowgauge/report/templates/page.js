@@ -5,7 +5,7 @@
   const all = (query, from = document) => [...from.querySelectorAll(query)];
   const read = (id) => document.getElementById(id).textContent;
   const NARROW = 520; // pixels below which a figure shows less text
-  const figures = {}; // what is drawn, by name: {spec, view, log}
+  const figures = {}; // what is drawn, by name
   const hidden = new Set(); // indices of recipes that the reader switched off
   let data;
 
@@ -38,7 +38,7 @@
     }
     return palette[name];
   }
-  const COLOUR_KEYS = new Set(["color", "fillcolor", "bgcolor", "bordercolor"]);
+  const COLOUR_KEYS = new Set(["color", "fillcolor", "bgcolor", "bordercolor", "activebgcolor", "tickcolor"]);
   function coloured(value, key) {
     if (typeof value === "string") return COLOUR_KEYS.has(key) && value[0] === "@" ? colourOf(value) : value;
     if (key === "colorscale") return value.map(([at, name]) => [at, colourOf(name)]);
@@ -78,7 +78,7 @@
     return spec.layout.showlegend ? Math.ceil(names.length / Math.max(1, Math.floor((width - 36 - Math.max(38, labels)) / widest))) : 0;
   }
 
-  function layoutOf(spec, width, log) {
+  function layoutOf(spec, width) {
     const narrow = width < NARROW;
     const lines = legendLines(spec, width);
     const layout = coloured(structuredClone(spec.layout));
@@ -86,7 +86,6 @@
     for (const name of Object.keys(layout).filter((name) => /^[xy]axis\d*$/.test(name))) {
       const own = layout[name];
       layout[name] = { ...colouredAxis(axis), ...own };
-      if (log.has(name)) Object.assign(layout[name], { type: "log", autorange: true });
       if (layout[name].type === "log") layout[name] = { dtick: undefined, minor: { showgrid: false }, ...logTicks(spec, name, narrow), ...layout[name] };
       if (own.title) layout[name].title = { ...own.title, ...(narrow && name.startsWith("x") ? { text: short(own.title.text) } : {}), standoff: 10, font: { size: 12, color: colourOf("@muted") } };
       if (own.ticktext) layout[name].ticktext = own.ticktext.map((label) => (narrow ? clipped(label.replace(/^(\w+:)?[a-z_.]*\.(?=\d+\.)/, "$1"), 20) : clipped(label, 46)));
@@ -99,15 +98,14 @@
       paper_bgcolor: "rgba(0,0,0,0)",
       plot_bgcolor: "rgba(0,0,0,0)",
       font: { family: getComputedStyle(document.body).fontFamily, size: narrow ? 11 : 12, color: colourOf("@muted") },
-      margin: { l: narrow ? 44 : 56, r: narrow ? 10 : 18, t: 12, b: 44, pad: 2 },
+      margin: { l: narrow ? 44 : 56, r: narrow ? 10 : 18, t: layout.updatemenus ? 34 : 12, b: 44, pad: 2 },
       hovermode: "closest",
       hoverlabel: { bgcolor: colourOf("@card"), bordercolor: colourOf("@line"), font: { color: colourOf("@ink"), size: 12 }, namelength: -1, align: "left" },
       modebar: { bgcolor: "rgba(0,0,0,0)", color: colourOf("@muted"), activecolor: colourOf("@accent"), orientation: "v" },
       showlegend: false,
       legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, maxheight: LEGEND_LINE * (lines + 1), font: { color: colourOf("@ink") }, itemclick: false, itemdoubleclick: false },
       dragmode: narrow ? false : "zoom",
-      // Of a live page: what the reader zoomed to stays when rows are added.
-      uirevision: root.dataset.generation,
+      uirevision: true, // What the reader zoomed to stays in another theme.
       ...layout,
       ...(lines > 2 ? { height: layout.height + LEGEND_LINE * (lines - 2) } : {}),
     };
@@ -123,24 +121,25 @@
     return lines.reverse().join("<br>");
   }
 
-  function tracesOf(spec, view, width) {
+  function tracesOf(spec, width) {
     return spec.data.map((trace) => {
-      const meta = trace.meta || {};
-      const visible = !(view && meta.view && meta.view !== view) && !hidden.has(meta.group);
+      const visible = !hidden.has(trace.meta?.group);
       const name = spec.layout.showlegend && width < NARROW && trace.name ? { name: broken(trace.name, width) } : {};
       return Object.assign(coloured(trace), { visible, ...name });
     });
   }
 
   function draw(name) {
-    const { spec, view, log } = figures[name];
+    const spec = figures[name];
     const place = document.querySelector(`[data-plot="${name}"]`);
     if (!place || !spec) return undefined;
-    const layout = layoutOf(spec, place.clientWidth, log);
-    // The range was chosen for the first view; other views show everything.
-    if ((view ?? null) !== (spec.view ?? null) && layout.yaxis.range) delete layout.yaxis.range;
+    const layout = layoutOf(spec, place.clientWidth);
     place.style.minHeight = `${layout.height}px`;
-    return Plotly.react(place, tracesOf(spec, view, place.clientWidth), layout, configOf(name)).then(() => { scalable(place); place.dataset.ready = "yes"; });
+    return Plotly.react(place, tracesOf(spec, place.clientWidth), layout, configOf(name)).then(() => {
+      scalable(place);
+      if (name === "ranges-figure" && !place.dataset.ready) place.on("plotly_sliderchange", ({ slider }) => { sample = slider.active; showRanges(); redraw(name); });
+      place.dataset.ready = "yes";
+    });
   }
   // On paper, and wherever the width changes without a new drawing, a figure shrinks and is not cut off.
   function scalable(place) {
@@ -154,9 +153,8 @@
     palette = {};
     Promise.all(Object.keys(figures).map(draw)).then(() => { root.dataset.drawn = String(all("[data-ready]").length); }, complain);
   }
-  function show(name, spec, view) {
-    const before = figures[name] || { log: new Set() };
-    figures[name] = { ...before, spec, view: view ?? before.view };
+  function show(name, spec) {
+    figures[name] = spec;
   }
 
   // ── inside one run ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -201,21 +199,13 @@
     return { ...layout, xaxis, annotations: [label] };
   }
 
+  let sample; // the sample whose histograms are shown; the last one until the reader moves the slider
   function showRanges() {
-    const slider = choices("step")[0];
-    if (!slider) return;
+    if (!choices("format").length) return;
     const spec = data.gauges[chosen("run")].histogram;
-    const shown = document.getElementById("step-shown");
-    slider.disabled = !spec;
-    if (!spec) { shown.textContent = NO_HISTOGRAMS; show("ranges-figure", nothing(NO_HISTOGRAMS)); return; }
-    const last = spec.steps.length - 1;
-    // At its end it stays there when samples are added.
-    const atEnd = slider.value === slider.max;
-    if (Number(slider.max) !== last) { slider.max = last; if (atEnd) slider.value = last; }
-    const at = Number(slider.value);
-    slider.setAttribute("aria-valuetext", `step ${spec.steps[at]}`);
-    const whole = spec.num_sampled === last + 1;
-    shown.textContent = `${spec.steps[at]} (${at + 1} of ${last + 1} ${whole ? "sampled" : `shown, of ${spec.num_sampled} sampled`})`;
+    if (!spec) { show("ranges-figure", nothing(NO_HISTOGRAMS)); return; }
+    const at = Math.min(sample ?? Infinity, spec.frames.length - 1);
+    const sliders = [{ ...spec.layout.sliders[0], active: at }];
     const format = data.formats.find((row) => row.name === chosen("format"));
     const annotations = [];
     const traces = spec.data.map((trace, panel) => {
@@ -232,7 +222,7 @@
       { type: "rect", xref: "x", yref: "paper", x0: format.normal, x1: format.max, y0: 0, y1: 1, fillcolor: "@band", line: { width: 0 }, layer: "below" },
       edge(format.subnormal, "dot"), edge(format.normal, "solid"), edge(format.max, "solid"),
     ];
-    show("ranges-figure", { data: traces, layout: withLabels("ranges-figure", { ...spec.layout, shapes, annotations }) });
+    show("ranges-figure", { data: traces, layout: withLabels("ranges-figure", { ...spec.layout, shapes, annotations, sliders }) });
   }
 
   // On a narrow page the labels of lines are above them, not beside them.
@@ -282,21 +272,16 @@
     }).observe(root);
     addEventListener("hashchange", () => themeOfLink() && applyTheme(themeOfLink()));
     document.addEventListener("click", (event) => {
-      const button = event.target.closest("[data-group], [data-view], [data-log]");
-      if (!button) return;
-      if ("group" in button.dataset) switchGroup(button);
-      else if ("view" in button.dataset) switchView(button);
-      else switchLog(button);
+      const button = event.target.closest("[data-group]");
+      if (button) switchGroup(button);
     });
-    document.addEventListener("input", ({ target }) => {
-      if (["format", "step"].includes(target.dataset?.choice)) { showRanges(); redraw("ranges-figure"); }
-    }, true);
     document.addEventListener("change", ({ target }) => {
       if (target.dataset?.choice === "run") {
         for (const other of choices("run")) other.value = target.value;
         showHeat(); showRanges(); redraw("heat"); redraw("ranges-figure");
       }
       if (target.dataset?.choice === "metric") { showHeat(); redraw("heat"); }
+      if (target.dataset?.choice === "format") { showRanges(); redraw("ranges-figure"); }
     }, true);
   }
   function switchGroup(button) {
@@ -306,19 +291,6 @@
     if (shown) hidden.delete(place); else hidden.add(place);
     Object.keys(figures).forEach(redraw);
   }
-  function switchView(button) {
-    const { figure, view } = button.dataset;
-    for (const other of all(`[data-view][data-figure="${figure}"]`)) other.setAttribute("aria-pressed", other === button);
-    figures[figure].view = view;
-    redraw(figure);
-  }
-  function switchLog(button) {
-    const pressed = button.getAttribute("aria-pressed") !== "true";
-    button.setAttribute("aria-pressed", pressed);
-    figures[button.dataset.figure].log[pressed ? "add" : "delete"](button.dataset.log);
-    redraw(button.dataset.figure);
-  }
-
   function makeSortable(table) {
     const heads = all("thead th", table);
     heads.forEach((head, place) => {
@@ -331,8 +303,10 @@
         const descending = head.getAttribute("aria-sort") === "ascending";
         for (const other of heads) other.removeAttribute("aria-sort");
         head.setAttribute("aria-sort", descending ? "descending" : "ascending");
-        const key = (row) => { const cell = row.cells[place]; return cell.dataset.value === undefined ? cell.textContent : cell.dataset.value === "" ? Infinity : Number(cell.dataset.value); };
-        const order = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b));
+        // Numbers by their value, with what follows them left out; what has none comes last.
+        const number = (row) => parseFloat(row.cells[place].textContent.replaceAll(",", "").replace("−", "-"));
+        const order = head.className === "number" ? (a, b) => (Number.isNaN(a) ? 1 : Number.isNaN(b) ? -1 : a - b) : (a, b) => a.localeCompare(b);
+        const key = (row) => (head.className === "number" ? number(row) : row.cells[place].textContent);
         const rows = [...table.tBodies[0].rows].sort((a, b) => order(key(a), key(b)));
         table.tBodies[0].append(...(descending ? rows.reverse() : rows));
       });
@@ -363,7 +337,7 @@
     const script = document.createElement("script");
     script.textContent = await inflated(read("plotly"));
     document.head.append(script);
-    for (const [name, figure] of Object.entries(data.figures)) show(name, figure, figure.view);
+    Object.assign(figures, data.figures);
     showStrip();
     showHeat();
     showRanges();

@@ -1,0 +1,77 @@
+"""The columns of a run's record as arrays: read once, then shared by the diagnosis, the comparison and the page."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from operator import itemgetter
+
+import numpy as np
+import numpy.typing as npt
+
+from narrowgauge.runs.record import Run
+from narrowgauge.runs.schema import Row, finite_number
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, eq=False)
+class Series:
+    """Points of one line, ``x`` ascending; NaN in ``y`` is a value that is not finite."""
+
+    x: Array
+    y: Array
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Return the places without a finite value."""
+        return self.x[np.isnan(self.y)].tolist()  # type: ignore[no-any-return]
+
+    @property
+    def finite(self) -> Array:
+        """Return the finite values."""
+        return self.y[~np.isnan(self.y)]
+
+
+def column(run: Run, table: str, name: str) -> Series:
+    """Return a column of ``steps`` or ``evals`` over the steps; rows that lack either entry add nothing.
+
+    Example:
+        >>> from pathlib import Path
+        >>> rows = [{"step": 1, "loss": 2.0}, {"step": 2}, {"step": 3, "loss": float("inf")}]
+        >>> column(Run(Path("a"), {}, rows), "steps", "loss")
+        Series(x=array([1., 3.]), y=array([ 2., nan]))
+    """
+    steps, _ = _read(run, table, "step")
+    numbers, is_known = _read(run, table, name)
+    is_known = is_known & ~np.isnan(steps)
+    return Series(steps, numbers) if is_known.all() else Series(steps[is_known], numbers[is_known])
+
+
+def numbers(run: Run, table: str, name: str) -> Array:
+    """Return a column with an entry for each row; NaN where a row has no finite number."""
+    return _read(run, table, name)[0]
+
+
+def _read(run: Run, table: str, name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
+    """Return a column and where rows have an entry; it is held with the run, since many readers ask for it."""
+    held = vars(run).setdefault("columns", {})
+    if (table, name) not in held:
+        held[table, name] = _floats(getattr(run, table), name)
+    return held[table, name]  # type: ignore[no-any-return]
+
+
+def _floats(rows: list[Row], name: str) -> tuple[Array, npt.NDArray[np.bool_]]:
+    with suppress(KeyError, TypeError, ValueError, OverflowError):
+        column = np.fromiter(map(itemgetter(name), rows), float, len(rows))
+        if np.isfinite(column).all():
+            return column, np.ones(len(rows), bool)
+    # Some rows lack it, or hold no finite number.
+    places = [place for place, row in enumerate(rows) if row.get(name) is not None]
+    column, is_known = np.full(len(rows), np.nan), np.zeros(len(rows), bool)
+    is_known[places] = True
+    column[places] = np.array([finite_number(rows[place][name]) for place in places], float)
+    return column, is_known
