@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import platform
 import sys
 from collections.abc import Callable
@@ -80,6 +81,7 @@ def main(context: click.Context) -> None:
     narrowgauge plan run --model llama-8b --chip H100-SXM5 --chips 8
     narrowgauge diagnose trainer_state.json
     """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # PyTorch's own warnings to its developers
     help_without_command(context)
 
 

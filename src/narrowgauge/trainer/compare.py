@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from narrowgauge.analysis.comparison.comparison import Comparison, compare_runs, require_resolvable
 from narrowgauge.analysis.comparison.labels import parsed_recipe, recipe_name, run_name
 from narrowgauge.analysis.comparison.run_stats import divergence
-from narrowgauge.errors import NarrowgaugeError, RecipeError, RecordError, require_package
+from narrowgauge.errors import DataError, NarrowgaugeError, RecipeError, RecordError, require_package
 from narrowgauge.report.publishing import publish
 from narrowgauge.runs.finding import duration
 from narrowgauge.runs.record import Run, is_run, read_run
@@ -38,6 +38,7 @@ from narrowgauge.trainer.config import (
     load_settings,
 )
 from narrowgauge.trainer.console import Console
+from narrowgauge.trainer.data.dataset import open_data
 from narrowgauge.trainer.resume_checks import FIXED, changed_settings
 
 if TYPE_CHECKING:
@@ -332,22 +333,39 @@ def run_comparison(
     labels = ", ".join(recipe.title for recipe in definition.recipes)
     print(f"{labels} · seeds {', '.join(map(str, definition.seeds))} · {folder}", file=stream, flush=True)
     runs: list[Run] = []
+    seconds: list[float] = []
     try:
         for number, config in enumerate(configs, 1):
             place, name = Path(str(config.out)), f"{number}/{len(configs)}  {config.recipe.title}, seed {config.seed}"
             began, took = time.monotonic(), "earlier"
+            left = ""
             if not _has_ended(place):
                 with Console(config.steps, 0, name, stream) as console:
                     _train(config, console)
-                took = duration(time.monotonic() - began)
+                seconds.append(time.monotonic() - began)
+                took = duration(seconds[-1])
+                if number < len(configs):
+                    left = f", about {duration(sum(seconds) / len(seconds) * (len(configs) - number))} left"
             runs.append(read_run(place))
-            print(f"{name}  {_result(runs[-1])}  {took}", file=stream, flush=True)
+            print(f"{name}  {_result(runs[-1])}  {took}{left}", file=stream, flush=True)
     except KeyboardInterrupt as interruption:
         raise type(interruption)(
             f"{len(runs)} of {len(configs)} runs are done. Give the same command with --out {folder} to go on."
         ) from None
+    if level := _unigram_loss(runs[0]):
+        print(f"Token frequencies alone have a loss of {level:.4f}.", file=stream, flush=True)
     comparison = compare_runs(runs, resolve=definition.resolve)
     return comparison, publish(comparison, folder)
+
+
+def _unigram_loss(run: Run) -> float | None:
+    """Return the loss of token frequencies on the held-out tokens of a run; ``None`` where they are gone, or none is held out."""
+    recorded = run.run.get("data", {})
+    try:
+        data = open_data(str(recorded.get("folder")), recorded.get("held_out", 0.0), recorded.get("seed", 0))
+    except DataError:
+        return None
+    return data.unigram_loss() if len(data.valid) else None
 
 
 def _has_ended(folder: Path) -> bool:

@@ -72,6 +72,16 @@ class Dataset:
         file = None if self.folder is None else self.folder / "tokenizer.json"
         return file if file is not None and file.is_file() else None
 
+    def unigram_loss(self) -> float:
+        """Return the loss in nats per token of guessing by the frequencies of training tokens: what a model has to beat.
+
+        Frequencies are of the first ten million tokens, and one is added to each count.
+        """
+        first = np.arange(min(len(self.train), 10_000_000))
+        counts = 1.0 + np.bincount(self.train[first], minlength=self.vocab_size)
+        held_out = np.bincount(self.valid[np.arange(len(self.valid))], minlength=self.vocab_size)
+        return float(-(held_out * np.log(counts / counts.sum())).sum() / held_out.sum())
+
     def require_same(self, fingerprint: str) -> None:
         """Refuse data with another fingerprint."""
         if fingerprint != self.fingerprint:
