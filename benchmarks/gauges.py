@@ -1,10 +1,10 @@
 """What watching a run costs: steps with gauges against steps without, in the same rounds.
 
 Claim: the default set, sampled every 20 steps, costs at most 1 % of the step time; attached and not sampled at most 0.1 %.
-Sampled on every step, and with the outputs of every decoder layer beside, it is only reported.
+Sampled on every step, it is only reported.
 
 Baseline: the same session without gauges. Contenders: one with gauges on a step that is not sampled; the same on a step that
-is; one with outputs of the decoder layers watched too, sampled. *Every 20* is a twentieth of what a sampled step takes more.
+is. *Every 20* is a twentieth of what a sampled step takes more.
 What an unsampled step pays is far below what a ratio of step times can show, so it is also timed by itself: all that runs
 then is the shadow of some second moments and a comparison, after the optimizer's step (*hooks*); a compiled graph checks one
 more flag. Losses of watched and unwatched steps are compared bit for bit at the end.
@@ -26,7 +26,7 @@ import torch
 from narrow_training import settings
 from timing import Contender, Report, Row, Timing, measure, nothing, parser
 
-from narrowgauge.gauges.attach import GaugeNotice, Gauges, attach_gauges
+from narrowgauge.gauges.attach import Gauges, attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.spec.models import get_model
 from narrowgauge.trainer.data.dataset import Dataset, prepare_data
@@ -40,21 +40,19 @@ EVERY = 20
 class Trainee:
     """A session, perhaps with gauges, whose steps are timed."""
 
-    def __init__(
-        self, options: argparse.Namespace, folder: Path, data: Dataset, watch: bool = False, outputs: str = ""
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, folder: Path, data: Dataset, watch: bool = False) -> None:
         self.session: Session = build(settings(options, options.recipe), folder, data)
         self.gauges: Gauges | None = None
         self.losses: list[float] = []
         self.hooks: list[float] = []
         if watch:
-            self.gauges = attach_gauges(self.session.model, self.session.optimizer, every=NEVER, outputs=outputs or ())
+            self.gauges = attach_gauges(self.session.model, self.session.optimizer, every=NEVER)
             self._time_hooks(self.gauges)
 
     def _time_hooks(self, gauges: Gauges) -> None:
         """Time what gauges do after an unsampled step."""
-        handle, true_after = gauges._handles[-1], gauges._after_step
-        handle.remove()
+        undo, true_after = gauges._undos[-1], gauges._after_step
+        undo()
 
         def after(*arguments: object) -> None:
             sampled, began = gauges.sampling, time.perf_counter()
@@ -62,7 +60,7 @@ class Trainee:
             if not sampled:
                 self.hooks.append(time.perf_counter() - began)
 
-        gauges._handles[-1] = self.session.optimizer.register_step_post_hook(after)
+        gauges._undos[-1] = self.session.optimizer.register_step_post_hook(after).remove
 
     def run(self) -> None:
         """One step."""
@@ -96,9 +94,6 @@ def emit(report: Report, options: argparse.Namespace) -> None:
             Contender("attached, unsampled", watched.run),
             Contender("sampled", watched.run, watched.sample),
         ]
-        if not options.without_outputs:
-            everything = Trainee(options, folder, watch=True, outputs="model.layers.*")
-            contenders.append(Contender("sampled, with outputs", everything.run, everything.sample))
         timings = measure(
             contenders,
             baseline="no gauges",
@@ -126,11 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags.add_argument("--recipe", default="bfloat16/word", help="default bfloat16/word")
     flags.add_argument("--batch-size", type=int, default=8, help="sequences per step")
     flags.add_argument("--sequence-length", type=int, default=256, help="tokens per sequence")
-    flags.add_argument("--without-outputs", action="store_true", help="leave the last contender out: a model less")
     options = flags.parse_args(arguments)
     report = Report("gauges", options)
     warnings.simplefilter("ignore", EmulationNotice)
-    warnings.simplefilter("ignore", GaugeNotice)
     if options.quick:
         vars(options).update({"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2})
     emit(report, options)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
@@ -44,6 +44,8 @@ MARGIN = 4.0
 """Bounds over the largest of two random roundings."""
 LEAST = 2.0**-20
 """The least bound, eight spacings of float32: sums in float32 in another order."""
+_NEAR = 0.005
+"""Relative distance at which a factor is taken for a number of the set-up."""
 MOST_TERMS = 16
 """Micro-batches of all ranks up to which each one's share of a gradient is fitted."""
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -122,14 +124,9 @@ def _configured(
     dtypes: set[torch.dtype] = set()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        values = (
-            output.values()
-            if isinstance(output, Mapping)
-            else output
-            if isinstance(output, (tuple, list))
-            else [output]
+        dtypes.update(
+            graph_dtypes(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None)[0]
         )
-        dtypes.update(graph_dtypes(t for t in values if isinstance(t, Tensor) and t.grad_fn is not None)[0])
 
     handle = model.register_forward_hook(OwnHook(note))
     try:
@@ -301,23 +298,19 @@ def _compared(
             bounds[name] = max(
                 bounds[name], MARGIN * float((gradient - exact[name]).norm()) / length if length else 0.0
             )
-    counts = _counts(len(parts) // ranks.size, ranks.size)
     terms: list[Gradients] = []
     readings, num_equal, largest = [], 0, 0.0
     for name in reversed(exact):  # in the order of backward
         r, bound = exact[name], bounds[name]
         length = float(r.norm())
-        if not length and name not in gradients:
-            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
-            continue
         if name in apart:
-            readings.append(_not_reduced(name, apart[name], exact[name]))
+            readings.append(_not_reduced(name, apart[name], r))
             continue
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
         if bad := int((~g.isfinite()).sum()):
             readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0))
             continue
-        if not bool(g.any()) and length:
+        if not bool(g.any()) and (length or name not in gradients):
             readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
             continue
         distance = float((g - r).norm()) / length if length else math.inf
@@ -327,9 +320,8 @@ def _compared(
             continue
         factor = float((g * r).sum()) / length**2 if length else 0.0
         if factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
-            readings.append(
-                KINDS["gradient-factor"].reading(name, factor, 1.0, max(bound, LEAST), equals=equal_to(factor, counts))
-            )
+            equals = equal_to(factor, len(parts) // ranks.size, ranks.size)
+            readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, max(bound, LEAST), equals=equals))
             continue
         if not terms and 1 < len(parts) <= MOST_TERMS:
             terms = [gradients_of(reference, part, loss) for part in parts]
@@ -374,37 +366,22 @@ def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_r
     return f"Micro-batches count {where} times."
 
 
-def _counts(num_parts: int, num_ranks: int) -> dict[float, str]:
-    """Return the numbers that a factor may equal, with their names."""
-    named = {float(num_parts): "the number of micro-batches", float(num_ranks): "the number of ranks"}
-    named |= {1 / number: f"1 / {name}" for number, name in list(named.items())}
-    if num_parts > 1 and num_ranks > 1:
-        named |= {float(num_parts * num_ranks): "micro-batches times ranks", 1 / (num_parts * num_ranks): "1 / (both)"}
-    named |= {2.0**power: f"2^{power}" for power in range(1, 33)} | {
-        2.0**-power: f"2^-{power}" for power in range(1, 33)
-    }
-    named[65536.0], named[2.0**-16] = "2^16, the loss scale that torch begins with", "1 / 65,536, a loss scale"
-    return {number: name for number, name in {**named, **_first(num_parts, num_ranks)}.items() if number != 1}
-
-
-def _first(num_parts: int, num_ranks: int) -> dict[float, str]:
-    both = ((num_ranks, "the number of ranks"), (num_parts, "the number of micro-batches"))
-    words: dict[float, str] = {}
-    for number, name in both:
-        for value, word in ((float(number), name), (1 / number, f"1 / {name}")):
-            words[value] = f"{words[value]} and {word}" if value in words else word
-    return words
-
-
-def equal_to(factor: float, counts: Mapping[float, str]) -> str:
-    """Return ``, which is NAME`` for a known number.
+def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
+    """Return ``, which is NAME`` for a factor that is a number of the set-up or a power of two.
 
     Example:
-        >>> equal_to(4.001, {4.0: "the number of ranks"}), equal_to(3.3, {4.0: "the number of ranks"})
-        (', which is the number of ranks', '')
+        >>> equal_to(4.001, 1, 4), equal_to(3.3, 1, 4), equal_to(65536, 1, 4)
+        (', which is the number of ranks', '', ', which is 2^16, the loss scale that torch begins with')
     """
-    name = next((name for number, name in counts.items() if abs(factor / number - 1) < 0.005), "")
-    return f", which is {name}" if name else ""
+    counts = {"the number of ranks": num_ranks, "the number of micro-batches": num_parts}
+    if min(num_parts, num_ranks) > 1:
+        counts["micro-batches times ranks"] = num_parts * num_ranks
+    numbers = [(float(n), name) for name, n in counts.items()] + [(1 / n, f"1 / {name}") for name, n in counts.items()]
+    names = [name for number, name in numbers if number != 1 and abs(factor / number - 1) < _NEAR]
+    power = round(math.log2(abs(factor)))
+    if not names and power and abs(factor / 2.0**power - 1) < _NEAR:
+        names = [f"2^{power}" + (", the loss scale that torch begins with" if power == 16 else "")]
+    return f", which is {' and '.join(names)}" if names else ""
 
 
 # ── the optimizer's step ────────────────────────────────────────────────────────────────────────────────────────────────

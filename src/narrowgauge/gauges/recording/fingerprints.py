@@ -31,6 +31,7 @@ from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import CorruptionError
+from narrowgauge.gauges import hooks
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
@@ -122,21 +123,17 @@ class Fingerprints:
             return
         if tokens is not None:
             self._add("tokens:batch", tokens, first_sequence)
-        handles = []
-        for name, module in self.model.named_modules() if self.sees_outputs else ():
-            if any(True for _ in module.parameters(recurse=False)):
-                hook = partial(self._output, f"output:{plain_name(name)}", first_sequence)
-                handles.append(module.register_forward_hook(hook))
+        undo = (
+            hooks.follow_outputs(self.model, partial(self._add_output, first_sequence)) if self.sees_outputs else None
+        )
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            if undo is not None:
+                undo()
 
-    def _output(self, key: str, first_sequence: int, module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if type(first) is Tensor and first.is_floating_point() and not torch.compiler.is_compiling():
-            self._add(key, first.detach(), first_sequence)
+    def _add_output(self, first_sequence: int, name: str, x: Tensor) -> None:
+        self._add(f"output:{name}", x, first_sequence)
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])

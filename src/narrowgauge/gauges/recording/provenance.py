@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import narrowgauge
 from narrowgauge.errors import RecordError
@@ -19,8 +20,10 @@ from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run
 from narrowgauge.machine import installed_version
 from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.runs import arithmetic
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
+from narrowgauge.torch_names import graph_dtypes
 
 _OF_ONE_FORMAT = {name: row for name, row in COMPUTES.items() if name in FORMATS and row.is_wide}
 """The computes that only multiply numbers of one format; ``multiplies`` in ``run.toml`` lists the native ones."""
@@ -85,6 +88,35 @@ def describe_model(model: nn.Module) -> dict[str, Any]:
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
         **shape,
     }
+
+
+def formats_of(output: Any) -> Row:
+    """Return the formats in which a forward pass computed what its outputs were made of; nothing where no output has a graph.
+
+    No dtype of a parameter says them: autocast, a framework's wrapper or a cast in the model's code may narrow what lies between.
+    The graph that autograd builds has the dtype of every result.
+
+    Args:
+        output: of a model: a tensor, or tensors in a tuple or a mapping.
+    Returns:
+        ``formats``, the dtypes of all results as names with commas; float32 has the format its matmuls round to beside it.
+        ``unseen`` is true where functions outside PyTorch, or a compiled part, computed something whose formats no graph shows.
+
+    Example:
+        >>> formats_of(nn.Linear(4, 2)(torch.ones(1, 4)))
+        {'formats': 'float32'}
+    """
+    outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+    dtypes, is_unseen = graph_dtypes(outputs)
+    if not dtypes:
+        return {}
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if "float32" in names:
+        precision = torch.get_float32_matmul_precision()
+        is_tf32 = outputs[0].is_cuda and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
+        names |= {"bfloat16"} if precision == "medium" else {"tfloat32"} if precision == "high" or is_tf32 else set()
+    formats = ", ".join(sorted(name for name in names if name in FORMATS))
+    return {"formats": formats, **({"unseen": True} if is_unseen else {})}
 
 
 # ── what has changed since a run began ──────────────────────────────────────────────────────────────────────────────

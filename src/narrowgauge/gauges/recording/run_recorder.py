@@ -170,7 +170,7 @@ class RunRecorder:
             self._must_go_back = found is not None and bool(found.steps)
             self._is_open, self._run = True, content if found is None else found.run
             self._first_bad = FirstNonfinite(model)
-            undo.callback(self._first_bad.take, False)
+            undo.callback(self._first_bad.remove)
             if found is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
                 self._check(0)
@@ -287,7 +287,7 @@ class RunRecorder:
         if self._is_open:
             self._is_open = False
             self._prints.remove()
-            self._first_bad.take(False)
+            self._first_bad.remove()
             if self._audited is not None:
                 self._audited.remove()
             self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)

@@ -16,8 +16,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.attach import Gauges
+from narrowgauge.gauges.hooks import follow_gradients
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.scaling import LossScaler
@@ -34,7 +34,7 @@ from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_hooks import OwnHook, follow_steps
+from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
 
 _ORDER = (
@@ -137,26 +137,28 @@ class FirstNonfinite:
     """Find the first parameter in backward whose gradient is not finite, once steps fail; nothing hangs on other steps."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._in_a_row, self._handles, self._name = model, 0, list[Any](), ""
-        self._is_told = False
+        self.model, self._in_a_row, self._name, self._is_told = model, 0, "", False
+        self._undo: Callable[[], object] | None = None
 
     def take(self, failed: bool) -> str:
         """Count a step, and return the name of the parameter when it is found."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.remove()
         self._in_a_row = self._in_a_row + 1 if failed else 0
-        if self._name and not self._is_told:
+        if self._is_told or not (self._name or self._in_a_row >= _IN_A_ROW):
+            return ""
+        if self._name:
             self._is_told = True
-            return self._name
-        if self._in_a_row >= _IN_A_ROW and not self._is_told:
-            for name, p in self.model.named_parameters():
-                if p.requires_grad:
-                    self._handles.append(p.register_hook(OwnHook(partial(self._see, plain_name(name)))))
-        return ""
+        else:
+            self._undo = follow_gradients(self.model, self._see)
+        return self._name
+
+    def remove(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def _see(self, name: str, gradient: Tensor) -> None:
-        if not self._name and not torch.compiler.is_compiling() and not bool(gradient.isfinite().all()):
+        if not self._name and not bool(gradient.isfinite().all()):
             self._name = name
 
 
