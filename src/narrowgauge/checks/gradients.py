@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.step_check import StepCheck, fitted, joined
+from narrowgauge.checks.step_check import fitted, joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
@@ -81,10 +81,6 @@ def gradient_readings(
     readings, lines, why_not = ranks.of_first(compare) if ranks.size > 1 else compare()
     if why_not:
         unseen["the gradient"] = why_not
-    if not any(map(is_sharded, model.parameters())) and not any(r.what == "nonfinite-gradient" for r in readings):
-        readings += _steps_on_a_copy(set_up, gradients, unseen)
-    else:
-        unseen["the optimizer's step"] = "parameters are sharded, or a gradient is not finite"
     return readings, lines
 
 
@@ -382,33 +378,3 @@ def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
     if not names and power and abs(factor / 2.0**power - 1) < _NEAR:
         names = [f"2^{power}" + (", the loss scale that torch begins with" if power == 16 else "")]
     return f", which is {' and '.join(names)}" if names else ""
-
-
-# ── the optimizer's step ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _steps_on_a_copy(set_up: SetUp, gradients: Gradients, unseen: dict[str, str]) -> list[Reading]:
-    """Take three steps of a copy of the first optimizer with the same gradients, and compare the third with its rule."""
-    optimizer, readings = set_up.optimizers[0], list[Reading]()
-    names = {id(p): inner_name(name) for name, p in set_up.model.named_parameters()}
-    try:
-        twin = copy.deepcopy(optimizer)
-        pairs = [
-            (names.get(id(p), ""), other)
-            for group, others in zip(optimizer.param_groups, twin.param_groups, strict=True)
-            for p, other in zip(group["params"], others["params"], strict=True)
-        ]
-
-        def take(_: int, found: list[Reading], row: dict[str, Any]) -> None:
-            readings.extend(found)
-            unseen.update({f"{piece} (on a copy)": why for piece, why in (row.get("unseen") or {}).items()})
-
-        check = StepCheck({id(p): name for name, p in pairs}, twin, 0, take, first=3)
-        for _ in range(3):
-            for name, p in pairs:
-                p.grad = gradients[name].to(p.dtype).reshape(p.shape) if name in gradients else None
-            twin.step()
-        check.remove()
-    except Exception as error:
-        unseen["the optimizer's step"] = f"a copy of it cannot step: {type(error).__name__}: {error}"[:200]
-    return readings

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
+from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.errors import RecipeError
@@ -214,14 +215,8 @@ def _optimizer_states(
         for place, p in enumerate(group["params"]):
             name = names.get(id(p), f"group {index}, parameter {place}")
             if isinstance(optimizer, Optimizer):
-                for what in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer"):
-                    try:
-                        yield f"{key}.{what}", name, optimizer.stored(p, what)
-                    except KeyError:  # another rule has other states
-                        continue
                 yield f"{key}.step", name, optimizer.num_steps(p)
-                continue
-            for what, state in optimizer.state.get(p, {}).items():
+            for what, state in stored_by(optimizer, p).items():
                 if isinstance(state, Tensor) and state.numel() == 1:
                     state = float(state)
                 if isinstance(state, (Tensor, int, float)):

@@ -61,7 +61,7 @@ class StepCheck:
     The hooks copy, and change nothing. An error of the comparison itself ends no run: it is a reason why it was not compared.
 
     Args:
-        model: whose names the parameters have, or names by their ids; others are named by their place in the optimizer.
+        model: whose names the parameters have; others are named by their place in the optimizer.
         optimizer: without wrappers.
         every: steps between compared ones; 0 compares the first alone.
         report: called with the step, its readings and the column ``recomputed`` after each compared step, and again before the
@@ -76,7 +76,7 @@ class StepCheck:
 
     def __init__(
         self,
-        model: nn.Module | Mapping[int, str],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         every: int,
         report: Report,
@@ -92,9 +92,7 @@ class StepCheck:
                     suggestion(name, NAMES) or f"Known are {', '.join(NAMES)}.",
                 )
         self.optimizer, self.every, self.num_steps = optimizer, every, 0
-        if isinstance(model, nn.Module):
-            model = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
-        self._names = model
+        self._names = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
         self._report, self._first, self._limit, self._ignored = report, first, max_grad_norm, frozenset(ignore)
         self._step: SampledStep | None = None
         self._done: SampledStep | None = None
@@ -407,7 +405,12 @@ def _of_weight(sample: Sample, definition: Definition, known: Values) -> Iterato
         more = f" The weights were rounded to {narrow}."
         yield _unexplained(sample, distance / length, bound / length, after, expected, more)
         return
-    (factor, used), rest = fitted(moved, [-rate * direction(sample, known), -rate * weight])
+    step = -rate * direction(sample, known)
+    (factor,), rest = fitted(moved, [step - rate * decay * weight])
+    if rest <= _LEFT * bound:  # one number explains it
+        yield _factor(sample, factor, bound / length)
+        return
+    (factor, used), rest = fitted(moved, [step, -rate * weight])
     if rest > max(_LEFT * bound, _EXPLAINED * length):
         yield _unexplained(sample, distance / length, bound / length, after, expected)
         return

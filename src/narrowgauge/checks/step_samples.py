@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,7 +89,7 @@ class Sample:
 
 @dataclass
 class SampledStep:
-    """A step: its samples by name, the norm of all gradients, the optimizer's own clip, and why nothing can be compared."""
+    """A step: its samples by name, the norm of all gradients, the optimizer's own factor, and why nothing can be compared."""
 
     step: int
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -137,18 +138,21 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return optimizer.stored(parameter) if isinstance(optimizer, Optimizer) else parameter
 
 
+def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return what an optimizer stores of a parameter, by name: of ours the weight with its tail, and the states of any."""
+    if not isinstance(optimizer, Optimizer):
+        return dict(optimizer.state.get(parameter, {}))
+    stored: dict[str, Any] = {}
+    for name in ("weight", *STATES) if optimizer.num_steps(parameter) else ("weight",):
+        with suppress(KeyError):  # another rule has other states, and a frozen parameter none
+            stored[name] = optimizer.stored(parameter, name)
+    return stored
+
+
 def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return samples of the states that rules read; empty before the first step."""
-    if isinstance(optimizer, Optimizer):
-        samples: dict[str, Tensor] = {}
-        for name in STATES if optimizer.num_steps(parameter) else ():
-            try:
-                samples[name] = spread(optimizer.stored(parameter, name))
-            except KeyError:
-                continue
-        return samples
-    state = optimizer.state.get(parameter, {})
-    tensors = {name: state.get(name) for name in STATES}
+    stored = stored_by(optimizer, parameter)
+    tensors = {name: stored.get(name) for name in STATES}
     return {name: spread(t) for name, t in tensors.items() if isinstance(t, Tensor) and t.shape == parameter.shape}
 
 
@@ -167,13 +171,17 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapp
         number: of the step, from 1.
         parameters: the optimizer's, by name.
     """
-    found_inf, released = getattr(optimizer, "found_inf", None), getattr(optimizer, "released", ())
-    is_skipped = found_inf is not None and bool(found_inf)
-    step = SampledStep(number, why_not="a gradient is not finite: the step is skipped" if is_skipped else "")
-    loss_scale = _loss_scale_of(optimizer)
+    released = getattr(optimizer, "released", ())
+    step = SampledStep(number)
+    # GradScaler sets these two for the length of a step; ours tell afterwards what they did.
+    found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and bool(found_inf):
+        step.why_not = "a gradient is not finite: the step is skipped"
+    loss_scale = 1.0 if grad_scale is None or isinstance(optimizer, Optimizer) else float(grad_scale)
     gradients = [g for p in parameters.values() if p not in released and (g := _gradient_of(p)) is not None]
     if not any(map(is_sharded, gradients)):
-        step.grad_norm = _norm_of(gradients) / loss_scale
+        squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
+        step.grad_norm = math.sqrt(sum(squares)) / loss_scale
     listed = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in parameters.items():
@@ -196,9 +204,11 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapp
 
 
 def complete(step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """Add what the step made of each parameter, and multiply gradients by the factor with which the optimizer clipped."""
-    step.clip, why_not = _clip_factor(optimizer, step.grad_norm)
-    step.why_not = step.why_not or why_not
+    """Add what the step made of each parameter, and multiply gradients by the factor with which the optimizer did."""
+    if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
+        step.clip, is_skipped = optimizer.last_control.tolist()
+        if is_skipped:
+            step.why_not = "the norm of the gradients is too large: the step is skipped"
     for name, sample in step.samples.items():
         if (parameter := parameters.get(name)) is not None:
             sample.weight_after = spread(weight_of(optimizer, parameter))
@@ -221,18 +231,7 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-# ── what optimizers do within their step ────────────────────────────────────────────────────────────────────────────────
-
-
-def _loss_scale_of(optimizer: torch.optim.Optimizer) -> float:
-    scale = getattr(optimizer, "grad_scale", None)  # GradScaler sets it for fused optimizers and for ours
-    if isinstance(optimizer, Optimizer) and optimizer.loss_scaler is not None:
-        scale = optimizer.loss_scaler.scale_tensor
-    return 1.0 if scale is None else float(scale)
-
-
-def _norm_of(gradients: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(g.detach(), dtype=torch.float64)) ** 2 for g in gradients))
+# ── what our optimizers do within their step ────────────────────────────────────────────────────────────────────────────────
 
 
 def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) -> Tensor:
@@ -240,24 +239,6 @@ def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) ->
     if isinstance(optimizer, Optimizer):
         return (gradient.double() * factor).to(torch.promote_types(gradient.dtype, torch.float32))
     return gradient if factor == 1 else (gradient.double() * factor).to(gradient.dtype)
-
-
-def _clip_factor(optimizer: torch.optim.Optimizer, norm: float | None) -> tuple[float, str]:
-    """Return the factor of clipping within the step that was taken, and why it is not known.
-
-    Args:
-        norm: of all gradients, divided by the loss scale; ``None`` takes the one that the optimizer found over all ranks.
-    """
-    if not isinstance(optimizer, Optimizer):
-        return 1.0, ""
-    if optimizer.max_grad_norm is None and optimizer.loss_scaler is None and optimizer.skip_above == math.inf:
-        return 1.0, ""
-    if norm is None:
-        norm = math.nan if optimizer.grad_norm is None else float(optimizer.grad_norm)
-    if not norm <= min(optimizer.skip_above, 3e38):
-        return 1.0, "the norm of the gradients is too large: the step is skipped"
-    limit = math.inf if optimizer.max_grad_norm is None else optimizer.max_grad_norm
-    return min(1.0, limit / (norm + 1e-6)), ""
 
 
 def _roundings_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Rounding]:

@@ -95,10 +95,6 @@ _ROWS = (
         "fused multiply-add", "whether matmuls, addcmul, addcdiv and lerp round a product before they add it",
         "matmuls and optimizer updates differ in last bits, with equal order of sums", (*_MATMUL, "capability"),
     ),
-    Probe(
-        "rounding to 16 bits", "ties and subnormals in float32 to bfloat16 and float16",
-        "weights and activations differ by whole spacings of the narrow format", _PYTORCH,
-    ),
     # functions: thousands of values each
     _function("division", "normalized values, losses and updates differ in last bits"),
     _function("sqrt", _OPTIMIZER),

@@ -166,17 +166,7 @@ def _restored(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
-        for module, name, buffer, kept in buffers:
-            module._buffers[name] = buffer
-            if not _same_bits(buffer, kept):
-                with torch.no_grad():
-                    buffer.copy_(kept)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether a buffer needs no restoring; tensor subclasses are always restored."""
-    if type(one) is not Tensor or one.layout is not torch.strided:
-        return False
-    return one.shape == other.shape and torch.equal(
-        *(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
-    )
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(value)

@@ -32,9 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge import torch_names
 from narrowgauge.gauges.nan_origin.bad_value import ALLOCATES, BadValue, Operand, Phase
-from narrowgauge.matmul.layer_matmuls import REGISTERED
+from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.numerics.chunks import flat_chunks
-from narrowgauge.spec.computes import PLACES
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_names import plain_name
 
@@ -61,7 +60,7 @@ class NanTracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.modules = {id(m): plain_name(name) for name, m in model.named_modules()}
-        self.computes = {plain_name(name): _row_of(m) for name, m in model.named_modules()}
+        self.computes = {plain_name(n): m.compute.name for n, m in model.named_modules() if isinstance(m, NarrowLayer)}
         self.parameters = {plain_name(name) for name, _ in model.named_parameters()}
         self.labels = Labels()
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
@@ -130,7 +129,7 @@ class NanTracer(TorchDispatchMode):
             for work in tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]  # of the class that c10d registers
-        if not is_view(func):
+        if not getattr(func, "is_view", False):  # of a tensor that was already checked
             self._copied = {id(before[id(x)]): x for _, x in operands if id(x) in before}
             operands = [(name, before.get(id(x), x)) for name, x in operands]
             changed = [x for name, x in named_tensors(func, args, kwargs, ()) if name.partition("[")[0] in written]
@@ -199,18 +198,11 @@ class NanTracer(TorchDispatchMode):
         bad = bad_value(phase, module, operator_name(func), result, named)
         node = torch_names.autograd_node()
         variable = getattr(node, "variable", None)
-        row = self.computes.get(module)
-        casts = [
-            f"{place}: {product.left} × {product.right}"
-            for place in (PLACES[1:] if phase == "backward" else PLACES[:1])
-            if row is not None and (product := REGISTERED[row].products[place])
-        ]
         return replace(
             bad,
             operands=bad.operands + nonfinite_numbers(len(bad.operands), *arguments),
             parameter=None if variable is None else self.labels.name_of(variable),
-            row=None if row is None else REGISTERED[row].name,
-            casts=tuple(casts),
+            compute=self.computes.get(module),
         )
 
     def _note_gradient(self, args: Any) -> None:
@@ -273,12 +265,6 @@ class NanTracer(TorchDispatchMode):
         number = torch_names.sequence_number(node)
         # Inner modules finish before outer ones.
         return next((name for first, end, name in self._spans if first <= number < end), "")
-
-
-def _row_of(module: nn.Module) -> str | None:
-    """Return the name under which a narrow layer's compute is registered with the operators."""
-    row = getattr(module, "registered_name", None)
-    return row if isinstance(row, str) and row in REGISTERED else None
 
 
 # ── what an operator reads and writes, and which values are bad ───────────────────────────────────────────────────────
@@ -384,7 +370,7 @@ def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: li
         dtype=dtype_name(x.dtype),
         num_bad=num_bad,
         num_values=part.numel(),
-        place=_unraveled(first or 0, part.shape),
+        place=tuple(int(index) for index in torch.unravel_index(torch.tensor(first or 0), part.shape)),
         operands=tuple(_operand(place, name, p) for place, (name, p) in enumerate(described)),
     )
 
@@ -409,14 +395,6 @@ def _chunks(x: Tensor) -> Iterator[tuple[Tensor, int]]:
         start += len(chunk)
 
 
-def _unraveled(place: int, shape: torch.Size) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        index.append(place % size)
-        place //= size
-    return tuple(reversed(index))
-
-
 def nonfinite_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, ...]:
     """Non-finite Python numbers among an operation's arguments, as operands numbered from ``position``."""
     found = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
@@ -432,12 +410,6 @@ def operator_name(func: Any) -> str:
 def packet_name(func: Any) -> str:
     """Return the name without namespace and overload."""
     return str(getattr(func, "overloadpacket", func)).rpartition(".")[2]
-
-
-@lru_cache(None)
-def is_view(func: Any) -> bool:
-    """Return whether its result is a view of a tensor that was already checked."""
-    return bool(getattr(func, "is_view", False))
 
 
 @lru_cache(None)

@@ -141,34 +141,12 @@ def _product_sum(device: torch.device) -> Tensor:
     return torch.where(product != 0, product, swapped)
 
 
-_TIES = {(0, 2, 1): "ties to even", (1, 2, 1): "ties away", (0, 1, 0): "truncated"}
-"""How rules round values 1/2, 3/2 and 3/4 of a spacing above 1, in spacings."""
-
-
-def measure_rounding_to_16_bits(device: torch.device) -> str:
-    """How ties between two neighbours above 1 are rounded, also beyond the last full vector, and whether subnormals are kept."""
-    texts = []
-    for name, dtype, bits, tiny in (
-        ("bfloat16", torch.bfloat16, 8, 2.0**-130),
-        ("float16", torch.float16, 11, 2.0**-20),
-    ):
-        spacing = 2.0 ** (1 - bits)
-        values = torch.tensor([1 + share * spacing for share in (0.5, 1.5, 0.75)], dtype=torch.float32, device=device)
-        steps = (values.repeat(23).to(dtype).double() - 1) / spacing
-        results = set(map(tuple, steps.view(23, 3).tolist()))
-        word = _TIES.get(results.pop(), "rounded otherwise") if len(results) == 1 else "rounded otherwise"
-        small = torch.full((67,), tiny, dtype=torch.float32, device=device).to(dtype)
-        texts.append(f"{name} {word}, subnormals {'kept' if bool((small != 0).all()) else 'flushed'}")
-    return "; ".join(texts)
-
-
 ROUNDINGS: dict[str, Callable[[torch.device], str]] = {
     "subnormals": measure_subnormals,
     "subnormals in matmuls": measure_subnormals_in_matmuls,
     "matmul inputs": measure_matmul_inputs,
     "matmul accumulator": measure_accumulators,
     "fused multiply-add": measure_fused_multiply_add,
-    "rounding to 16 bits": measure_rounding_to_16_bits,
 }
 """By name: what measures it on a device."""
 

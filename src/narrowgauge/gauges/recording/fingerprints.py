@@ -17,7 +17,7 @@ at once: if one rank alone leaves out the clip, that shows in the same step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import replica_groups
@@ -178,15 +179,17 @@ class Fingerprints:
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """What is stored, by ``KIND:NAME``: of every parameter the weight, and once it was stepped, its states, kind by kind."""
-        kept = {plain_name(name): p for name, p in self.model.named_parameters()}
-        if not isinstance(self.optimizer, Optimizer):
-            return _stored_by_others(self.optimizer, kept, is_stepped=is_stepped)
-        found: dict[str, Tensor] = {}
-        for what in ("weight", *MOMENTS) if is_stepped else ("weight",):
-            for name, parameter in kept.items():
-                with suppress(KeyError):  # another rule has other states, and a frozen parameter none
-                    found[f"{what}:{name}"] = self.optimizer.stored(parameter, what)
-        return found
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            if parameter not in stepped:
+                continue
+            stored = {"weight": parameter.detach(), **stored_by(self.optimizer, parameter)}
+            for what, tensor in stored.items():
+                if is_plain(tensor) and (what == "weight" or (is_stepped and tensor.ndim)):
+                    kind = what if what in ("weight", *MOMENTS) else f"{STATE}:{what}"
+                    by_kind.setdefault(kind, {})[f"{kind}:{plain_name(name)}"] = tensor
+        return {key: tensor for named in by_kind.values() for key, tensor in named.items()}
 
     def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
         whole, own = fingerprints_whole_and_own(named)
@@ -204,22 +207,6 @@ class Fingerprints:
             self._entries = {key: _joined([each[key] for each in found if key in each]) for key in keys}
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
-
-
-def _stored_by_others(
-    optimizer: torch.optim.Optimizer, kept: Mapping[str, Tensor], *, is_stepped: bool
-) -> dict[str, Tensor]:
-    """Return the parameters that an optimizer has, and its states that are plain tensors of at least one dim."""
-    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    stepped = {name: p for name, p in kept.items() if id(p) in has}
-    found = {f"weight:{name}": p.detach() for name, p in stepped.items() if is_plain(p.detach())}
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in stepped.items() if is_stepped else ():
-        for what, state in optimizer.state.get(parameter, {}).items():
-            if is_plain(state) and state.ndim:
-                kind = what if what in MOMENTS else f"{STATE}:{what}"
-                states.setdefault(kind, {})[f"{kind}:{name}"] = state
-    return {**found, **{key: state for named in states.values() for key, state in named.items()}}
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:

@@ -30,7 +30,7 @@ _OF_ONE_FORMAT = {name: row for name, row in COMPUTES.items() if name in FORMATS
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
-def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[str, ...] = _PACKAGES) -> dict[str, Any]:
+def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]:
     """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``; packages that are missing are left out.
 
     Cost: a second where this machine's arithmetic has not been measured under these settings, else milliseconds.
@@ -43,7 +43,7 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
             "narrowgauge": narrowgauge.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            **{name: found for name in packages if (found := installed_version(name))},
+            **{name: found for name in _PACKAGES if (found := installed_version(name))},
         },
         "machine": {
             "system": platform.platform(),
@@ -58,35 +58,17 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
     }
 
 
-_SHAPE = {
-    "hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size", "vocab_size": "vocab_size",
-}  # fmt: skip
-"""By entry of the table ``model``: the field of a configuration of transformers."""
-
-
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return the table ``model`` of ``run.toml``: ``class`` and ``num_parameters``, and its shape where its ``config`` has it.
-
-    ``dtypes`` are those of its parameters. The shape is ``hidden_size``, ``num_layers``, ``num_heads``, ``intermediate_size``,
-    ``vocab_size`` and ``mlp``: "gated" or "plain".
+    """Return the table ``model`` of ``run.toml``: its class, its number of parameters, and their dtypes.
 
     Example:
         >>> describe_model(nn.Linear(4, 2))
         {'class': 'Linear', 'num_parameters': 10, 'dtypes': 'float32'}
     """
-    config = getattr(model, "config", None)
-    found = {name: getattr(config, field, None) for name, field in _SHAPE.items()}
-    shape: dict[str, Any] = {name: value for name, value in found.items() if isinstance(value, int)}
-    if {"gate_proj", "gate_up_proj", "w3"} & {name.rpartition(".")[2] for name, _ in model.named_modules()}:
-        shape["mlp"] = "gated"
-    elif "num_layers" in shape:
-        shape["mlp"] = "plain"
     return {
         "class": type(model).__name__,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
-        **shape,
     }
 
 
