@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from narrowgauge.checks.step_check import fitted, joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
+from narrowgauge.model_state import put_back
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
 from narrowgauge.runs.finding import counted
@@ -67,9 +67,11 @@ def gradient_readings(
     ranks, model = all_ranks(), set_up.model
     parts = list(batch) if isinstance(batch, list) else [batch]
     with put_back(model):
+        for module in model.modules():
+            module.training = False  # not train(False), which some modules override
         gradients, dtypes = _configured(model, batch, parts, loss, backward)
     apart = _apart(gradients, ranks)
-    reference, all_parts = float32_copy(model), [part for own in ranks.gather(parts) for part in own]
+    reference, all_parts = float32_copy(model), [part for of_rank in ranks.gather(parts) for part in of_rank]
     unit = _unit_roundoff(model, dtypes)
 
     def compare() -> tuple[list[Reading], list[str], str]:
@@ -85,32 +87,6 @@ def gradient_readings(
 
 
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """Put back gradients, buffers, modes and random generators at the end; within it, modules are in evaluation mode."""
-    modes = {module: module.training for module in model.modules()}
-    gradients = {p: p.grad for p in model.parameters()}
-    buffers = {b: b.detach().clone() for b in model.buffers()}
-    python = random.getstate()
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices):
-        try:
-            for p in gradients:
-                p.grad = None
-            for module in modes:
-                module.training = False  # not train(False), which some modules override
-            yield
-        finally:
-            random.setstate(python)
-            for module, is_training in modes.items():
-                module.training = is_training
-            for p, gradient in gradients.items():
-                p.grad = gradient
-            with torch.no_grad():
-                for b, value in buffers.items():
-                    b.copy_(value)
 
 
 def _configured(
@@ -168,7 +144,7 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, list[Tensor]]:
     of_all = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
     names = [name for name in gradients if len({prints.get(name) for prints in of_all}) > 1]
     gathered = ranks.gather({name: gradients[name].cpu() for name in names})
-    return {name: [own[name] for own in gathered if name in own] for name in names}
+    return {name: [of_rank[name] for of_rank in gathered if name in of_rank] for name in names}
 
 
 # ── float32 in one process ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -352,10 +328,10 @@ def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_r
         return ""
     columns = [term.flatten().cpu() for term in terms]
     shares, _ = fitted(r.flatten().cpu(), columns)
-    found, left = fitted(g.flatten().cpu(), columns)
+    factors, left = fitted(g.flatten().cpu(), columns)
     if left > 2 * bound * float(g.norm()) or any(abs(share) < 1e-6 for share in shares):
         return ""
-    times = [round(number / share, 4) + 0.0 for number, share in zip(found, shares, strict=True)]
+    times = [round(number / share, 4) + 0.0 for number, share in zip(factors, shares, strict=True)]
     per_rank = len(terms) // num_ranks
     rows = [", ".join(f"{t:.3g}" for t in times[k : k + per_rank]) for k in range(0, len(times), per_rank)]
     where = "; ".join(f"rank {k}: {row}" for k, row in enumerate(rows)) if num_ranks > 1 else rows[0]

@@ -27,12 +27,12 @@ def parameter_readings(set_up: SetUp) -> Iterator[Reading]:
 
 def _missing(set_up: SetUp) -> Iterator[Reading]:
     """Trainable parameters that no optimizer has; where it has others of the same shape, they were replaced."""
-    stepped, own = set_up.stepped, {id(p) for p in set_up.model.parameters()}
+    stepped, in_model = set_up.stepped, {id(p) for p in set_up.model.parameters()}
     known = {id(p.parameter) for p in stepped}
-    if not own & known and all(p.parameter.ndim == 1 for p in stepped):
+    if not in_model & known and all(p.parameter.ndim == 1 for p in stepped):
         return  # flat partitions of the weights, as of DeepSpeed and Megatron
     lost = {name: p for name, p in set_up.parameters.items() if p.requires_grad and id(p) not in known}
-    strangers = [p.parameter for p in stepped if id(p.parameter) not in own]
+    strangers = [p.parameter for p in stepped if id(p.parameter) not in in_model]
     replaced = {name: p for name, p in lost.items() if any(other.shape == p.shape for other in strangers)}
     if replaced:
         then = {

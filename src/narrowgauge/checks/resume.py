@@ -82,19 +82,19 @@ def check_resume(
         raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
     file = None if record is None else Path(record)
     if step is not None:
-        held = snapshot(step())
+        before = snapshot(step())
         saved = save()
         generators = _generators()
         after = snapshot(step())
         if file is not None and ranks.is_first:
-            file.write_text(json.dumps({"held": held | generators, "after": after}), encoding="utf-8")
-        held |= generators
+            file.write_text(json.dumps({"held": before | generators, "after": after}), encoding="utf-8")
+        before |= generators
         if load is None:
-            return Readings([], [f"{len(held)} tensors and numbers recorded in {record}"])
+            return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"])
     else:
         assert file is not None
         known = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
-        held, after, saved = known["held"], known["after"], save()
+        before, after, saved = known["held"], known["after"], save()
     _scramble()
     assert load is not None
     objects, fresh_step = load(saved)
@@ -103,9 +103,9 @@ def check_resume(
     if step is not None:
         loaded |= restored
     else:  # each rank has its own
-        held = {name: entry for name, entry in held.items() if name not in restored}
-    held = {name: entry for name, entry in held.items() if _object_of(name) in {*objects, "generators"}}
-    readings, lines = _differences(held, loaded, "after the load")
+        before = {name: entry for name, entry in before.items() if name not in restored}
+    before = {name: entry for name, entry in before.items() if _object_of(name) in {*objects, "generators"}}
+    readings, lines = _differences(before, loaded, "after the load")
     again = snapshot(fresh_step())
     if not readings:
         readings, more = _differences(after, again, "after one step more")

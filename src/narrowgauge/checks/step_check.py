@@ -331,9 +331,9 @@ def _of_state(
     expected, actual = rule(inputs), now.double()
     length = max(float(expected.norm()), 1e-300)
 
-    def reading(value: float, wanted: float, bound: float, numbers: tuple[float, float], more: str = "") -> Reading:
+    def reading(value: float, target: float, bound: float, numbers: tuple[float, float], more: str = "") -> Reading:
         return KINDS["state"].reading(
-            sample.name, value, wanted, bound, state=name, kept=numbers[0], taken=numbers[1], rule_kept=kept, rule_taken=taken,
+            sample.name, value, target, bound, state=name, kept=numbers[0], taken=numbers[1], rule_kept=kept, rule_taken=taken,
             more=more,
         )  # fmt: skip
 
@@ -366,10 +366,10 @@ def _of_state(
     (*old_factor, taken_now), left = fitted(actual, [old, term] if has_old else [term])
     kept_now = old_factor[0] if has_old else kept
     if left <= 2 * bound:
-        value, wanted = max(
+        value, target = max(
             ((kept_now, kept), (taken_now, taken)), key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-3)
         )
-        yield reading(value, wanted, bound / length * max(abs(wanted), 1e-12), (kept_now, taken_now))
+        yield reading(value, target, bound / length * max(abs(target), 1e-12), (kept_now, taken_now))
         return
     if taken and name != "exp_avg_sq":
         (kept_now, taken_now, decay), left = fitted(actual, [old, term, sample.weight.double()])
@@ -451,7 +451,7 @@ def _of_rounded_weight(
     rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
     assert definition.direction is not None
     change, drop = -rate * definition.direction(sample, known), -rate * decay * weight
-    own = weight + change + drop
+    expected = weight + change + drop
     moved = (change.abs() + drop.abs()).maximum((after.double() - weight).abs())
     slack = rounding.carried * weight.abs() + _OPERATIONS * rounding.unit * moved + rounding.read * drop.abs()
     if "new_exp_avg_sq" in known:
@@ -462,14 +462,16 @@ def _of_rounded_weight(
     others = [Assumption("step", weight, change + drop), Assumption("step", weight + drop, change)]
     if definition.decouples(sample):
         others.append(Assumption("decay", weight + change, -rate * weight, decay))
-    stored = StoredValues(after.double(), weight, own, rounding, slack)
+    stored = StoredValues(after.double(), weight, expected, rounding, slack)
     is_equal, is_telling, fit = agrees(stored, others)
-    length = max(float((own - weight).norm()), 1e-300)
+    length = max(float((expected - weight).norm()), 1e-300)
     if is_equal:
         if not is_telling:
             unseen["the update of some weights"] = f"storage '{rounding.storage.name}' keeps too little of a step"
     elif fit is None:
-        yield _unexplained(sample, float((after.double() - own).norm()) / length, stored.envelope / length, after, own)
+        yield _unexplained(
+            sample, float((after.double() - expected).norm()) / length, stored.envelope / length, after, expected
+        )
     elif fit.assumption.what == "decay":
         yield KINDS["weight-decay"].reading(sample.name, fit.number, decay, fit.error)
     else:
@@ -493,15 +495,15 @@ def between_readings(
             readings.append(_written(step.step, sample, after, now))
         states = states_of(optimizer, parameter)
         for state, left in sample.states_after.items():
-            found = states.get(state)
-            if found is not None and found.shape == left.shape and bool(((found == left) | left.isnan()).all()):
+            present = states.get(state)
+            if present is not None and present.shape == left.shape and bool(((present == left) | left.isnan()).all()):
                 continue
             count, more = count_of(optimizer, parameter), ""
-            if found is None or not found.any():
+            if present is None or not present.any():
                 more = ": it is lost"
             elif 0 < count != sample.count:
                 more = f": the states are those of step {count}, and the loop goes on from step {sample.count}"
-            value = 0.0 if found is None else float(found.double().norm())
+            value = 0.0 if present is None else float(present.double().norm())
             expected = float(left.double().norm())
             readings.append(
                 KINDS["states-written"].reading(name, value, expected, 0.0, step.step, state=state, more=more)

@@ -356,10 +356,10 @@ def attach_gauges(
         >>> gauges.last["tensors"]["input:"][0]  # amax of the input of the layer
         1.0
     """
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    all_patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if type(every) is not int or every < 0:
         raise NarrowgaugeError(f"gauges every {every!r} steps were requested; every must be an integer of at least 0.")
     inner = unwrapped(optimizer)
     if isinstance(inner, Optimizer):
         inner.name_parameters(model)
-    return Gauges(model, inner, wanted, every, on_row, alarms)
+    return Gauges(model, inner, all_patterns, every, on_row, alarms)

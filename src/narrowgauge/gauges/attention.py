@@ -58,16 +58,16 @@ def nothing_recorded(names: list[str], step: int) -> str:
 
 def _names(kind: type[nn.Module]) -> set[str]:
     """Return the names used in the code of a class's forward, and in the functions it calls in the same file."""
-    found: set[str] = set()
+    names: set[str] = set()
     functions = [inspect.unwrap(kind.forward)]
     for function in functions:
         if not isinstance(function, FunctionType):
             continue
-        new = set(_names_in(function.__code__)) - found
-        found |= new
+        new = set(_names_in(function.__code__)) - names
+        names |= new
         called = (getattr(kind, name, function.__globals__.get(name)) for name in sorted(new))
         functions += [one for one in called if getattr(one, "__module__", None) == function.__module__]
-    return found
+    return names
 
 
 def _names_in(code: CodeType) -> Iterator[str]:

@@ -162,8 +162,8 @@ def _of_all_keys(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tens
     last = torch.full((1,), key.shape[1] - 1, dtype=torch.int64, device=key.device)
     positions = [max(0, k * query.shape[1] // QUERIES - 1) for k in range(1, QUERIES + 1)]
     queries = (query[:, position, None].expand(-1, key.shape[1], -1) for position in positions)
-    each = torch.stack([attention_statistics(one, key, scale, last) for one in queries])
-    return each[:, 0].amax(), each[:, 1].mean()
+    statistics = torch.stack([attention_statistics(rows, key, scale, last) for rows in queries])
+    return statistics[:, 0].amax(), statistics[:, 1].mean()
 
 
 # Weak references: a recorder lives as long as its gauges. Numbers are never reused, because compiled code may hold one.

@@ -110,8 +110,8 @@ class NanTracer(TorchDispatchMode):
                 )
         if not reached:
             return None
-        source = min((found for found, _ in reached), key=lambda found: found.order)
-        ends = [end for found, end in reached if found is source]
+        source = min((origin for origin, _ in reached), key=lambda origin: origin.order)
+        ends = [end for origin, end in reached if origin is source]
         return replace(source.bad, reached="the loss" if "the loss" in ends else ends[0])
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -162,10 +162,12 @@ class NanTracer(TorchDispatchMode):
     def _origin(self, func: Any, operands: list[tuple[str, Tensor]], kinds: Kinds) -> Source | None:
         """Return the source that explains a result of these kinds; ``None`` if the operation is a source itself."""
         bad = [
-            (found, self._source(x, found, operator_name(func))) for _, x in operands if (found := nonfinite_kinds(x))
+            (present, self._source(x, present, operator_name(func)))
+            for _, x in operands
+            if (present := nonfinite_kinds(x))
         ]
         if "nan" in kinds:
-            chosen = [s for found, s in bad if "nan" in found] or [s for _, s in bad if not s.deliberate]
+            chosen = [s for present, s in bad if "nan" in present] or [s for _, s in bad if not s.deliberate]
             if packet_name(func) == "where" and all(source.deliberate for source in chosen):
                 return self.worst  # a cast gives a group with an infinity the scale NaN
         else:
@@ -230,10 +232,10 @@ class NanTracer(TorchDispatchMode):
 
     def _label_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         try:
-            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         except TypeError:
             return
-        for name, value in given.items():
+        for name, value in arguments.items():
             for x in tree_leaves(value):
                 if isinstance(x, Tensor):
                     self.labels.add(f"argument {name}", x)
@@ -285,13 +287,13 @@ _FILLS = {
 
 def nonfinite_kinds(x: Tensor) -> Kinds:
     """Which of ``nan``, ``+inf`` and ``-inf`` a tensor holds; only ``nan`` if it holds a NaN."""
-    found: set[str] = set()
+    kinds: set[str] = set()
     for _, part in parts_of(x):
         low, high = torch.stack(_wide(part).aminmax()).tolist()
         if math.isfinite(low) and math.isfinite(high):
             continue
-        found |= {"nan"} if math.isnan(low) else {f"{end:+}" for end in (low, high) if math.isinf(end)}
-    return frozenset(found)
+        kinds |= {"nan"} if math.isnan(low) else {f"{end:+}" for end in (low, high) if math.isinf(end)}
+    return frozenset(kinds)
 
 
 def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -347,8 +349,8 @@ class Labels:
         return None
 
     def name_of(self, x: Tensor) -> str | None:
-        found = self.find(x)
-        return None if found is None else found[0]
+        named = self.find(x)
+        return None if named is None else named[0]
 
 
 def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: list[tuple[str, Tensor]]) -> BadValue:
@@ -397,8 +399,8 @@ def _chunks(x: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 def nonfinite_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, ...]:
     """Non-finite Python numbers among an operation's arguments, as operands numbered from ``position``."""
-    found = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
-    return tuple(Operand(position + k, f"the number {v}", (), "float", None, None, 1) for k, v in enumerate(found))
+    numbers = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
+    return tuple(Operand(position + k, f"the number {v}", (), "float", None, None, 1) for k, v in enumerate(numbers))
 
 
 def operator_name(func: Any) -> str:
@@ -416,17 +418,17 @@ def packet_name(func: Any) -> str:
 def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
     """Return the arguments that it writes to, and those of them whose previous values it does not read."""
     schema = getattr(func, "_schema", None)
-    found = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
-    ignored = [a.name for a in found if a.is_out or packet_name(func) in _OVERWRITES]
-    return frozenset(a.name for a in found), frozenset(ignored)
+    written = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
+    ignored = [a.name for a in written if a.is_out or packet_name(func) in _OVERWRITES]
+    return frozenset(a.name for a in written), frozenset(ignored)
 
 
 def is_deliberate(func: Any, arguments: Any) -> bool:
     """Return whether a non-finite result is intended: it was given an infinity to write, or returns uninitialized memory."""
     name, numbers = packet_name(func), [value for value in tree_leaves(arguments) if isinstance(value, float)]
     # torch.where makes tensors of its numbers, NaN too.
-    given = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
-    return name in ALLOCATES or (name in _FILLS and given)
+    has_number = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
+    return name in ALLOCATES or (name in _FILLS and has_number)
 
 
 def named_tensors(func: Any, args: Any, kwargs: Any, but: Any) -> list[tuple[str, Tensor]]:
@@ -434,9 +436,9 @@ def named_tensors(func: Any, args: Any, kwargs: Any, but: Any) -> list[tuple[str
     schema = getattr(func, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     names += [str(place) for place in range(len(names), len(args))]
-    found = []
+    tensors = []
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         if name not in but:
             leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor) and is_float(x)]
-            found += [(f"{name}[{k}]" if isinstance(value, (list, tuple)) else name, x) for k, x in enumerate(leaves)]
-    return found
+            tensors += [(f"{name}[{k}]" if isinstance(value, (list, tuple)) else name, x) for k, x in enumerate(leaves)]
+    return tensors

@@ -56,7 +56,7 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "instruction sets": " ".join(name for name in _SETS if name in sets) or "unknown",
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        **{name: found[1] for name, found in libraries.items() if found},
+        **{name: match[1] for name, match in libraries.items() if match},
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         # No function tells: a product does.
@@ -145,14 +145,14 @@ def _sums_by_threads(device: torch.device) -> str:
     """Return the sums whose bits differ between 1 and 2 threads."""
     if device.type != "cpu":
         return f"{UNAVAILABLE}: of a CPU only"
-    before, found = torch.get_num_threads(), []
+    before, sums = torch.get_num_threads(), []
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append({name: measure_sum(name, device) for name in SUMS})
+            sums.append({name: measure_sum(name, device) for name in SUMS})
     finally:
         torch.set_num_threads(before)
-    return ", ".join(name for name in SUMS if found[0][name] != found[1][name]) or "none"
+    return ", ".join(name for name in SUMS if sums[0][name] != sums[1][name]) or "none"
 
 
 _MEASUREMENTS: dict[str, Callable[[torch.device], str]] = {

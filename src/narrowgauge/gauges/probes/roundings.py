@@ -196,16 +196,16 @@ def measure_function(name: str, device: torch.device) -> str:
     function, spread, low, high = FUNCTIONS[name]
     values = spread(low, high, _NUM_VALUES)
     here = values.to(device)
-    found = function(here)
+    results = function(here)
     exact = function(values.double())
-    is_correct = bool((found.cpu() == exact.float()).all())
-    error = "correctly rounded" if is_correct else f"{max_error(found.cpu(), exact):.2f} ulp"
+    is_correct = bool((results.cpu() == exact.float()).all())
+    error = "correctly rounded" if is_correct else f"{max_error(results.cpu(), exact):.2f} ulp"
     alone = torch.stack([function(value) for value in here[:_NUM_ALONE, None].unbind()])[:, 0]
-    apart = int((alone != found[:_NUM_ALONE]).sum())
-    return error + (f", {apart} of {_NUM_ALONE} differ alone" if apart else "") + f" #{bits_of(found)}"
+    apart = int((alone != results[:_NUM_ALONE]).sum())
+    return error + (f", {apart} of {_NUM_ALONE} differ alone" if apart else "") + f" #{bits_of(results)}"
 
 
-def max_error(found: Tensor, exact: Tensor) -> float:
+def max_error(results: Tensor, exact: Tensor) -> float:
     """Return the largest distance of float32 results from the exact float64 ones, in units in the last place of float32.
 
     Example:
@@ -214,7 +214,7 @@ def max_error(found: Tensor, exact: Tensor) -> float:
     """
     _, exponents = torch.frexp(exact)
     spacing = torch.ldexp(torch.ones_like(exact), exponents.clamp(min=-125) - 24)
-    return float(((found.double() - exact).abs() / spacing).max())
+    return float(((results.double() - exact).abs() / spacing).max())
 
 
 # ── sums ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -164,7 +164,7 @@ class Fingerprints:
             self._clip()
         whole, own = self._record(self._stored(is_stepped=step > 0))
         self._left = {"step": step, "whole": whole, "own": own}
-        held = {key: entry for each in self.here.gather(self._held) for key, entry in each.items()}
+        held = {key: entry for entries in self.here.gather(self._held) for key, entry in entries.items()}
         self.last = {"step": step, "tensors": {**held, **self._entries}, **self._ranks.row()}
         self._entries, self.is_on = {}, False
 
@@ -202,9 +202,9 @@ class Fingerprints:
         """Join the entries of all ranks' micro-batches."""
         if self.here.size > 1:
             self._ranks.seen(self._entries)
-            found = self.here.gather(self._entries)
-            keys = list(dict.fromkeys(key for each in found for key in each))
-            self._entries = {key: _joined([each[key] for each in found if key in each]) for key in keys}
+            of_ranks = self.here.gather(self._entries)
+            keys = list(dict.fromkeys(key for entries in of_ranks for key in entries))
+            self._entries = {key: _joined([entries[key] for entries in of_ranks if key in entries]) for key in keys}
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
 
@@ -228,7 +228,7 @@ def _entry(number: int, x: Tensor) -> list[float]:
 
 def _joined(entries: list[list[float]]) -> list[float]:
     prints, squares, counts = zip(*entries, strict=True)
-    return [combine(int(each) for each in prints), sum(squares), sum(counts)]
+    return [combine(int(number) for number in prints), sum(squares), sum(counts)]
 
 
 def _sum_of_squares(x: Tensor) -> float:
@@ -311,24 +311,26 @@ class RankFingerprints:
         row: Row = {"ranks": {kind: [own.get(kind) for own, _, _ in of_all] for kind in kinds}}
         if any(factor is not None for _, _, factor in of_all):
             row["ranks"]["clip"] = [factor for _, _, factor in of_all]
-        if any(_differ(key, [own for _, own, _ in of_all]) for _, found, _ in of_all for key in found):
+        if any(_differ(key, [own for _, own, _ in of_all]) for _, digests_there, _ in of_all for key in digests_there):
             row["parted"] = self._parted()
         return row
 
     def _parted(self) -> Row:
         """The first tensors whose replicas differ, each with the number of every rank; ``None`` of a rank that has none."""
-        mine: dict[tuple[str, tuple[int, ...]], int] = {}
+        numbers_here: dict[tuple[str, tuple[int, ...]], int] = {}
         for groups in self._alike.values():
-            mine |= {(key, ranks): number for ranks, named in groups.items() for key, number in named.items()}
-        of_all = self.here.gather(mine)
-        names = dict.fromkeys(place for each in of_all for place in each)
-        found: Row = {}
+            numbers_here |= {(key, ranks): number for ranks, named in groups.items() for key, number in named.items()}
+        of_all = self.here.gather(numbers_here)
+        names = dict.fromkeys(place for numbers in of_all for place in numbers)
+        parted: Row = {}
         for key, ranks in names:
             if _differ((key, ranks), of_all):
-                # Shards have groups of their own, whose numbers may differ from each other's.
-                name = f"{key} of {in_words(ranks)}" if key in found else key
-                found[name] = [each.get((key, ranks)) if rank in ranks else None for rank, each in enumerate(of_all)]
-        return dict(list(found.items())[:_SHOWN])
+                # Shards have groups of their own, whose numbers may differ between groups.
+                name = f"{key} of {in_words(ranks)}" if key in parted else key
+                parted[name] = [
+                    numbers.get((key, ranks)) if rank in ranks else None for rank, numbers in enumerate(of_all)
+                ]
+        return dict(list(parted.items())[:_SHOWN])
 
 
 def _digest(numbers: Mapping[str, int]) -> int:
@@ -345,9 +347,9 @@ def require_alike(row: Row) -> None:
     Raises:
         CorruptionError: naming the tensor, and the rank where one is alone.
     """
-    tensor, odd, said = parted_in(row)
+    tensor, odd, sentence = parted_in(row)
     if tensor:
         advice = "Go back to the last checkpoint, and look at what one rank alone does to its gradients."
         check = "rest" if tensor.startswith("held:") else "replicas"
         rank, where = odd[0] if odd else None, None if tensor == "clip:factor" else tensor
-        raise CorruptionError(f"{said}.", advice, rank, where, check)
+        raise CorruptionError(f"{sentence}.", advice, rank, where, check)

@@ -43,7 +43,7 @@ def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]
             "narrowgauge": narrowgauge.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            **{name: found for name in _PACKAGES if (found := installed_version(name))},
+            **{name: version for name in _PACKAGES if (version := installed_version(name))},
         },
         "machine": {
             "system": platform.platform(),

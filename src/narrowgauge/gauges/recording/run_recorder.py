@@ -331,8 +331,8 @@ class RunRecorder:
         if before is None:
             self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
         elif before != now:
-            said = f"the model computed in {before} when the run began, and now computes in {now}"
-            self.event("note", said, detector="changed-settings")
+            message = f"the model computed in {before} when the run began, and now computes in {now}"
+            self.event("note", message, detector="changed-settings")
 
     def _trained(self) -> dict[str, Tensor]:
         """Return the parameters that the optimizer steps and that are not frozen, by name."""
@@ -412,8 +412,8 @@ def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
     if recipe is None or not isinstance(optimizer, Optimizer):
         return
     names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
-    wanted = recipe.storage.name.rpartition("/")[2]
-    if wanted not in names:
+    storage = recipe.storage.name.rpartition("/")[2]
+    if storage not in names:
         raise RecipeError(
             f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",

@@ -115,8 +115,8 @@ class WatchedOptimizer:
             return self.ours.bytes_per_param()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         states = [t for p in parameters for t in self.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
-        held = [local_of(t) for t in (*parameters, *parameters, *states)]
-        total: int = sum(t.numel() * t.element_size() for t in held)
+        local = [local_of(t) for t in (*parameters, *parameters, *states)]
+        total: int = sum(t.numel() * t.element_size() for t in local)
         number: int = sum(local_of(p).numel() for p in parameters)
         return total / max(1, number)
 
@@ -240,7 +240,7 @@ def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
 def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     """Which gradient overflowed in the last step, and the new loss scale; all ranks call it."""
     # A rank knows of the rows that it holds.
-    names = list(dict.fromkeys(name for found in ranks.gather(optimizer.last_overflow) for name in found))
+    names = list(dict.fromkeys(name for overflow in ranks.gather(optimizer.last_overflow) for name in overflow))
     scaler = optimizer.loss_scaler
     where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
     scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
