@@ -149,7 +149,6 @@ def test_check_reports_what_a_step_shows_and_what_is_written_after_it() -> None:
         loop.run(2)
     stop()
     assert [r.what for r in result] == ["weights-written", "step-factor"]
-    assert not loop.optimizer._optimizer_step_post_hooks
     assert [(event.kind, event.step) for event in events] == [("warning", 2)] * 2
 
 

@@ -301,17 +301,13 @@ def _compared(
         readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
     line = f"gradients: {num_equal} of {counted(len(exact), 'tensor')} equal to float32's in one process"
     line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})"
-    return _one_a_kind(readings, len(exact)), [line]
+    first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # the first in backward
+    others = [reading for reading in readings if reading.what != "nonfinite-gradient"]
+    return first_bad + joined(others, len(exact)), [line]
 
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
-
-
-def _one_a_kind(readings: list[Reading], number: int) -> list[Reading]:
-    """Join readings over tensors; of values that are not finite only the first in backward is news."""
-    bad = [reading for reading in readings if reading.what == "nonfinite-gradient"]
-    return bad[:1] + joined([reading for reading in readings if reading.what != "nonfinite-gradient"], number)
 
 
 def _not_reduced(name: str, of_ranks: Sequence[Tensor], exact: Tensor) -> Reading:

@@ -165,29 +165,18 @@ def snapshot(objects: Objects) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, value in states.items():
         if key in tensors:
-            norm = _norm(tensors[key])
-            shown = f"{str(value.dtype).removeprefix('torch.')} of norm {norm:.6g}"
-            entries[key] = {
-                "bits": f"{value.dtype} {bits[key]}",
-                "value": str(values[key]),
-                "number": norm,
-                "shown": shown,
-            }
+            total: Any = value.detach().double().square().sum()
+            norm = math.sqrt(float(total.full_tensor() if is_sharded(total) else total))
+            dtype = str(value.dtype).removeprefix("torch.")
+            entries[key] = _entry(f"{dtype} {bits[key]}", str(values[key]), norm, f"{dtype} of norm {norm:.6g}")
         else:
             number = float(value) if isinstance(value, (int, float)) else None
-            entries[key] = {
-                "bits": repr(value),
-                "value": repr(number if number is not None else value),
-                "number": number,
-            }
-            entries[key]["shown"] = repr(value)[:60]
+            entries[key] = _entry(repr(value), repr(value if number is None else number), number, repr(value)[:60])
     return entries
 
 
-def _norm(tensor: Tensor) -> float:
-    total: Any = tensor.detach().double().square().sum()
-    squares = float(total.full_tensor() if is_sharded(total) else total)
-    return math.sqrt(squares)
+def _entry(bits: str, value: str, number: float | None, shown: str) -> Entry:
+    return {"bits": bits, "value": value, "number": number, "shown": shown}
 
 
 def _states_of(key: str, value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
@@ -245,10 +234,7 @@ def _generators() -> dict[str, Entry]:
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
-    return {
-        f"generators|{name}": {"bits": p, "value": p, "number": None, "shown": f"state {p[:8]}"}
-        for name, p in prints.items()
-    }
+    return {f"generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
 
 
 def _scramble() -> None:

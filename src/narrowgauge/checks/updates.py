@@ -58,16 +58,13 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
         return -rate * step
     if stepped.is_normalized:
         share = (torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949 + 0.5) % 1.0
-        size = 1.0 if "sign" in type(stepped.optimizer).__name__.lower() or _is_lion(stepped) else _TYPICAL
+        kind = type(stepped.optimizer).__name__.lower()
+        size = 1.0 if "sign" in kind or "lion" in kind else _TYPICAL
         draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1) if size < 1 else (share - 0.5).sign()
         return (-rate * (size * draw).clamp(-1, 1)).float()
     if stepped.parameter.grad is None:
         return None
     return -rate * spread(stepped.parameter.grad).float()
-
-
-def _is_lion(stepped: SteppedParameter) -> bool:
-    return "lion" in type(stepped.optimizer).__name__.lower()
 
 
 def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tensor:
@@ -237,9 +234,7 @@ def _settings_in_formats(stepped: SteppedParameter) -> Iterator[tuple[str, float
 def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
     """Rules for matrices whose parameters are all flat."""
     for optimizer in set_up.optimizers:
-        kind = type(optimizer).__name__
-        if any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion")):
-            dims = [p.parameter.ndim for p in set_up.trained if p.optimizer is optimizer]
-            if dims and max(dims) < 2:
-                name = of_all(p.name for p in set_up.trained if p.optimizer is optimizer)
-                yield KINDS["no-matrix"].reading(name, 0, None, 1, rule=kind)
+        kind, stepped = type(optimizer).__name__, [p for p in set_up.trained if p.optimizer is optimizer]
+        is_for_matrices = any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion"))
+        if is_for_matrices and stepped and max(p.parameter.ndim for p in stepped) < 2:
+            yield KINDS["no-matrix"].reading(of_all(p.name for p in stepped), 0, None, 1, rule=kind)
