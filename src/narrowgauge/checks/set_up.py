@@ -180,9 +180,9 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Return whether a state is a master copy: float32, and within one rounding of the narrow weight."""
-    weight = spread(parameter).float()
     for value in dict(optimizer.state.get(parameter, {})).values():
         if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
+            weight = spread(parameter).float()
             is_near = (spread(value) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30
             if weight.count_nonzero() and bool(is_near.all()):
                 return True

@@ -66,7 +66,7 @@ def _names(kind: type[nn.Module]) -> set[str]:
         new = set(_names_in(function.__code__)) - names
         names |= new
         called = (getattr(kind, name, function.__globals__.get(name)) for name in sorted(new))
-        functions += [one for one in called if getattr(one, "__module__", None) == function.__module__]
+        functions += [callee for callee in called if getattr(callee, "__module__", None) == function.__module__]
     return names
 
 
@@ -164,8 +164,8 @@ def enter(entry: Tensor) -> None:
 @torch.library.custom_op("narrowgauge::leave_attention", mutates_args=())
 def leave(entry: Tensor) -> None:
     """Pop the entry of a module whose forward ends, and those of the modules inside it."""
-    own = [k for k, other in enumerate(_running) if other.data_ptr() == entry.data_ptr()]
-    del _running[own[0] if own else len(_running) :]
+    places = [k for k, running in enumerate(_running) if running.data_ptr() == entry.data_ptr()]
+    del _running[places[0] if places else len(_running) :]
 
 
 @torch.library.custom_op("narrowgauge::record_running_attention", mutates_args=())

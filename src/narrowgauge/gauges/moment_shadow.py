@@ -240,8 +240,10 @@ class UpdateMetrics:
         }
         for name, parts in moments.items():
             pairs = zip(self.parameters, parts, strict=True)
-            own = [part for p, part in pairs if part is not None and (packed.shards is None or packed.shards.share[p])]
-            packed.add_histogram(name, own, after.device)
+            present = [
+                part for p, part in pairs if part is not None and (packed.shards is None or packed.shards.share[p])
+            ]
+            packed.add_histogram(name, present, after.device)
         ulps = self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"])
         packed.add_mean("update to ulp", ulps, self.parameters)
         if packed.shards is not None and isinstance(self.states.optimizer, Optimizer):
@@ -262,19 +264,19 @@ class UpdateMetrics:
         """Return the ratio of the intended change to the spacing of the visible weight, for parameters with Adam's moments."""
         assert self.before is not None
         groups, names = self.states.groups(), list(self.parameters.values())
-        own = [
+        adam = [
             group if _has_adam_moments(group := groups.get(p, {}), m, v) else None
             for p, m, v in zip(names, first, second, strict=True)
         ]
         device = self.before.device
-        beta1, beta2 = (_column([group["betas"][k] if group else math.nan for group in own], device) for k in (0, 1))
-        rates = _column([group["lr"] if group else math.nan for group in own], device)
-        epsilons = _column([group.get("adam_eps", group["eps"]) if group else math.nan for group in own], device)
+        beta1, beta2 = (_column([g["betas"][k] if g else math.nan for g in adam], device) for k in (0, 1))
+        rates = _column([g["lr"] if g else math.nan for g in adam], device)
+        epsilons = _column([g.get("adam_eps", g["eps"]) if g else math.nan for g in adam], device)
         steps = _column([self.states.steps(p) for p in names], device)
         bits = _column([get_format(dtype_name(p.dtype)).mantissa_bits for p in names], device)
         none = self.before.new_zeros(1)
         m, v = (
-            _joined([part if group and part is not None else none for part, group in zip(parts, own, strict=True)])
+            _joined([part if g and part is not None else none for part, g in zip(parts, adam, strict=True)])
             for parts in (first, second)
         )
         unbias = torch.sqrt(1 - beta2**steps)
@@ -294,13 +296,15 @@ class UpdateMetrics:
         # With gradient release, parameters are stepped during backward and were not saved before.
         released = getattr(self.states.optimizer, "released", ())
         for (name, parameter), change, size in zip(self.parameters.items(), changes, sizes, strict=True):
-            own = readings.get(name)
-            audited = (own.edq, own.noise, own.lost_fraction, own.unseen_fraction) if own else (None,) * 4
+            reading = readings.get(name)
+            audited = (
+                (reading.edq, reading.noise, reading.lost_fraction, reading.unseen_fraction) if reading else (None,) * 4
+            )
             sizes_of_step = (None, None) if parameter in released else (change, size)
-            shares = (own.imprecision_share, own.lost_decay) if own else (None, None)
+            shares = (reading.imprecision_share, reading.lost_decay) if reading else (None, None)
             table[name] = [rounded(value) for value in (*audited, *sizes_of_step, *shares)]
-            if own is not None:
-                table[name][0] = rounded(own.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
+            if reading is not None:
+                table[name][0] = rounded(reading.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
         return table
 
 

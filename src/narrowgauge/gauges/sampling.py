@@ -177,8 +177,8 @@ def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
     """
     number, index = entry.tolist()
     recorder = _RECORDERS[number]() if number < len(_RECORDERS) else None
-    own = recorder.entries.get(index) if recorder is not None else None
-    return (recorder, index) if own is not None and own.data_ptr() == entry.data_ptr() else (None, index)
+    handle = recorder.entries.get(index) if recorder is not None else None
+    return (recorder, index) if handle is not None and handle.data_ptr() == entry.data_ptr() else (None, index)
 
 
 @torch.library.custom_op("narrowgauge::record", mutates_args=())

@@ -66,13 +66,13 @@ class Packed:
         self.means.add(name)
         self.add_sum(name, torch.stack([torch.where(counts, values * shares, 0.0), torch.where(counts, shares, 0.0)]))
 
-    def add_histogram(self, kind: str, own: Sequence[Tensor], device: torch.device) -> None:
+    def add_histogram(self, kind: str, vectors: Sequence[Tensor], device: torch.device) -> None:
         """Add the histogram of these vectors; histograms of weights, gradients and states cover all ranks."""
         if self.shards is not None and kind not in ("input", "output_grad"):
             none = torch.zeros(0, dtype=torch.float32, device=device)
-            self.add_sum(f"histogram {kind}", exponents(torch.cat([*own, none])))
-        elif own:
-            self.add(f"histogram {kind}", exponents(torch.cat(list(own))))
+            self.add_sum(f"histogram {kind}", exponents(torch.cat([*vectors, none])))
+        elif vectors:
+            self.add(f"histogram {kind}", exponents(torch.cat(list(vectors))))
 
     def fetch(self) -> dict[str, Tensor]:
         """Copy all tensors to the host: the only transfer, and the only synchronization."""
@@ -257,10 +257,10 @@ class Casts:
                 continue
             layer, cast = used
             # Without an earlier step the delayed amax is the tensor's own.
-            mark = recorder.stats_of.get(index)
-            own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
-            operand = SLOTS[_SLOTS[watched.kind]].history_index
-            amax = delayed_amax(own, cast, layer.amax_history, operand, layer.clock.words(own.device)[1], record=False)
+            stats, device = recorder.stats_of.get(index), layer.weight.device
+            recorded = torch.ones(1, dtype=torch.float32, device=device) if stats is None else stats[0].reshape(1)
+            operand, words = SLOTS[_SLOTS[watched.kind]].history_index, layer.clock.words(recorded.device)[1]
+            amax = delayed_amax(recorded, cast, layer.amax_history, operand, words, record=False)
             if amax is not None:
                 self._delayed[watched] = amax
 
@@ -350,10 +350,10 @@ class Shards:
         entries = _entries(recorder, True, shared=True)
         # Below all magnitudes, and NaN above: the integer order of their bits.
         nothing = torch.full((), -1.0, dtype=torch.float32, device=recorder.stats_device)
-        own = torch.stack(
+        largest_here = torch.stack(
             [recorder.stats_of[k][0].to(nothing.device) if k in recorder.stats_of else nothing for k in entries]
         )
-        bits = torch.where(own.isnan(), torch.nan, own).view(torch.int32)
+        bits = torch.where(largest_here.isnan(), torch.nan, largest_here).view(torch.int32)
         self.largest = self._over_ranks(bits, "max").view(torch.float32)
         for index, largest in zip(entries, self.largest.unbind(), strict=True):
             if index in recorder.stats_of:

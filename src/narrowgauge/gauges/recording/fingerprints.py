@@ -88,14 +88,14 @@ class Fingerprints:
         self._ranks.begin()
         if self.is_on and self._left.get("step") == step - 1:
             stored = self._stored(is_stepped=step > 1)
-            whole, own = fingerprints_whole_and_own(stored)
+            whole, local = fingerprints_whole_and_own(stored)
             left = self._left["whole"]
             for key in [*whole, *(key for key in left if key not in whole)]:
                 if key not in whole:  # a state that was lost
                     self._held[_held_key(key)] = [0, 0.0, 0]
                 elif whole[key] != left.get(key):
                     self._held[_held_key(key)] = _entry(whole[key], stored[key])
-            self._ranks.changed({key: number for key, number in own.items() if number != self._left["own"].get(key)})
+            self._ranks.changed({key: number for key, number in local.items() if number != self._left["own"].get(key)})
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
         """Return a context in which what this rank sends into the sum of the gradients is recorded."""
@@ -162,8 +162,8 @@ class Fingerprints:
             return
         if step:
             self._clip()
-        whole, own = self._record(self._stored(is_stepped=step > 0))
-        self._left = {"step": step, "whole": whole, "own": own}
+        whole, local = self._record(self._stored(is_stepped=step > 0))
+        self._left = {"step": step, "whole": whole, "own": local}
         held = {key: entry for entries in self.here.gather(self._held) for key, entry in entries.items()}
         self.last = {"step": step, "tensors": {**held, **self._entries}, **self._ranks.row()}
         self._entries, self.is_on = {}, False
@@ -192,11 +192,11 @@ class Fingerprints:
         return {key: tensor for named in by_kind.values() for key, tensor in named.items()}
 
     def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-        whole, own = fingerprints_whole_and_own(named)
+        whole, local = fingerprints_whole_and_own(named)
         for key, number in whole.items():
             self._entries[key] = _entry(number, named[key])
-        self._ranks.held(named, own)
-        return whole, own
+        self._ranks.held(named, local)
+        return whole, local
 
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
@@ -278,7 +278,7 @@ class RankFingerprints:
             named = {key: int(entry[0]) for key, entry in entries.items() if key.startswith(f"{kind}:")}
             self._own[kind] = _digest(named)
 
-    def held(self, named: Mapping[str, Tensor], own: Mapping[str, int]) -> None:
+    def held(self, named: Mapping[str, Tensor], local: Mapping[str, int]) -> None:
         """Take this rank's shards of some tensors, by ``KIND:NAME``, and the fingerprints of these shards.
 
         A DTensor says which other ranks hold the same shard.
@@ -288,9 +288,9 @@ class RankFingerprints:
         for key, tensor in named.items():
             table = self._alike.setdefault(key.partition(":")[0], {})
             for group in replica_groups(tensor):
-                table.setdefault(tuple(dist.get_process_group_ranks(group)), {})[key] = own[key]
+                table.setdefault(tuple(dist.get_process_group_ranks(group)), {})[key] = local[key]
         for kind in dict.fromkeys(key.partition(":")[0] for key in named):
-            self._own[kind] = _digest({key: own[key] for key in named if key.startswith(f"{kind}:")})
+            self._own[kind] = _digest({key: local[key] for key in named if key.startswith(f"{kind}:")})
 
     def changed(self, entries: Mapping[str, int]) -> None:
         """Record the tensors that changed on this rank without a recorded update."""
@@ -307,8 +307,8 @@ class RankFingerprints:
             (kind, ranks): _digest(named) for kind, groups in self._alike.items() for ranks, named in groups.items()
         }
         of_all = self.here.gather((self._own, digests, self.factor))
-        kinds = list(dict.fromkeys(kind for own, _, _ in of_all for kind in own))
-        row: Row = {"ranks": {kind: [own.get(kind) for own, _, _ in of_all] for kind in kinds}}
+        kinds = list(dict.fromkeys(kind for digests_of_rank, _, _ in of_all for kind in digests_of_rank))
+        row: Row = {"ranks": {kind: [digests_of_rank.get(kind) for digests_of_rank, _, _ in of_all] for kind in kinds}}
         if any(factor is not None for _, _, factor in of_all):
             row["ranks"]["clip"] = [factor for _, _, factor in of_all]
         if any(_differ(key, [own for _, own, _ in of_all]) for _, digests_there, _ in of_all for key in digests_there):
