@@ -31,9 +31,9 @@ from narrowgauge.checks.step_check import fitted, joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
-from narrowgauge.model_state import put_back
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS, dtype_name

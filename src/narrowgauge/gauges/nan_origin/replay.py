@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.gauges.nan_origin.bad_value import BadValue, Operand
 from narrowgauge.gauges.nan_origin.tracing import NanTracer, nonfinite_kinds
-from narrowgauge.model_state import put_back
+from narrowgauge.put_back import put_back
 
 __all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 
