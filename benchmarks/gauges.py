@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from timing import Contender, Report, Row, exit_by, measure, nothing, parser
 
-from narrowgauge.gauges.attach import GaugeNotice, attach_gauges
+from narrowgauge.gauges.attach import attach_gauges
 from narrowgauge.matmul.gemm import EmulationNotice
 from narrowgauge.spec.models import get_model
 from narrowgauge.spec.notation import parse
@@ -40,7 +40,6 @@ def main() -> int:
     options = flags.parse_args()
     report = Report("gauges", options)
     warnings.simplefilter("ignore", EmulationNotice)
-    warnings.simplefilter("ignore", GaugeNotice)
     if options.quick:
         vars(options).update({"model": "llama-1m", "batch_size": 2, "sequence_length": 64, "rounds": 2})
     config = TrainConfig(

@@ -38,7 +38,7 @@ LAYERS = {
     "diagnosis": {f"analysis.{name}" for name in ("diagnose", "two_runs", "first_difference")},
     "planner": {"planner"},
     "report": {"report"},
-    "torch_names": {"torch_names", "torch_hooks", "inductor"},
+    "torch_names": {"torch_names", "torch_hooks", "inductor", "put_back"},
     "compile": {"compile", "edge_values"},
     "numerics": {"numerics"},
     "matmul": {"matmul"},

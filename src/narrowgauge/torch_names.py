@@ -35,8 +35,6 @@ are in ``compile.py``.)
     Parameters are named without these prefixes. Alternative: longer names.
 Frames of ``Optimizer.profile_hook_step``
     Whether a step is called within another one of the same optimizer, as by ``super().step()``. Alternative: it counts twice.
-``torch.distributed.distributed_c10d._get_default_store``
-    Ranks compare a few numbers in a check that one rank may call alone, where a collective would wait forever. Alternative: none.
 ``torch.utils._python_dispatch._disable_current_modes``
     Whether a kernel works is tried with real tensors while the compiler traces with fake ones. Alternative: trying all kernels
     when a model is prepared.
@@ -211,11 +209,6 @@ def fsdp_groups(model: Any) -> list[tuple[Any, Any]]:
     return list(by_id.values())
 
 
-def fsdp_policies(model: Any) -> list[Any]:
-    """Return the mixed-precision policies by which FSDP2 gathers the parameters of a model."""
-    return [fsdp_policy(group, p) for _, group in fsdp_groups(model) for p in fsdp_parameters(group)]
-
-
 def fsdp_policy(group: Any, parameter: Tensor) -> Any:
     """Return the mixed-precision policy of a parameter in a group: the group's, from PyTorch 2.15 on the parameter's."""
     policy = getattr(group, "mp_policy", None)
@@ -355,12 +348,6 @@ def take_over_sums(module: Any, group: Any, comm: Any, alone: Any) -> Callable[[
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def default_store() -> Any:
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    return _get_default_store()
 
 
 def graph_dtypes(roots: Iterable[Tensor], most: int = 100_000) -> tuple[set[torch.dtype], bool]:

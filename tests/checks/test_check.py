@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from functools import partial
-from itertools import count
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.analysis.kinds import KINDS, kind_rows
-from narrowgauge.checks import parameters as process
-from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.spec.significance import MIN_EDQ
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -98,105 +91,6 @@ def no_gradient(_: Path) -> ng.Check:
     return ng.check(model, optimizer)
 
 
-# ── the process and its ranks ───────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def setting(change: Callable[[Any], object], value: Any, before: Any) -> Iterator[None]:
-    change(value)
-    try:
-        yield
-    finally:
-        change(before)
-
-
-def default_dtype(_: Path) -> ng.Check:
-    model, optimizer = torch_adamw(torch.float32)
-    with setting(torch.set_default_dtype, torch.bfloat16, torch.float32):
-        return ng.check(model, optimizer)
-
-
-def fast_float32(_: Path) -> ng.Check:
-    with setting(torch.set_float32_matmul_precision, "high", torch.get_float32_matmul_precision()):
-        return ng.check(*torch_adamw(torch.float32))
-
-
-def flushed_subnormals(_: Path) -> ng.Check:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor cannot flush subnormal numbers")
-    with setting(torch.set_flush_denormal, True, False):
-        return ng.check(*torch_adamw(torch.float32))
-
-
-def reproducible(extra: nn.Module) -> tuple[nn.Module, ng.AdamW]:
-    model, optimizer = prepared("bfloat16/word/reproducible")
-    model.append(extra)
-    return model, optimizer
-
-
-def tuned_kernels(_: Path) -> ng.Check:
-    model, optimizer = reproducible(nn.Conv1d(32, 32, 1).requires_grad_(False))
-    # Its own context: PyTorch's testing package, which some frameworks import, forbids plain assignments.
-    with torch.backends.cudnn.flags(enabled=torch.backends.cudnn.enabled, benchmark=True):
-        return ng.check(model, optimizer)
-
-
-def order_bound_modules(_: Path) -> ng.Check:
-    return ng.check(*reproducible(nn.Dropout(0.1)))  # a forward pass of it would be refused
-
-
-@contextmanager
-def one_rank(folder: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def cut_by_policy(folder: Path) -> ng.Check:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    with one_rank(folder):
-        mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-        model = language_model().bfloat16()
-        fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.float16))
-        return ng.check(model, ng.AdamW(model.parameters(), storage="word"))
-
-
-def narrow_rank_sums(folder: Path) -> ng.Check:
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-
-    with one_rank(folder):
-        model = nn.parallel.DistributedDataParallel(language_model())
-        model.register_comm_hook(None, fp16_compress_hook)
-        return ng.check(model, torch.optim.AdamW(model.parameters()))
-
-
-def replicas_apart(folder: Path) -> ng.Check:
-    """As the first of two ranks; the second one, whose model another seed has drawn, was there before."""
-    with one_rank(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "_PATIENCE", timedelta(milliseconds=1))
-        first = ng.prepare(language_model(0), "bfloat16/word", compile=False)
-        second = ng.prepare(language_model(1), "bfloat16/word", compile=False)
-        second[0].load_state_dict(first[0].state_dict())  # as DDP copies
-        for rank, (model, optimizer) in ((1, second), (0, first)):
-            patch.setattr(process, "all_ranks", partial(Ranks, rank, 2))
-            patch.setattr(process, "_calls", count())
-            found = ng.check(nn.parallel.DistributedDataParallel(model), optimizer)
-            if rank == 0:
-                return found
-            assert not found  # whoever is alone knows nothing
-    raise AssertionError
-
-
-def narrow_matmul_sums(_: Path) -> ng.Check:
-    if not torch.cuda.is_available():
-        pytest.skip("partial sums in bfloat16 are a setting of CUDA's matmuls")
-    model = language_model().to("cuda", torch.bfloat16)
-    return ng.check(model, ng.AdamW(model.parameters()))
-
-
 NARROW = {"stands-still", "lost-updates", "frozen-moments", "swallowed-decay"}
 PROVOKED: dict[str, tuple[Loop, set[str]]] = {
     "missing-parameters": (missing_parameters, set()),
@@ -208,11 +102,6 @@ PROVOKED: dict[str, tuple[Loop, set[str]]] = {
     "truncated-setting": (truncated_setting, NARROW),
     "no-matrix": (no_matrix, set()),
     "no-gradient": (no_gradient, set()),
-    "process-setting": (default_dtype, set()),
-    "cut-by-policy": (cut_by_policy, set()),
-    "narrow-rank-sums": (narrow_rank_sums, set()),
-    "order-bound": (order_bound_modules, set()),
-    "replicas-apart": (replicas_apart, set()),
 }
 
 
@@ -233,12 +122,6 @@ def test_a_kind_reads_what_it_says_and_nothing_else(name: str, tmp_path: Path) -
 
 def whats(check: ng.Check) -> list[str]:
     return [reading.what for reading in check]
-
-
-@pytest.mark.parametrize("provoke", [fast_float32, flushed_subnormals, tuned_kernels, narrow_matmul_sums])
-def test_a_setting_of_the_process_is_a_note(provoke: Loop, tmp_path: Path) -> None:
-    check = provoke(tmp_path)
-    assert whats(check) == ["process-setting"] and check.ok
 
 
 # ── set-ups that are right ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -299,8 +182,6 @@ def test_flat_partitions_meta_models_adapters_and_optimizers_with_their_own_rate
     with torch.device("meta"):
         model = layers().bfloat16()
     assert not whats(ng.check(model, torch.optim.AdamW(model.parameters())))
-    with one_rank(tmp_path):
-        assert not whats(ng.check(*prepared(mesh=dist.device_mesh.init_device_mesh("cpu", (1,)))))
 
 
 # ── numbers ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

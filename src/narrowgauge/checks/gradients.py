@@ -14,26 +14,26 @@ from __future__ import annotations
 
 import copy
 import math
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.set_up import NARROW, SetUp, inner_name
-from narrowgauge.checks.step_check import StepCheck, fitted, joined
+from narrowgauge.checks.step_check import fitted, joined
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import fingerprint
+from narrowgauge.put_back import put_back
 from narrowgauge.runs.finding import counted
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS, dtype_name
@@ -44,6 +44,8 @@ MARGIN = 4.0
 """Bounds over the largest of two random roundings."""
 LEAST = 2.0**-20
 """The least bound, eight spacings of float32: sums in float32 in another order."""
+_NEAR = 0.005
+"""Relative distance at which a factor is taken for a number of the set-up."""
 MOST_TERMS = 16
 """Micro-batches of all ranks up to which each one's share of a gradient is fitted."""
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -65,9 +67,11 @@ def gradient_readings(
     ranks, model = all_ranks(), set_up.model
     parts = list(batch) if isinstance(batch, list) else [batch]
     with put_back(model):
+        for module in model.modules():
+            module.training = False  # not train(False), which some modules override
         gradients, dtypes = _configured(model, batch, parts, loss, backward)
     apart = _apart(gradients, ranks)
-    reference, all_parts = float32_copy(model), [part for own in ranks.gather(parts) for part in own]
+    reference, all_parts = float32_copy(model), [part for of_rank in ranks.gather(parts) for part in of_rank]
     unit = _unit_roundoff(model, dtypes)
 
     def compare() -> tuple[list[Reading], list[str], str]:
@@ -79,40 +83,10 @@ def gradient_readings(
     readings, lines, why_not = ranks.of_first(compare) if ranks.size > 1 else compare()
     if why_not:
         unseen["the gradient"] = why_not
-    if not any(map(is_sharded, model.parameters())) and not any(r.what == "nonfinite-gradient" for r in readings):
-        readings += _steps_on_a_copy(set_up, gradients, unseen)
-    else:
-        unseen["the optimizer's step"] = "parameters are sharded, or a gradient is not finite"
     return readings, lines
 
 
 # ── as configured ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@contextmanager
-def put_back(model: nn.Module) -> Iterator[None]:
-    """Put back gradients, buffers, modes and random generators at the end; within it, modules are in evaluation mode."""
-    modes = {module: module.training for module in model.modules()}
-    gradients = {p: p.grad for p in model.parameters()}
-    buffers = {b: b.detach().clone() for b in model.buffers()}
-    python = random.getstate()
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.is_cuda})
-    with torch.random.fork_rng(devices):
-        try:
-            for p in gradients:
-                p.grad = None
-            for module in modes:
-                module.training = False  # not train(False), which some modules override
-            yield
-        finally:
-            random.setstate(python)
-            for module, is_training in modes.items():
-                module.training = is_training
-            for p, gradient in gradients.items():
-                p.grad = gradient
-            with torch.no_grad():
-                for b, value in buffers.items():
-                    b.copy_(value)
 
 
 def _configured(
@@ -122,14 +96,9 @@ def _configured(
     dtypes: set[torch.dtype] = set()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
-        values = (
-            output.values()
-            if isinstance(output, Mapping)
-            else output
-            if isinstance(output, (tuple, list))
-            else [output]
+        dtypes.update(
+            graph_dtypes(t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None)[0]
         )
-        dtypes.update(graph_dtypes(t for t in values if isinstance(t, Tensor) and t.grad_fn is not None)[0])
 
     handle = model.register_forward_hook(OwnHook(note))
     try:
@@ -175,7 +144,7 @@ def _apart(gradients: Gradients, ranks: Ranks) -> dict[str, list[Tensor]]:
     of_all = ranks.gather({name: fingerprint(gradient) for name, gradient in gradients.items()})
     names = [name for name in gradients if len({prints.get(name) for prints in of_all}) > 1]
     gathered = ranks.gather({name: gradients[name].cpu() for name in names})
-    return {name: [own[name] for own in gathered if name in own] for name in names}
+    return {name: [of_rank[name] for of_rank in gathered if name in of_rank] for name in names}
 
 
 # ── float32 in one process ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -301,23 +270,19 @@ def _compared(
             bounds[name] = max(
                 bounds[name], MARGIN * float((gradient - exact[name]).norm()) / length if length else 0.0
             )
-    counts = _counts(len(parts) // ranks.size, ranks.size)
     terms: list[Gradients] = []
     readings, num_equal, largest = [], 0, 0.0
     for name in reversed(exact):  # in the order of backward
         r, bound = exact[name], bounds[name]
         length = float(r.norm())
-        if not length and name not in gradients:
-            readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
-            continue
         if name in apart:
-            readings.append(_not_reduced(name, apart[name], exact[name]))
+            readings.append(_not_reduced(name, apart[name], r))
             continue
         g = gradients[name].to(r.device).double() if name in gradients else torch.zeros_like(r)
         if bad := int((~g.isfinite()).sum()):
             readings.append(KINDS["nonfinite-gradient"].reading(name, bad, 0))
             continue
-        if not bool(g.any()) and length:
+        if not bool(g.any()) and (length or name not in gradients):
             readings.append(KINDS["no-gradient"].reading(name, 1, 0, count=len(exact)))
             continue
         distance = float((g - r).norm()) / length if length else math.inf
@@ -327,9 +292,8 @@ def _compared(
             continue
         factor = float((g * r).sum()) / length**2 if length else 0.0
         if factor and float((g - factor * r).norm()) <= bound * abs(factor) * length:
-            readings.append(
-                KINDS["gradient-factor"].reading(name, factor, 1.0, max(bound, LEAST), equals=equal_to(factor, counts))
-            )
+            equals = equal_to(factor, len(parts) // ranks.size, ranks.size)
+            readings.append(KINDS["gradient-factor"].reading(name, factor, 1.0, max(bound, LEAST), equals=equals))
             continue
         if not terms and 1 < len(parts) <= MOST_TERMS:
             terms = [gradients_of(reference, part, loss) for part in parts]
@@ -337,17 +301,13 @@ def _compared(
         readings.append(KINDS["gradient"].reading(name, distance, 0.0, bound, terms=words))
     line = f"gradients: {num_equal} of {counted(len(exact), 'tensor')} equal to float32's in one process"
     line += f", within rounding (largest difference {largest:.1e}, unit roundoff {unit:.1e})"
-    return _one_a_kind(readings, len(exact)), [line]
+    first_bad = [reading for reading in readings if reading.what == "nonfinite-gradient"][:1]  # the first in backward
+    others = [reading for reading in readings if reading.what != "nonfinite-gradient"]
+    return first_bad + joined(others, len(exact)), [line]
 
 
 def _widened(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in NARROW else value
-
-
-def _one_a_kind(readings: list[Reading], number: int) -> list[Reading]:
-    """Join readings over tensors; of values that are not finite only the first in backward is news."""
-    bad = [reading for reading in readings if reading.what == "nonfinite-gradient"]
-    return bad[:1] + joined([reading for reading in readings if reading.what != "nonfinite-gradient"], number)
 
 
 def _not_reduced(name: str, of_ranks: Sequence[Tensor], exact: Tensor) -> Reading:
@@ -364,74 +324,29 @@ def _terms_of(g: Tensor, r: Tensor, terms: Sequence[Tensor], bound: float, num_r
         return ""
     columns = [term.flatten().cpu() for term in terms]
     shares, _ = fitted(r.flatten().cpu(), columns)
-    found, left = fitted(g.flatten().cpu(), columns)
+    factors, left = fitted(g.flatten().cpu(), columns)
     if left > 2 * bound * float(g.norm()) or any(abs(share) < 1e-6 for share in shares):
         return ""
-    times = [round(number / share, 4) + 0.0 for number, share in zip(found, shares, strict=True)]
+    times = [round(number / share, 4) + 0.0 for number, share in zip(factors, shares, strict=True)]
     per_rank = len(terms) // num_ranks
     rows = [", ".join(f"{t:.3g}" for t in times[k : k + per_rank]) for k in range(0, len(times), per_rank)]
     where = "; ".join(f"rank {k}: {row}" for k, row in enumerate(rows)) if num_ranks > 1 else rows[0]
     return f"Micro-batches count {where} times."
 
 
-def _counts(num_parts: int, num_ranks: int) -> dict[float, str]:
-    """Return the numbers that a factor may equal, with their names."""
-    named = {float(num_parts): "the number of micro-batches", float(num_ranks): "the number of ranks"}
-    named |= {1 / number: f"1 / {name}" for number, name in list(named.items())}
-    if num_parts > 1 and num_ranks > 1:
-        named |= {float(num_parts * num_ranks): "micro-batches times ranks", 1 / (num_parts * num_ranks): "1 / (both)"}
-    named |= {2.0**power: f"2^{power}" for power in range(1, 33)} | {
-        2.0**-power: f"2^-{power}" for power in range(1, 33)
-    }
-    named[65536.0], named[2.0**-16] = "2^16, the loss scale that torch begins with", "1 / 65,536, a loss scale"
-    return {number: name for number, name in {**named, **_first(num_parts, num_ranks)}.items() if number != 1}
-
-
-def _first(num_parts: int, num_ranks: int) -> dict[float, str]:
-    both = ((num_ranks, "the number of ranks"), (num_parts, "the number of micro-batches"))
-    words: dict[float, str] = {}
-    for number, name in both:
-        for value, word in ((float(number), name), (1 / number, f"1 / {name}")):
-            words[value] = f"{words[value]} and {word}" if value in words else word
-    return words
-
-
-def equal_to(factor: float, counts: Mapping[float, str]) -> str:
-    """Return ``, which is NAME`` for a known number.
+def equal_to(factor: float, num_parts: int, num_ranks: int) -> str:
+    """Return ``, which is NAME`` for a factor that is a number of the set-up or a power of two.
 
     Example:
-        >>> equal_to(4.001, {4.0: "the number of ranks"}), equal_to(3.3, {4.0: "the number of ranks"})
-        (', which is the number of ranks', '')
+        >>> equal_to(4.001, 1, 4), equal_to(3.3, 1, 4), equal_to(65536, 1, 4)
+        (', which is the number of ranks', '', ', which is 2^16, the loss scale that torch begins with')
     """
-    name = next((name for number, name in counts.items() if abs(factor / number - 1) < 0.005), "")
-    return f", which is {name}" if name else ""
-
-
-# ── the optimizer's step ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _steps_on_a_copy(set_up: SetUp, gradients: Gradients, unseen: dict[str, str]) -> list[Reading]:
-    """Take three steps of a copy of the first optimizer with the same gradients, and compare the third with its rule."""
-    optimizer, readings = set_up.optimizers[0], list[Reading]()
-    names = {id(p): inner_name(name) for name, p in set_up.model.named_parameters()}
-    try:
-        twin = copy.deepcopy(optimizer)
-        pairs = [
-            (names.get(id(p), ""), other)
-            for group, others in zip(optimizer.param_groups, twin.param_groups, strict=True)
-            for p, other in zip(group["params"], others["params"], strict=True)
-        ]
-
-        def take(_: int, found: list[Reading], row: dict[str, Any]) -> None:
-            readings.extend(found)
-            unseen.update({f"{piece} (on a copy)": why for piece, why in (row.get("unseen") or {}).items()})
-
-        check = StepCheck({id(p): name for name, p in pairs}, twin, 0, take, first=3)
-        for _ in range(3):
-            for name, p in pairs:
-                p.grad = gradients[name].to(p.dtype).reshape(p.shape) if name in gradients else None
-            twin.step()
-        check.remove()
-    except Exception as error:
-        unseen["the optimizer's step"] = f"a copy of it cannot step: {type(error).__name__}: {error}"[:200]
-    return readings
+    counts = {"the number of ranks": num_ranks, "the number of micro-batches": num_parts}
+    if min(num_parts, num_ranks) > 1:
+        counts["micro-batches times ranks"] = num_parts * num_ranks
+    numbers = [(float(n), name) for name, n in counts.items()] + [(1 / n, f"1 / {name}") for name, n in counts.items()]
+    names = [name for number, name in numbers if number != 1 and abs(factor / number - 1) < _NEAR]
+    power = round(math.log2(abs(factor)))
+    if not names and power and abs(factor / 2.0**power - 1) < _NEAR:
+        names = [f"2^{power}" + (", the loss scale that torch begins with" if power == 16 else "")]
+    return f", which is {' and '.join(names)}" if names else ""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, Readings
 from narrowgauge.checks.set_up import inner_name
+from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import all_ranks
 from narrowgauge.distributed.sharding import fingerprints_whole
 from narrowgauge.errors import RecipeError
@@ -81,19 +82,19 @@ def check_resume(
         raise RecipeError("Cannot compare two jobs because no record was named.", "Pass record=PATH to both.")
     file = None if record is None else Path(record)
     if step is not None:
-        held = snapshot(step())
+        before = snapshot(step())
         saved = save()
         generators = _generators()
         after = snapshot(step())
         if file is not None and ranks.is_first:
-            file.write_text(json.dumps({"held": held | generators, "after": after}), encoding="utf-8")
-        held |= generators
+            file.write_text(json.dumps({"held": before | generators, "after": after}), encoding="utf-8")
+        before |= generators
         if load is None:
-            return Readings([], [f"{len(held)} tensors and numbers recorded in {record}"])
+            return Readings([], [f"{len(before)} tensors and numbers recorded in {record}"])
     else:
         assert file is not None
         known = ranks.of_first(lambda: json.loads(file.read_text(encoding="utf-8")))
-        held, after, saved = known["held"], known["after"], save()
+        before, after, saved = known["held"], known["after"], save()
     _scramble()
     assert load is not None
     objects, fresh_step = load(saved)
@@ -102,9 +103,9 @@ def check_resume(
     if step is not None:
         loaded |= restored
     else:  # each rank has its own
-        held = {name: entry for name, entry in held.items() if name not in restored}
-    held = {name: entry for name, entry in held.items() if _object_of(name) in {*objects, "generators"}}
-    readings, lines = _differences(held, loaded, "after the load")
+        before = {name: entry for name, entry in before.items() if name not in restored}
+    before = {name: entry for name, entry in before.items() if _object_of(name) in {*objects, "generators"}}
+    readings, lines = _differences(before, loaded, "after the load")
     again = snapshot(fresh_step())
     if not readings:
         readings, more = _differences(after, again, "after one step more")
@@ -164,29 +165,18 @@ def snapshot(objects: Objects) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for key, value in states.items():
         if key in tensors:
-            norm = _norm(tensors[key])
-            shown = f"{str(value.dtype).removeprefix('torch.')} of norm {norm:.6g}"
-            entries[key] = {
-                "bits": f"{value.dtype} {bits[key]}",
-                "value": str(values[key]),
-                "number": norm,
-                "shown": shown,
-            }
+            total: Any = value.detach().double().square().sum()
+            norm = math.sqrt(float(total.full_tensor() if is_sharded(total) else total))
+            dtype = str(value.dtype).removeprefix("torch.")
+            entries[key] = _entry(f"{dtype} {bits[key]}", str(values[key]), norm, f"{dtype} of norm {norm:.6g}")
         else:
             number = float(value) if isinstance(value, (int, float)) else None
-            entries[key] = {
-                "bits": repr(value),
-                "value": repr(number if number is not None else value),
-                "number": number,
-            }
-            entries[key]["shown"] = repr(value)[:60]
+            entries[key] = _entry(repr(value), repr(value if number is None else number), number, repr(value)[:60])
     return entries
 
 
-def _norm(tensor: Tensor) -> float:
-    total: Any = tensor.detach().double().square().sum()
-    squares = float(total.full_tensor() if is_sharded(total) else total)
-    return math.sqrt(squares)
+def _entry(bits: str, value: str, number: float | None, shown: str) -> Entry:
+    return {"bits": bits, "value": value, "number": number, "shown": shown}
 
 
 def _states_of(key: str, value: Any, names: Mapping[int, str]) -> Iterator[tuple[str, str, Any]]:
@@ -214,14 +204,8 @@ def _optimizer_states(
         for place, p in enumerate(group["params"]):
             name = names.get(id(p), f"group {index}, parameter {place}")
             if isinstance(optimizer, Optimizer):
-                for what in ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer"):
-                    try:
-                        yield f"{key}.{what}", name, optimizer.stored(p, what)
-                    except KeyError:  # another rule has other states
-                        continue
                 yield f"{key}.step", name, optimizer.num_steps(p)
-                continue
-            for what, state in optimizer.state.get(p, {}).items():
+            for what, state in stored_by(optimizer, p).items():
                 if isinstance(state, Tensor) and state.numel() == 1:
                     state = float(state)
                 if isinstance(state, (Tensor, int, float)):
@@ -250,10 +234,7 @@ def _generators() -> dict[str, Entry]:
     states |= {f"cuda {k}": torch.cuda.get_rng_state(k) for k in range(torch.cuda.device_count())}
     states["python"] = torch.tensor(random.getstate()[1], dtype=torch.int64)
     prints = {name: str(fingerprint(state)) for name, state in states.items()}
-    return {
-        f"generators|{name}": {"bits": p, "value": p, "number": None, "shown": f"state {p[:8]}"}
-        for name, p in prints.items()
-    }
+    return {f"generators|{name}": _entry(p, p, None, f"state {p[:8]}") for name, p in prints.items()}
 
 
 def _scramble() -> None:

@@ -6,16 +6,16 @@ weights is ``naive``, with a master copy it is ``master``, with Kahan's compensa
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from narrowgauge.checks.step_samples import spread
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
-from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.storages import STORAGES, WIDE, Storage
@@ -29,8 +29,6 @@ KNOWN = {
     "flashoptim",
 }  # fmt: skip
 """Libraries whose optimizers say before their first step what they keep."""
-SAMPLE = 1 << 14
-"""Elements of each parameter that are read, evenly spread."""
 
 # How optimizers of other libraries say that they keep what a narrow weight rounds off: an option of a group or an attribute
 # of the optimizer, the values that mean it, and the storage that it amounts to.
@@ -92,7 +90,6 @@ class SetUp:
 
     model: nn.Module
     optimizers: list[torch.optim.Optimizer]
-    lines: list[str] = field(default_factory=list)
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -183,10 +180,10 @@ def storage_of(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramete
 
 def _has_master(optimizer: torch.optim.Optimizer, parameter: Tensor) -> bool:
     """Return whether a state is a master copy: float32, and within one rounding of the narrow weight."""
-    weight = sample(parameter.detach()).float()
     for value in dict(optimizer.state.get(parameter, {})).values():
         if isinstance(value, Tensor) and value.dtype is torch.float32 and value.shape == parameter.shape:
-            is_near = (sample(value) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30
+            weight = spread(parameter).float()
+            is_near = (spread(value) - weight).abs() <= 2.0**-7 * weight.abs() + 1e-30
             if weight.count_nonzero() and bool(is_near.all()):
                 return True
     return False
@@ -202,12 +199,6 @@ def _says_master(optimizer: torch.optim.Optimizer, group: dict[str, Any], parame
     is_apex = hasattr(optimizer, "param_groups_master")
     has_masters = group.get("master_weights", getattr(optimizer, "master_weights", None))
     return has_masters is True and not (is_apex and parameter.dtype is torch.bfloat16)
-
-
-def sample(tensor: Tensor) -> Tensor:
-    """Return evenly spread elements of this rank's part; the same at every call."""
-    flat = local_of(tensor).flatten()
-    return flat[:: max(1, flat.numel() // SAMPLE)]
 
 
 def inner_name(name: str) -> str:

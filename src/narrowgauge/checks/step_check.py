@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from narrowgauge.analysis.kinds import KINDS, STEP
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.step_rules import DEFINITIONS, Definition, Rule, Values, decay_of, inputs_of, new_term
+from narrowgauge.checks.step_rules import DEFINITIONS, Definition, Rule, Values, decay_of, decided, inputs_of, new_term
 from narrowgauge.checks.step_samples import (
     Sample,
     SampledStep,
@@ -44,10 +44,10 @@ _MARGIN = 3.0
 """The bound over the largest distance that rounding was measured to make."""
 _LEFT = 1.5
 """Bounds that a fit may leave unexplained: one rounding was measured, and the run drew another."""
+_EXPLAINED = 1e-2
+"""Share of a step that a fit may leave unexplained and still be its explanation."""
 _OPERATIONS = 12
 """Roundings of a step of Adam, about: what the arithmetic may take a change away, in its own units."""
-_ROUNDINGS_OF_MATRIX = 3.0
-"""Of the rounding of a matrix's products, what it may take an element away."""
 _COARSEST = 2.0**-8
 """The coarsest arithmetic that is followed: bfloat16's."""
 NARROWER = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -61,7 +61,7 @@ class StepCheck:
     The hooks copy, and change nothing. An error of the comparison itself ends no run: it is a reason why it was not compared.
 
     Args:
-        model: whose names the parameters have, or names by their ids; others are named by their place in the optimizer.
+        model: whose names the parameters have; others are named by their place in the optimizer.
         optimizer: without wrappers.
         every: steps between compared ones; 0 compares the first alone.
         report: called with the step, its readings and the column ``recomputed`` after each compared step, and again before the
@@ -76,7 +76,7 @@ class StepCheck:
 
     def __init__(
         self,
-        model: nn.Module | Mapping[int, str],
+        model: nn.Module,
         optimizer: torch.optim.Optimizer,
         every: int,
         report: Report,
@@ -92,9 +92,7 @@ class StepCheck:
                     suggestion(name, NAMES) or f"Known are {', '.join(NAMES)}.",
                 )
         self.optimizer, self.every, self.num_steps = optimizer, every, 0
-        if isinstance(model, nn.Module):
-            model = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
-        self._names = model
+        self._names = {id(p): plain_name(name) for name, p in unwrapped_model(model).named_parameters()}
         self._report, self._first, self._limit, self._ignored = report, first, max_grad_norm, frozenset(ignore)
         self._step: SampledStep | None = None
         self._done: SampledStep | None = None
@@ -128,8 +126,6 @@ class StepCheck:
         def compare() -> list[Reading]:
             complete(step, optimizer, named_parameters(optimizer, self._names))
             readings = [*clip_readings(step, self._limit, unseen), *update_readings(step, optimizer, unseen)]
-            for sample in step.samples.values():
-                sample.whole = None  # what is compared with the next step are samples
             self._done = step
             return readings
 
@@ -193,16 +189,15 @@ def update_readings(step: SampledStep, optimizer: torch.optim.Optimizer, unseen:
     if any(sample.settings.get("amsgrad") for sample in step.samples.values()):
         unseen["the update"] = "amsgrad divides by the largest second moment so far, which is not kept"
         return readings
-    compared, found = 0, list[Reading]()
+    compared, differing = 0, list[Reading]()
     for sample in step.samples.values():
-        part = sample.whole or sample
-        if part.gradient is None or part.weight_after is None or not part.weight.numel():
+        if sample.gradient is None or sample.weight_after is None or not sample.weight.numel():
             continue
         compared += 1
-        found += [replace(reading, step=step.step) for reading in _of_parameter(part, unseen)]
+        differing += [replace(reading, step=step.step) for reading in _of_parameter(sample, unseen)]
     if not compared:
         unseen["the update"] = "no parameter had a gradient"
-    return readings + joined(found, compared)
+    return readings + joined(differing, compared)
 
 
 def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
@@ -218,11 +213,11 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
         yield KINDS["parameters-twice"].reading(sample.name, sample.listed, 1)
         return
     yield from _counts(sample, definition)
-    decided = definition.decided(sample, inputs)
-    if not bool(decided.any()):
+    places = decided(sample, inputs)
+    if not bool(places.any()):
         return
-    if not bool(decided.all()):
-        sample = sample.at(decided)
+    if not bool(places.all()):
+        sample = sample.at(places)
         inputs = inputs_of(sample)
     states: Values = {}
     is_off = False
@@ -235,15 +230,12 @@ def _of_parameter(sample: Sample, unseen: dict[str, str]) -> Iterator[Reading]:
     if is_off:
         return  # the weight's step belongs to other states
     known = {**inputs, **{f"new_{name}": value for name, value in states.items()}}
-    if definition.unrounded is not None and sample.weight.numel() != math.prod(sample.shape):
-        unseen["the update of some matrices"] = "it needs all of a matrix, which is sharded or too large"
+    if definition.direction is None:
+        unseen["the update of matrices"] = f"the rule '{sample.rule}' needs the whole matrix"
     elif (rounding := sample.roundings.get("weight")) is not None:
         yield from _of_rounded_weight(sample, definition, known, rounding, unseen)
     else:
-        readings = list(_of_weight(sample, definition, known))
-        if readings and definition.unrounded is not None:
-            readings = list(_of_weight(sample, definition.unrounded, known)) and readings
-        yield from readings
+        yield from _of_weight(sample, definition, known)
 
 
 def _counts(sample: Sample, definition: Definition) -> Iterator[Reading]:
@@ -335,17 +327,13 @@ def _of_state(
     sample: Sample, definition: Definition, name: str, rule: Rule, inputs: Values, now: Tensor, unseen: dict[str, str]
 ) -> Iterator[Reading]:
     kept, taken = definition.factors(sample)[name]
-    old, term, expected, actual = (
-        inputs[name],
-        new_term(name, definition.gradient(sample, inputs)),
-        rule(inputs),
-        now.double(),
-    )
+    old, term = inputs[name], new_term(name, definition.gradient(sample, inputs))
+    expected, actual = rule(inputs), now.double()
     length = max(float(expected.norm()), 1e-300)
 
-    def reading(value: float, wanted: float, bound: float, numbers: tuple[float, float], more: str = "") -> Reading:
+    def reading(value: float, target: float, bound: float, numbers: tuple[float, float], more: str = "") -> Reading:
         return KINDS["state"].reading(
-            sample.name, value, wanted, bound, state=name, kept=numbers[0], taken=numbers[1], rule_kept=kept, rule_taken=taken,
+            sample.name, value, target, bound, state=name, kept=numbers[0], taken=numbers[1], rule_kept=kept, rule_taken=taken,
             more=more,
         )  # fmt: skip
 
@@ -360,9 +348,9 @@ def _of_state(
         is_equal, _, fit = agrees(stored, others)
         if is_equal:
             return
-        bound = stored.envelope / length
         if fit is None:
-            yield reading(float((actual - expected).norm()) / length, 0.0, bound, (math.nan, math.nan))
+            distance = float((actual - expected).norm()) / length
+            yield reading(distance, 0.0, stored.envelope / length, (math.nan, math.nan))
         else:
             numbers = (fit.number, taken) if fit.assumption.what == "kept" else (kept, fit.number)
             yield reading(fit.number, fit.assumption.expected, fit.error, numbers)
@@ -374,22 +362,20 @@ def _of_state(
     if (narrow := narrower_format(actual, expected, now.dtype)) is not None:
         yield reading(distance / length, 0.0, bound / length, (kept, taken), f"; it was rounded to {narrow}")
         return
-    if bool(old.any()):
-        (kept_now, taken_now), left = fitted(actual, [old, term])
-    else:  # nothing is known of what it keeps
-        (taken_now,), left = fitted(actual, [term])
-        kept_now = kept
+    has_old = bool(old.any())  # else nothing is known of what it keeps
+    (*old_factor, taken_now), left = fitted(actual, [old, term] if has_old else [term])
+    kept_now = old_factor[0] if has_old else kept
     if left <= 2 * bound:
-        value, wanted = max(
+        value, target = max(
             ((kept_now, kept), (taken_now, taken)), key=lambda pair: abs(pair[0] - pair[1]) / max(abs(pair[1]), 1e-3)
         )
-        yield reading(value, wanted, bound / length * max(abs(wanted), 1e-12), (kept_now, taken_now))
+        yield reading(value, target, bound / length * max(abs(target), 1e-12), (kept_now, taken_now))
         return
     if taken and name != "exp_avg_sq":
         (kept_now, taken_now, decay), left = fitted(actual, [old, term, sample.weight.double()])
         if left <= 2 * bound:
-            own = 0.0 if definition.decouples(sample) else decay_of(sample)
-            more = f"; it took {decay / taken + own:.4g} of the weight, where decay in the gradient is {own:g}"
+            in_gradient = 0.0 if definition.decouples(sample) else decay_of(sample)
+            more = f"; it took {decay / taken + in_gradient:.4g} of the weight, where decay in the gradient is {in_gradient:g}"
             yield reading(distance / length, 0.0, bound / length, (kept_now, taken_now), more)
             return
     yield reading(distance / length, 0.0, bound / length, (math.nan, math.nan))
@@ -399,47 +385,41 @@ def _of_state(
 
 
 def _of_weight(sample: Sample, definition: Definition, known: Values) -> Iterator[Reading]:
-    after, weight = sample.weight_after, known["weight"]
-    assert after is not None
+    after, weight, direction = sample.weight_after, known["weight"], definition.direction
+    assert after is not None and direction is not None
     rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
 
     def rule(values: Values) -> Tensor:
-        return values["weight"] * (1 - rate * decay) - rate * definition.direction(sample, values)
+        return values["weight"] * (1 - rate * decay) - rate * direction(sample, values)
 
     expected, moved = rule(known), after.double() - weight
     bound = rounding_of(rule, known, expected, _formats(sample), after.dtype)
     distance = float((after.double() - expected).norm())
     if distance <= bound:
         return
-    length, left = max(float((expected - weight).norm()), 1e-300), _LEFT * bound
+    length = max(float((expected - weight).norm()), 1e-300)
     if not moved.any():
         yield _factor(sample, 0.0, bound / length)
         return
     if (narrow := narrower_format(after.double(), expected, after.dtype)) is not None:
-        yield _unexplained(
-            sample, distance / length, bound / length, after, expected, f" The weights were rounded to {narrow}."
-        )
+        more = f" The weights were rounded to {narrow}."
+        yield _unexplained(sample, distance / length, bound / length, after, expected, more)
         return
-    step, drop = -rate * definition.direction(sample, known), -rate * decay * weight
-    (both,), rest = fitted(moved, [step + drop])
-    if rest <= left:
-        yield _factor(sample, both, bound / length)
-        return
-    (used,), rest = fitted(moved - step, [-rate * weight])
-    if rest <= left:
-        yield _decay(sample, used, decay, bound / length)
+    step = -rate * direction(sample, known)
+    (factor,), rest = fitted(moved, [step - rate * decay * weight])
+    if rest <= _LEFT * bound:  # one number explains it
+        yield _factor(sample, factor, bound / length)
         return
     (factor, used), rest = fitted(moved, [step, -rate * weight])
-    if rest <= max(left, 1e-2 * length) and (rest <= left or definition.unrounded is None):
-        if abs(factor - 1) > bound / length:
-            yield _factor(sample, factor, bound / length)
-        is_one_factor = abs(used - factor * decay) <= 0.05 * abs(factor * decay)
-        if not is_one_factor and abs(used - decay) > max(
-            0.05 * decay, bound / max(rate * float(weight.norm()), 1e-300)
-        ):
-            yield _decay(sample, used, decay, bound / length)
+    if rest > max(_LEFT * bound, _EXPLAINED * length):
+        yield _unexplained(sample, distance / length, bound / length, after, expected)
         return
-    yield _unexplained(sample, distance / length, bound / length, after, expected)
+    if abs(factor - 1) > bound / length:
+        yield _factor(sample, factor, bound / length)
+    # A rate that is wrong multiplies the decay too, which is no second fault.
+    is_scaled = abs(used - factor * decay) <= 0.05 * abs(factor * decay)
+    if not is_scaled and abs(used - decay) > max(0.05 * decay, bound / max(rate * float(weight.norm()), 1e-300)):
+        yield _decay(sample, used, decay, bound / length)
 
 
 def _factor(sample: Sample, factor: float, bound: float, more: str = "") -> Reading:
@@ -469,9 +449,9 @@ def _of_rounded_weight(
         unseen["the update"] = f"storage '{rounding.storage.name}' rounds every operation to few bits"
         return
     rate, decay = float(sample.settings["lr"]), definition.weight_decay(sample)
-    direction = definition.direction(sample, known)
-    change, drop = -rate * direction, -rate * decay * weight
-    own = weight + change + drop
+    assert definition.direction is not None
+    change, drop = -rate * definition.direction(sample, known), -rate * decay * weight
+    expected = weight + change + drop
     moved = (change.abs() + drop.abs()).maximum((after.double() - weight).abs())
     slack = rounding.carried * weight.abs() + _OPERATIONS * rounding.unit * moved + rounding.read * drop.abs()
     if "new_exp_avg_sq" in known:
@@ -479,20 +459,19 @@ def _of_rounded_weight(
         kept, taken = definition.factors(sample)["exp_avg"]
         terms = (kept * known["exp_avg"]).abs() + (taken * definition.gradient(sample, known)).abs()
         slack = slack + 4 * rounding.unit * terms * (change / known["new_exp_avg"]).abs().nan_to_num(0.0, 0.0, 0.0)
-    if definition.unrounded is not None:
-        apart = direction - definition.unrounded.direction(sample, known)
-        slack = slack + _ROUNDINGS_OF_MATRIX * rate * apart.square().mean().sqrt()
     others = [Assumption("step", weight, change + drop), Assumption("step", weight + drop, change)]
     if definition.decouples(sample):
         others.append(Assumption("decay", weight + change, -rate * weight, decay))
-    stored = StoredValues(after.double(), weight, own, rounding, slack)
+    stored = StoredValues(after.double(), weight, expected, rounding, slack)
     is_equal, is_telling, fit = agrees(stored, others)
-    length = max(float((own - weight).norm()), 1e-300)
+    length = max(float((expected - weight).norm()), 1e-300)
     if is_equal:
         if not is_telling:
             unseen["the update of some weights"] = f"storage '{rounding.storage.name}' keeps too little of a step"
     elif fit is None:
-        yield _unexplained(sample, float((after.double() - own).norm()) / length, stored.envelope / length, after, own)
+        yield _unexplained(
+            sample, float((after.double() - expected).norm()) / length, stored.envelope / length, after, expected
+        )
     elif fit.assumption.what == "decay":
         yield KINDS["weight-decay"].reading(sample.name, fit.number, decay, fit.error)
     else:
@@ -516,15 +495,15 @@ def between_readings(
             readings.append(_written(step.step, sample, after, now))
         states = states_of(optimizer, parameter)
         for state, left in sample.states_after.items():
-            found = states.get(state)
-            if found is not None and found.shape == left.shape and bool(((found == left) | left.isnan()).all()):
+            present = states.get(state)
+            if present is not None and present.shape == left.shape and bool(((present == left) | left.isnan()).all()):
                 continue
             count, more = count_of(optimizer, parameter), ""
-            if found is None or not found.any():
+            if present is None or not present.any():
                 more = ": it is lost"
             elif 0 < count != sample.count:
                 more = f": the states are those of step {count}, and the loop goes on from step {sample.count}"
-            value = 0.0 if found is None else float(found.double().norm())
+            value = 0.0 if present is None else float(present.double().norm())
             expected = float(left.double().norm())
             readings.append(
                 KINDS["states-written"].reading(name, value, expected, 0.0, step.step, state=state, more=more)

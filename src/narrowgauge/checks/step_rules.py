@@ -6,13 +6,12 @@ A definition has two parts: what each state becomes, and the direction that the 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from narrowgauge.checks.step_samples import Sample
-from narrowgauge.optim.rules.matrix import LR_SCALES, NS_COEFFICIENTS, matrix_shape, newton_schulz, orthogonalise
 
 _ROUNDINGS_OF_SIGN = 8.0
 """How many roundings a sum whose sign is taken may be from zero and still be rounded to either side."""
@@ -22,31 +21,22 @@ Values = dict[str, Tensor]
 Rule = Callable[[Values], Tensor]
 
 
-def accept_all(sample: Sample, inputs: Values) -> Tensor:
-    """Accept every element: where a direction is continuous, rounding does not decide it."""
-    return torch.ones_like(inputs["gradient"], dtype=torch.bool)
-
-
 @dataclass(frozen=True)
 class Definition:
     """The rule of an optimizer.
 
     Args:
         factors: what each state keeps of itself and takes of its new term.
-        direction: what the learning rate multiplies, of the inputs and the new states (``new_exp_avg``).
+        direction: what the learning rate multiplies, of the inputs and the new states (``new_exp_avg``); ``None`` where it needs
+            the whole matrix.
         is_decoupled: decay acts on the weight, not in the gradient.
         is_counted: moments are corrected by the number of steps.
-        decided: which elements have a direction that does not hang on a rounding, bool.
-        unrounded: where the direction needs the whole matrix and rounds its products: the same without these roundings. A step
-            that took its products in another order agrees with it to what they are worth.
     """
 
     factors: Callable[[Sample], dict[str, tuple[float, float]]]
-    direction: Callable[[Sample, Values], Tensor]
+    direction: Callable[[Sample, Values], Tensor] | None
     is_decoupled: bool = False
     is_counted: bool = False
-    decided: Callable[[Sample, Values], Tensor] = accept_all
-    unrounded: Definition | None = None
 
     def decouples(self, sample: Sample) -> bool:
         """Return whether decay acts on the weight itself; without a state that is the same as in the gradient."""
@@ -112,15 +102,11 @@ def _sgd_factors(sample: Sample) -> dict[str, tuple[float, float]]:
     return {"momentum_buffer": (momentum, taken)} if momentum else {}
 
 
-def _along_nesterov(sample: Sample, values: Values) -> Tensor:
-    return SGD.gradient(sample, values) + _momentum_of(sample) * values["new_momentum_buffer"]
-
-
 def _sgd_direction(sample: Sample, values: Values) -> Tensor:
-    if "new_momentum_buffer" not in values:
-        return SGD.gradient(sample, values)
-    is_nesterov = sample.settings.get("nesterov")
-    return _along_nesterov(sample, values) if is_nesterov else values["new_momentum_buffer"]
+    gradient, momentum = SGD.gradient(sample, values), values.get("new_momentum_buffer")
+    if momentum is None:
+        return gradient
+    return gradient + _momentum_of(sample) * momentum if sample.settings.get("nesterov") else momentum
 
 
 SGD = Definition(_sgd_factors, _sgd_direction)
@@ -134,10 +120,10 @@ def _adam_factors(sample: Sample) -> dict[str, tuple[float, float]]:
     return {"exp_avg": (beta1, 1 - beta1), "exp_avg_sq": (beta2, 1 - beta2)}
 
 
-def _adam_direction(sample: Sample, values: Values, eps: float | None = None) -> Tensor:
+def _adam_direction(sample: Sample, values: Values) -> Tensor:
     (beta1, beta2), count = _betas(sample), max(1, sample.count)
     first, second = values["new_exp_avg"], values["new_exp_avg_sq"]
-    divisor = (second / (1 - beta2**count)).sqrt() + (float(sample.settings["eps"]) if eps is None else eps)
+    divisor = (second / (1 - beta2**count)).sqrt() + float(sample.settings["eps"])
     return first / (1 - beta1**count) / divisor.where(divisor != 0, 1e-300)
 
 
@@ -162,15 +148,17 @@ def _lion_direction(sample: Sample, values: Values) -> Tensor:
     return _lion_mean(values, _betas(sample)[0]).sign()
 
 
-def _lion_decided(sample: Sample, inputs: Values) -> Tensor:
-    """Leave out elements whose terms nearly cancel: a rounding chooses their sign."""
+LION = Definition(_lion_factors, _lion_direction, is_decoupled=True)
+
+
+def decided(sample: Sample, inputs: Values) -> Tensor:
+    """Return the elements whose direction does not depend on a rounding, bool: Lion's terms may nearly cancel."""
+    if sample.rule != "lion":
+        return torch.ones_like(inputs["gradient"], dtype=torch.bool)
     mean = _lion_mean(inputs, _betas(sample)[0])
     unit = max([_LEAST_UNIT, *(rounding.unit for rounding in sample.roundings.values())])
     size = inputs["exp_avg"].abs() + inputs["gradient"].abs()
     return (mean.abs() > _ROUNDINGS_OF_SIGN * unit * size) | (size == 0)
-
-
-LION = Definition(_lion_factors, _lion_direction, is_decoupled=True, decided=_lion_decided)
 
 
 # ── Muon ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -181,55 +169,7 @@ def _muon_factors(sample: Sample) -> dict[str, tuple[float, float]]:
     return {"momentum_buffer": (momentum, 1 - momentum)}
 
 
-def _mean_as_rounded(sample: Sample, values: Values, is_nesterov: bool) -> Tensor:
-    """Return what is made orthogonal, with the operations and the format of the optimizer's class."""
-    momentum = _momentum_of(sample)
-    if "ns_coefficients" in sample.settings:
-        g, m = (values[name].to(sample.dtype) for name in ("gradient", "momentum_buffer"))
-        m = m.lerp(g, 1 - momentum)
-        return g.lerp(m, momentum) if is_nesterov else m
-    g, m = values["gradient"].float(), values["momentum_buffer"].float()
-    m = m + (g - m) * (1 - momentum)
-    return g + (m - g) * momentum if is_nesterov else m
-
-
-def _mean(sample: Sample, values: Values, is_nesterov: bool) -> Tensor:
-    """Return the same in float64."""
-    gradient, momentum = values["gradient"], values["new_momentum_buffer"]
-    return gradient + (momentum - gradient) * _momentum_of(sample) if is_nesterov else momentum
-
-
-def _orthogonal_as_rounded(sample: Sample, values: Tensor) -> Tensor:
-    """Make a matrix orthogonal as the optimizer's class does it: torch's rounds before it divides by the norm, ours after."""
-    settings, matrix = sample.settings, values.reshape(matrix_shape(sample.shape)).float()
-    if "ns_coefficients" in settings:
-        x = matrix.bfloat16()
-        x = x / x.norm().clamp(min=float(settings["eps"]))
-        result = newton_schulz(x, settings["ns_steps"], settings["ns_coefficients"])
-    else:
-        result = orthogonalise(matrix, settings["ns_steps"], getattr(torch, settings["ns_dtype"]))
-    return result.reshape(-1).double()
-
-
-def _orthogonal(sample: Sample, values: Tensor) -> Tensor:
-    """Make a matrix orthogonal in float64; in a narrower format as the optimizer's class does it, to measure rounding."""
-    if values.dtype is not torch.float64:
-        return _orthogonal_as_rounded(sample, values)
-    matrix = values.reshape(matrix_shape(sample.shape))
-    unit = matrix / matrix.norm().clamp_min(1e-300)
-    coefficients = sample.settings.get("ns_coefficients", NS_COEFFICIENTS)
-    return newton_schulz(unit, sample.settings["ns_steps"], coefficients).reshape(-1)
-
-
-def _muon(mean: Callable[[Sample, Values, bool], Tensor], orthogonal: Callable[[Sample, Tensor], Tensor]) -> Definition:
-    def direction(sample: Sample, values: Values) -> Tensor:
-        scale = LR_SCALES[sample.settings.get("adjust_lr_fn") or "original"](*matrix_shape(sample.shape))
-        return scale * orthogonal(sample, mean(sample, values, bool(sample.settings.get("nesterov"))))
-
-    return Definition(_muon_factors, direction, is_decoupled=True)
-
-
-MUON = replace(_muon(_mean_as_rounded, _orthogonal_as_rounded), unrounded=_muon(_mean, _orthogonal))
+MUON = Definition(_muon_factors, direction=None, is_decoupled=True)
 
 DEFINITIONS = {"sgd": SGD, "adam": ADAM, "adamw": ADAMW, "lion": LION, "muon": MUON}
 """By the rule of a :class:`StepCapture`."""

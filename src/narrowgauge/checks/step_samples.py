@@ -1,15 +1,15 @@
 """Samples of an optimizer's parameters around a step, in bounded memory.
 
 The update of most optimizers is elementwise, so a few thousand elements of each parameter are enough to compute it again: the
-weight and the states before and after, and the gradient. Where a step depends on the whole matrix, as Muon's does, matrices
-that are small enough are kept whole. Nothing here changes a tensor of the run. Samples lie on the CPU.
+weight and the states before and after, and the gradient. Nothing here changes a tensor of the run. Samples lie on the CPU.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,22 +20,17 @@ from narrowgauge.checks.stored import Rounding
 from narrowgauge.numerics.dtensor import is_sharded, local_of
 from narrowgauge.optim import codes
 from narrowgauge.optim.optimizer import Optimizer
-from narrowgauge.optim.rules.matrix import matrix_shape
 from narrowgauge.optim.state import ParameterState
 from narrowgauge.spec.storages import Code
 
 ELEMENTS = 1 << 12
 """Elements that are kept of each parameter."""
-WHOLE_ELEMENTS, WHOLE_PRODUCTS = 1 << 22, 1 << 35
-"""Of the matrices of a step that are kept whole: elements of one, and multiply-adds that computing all again takes."""
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 SETTINGS = (
     "lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "maximize", "amsgrad", "decoupled_weight_decay",
-    "ns_steps", "ns_coefficients", "ns_dtype", "adjust_lr_fn",
 )  # fmt: skip
 RULES = {"AdamW": "adamw", "Adam": "adam", "SGD": "sgd", "Lion": "lion", "Muon": "muon"}
 """The classes of optimizers that are computed again, and those derived from them."""
-Take = Callable[[Tensor], Tensor]
 
 
 def spread(tensor: Tensor) -> Tensor:
@@ -51,18 +46,13 @@ def spread(tensor: Tensor) -> Tensor:
     return flat[::stride].clone().cpu()
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Copy all elements to the CPU; 1-D."""
-    return tensor.detach().reshape(-1).clone().cpu()
-
-
 @dataclass
 class Sample:
     """Some elements of one parameter around a step, on the CPU.
 
     Args:
         name: in the model, or its place in the optimizer's groups.
-        shape, dtype: of the whole parameter.
+        dtype: of the parameter.
         settings: those of its group that the rule reads.
         rule: a key of ``narrowgauge.checks.step_rules.DEFINITIONS``, or empty.
         weight, states: before the step, 1-D.
@@ -71,11 +61,9 @@ class Sample:
         count, count_before: steps that the optimizer counts for it after this one, and before.
         listed: how often the groups list it.
         roundings: of the weight and the states that are stored in a narrower format than float32, by name.
-        whole: the same with all elements, where the rule needs them and they are few enough.
     """
 
     name: str
-    shape: torch.Size
     dtype: torch.dtype
     settings: dict[str, Any]
     rule: str
@@ -89,7 +77,6 @@ class Sample:
     requires_grad: bool = True
     listed: int = 1
     roundings: dict[str, Rounding] = field(default_factory=dict)
-    whole: Sample | None = None
 
     def at(self, places: Tensor) -> Sample:
         """Return the same sample with some of its elements, by bool ``[elements]``."""
@@ -102,7 +89,7 @@ class Sample:
 
 @dataclass
 class SampledStep:
-    """A step: its samples by name, the norm of all gradients, the optimizer's own clip, and why nothing can be compared."""
+    """A step: its samples by name, the norm of all gradients, the optimizer's own factor, and why nothing can be compared."""
 
     step: int
     samples: dict[str, Sample] = field(default_factory=dict)
@@ -151,19 +138,22 @@ def weight_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Tensor:
     return optimizer.stored(parameter) if isinstance(optimizer, Optimizer) else parameter
 
 
-def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor, take: Take = spread) -> dict[str, Tensor]:
+def stored_by(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Any]:
+    """Return what an optimizer stores of a parameter, by name: of ours the weight with its tail, and the states of any."""
+    if not isinstance(optimizer, Optimizer):
+        return dict(optimizer.state.get(parameter, {}))
+    stored: dict[str, Any] = {}
+    for name in ("weight", *STATES) if optimizer.num_steps(parameter) else ("weight",):
+        with suppress(KeyError):  # another rule has other states, and a frozen parameter none
+            stored[name] = optimizer.stored(parameter, name)
+    return stored
+
+
+def states_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """Return samples of the states that rules read; empty before the first step."""
-    if isinstance(optimizer, Optimizer):
-        samples: dict[str, Tensor] = {}
-        for name in STATES if optimizer.num_steps(parameter) else ():
-            try:
-                samples[name] = take(optimizer.stored(parameter, name))
-            except KeyError:
-                continue
-        return samples
-    state = optimizer.state.get(parameter, {})
-    tensors = {name: state.get(name) for name in STATES}
-    return {name: take(t) for name, t in tensors.items() if isinstance(t, Tensor) and t.shape == parameter.shape}
+    stored = stored_by(optimizer, parameter)
+    tensors = {name: stored.get(name) for name in STATES}
+    return {name: spread(t) for name, t in tensors.items() if isinstance(t, Tensor) and t.shape == parameter.shape}
 
 
 def count_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> int:
@@ -181,62 +171,52 @@ def sampled_step(number: int, optimizer: torch.optim.Optimizer, parameters: Mapp
         number: of the step, from 1.
         parameters: the optimizer's, by name.
     """
-    found_inf, released = getattr(optimizer, "found_inf", None), getattr(optimizer, "released", ())
-    is_skipped = found_inf is not None and bool(found_inf)
-    step = SampledStep(number, why_not="a gradient is not finite: the step is skipped" if is_skipped else "")
-    loss_scale = _loss_scale_of(optimizer)
+    released = getattr(optimizer, "released", ())
+    step = SampledStep(number)
+    # GradScaler sets these two for the length of a step; ours tell afterwards what they did.
+    found_inf, grad_scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    if found_inf is not None and bool(found_inf):
+        step.why_not = "a gradient is not finite: the step is skipped"
+    loss_scale = 1.0 if grad_scale is None or isinstance(optimizer, Optimizer) else float(grad_scale)
     gradients = [g for p in parameters.values() if p not in released and (g := _gradient_of(p)) is not None]
     if not any(map(is_sharded, gradients)):
-        step.grad_norm = _norm_of(gradients) / loss_scale
+        squares = (float(torch.linalg.vector_norm(g, dtype=torch.float64)) ** 2 for g in gradients)
+        step.grad_norm = math.sqrt(sum(squares)) / loss_scale
     listed = Counter(id(p) for group in optimizer.param_groups for p in group["params"])
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    products = WHOLE_PRODUCTS
     for name, parameter in parameters.items():
         if parameter in released:  # stepped in backward already
             continue
-        group = groups[id(parameter)]
-        settings = {key: _plain(group[key]) for key in SETTINGS if key in group}
-        sample = _sample(name, optimizer, parameter, settings, loss_scale, spread)
-        if (cost := _products(sample, parameter)) is not None and cost <= products:
-            products -= cost
-            sample.whole = _sample(name, optimizer, parameter, settings, loss_scale, whole)
-        sample.listed = listed[id(parameter)]
-        step.samples[name] = sample
+        group, gradient = groups[id(parameter)], _gradient_of(parameter)
+        step.samples[name] = Sample(
+            name,
+            parameter.dtype,
+            settings={key: _plain(group[key]) for key in SETTINGS if key in group},
+            rule=rule_of(optimizer, parameter),
+            weight=spread(weight_of(optimizer, parameter)),
+            states=states_of(optimizer, parameter),
+            gradient=None if gradient is None else _times(optimizer, spread(gradient), 1 / loss_scale),
+            count_before=count_of(optimizer, parameter),
+            requires_grad=parameter.requires_grad,
+            listed=listed[id(parameter)],
+        )
     return step
 
 
 def complete(step: SampledStep, optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]) -> None:
-    """Add what the step made of each parameter, and multiply gradients by the factor with which the optimizer clipped."""
-    step.clip, why_not = _clip_factor(optimizer, step.grad_norm)
-    step.why_not = step.why_not or why_not
+    """Add what the step made of each parameter, and multiply gradients by the factor with which the optimizer did."""
+    if isinstance(optimizer, Optimizer) and optimizer.last_control is not None:
+        step.clip, is_skipped = optimizer.last_control.tolist()
+        if is_skipped:
+            step.why_not = "the norm of the gradients is too large: the step is skipped"
     for name, sample in step.samples.items():
-        for part, take in ((sample, spread), (sample.whole, whole)):
-            if part is not None and (parameter := parameters.get(name)) is not None:
-                part.weight_after = take(weight_of(optimizer, parameter))
-                part.states_after = states_of(optimizer, parameter, take)
-                part.count = count_of(optimizer, parameter)
-                part.roundings = _roundings_of(optimizer, parameter, take)
-                if part.gradient is not None:
-                    part.gradient = _times(optimizer, part.gradient, step.clip)
-
-
-def _sample(
-    name: str,
-    optimizer: torch.optim.Optimizer,
-    parameter: Tensor,
-    settings: dict[str, Any],
-    loss_scale: float,
-    take: Take,
-) -> Sample:
-    gradient = _gradient_of(parameter)
-    return Sample(
-        name, parameter.shape, parameter.dtype, settings, rule_of(optimizer, parameter),
-        weight=take(weight_of(optimizer, parameter)),
-        states=states_of(optimizer, parameter, take),
-        gradient=None if gradient is None else _times(optimizer, take(gradient), 1 / loss_scale),
-        count_before=count_of(optimizer, parameter),
-        requires_grad=parameter.requires_grad,
-    )  # fmt: skip
+        if (parameter := parameters.get(name)) is not None:
+            sample.weight_after = spread(weight_of(optimizer, parameter))
+            sample.states_after = states_of(optimizer, parameter)
+            sample.count = count_of(optimizer, parameter)
+            sample.roundings = _roundings_of(optimizer, parameter)
+            if sample.gradient is not None:
+                sample.gradient = _times(optimizer, sample.gradient, step.clip)
 
 
 def _gradient_of(parameter: Tensor) -> Tensor | None:
@@ -251,29 +231,7 @@ def _plain(value: Any) -> Any:
     return tuple(map(_plain, value)) if isinstance(value, (tuple, list)) else value
 
 
-def _products(sample: Sample, parameter: Tensor) -> int | None:
-    """Return the multiply-adds of computing a matrix's step again; ``None`` where no rule needs the whole of it."""
-    if sample.rule != "muon" or parameter.grad is None or is_sharded(parameter):
-        return None
-    rows, columns = matrix_shape(sample.shape)
-    short, number = min(rows, columns), rows * columns
-    if not sample.weight.numel() < number <= WHOLE_ELEMENTS:
-        return None
-    return int(3 * sample.settings["ns_steps"] * (2 * short * number + short**3))
-
-
-# ── what optimizers do within their step ────────────────────────────────────────────────────────────────────────────────
-
-
-def _loss_scale_of(optimizer: torch.optim.Optimizer) -> float:
-    scale = getattr(optimizer, "grad_scale", None)  # GradScaler sets it for fused optimizers and for ours
-    if isinstance(optimizer, Optimizer) and optimizer.loss_scaler is not None:
-        scale = optimizer.loss_scaler.scale_tensor
-    return 1.0 if scale is None else float(scale)
-
-
-def _norm_of(gradients: Sequence[Tensor]) -> float:
-    return math.sqrt(sum(float(torch.linalg.vector_norm(g.detach(), dtype=torch.float64)) ** 2 for g in gradients))
+# ── what our optimizers do within their step ────────────────────────────────────────────────────────────────────────────────
 
 
 def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) -> Tensor:
@@ -283,39 +241,21 @@ def _times(optimizer: torch.optim.Optimizer, gradient: Tensor, factor: float) ->
     return gradient if factor == 1 else (gradient.double() * factor).to(gradient.dtype)
 
 
-def _clip_factor(optimizer: torch.optim.Optimizer, norm: float | None) -> tuple[float, str]:
-    """Return the factor of clipping within the step that was taken, and why it is not known.
-
-    Args:
-        norm: of all gradients, divided by the loss scale; ``None`` takes the one that the optimizer found over all ranks.
-    """
-    if not isinstance(optimizer, Optimizer):
-        return 1.0, ""
-    if optimizer.max_grad_norm is None and optimizer.loss_scaler is None and optimizer.skip_above == math.inf:
-        return 1.0, ""
-    if norm is None:
-        norm = math.nan if optimizer.grad_norm is None else float(optimizer.grad_norm)
-    if not norm <= min(optimizer.skip_above, 3e38):
-        return 1.0, "the norm of the gradients is too large: the step is skipped"
-    limit = math.inf if optimizer.max_grad_norm is None else optimizer.max_grad_norm
-    return min(1.0, limit / (norm + 1e-6)), ""
-
-
-def _roundings_of(optimizer: torch.optim.Optimizer, parameter: Tensor, take: Take) -> dict[str, Rounding]:
+def _roundings_of(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Rounding]:
     """Return how the weight and the states were rounded in the last step; those in float32 or more are left out."""
     state = optimizer.state_of(parameter) if isinstance(optimizer, Optimizer) else None
     if state is None:
         return {}
     names = ("weight", *(name for name in STATES if name in state.shapes_of_states))
     codes = {name: state.storage.weight if name == "weight" else state.code(name) for name in names}
-    return {name: _rounding(state, name, code, take) for name, code in codes.items() if code.mantissa_bits < 23}
+    return {name: _rounding(state, name, code) for name, code in codes.items() if code.mantissa_bits < 23}
 
 
-def _rounding(state: ParameterState, name: str, code: Code, take: Take) -> Rounding:
+def _rounding(state: ParameterState, name: str, code: Code) -> Rounding:
     storage, ends = state.storage, None
     if code.scaled:
         back = codes.multipliers(code, state.bounds[name])[1].double().log2() - (code.lowest + 126)
-        ends = take(back.reshape(*state.parameter.shape[:-1], 1).expand(state.parameter.shape))
+        ends = spread(back.reshape(*state.parameter.shape[:-1], 1).expand(state.parameter.shape))
     if storage.arithmetic == "expansion":
         unit = 2.0 ** -(storage.weight.mantissa_bits + 1)
         # Every operation ends at the format's own subnormals, too.

@@ -122,18 +122,18 @@ class StoredValues:
     Args:
         stored: float64, 1-D.
         before: the same values before the step.
-        own: what the rule makes of them.
+        expected: what the rule makes of them.
         rounding: of their storage.
         slack: how far the arithmetic itself may take each value.
     """
 
-    def __init__(self, stored: Tensor, before: Tensor, own: Tensor, rounding: Rounding, slack: Tensor) -> None:
-        self.places = ~(rounding.is_bounded(own) | rounding.is_bounded(stored))
+    def __init__(self, stored: Tensor, before: Tensor, expected: Tensor, rounding: Rounding, slack: Tensor) -> None:
+        self.places = ~(rounding.is_bounded(expected) | rounding.is_bounded(stored))
         self.is_stochastic = rounding.code.rounding == "stochastic"
         self.reach = 1.0 if self.is_stochastic else 0.5
-        self.stored, self.before, self.own = stored[self.places], before[self.places], own[self.places]
+        self.stored, self.before, self.expected = stored[self.places], before[self.places], expected[self.places]
         self.above, self.below = rounding.spacing(stored)[self.places], rounding.spacing_below(stored)[self.places]
-        self.slack = slack[self.places] + 2.0**-23 * self.own.abs() + 4 * rounding.least
+        self.slack = slack[self.places] + 2.0**-23 * self.expected.abs() + 4 * rounding.least
 
     @property
     def envelope(self) -> float:
@@ -189,7 +189,7 @@ def agrees(stored: StoredValues, others: Sequence[Assumption]) -> tuple[bool, bo
     """
     if not len(stored.stored):
         return True, False, None
-    likelihood, outside = stored.likelihood(stored.own)
+    likelihood, outside = stored.likelihood(stored.expected)
     # No assumption has a probability above 1: where nothing speaks against the rule, nothing is likelier.
     if not stored.excludes(outside) and -likelihood <= _DECIDES:
         return True, likelihood - stored.likelihood(stored.before)[0] > _DECIDES, None

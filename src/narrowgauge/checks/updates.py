@@ -15,7 +15,8 @@ from torch import Tensor
 
 from narrowgauge.analysis.kinds import KINDS
 from narrowgauge.analysis.reading import Reading, of_all
-from narrowgauge.checks.set_up import NARROW, SetUp, SteppedParameter, sample
+from narrowgauge.checks.set_up import NARROW, SetUp, SteppedParameter
+from narrowgauge.checks.step_samples import spread
 from narrowgauge.numerics.metrics import update_metrics, update_sums
 from narrowgauge.numerics.rounding import round_to
 from narrowgauge.optim.optimizer import Optimizer
@@ -52,21 +53,18 @@ def change_of(stepped: SteppedParameter, weight: Tensor) -> Tensor | None:
     shape = stepped.parameter.shape
     if isinstance(mean, Tensor) and isinstance(square, Tensor) and mean.shape == square.shape == shape and square.any():
         betas, count = stepped.group.get("betas", (0.9, 0.999)), max(1.0, float(state.get("step", 1)))
-        first, second = sample(mean).float() / (1 - betas[0] ** count), sample(square).float() / (1 - betas[1] ** count)
+        first, second = spread(mean).float() / (1 - betas[0] ** count), spread(square).float() / (1 - betas[1] ** count)
         step: Tensor = first / (second.sqrt() + float(stepped.group.get("eps", 1e-8)))
         return -rate * step
     if stepped.is_normalized:
         share = (torch.arange(len(weight), dtype=torch.float64, device=weight.device) * 0.6180339887498949 + 0.5) % 1.0
-        size = 1.0 if "sign" in type(stepped.optimizer).__name__.lower() or _is_lion(stepped) else _TYPICAL
+        kind = type(stepped.optimizer).__name__.lower()
+        size = 1.0 if "sign" in kind or "lion" in kind else _TYPICAL
         draw = math.sqrt(2.0) * torch.erfinv(2 * share.clamp(1e-6, 1 - 1e-6) - 1) if size < 1 else (share - 0.5).sign()
         return (-rate * (size * draw).clamp(-1, 1)).float()
     if stepped.parameter.grad is None:
         return None
-    return -rate * sample(stepped.parameter.grad.detach()).float()
-
-
-def _is_lion(stepped: SteppedParameter) -> bool:
-    return "lion" in type(stepped.optimizer).__name__.lower()
+    return -rate * spread(stepped.parameter.grad).float()
 
 
 def predicted(stepped: SteppedParameter, change: Tensor, weight: Tensor) -> Tensor:
@@ -79,7 +77,7 @@ def _stands_still(stepped: SteppedParameter) -> bool:
     """Return whether the largest step, the learning rate itself, moves nearly no element."""
     if not (stepped.rate > 0 and stepped.is_normalized and stepped.keeps_nothing):
         return False
-    weight = sample(stepped.parameter.detach())
+    weight = spread(stepped.parameter)
     if not weight.count_nonzero():
         return False
     # In either direction: downwards from a power of two the spacing is half as large.
@@ -91,14 +89,14 @@ def _stands_still(stepped: SteppedParameter) -> bool:
 def _standing_still(still: Sequence[SteppedParameter]) -> Iterator[Reading]:
     groups: dict[tuple[float, str, float], list[SteppedParameter]] = {}
     for p in still:
-        weight = sample(p.parameter.detach()).float().abs()
+        weight = spread(p.parameter).float().abs()
         typical = float(weight.median()) or float(weight.max())
         groups.setdefault((p.rate, p.storage.visible, 2.0 ** (math.frexp(typical)[1] - 1)), []).append(p)
     for (rate, visible, typical), members in groups.items():
         members.sort(key=lambda p: p.parameter.ndim)  # norms first
         # Upwards half a spacing, downwards from a power of two a quarter.
         spacing = 2.0 ** (math.log2(typical) - members[0].storage.weight.mantissa_bits)
-        ones = all(bool((sample(p.parameter.detach()) == typical).all()) for p in members)
+        ones = all(bool((spread(p.parameter) == typical).all()) for p in members)
         needed = spacing / 4 if ones else spacing / 2
         is_flat = all(p.parameter.ndim < 2 for p in members)
         things = counted(len(members), "norm weight" if ones else "vector" if is_flat else "tensor")
@@ -112,7 +110,7 @@ def _lost_updates(short: Sequence[SteppedParameter]) -> Iterator[Reading]:
     """16-bit weights without low bits, a master copy or a compensation; SGD's before its first gradient too."""
     sums, names, worst = [], [], (2.0, "")
     for p in short:
-        weight = sample(p.parameter.detach())
+        weight = spread(p.parameter)
         if p.rate <= 0 or (change := change_of(p, weight)) is None or not weight.numel():
             continue
         total = predicted(p, change, weight) * (p.parameter.numel() / len(weight))
@@ -236,9 +234,7 @@ def _settings_in_formats(stepped: SteppedParameter) -> Iterator[tuple[str, float
 def _no_matrix(set_up: SetUp) -> Iterator[Reading]:
     """Rules for matrices whose parameters are all flat."""
     for optimizer in set_up.optimizers:
-        kind = type(optimizer).__name__
-        if any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion")):
-            dims = [p.parameter.ndim for p in set_up.trained if p.optimizer is optimizer]
-            if dims and max(dims) < 2:
-                name = of_all(p.name for p in set_up.trained if p.optimizer is optimizer)
-                yield KINDS["no-matrix"].reading(name, 0, None, 1, rule=kind)
+        kind, stepped = type(optimizer).__name__, [p for p in set_up.trained if p.optimizer is optimizer]
+        is_for_matrices = any(name in kind.lower() for name in ("muon", "shampoo", "soap", "dion"))
+        if is_for_matrices and stepped and max(p.parameter.ndim for p in stepped) < 2:
+            yield KINDS["no-matrix"].reading(of_all(p.name for p in stepped), 0, None, 1, rule=kind)

@@ -1,13 +1,10 @@
 """Gauges: metrics of a model's tensors during training.
 
-By default only tensors that are in memory anyway are watched: the operands of linear layers' matmuls, forward and backward; the
-weights and their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every
-``every`` steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`), measured at the end of the step
+Only tensors that are in memory anyway are watched: the operands of linear layers' matmuls, forward and backward; the weights and
+their gradients; queries and keys. Hence a run with gauges has the same bits as one without, compiled or not. Every ``every``
+steps the tensors are recorded (:mod:`narrowgauge.gauges.sampling`), measured at the end of the step
 (:mod:`narrowgauge.gauges.tensor_metrics`), and written as one record of ``gauges.jsonl``. On the other steps only the shadow of
 a few second moments is updated.
-
-The outputs of other modules do not exist in a compiled model, where everything between two matmuls is one kernel. They can be
-watched by name (``outputs``); in a compiled model this changes what is fused and possibly the last bits, and a warning says so.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ from narrowgauge.analysis.alarms import Alarms
 from narrowgauge.errors import NarrowgaugeError, RecipeError
 from narrowgauge.gauges import attention, hooks
 from narrowgauge.gauges.moment_shadow import MomentShadow, StateReader, UpdateMetrics
-from narrowgauge.gauges.sampling import SAMPLING, Recorder, WatchedTensor
+from narrowgauge.gauges.sampling import SAMPLING, Recorder
 from narrowgauge.gauges.tensor_metrics import Casts, Packed, Shards, measure, rounded, row_of
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul.linear import Linear
@@ -45,14 +42,14 @@ from narrowgauge.torch_names import plain_name
 
 
 class GaugeNotice(UserWarning):
-    """Gauges that record nothing, or that may change what they measure."""
+    """Gauges that record nothing."""
 
 
 class Gauges:
     """Gauges attached to a model; created by :func:`attach_gauges`.
 
     Args:
-        model, optimizer, patterns, every, outputs, on_row, alarms: see :func:`attach_gauges`.
+        model, optimizer, patterns, every, on_row, alarms: see :func:`attach_gauges`.
 
     Attributes:
         every: number of steps between samples.
@@ -62,10 +59,9 @@ class Gauges:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer,
         patterns: Sequence[str],
         every: int,
-        outputs: Sequence[str],
         on_row: Callable[[Row], Any] | None,
         alarms: bool,
     ) -> None:
@@ -74,40 +70,37 @@ class Gauges:
         self.last: Row | None = None
         self.alarms = Alarms(recipe_in_use(model, optimizer)) if alarms else None
         self._step = 0
-        self._handles: list[Any] = []
-        self._placed: list[nn.Module] = []
+        self._undos: list[Callable[[], object]] = []
         self._layers: dict[str, nn.Module] = {}
-        self._watched: list[WatchedTensor] = []
         self._warned = False
         named = {plain_name(name): parameter for name, parameter in model.named_parameters()}
-        own = {p for group in optimizer.param_groups for p in group["params"]} if optimizer is not None else set()
-        self.parameters = {n: p for n, p in named.items() if hooks.matches(n, patterns) and p in own}
-        self._choose(patterns, outputs)
-        if not self._watched and not self.parameters:
+        stepped = {p for group in optimizer.param_groups for p in group["params"]}
+        self.parameters = {n: p for n, p in named.items() if hooks.matches(n, patterns) and p in stepped}
+        self.recorder = Recorder(next(model.parameters()).device)
+        try:
+            self._attach(patterns)
+        except BaseException:
+            self.detach()
+            raise
+        if not self.recorder.watched and not self.parameters:
             raise NarrowgaugeError(
                 f"gauges were requested for {', '.join(map(repr, patterns))}, which matches no module or parameter of "
                 f"{type(model).__name__}.",
                 f"Its names look like '{next(iter(named))}'." if named else "",
             )
-        device = next(model.parameters()).device
         for kind in ("weight", "grad"):
-            self._watched += [WatchedTensor(kind, name) for name in self.parameters]
-        self.recorder = Recorder(self._watched, device)
+            for name in self.parameters:
+                self.recorder.watch(kind, name)
         # Gauges that are garbage collected stop sampling.
         weakref.finalize(self, _close, self.recorder.number)
         self.casts = Casts(self._layers)
         self.shards = Shards.of(self.parameters)
-        self._attach(outputs)
-        self.states: StateReader | None = None
-        self.updates: UpdateMetrics | None = None
-        self.shadow: MomentShadow | None = None
-        if optimizer is not None:
-            self.states = StateReader(optimizer, self.parameters.values())
-            self.updates = UpdateMetrics(self.states, self.parameters)
-            matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
-            self.shadow = MomentShadow(self.states, matrices if every else {})
-            self._handles.append(optimizer.register_load_state_dict_post_hook(self._forget))
-            self._handles.append(follow_steps(optimizer, self._before_step, self._after_step))
+        self.states = StateReader(optimizer, self.parameters.values())
+        self.updates = UpdateMetrics(self.states, self.parameters)
+        matrices = {name: p for name, p in self.parameters.items() if p.ndim >= 2}
+        self.shadow = MomentShadow(self.states, matrices if every else {})
+        self._undos.append(optimizer.register_load_state_dict_post_hook(self._forget).remove)
+        self._undos.append(follow_steps(optimizer, self._before_step, self._after_step).remove)
         self.step = 0
 
     @property
@@ -118,7 +111,7 @@ class Gauges:
     @step.setter
     def step(self, step: int) -> None:
         self._step = step
-        self.sampling = self.optimizer is not None and self.every > 0 and (step + 1) % self.every == 0
+        self.sampling = self.every > 0 and (step + 1) % self.every == 0
 
     @property
     def sampling(self) -> bool:
@@ -143,57 +136,42 @@ class Gauges:
     def _forget(self, *_: Any) -> None:
         """Invalidate what was read from the optimizer's states."""
         for part in (self.states, self.updates, self.shadow):
-            if part is not None:
-                part.forget()
+            part.forget()
 
     def detach(self) -> None:
         """Remove the gauges from the model and the optimizer."""
         self.sampling = False
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        for module in self._placed:
-            module.__dict__.pop("gauge_entries", None)
-        self._placed.clear()
+        for undo in self._undos:
+            undo()
+        self._undos.clear()
 
     # ── what is watched ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _choose(self, patterns: Sequence[str], outputs: Sequence[str]) -> None:
+    def _attach(self, patterns: Sequence[str]) -> None:
+        """Hook the layers and attention modules whose names match."""
+        inductor.heed_hooks()
         for name, module in hooks.named_modules(self.model).items():
-            if hooks.multiplies(module) and hooks.matches(name, patterns):
+            if not hooks.matches(name, patterns):
+                continue
+            if hooks.multiplies(module):
                 self._layers[name] = module
                 kinds = ("output_grad",) if hooks.shares_input(name, self._layers) else ("input", "output_grad")
-                self._watched += [WatchedTensor(kind, name) for kind in kinds]
-            elif hooks.matches(name, patterns) and attention.attention_hook_for(module) is not None:
-                self._watched.append(WatchedTensor("attention", name))
-            if outputs and name and hooks.matches(name, outputs):
-                self._watched.append(WatchedTensor("output", name))
-
-    def _attach(self, outputs: Sequence[str]) -> None:
-        inductor.heed_hooks()
-        modules = hooks.named_modules(self.model)
-        entries: dict[str, dict[str, Tensor]] = {}
-        for index, watched in enumerate(self._watched):
-            if watched.kind not in ("weight", "grad"):
-                entries.setdefault(watched.name, {})[watched.kind] = self.recorder.entry(index)
-        taken = next((name for name in entries if hooks.has_gauges(modules[name])), None)
-        if taken is not None:
-            raise NarrowgaugeError(
-                f"gauges were requested for '{taken}', which already has gauges.", "Call detach() of those first."
-            )
-        for name, own in entries.items():
-            module: Any = modules[name]
-            # An attribute instead of a closure: layers that differ in nothing else share compiled code.
-            module.gauge_entries = (own.get("input"), own.get("output_grad"), own.get("attention"), own.get("output"))
-            self._placed.append(module)
-            if "output_grad" in own:
-                self._handles.append(module.register_forward_hook(hooks.record_linear))
-            if "attention" in own:
-                self._handles.append(attention.hook_attention(module))
-            if "output" in own:
-                self._handles.append(module.register_forward_hook(hooks.record_output))
-        self._index = {watched: index for index, watched in enumerate(self._watched)}
+                self._place(name, module, *kinds)
+                self._undos.append(module.register_forward_hook(hooks.record_linear).remove)
+            elif (hook := attention.attention_hook_for(module)) is not None:
+                self._place(name, module, "attention")
+                self._undos.append(hook(module))
         self._attach_to_body()
+
+    def _place(self, name: str, module: Any, *kinds: str) -> None:
+        """Give a module its entries: an attribute instead of a closure, since layers that differ in nothing share code."""
+        if hooks.has_gauges(module):
+            raise NarrowgaugeError(
+                f"gauges were requested for '{name}', which already has gauges.", "Call detach() of those first."
+            )
+        entries = {kind: self.recorder.watch(kind, name) for kind in kinds}
+        module.gauge_entries = tuple(entries.get(kind) for kind in ("input", "output_grad", "attention"))
+        self._undos.append(lambda: module.__dict__.pop("gauge_entries", None))
 
     def _attach_to_body(self) -> None:
         """Record the input of a causal model's head as the output of its body: a chunked loss does not call the head."""
@@ -203,9 +181,9 @@ class Gauges:
             return
         entry, *others = head.gauge_entries
         head.gauge_entries = (None, *others)
-        body.gauge_entries = (entry, None, None, None)  # type: ignore[assignment]
-        self._placed.append(body)
-        self._handles.append(body.register_forward_hook(hooks.record_hidden_states))
+        body.gauge_entries = (entry, None, None)  # type: ignore[assignment]
+        self._undos.append(lambda: body.__dict__.pop("gauge_entries", None))
+        self._undos.append(body.register_forward_hook(hooks.record_hidden_states).remove)
 
     @property
     def _head(self) -> Any:
@@ -217,8 +195,7 @@ class Gauges:
 
     @torch.no_grad()
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.shadow is not None:
-            self.shadow.before_step()
+        self.shadow.before_step()
         if not self.sampling:
             return
         if self.alarms is not None and getattr(self.optimizer, "grad_scale", None) is not None:
@@ -227,20 +204,18 @@ class Gauges:
         for name, parameter in self.parameters.items():
             if self.shards is not None and not self.shards.share[name]:
                 continue
-            self.recorder.record(self._index[WatchedTensor("weight", name)], local_of(parameter))
+            self.recorder.record(self.recorder.index("weight", name), local_of(parameter))
             if parameter.grad is not None:
-                self.recorder.record(self._index[WatchedTensor("grad", name)], local_of(parameter.grad))
+                self.recorder.record(self.recorder.index("grad", name), local_of(parameter.grad))
         if self.shards is not None:
             self.shards.join_amax(self.recorder)
         # Before the layers advance to the next step: the delayed scale belongs to the steps before this one.
         self.casts.note(self.recorder)
-        if self.updates is not None:
-            self.updates.before_step()
+        self.updates.before_step()
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.shadow is not None:
-            self.shadow.step()
+        self.shadow.step()
         if self.sampling:
             self._read(self._step + 1)
         self.step = self._step + 1
@@ -249,29 +224,25 @@ class Gauges:
         """Build the record of a sampled step and pass it on."""
         began = time.perf_counter()
         packed = Packed(self.shards)
-        if self.states is not None:
-            self.states.forget()
-        groups = measure(self.recorder, self.casts.of, packed)
-        if self.updates is not None and self.shadow is not None:
-            self.updates.measure(packed)
-            self.shadow.measure(packed)
+        self.states.forget()
+        measure(self.recorder, self.casts.of, packed)
+        self.updates.measure(packed)
+        self.shadow.measure(packed)
         head = self._head_logits()
         if head is not None:
             packed.add("logits", head)
         fetched = packed.fetch()
-        row: Row = {"step": step, **row_of(self.recorder, groups, fetched)}
-        if self.updates is not None:
-            readings = audit(self.optimizer) if isinstance(self.optimizer, Optimizer) else {}
-            row["updates"] = self.updates.rows(fetched, readings)
-        if self.shadow is not None and (moments := self.shadow.rows(fetched)):
+        row: Row = {"step": step, **row_of(self.recorder, fetched)}
+        readings = audit(self.optimizer) if isinstance(self.optimizer, Optimizer) else {}
+        row["updates"] = self.updates.rows(fetched, readings)
+        if moments := self.shadow.rows(fetched):
             row["moments"] = moments
         if "logits" in fetched:
             values = [rounded(value, keep_nan=True) for value in fetched["logits"].tolist()]
             row["logits"] = dict(zip(("max", "log_z"), values, strict=True))
         row["seconds"] = rounded(time.perf_counter() - began)
         self.recorder.clear()
-        if self.states is not None:
-            self.states.forget()
+        self.states.forget()
         self._warn_if_nothing_recorded(row)
         self.last = row
         if self.on_row is not None:
@@ -283,7 +254,7 @@ class Gauges:
         """Largest logit and mean log Z of sampled positions, from the input of the head."""
         head = self._head
         name = next((n for n, m in self._layers.items() if m is head), None)
-        sample = self.recorder.samples.get(self._index.get(WatchedTensor("input", name or ""), -1))
+        sample = None if name is None else self.recorder.samples.get(self.recorder.index("input", name))
         if head is None or sample is None or is_sharded(head.weight) or type(head).__name__ == "Conv1D":
             return None
         weight, bias = head.weight.detach(), getattr(head, "bias", None)
@@ -307,7 +278,7 @@ class Gauges:
                 GaugeNotice,
                 stacklevel=2,
             )
-        attentions = [watched.name for watched in self._watched if watched.kind == "attention"]
+        attentions = [watched.name for watched in self.recorder.watched if watched.kind == "attention"]
         if not self._warned and attentions and "attention" not in row:
             self._warned = True
             warnings.warn(attention.nothing_recorded(attentions, row["step"]), GaugeNotice, stacklevel=2)
@@ -322,7 +293,7 @@ def _close(number: int) -> None:
     SAMPLING.is_on = bool(_OPEN)
 
 
-def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Recipe | None:
+def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer) -> Recipe | None:
     """The compute and storage of a model in a user's training loop, for the alarms; ``None`` where they are not known."""
     narrow = next((module for module in model.modules() if isinstance(module, Linear)), None)
     storage = storages.find(optimizer.param_groups[0]["storage"]) if isinstance(optimizer, Optimizer) else None
@@ -336,18 +307,17 @@ def recipe_in_use(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 def attach_gauges(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: torch.optim.Optimizer,
     patterns: Sequence[str] | str = "*",
     *,
     every: int = 20,
-    outputs: Sequence[str] | str = (),
     on_row: Callable[[Row], Any] | None = None,
     alarms: bool = True,
 ) -> Gauges:
     """Measure a model during training: operands of its matmuls, gradients, weights, updates, moments and attention.
 
-    Invariant: a run with gauges has the same bits as one without, eager or compiled, except with ``outputs``. The host
-    synchronizes with the device once on a sampled step, and never on the others.
+    Invariant: a run with gauges has the same bits as one without, eager or compiled. The host synchronizes with the device
+    once on a sampled step, and never on the others.
 
     On several ranks, call it on each of them with the same arguments. If parameters are sharded (FSDP2, over a mesh of any
     number of axes), a sampled step makes two reductions over the ranks, and every rank's record holds the same metrics of
@@ -364,12 +334,9 @@ def attach_gauges(
         model: any module, prepared or not, compiled after this call or not at all; its linear layers, narrow experts and
             attention modules are watched.
         optimizer: the optimizer of the model, from Narrowgauge or torch, or a framework's wrapper of one; its steps are
-            counted. A Narrowgauge optimizer created without parameter names takes those of the model. Without an optimizer
-            nothing is sampled.
+            counted. A Narrowgauge optimizer created without parameter names takes those of the model.
         patterns: names of modules and parameters to watch, with shell wildcards.
         every: number of steps between samples; 0 disables sampling.
-        outputs: names of further modules whose outputs are watched, as ``output:NAME``. In a compiled model this prevents
-            fusion across them, which may change last bits; a warning says so.
         on_row: called with each record, see :data:`narrowgauge.runs.schema.GAUGE`; ``RunWriter.gauge`` writes it to a run folder.
         alarms: run the detectors on each record; ``ng.on_event`` receives their events.
     Returns:
@@ -389,18 +356,10 @@ def attach_gauges(
         >>> gauges.last["tensors"]["input:"][0]  # amax of the input of the layer
         1.0
     """
-    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
-    others = [outputs] if isinstance(outputs, str) else list(outputs)
+    all_patterns = [patterns] if isinstance(patterns, str) else list(patterns)
     if type(every) is not int or every < 0:
         raise NarrowgaugeError(f"gauges every {every!r} steps were requested; every must be an integer of at least 0.")
-    if others:
-        warnings.warn(
-            f"outputs of {', '.join(map(repr, others))} are watched: a compiled model then writes them to memory, and its last "
-            "bits may differ from those of a run without gauges.",
-            GaugeNotice,
-            stacklevel=2,
-        )
     inner = unwrapped(optimizer)
     if isinstance(inner, Optimizer):
         inner.name_parameters(model)
-    return Gauges(model, inner, wanted, every, others, on_row, alarms)
+    return Gauges(model, inner, all_patterns, every, on_row, alarms)

@@ -5,14 +5,12 @@ which is detected from the code of the module's class:
 
 - *Named.* Models of transformers look up the kernel by a name in their config. While gauges are attached, the look-up returns
   the same kernel in a recording wrapper. Names, configs and masks do not change.
-- *Called.* A module calls PyTorch's ``scaled_dot_product_attention`` itself. While gauges are attached, that name refers to a
-  recording wrapper. The wrapper does not know its caller, so operators at the start and end of the module's forward keep a
-  stack of running modules.
-- *Projected.* ``nn.MultiheadAttention`` does not expose queries and keys. Its inputs and weights are in memory, so the operator
-  repeats the projection for the first sequence of the batch.
+- *Called.* A module, ``nn.MultiheadAttention`` too, calls PyTorch's ``scaled_dot_product_attention``. While gauges are attached,
+  that name refers to a recording wrapper. The wrapper does not know its caller, so operators at the start and end of the
+  module's forward keep a stack of running modules.
 
-Compiled attention without a kernel is not recorded: transformers' ``eager``, and on a CPU any attention with dropout, become
-matmuls between which the compiler keeps neither queries nor keys in memory.
+Attention without a kernel is not recorded: ``nn.MultiheadAttention`` with ``need_weights=True``, compiled ``eager`` attention of
+transformers, and compiled attention with dropout on a CPU.
 """
 
 from __future__ import annotations
@@ -29,26 +27,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge import torch_names
-from narrowgauge.gauges.hooks import ATTENTION, as_multiplied, entry_of
-from narrowgauge.gauges.sampling import SAMPLING, is_sampled, record_attention, recorder_of
-from narrowgauge.numerics.widening import linear
+from narrowgauge.gauges.hooks import ATTENTION, entry_of
+from narrowgauge.gauges.sampling import SAMPLING, is_sampled, record_attention
 from narrowgauge.transforms.scaled_tensor import Scaled
 
 Undo = Callable[[], object]
 
 
-class AttentionHandle:
-    """A handle that stops the recording of a module's attention."""
-
-    def __init__(self, undo: Undo) -> None:
-        self.remove = undo
-
-
 def attention_hook_for(module: nn.Module) -> Callable[[nn.Module], Undo] | None:
     """The function that starts recording a module's attention and returns one that stops it; ``None`` without attention."""
     kind = type(module)
-    if kind.forward is nn.MultiheadAttention.forward:
-        return _hook_projected
+    if isinstance(module, nn.MultiheadAttention):
+        return _hook_called
     if kind.__module__.startswith("torch."):
         return None
     names = _names(kind)
@@ -57,33 +47,27 @@ def attention_hook_for(module: nn.Module) -> Callable[[nn.Module], Undo] | None:
     return _hook_called if "scaled_dot_product_attention" in names else None
 
 
-def hook_attention(module: nn.Module) -> AttentionHandle:
-    hook = attention_hook_for(module)
-    assert hook is not None
-    return AttentionHandle(hook(module))
-
-
 def nothing_recorded(names: list[str], step: int) -> str:
     """Return the warning for a model none of whose attention was recorded."""
     return (
         f"gauges recorded no attention at step {step} in {len(names)} modules like '{names[0]}': they did not run, or not "
-        "through an attention kernel (compiled, transformers' 'eager' and dropout on a CPU use none). "
-        "Use attn_implementation='sdpa', or do not compile."
+        "through an attention kernel (need_weights=True, and compiled, transformers' 'eager' and dropout on a CPU use none). "
+        "Use attn_implementation='sdpa', need_weights=False, or do not compile."
     )
 
 
 def _names(kind: type[nn.Module]) -> set[str]:
     """Return the names used in the code of a class's forward, and in the functions it calls in the same file."""
-    found: set[str] = set()
+    names: set[str] = set()
     functions = [inspect.unwrap(kind.forward)]
     for function in functions:
         if not isinstance(function, FunctionType):
             continue
-        new = set(_names_in(function.__code__)) - found
-        found |= new
+        new = set(_names_in(function.__code__)) - names
+        names |= new
         called = (getattr(kind, name, function.__globals__.get(name)) for name in sorted(new))
-        functions += [one for one in called if getattr(one, "__module__", None) == function.__module__]
-    return found
+        functions += [callee for callee in called if getattr(callee, "__module__", None) == function.__module__]
+    return names
 
 
 def _names_in(code: CodeType) -> Iterator[str]:
@@ -134,14 +118,6 @@ def _restore(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         setattr(owner, name, before)
 
 
-def _together(*undos: Undo) -> Undo:
-    def undo_all() -> None:
-        for undo in undos:
-            undo()
-
-    return undo_all
-
-
 # ── named ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -188,8 +164,8 @@ def enter(entry: Tensor) -> None:
 @torch.library.custom_op("narrowgauge::leave_attention", mutates_args=())
 def leave(entry: Tensor) -> None:
     """Pop the entry of a module whose forward ends, and those of the modules inside it."""
-    own = [k for k, other in enumerate(_running) if other.data_ptr() == entry.data_ptr()]
-    del _running[own[0] if own else len(_running) :]
+    places = [k for k, running in enumerate(_running) if running.data_ptr() == entry.data_ptr()]
+    del _running[places[0] if places else len(_running) :]
 
 
 @torch.library.custom_op("narrowgauge::record_running_attention", mutates_args=())
@@ -233,7 +209,12 @@ def _hook_called(module: nn.Module) -> Undo:
     replaced = [_replace(owner, name, _recording_call) for owner in owners if hasattr(owner, name)]
     # Also if forward raises: activation checkpointing stops its recomputation that way.
     hooks = module.register_forward_pre_hook(_enter), module.register_forward_hook(_leave, always_call=True)
-    return _together(*replaced, *(hook.remove for hook in hooks))
+
+    def undo() -> None:
+        for step in (*replaced, *(hook.remove for hook in hooks)):
+            step()
+
+    return undo
 
 
 @functools.cache
@@ -266,78 +247,3 @@ def _record_call(
     if _is_kernel(query, scale, dropout_p):
         # The mask is not read; most often it is causal.
         _record(record_running, query, key, scale, is_causal or attn_mask is not None)
-
-
-# ── projected ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@torch.library.custom_op("narrowgauge::record_projected_attention", mutates_args=())
-def record_projected(
-    query: Tensor,
-    key: Tensor,
-    weight: Tensor,
-    key_weight: Tensor | None,
-    bias: Tensor | None,
-    num_heads: int,
-    batch_first: bool,
-    is_causal: bool,
-    entry: Tensor,
-) -> None:
-    """Record the attention of ``nn.MultiheadAttention`` in an entry, from its inputs and projection weights."""
-    recorder, index = recorder_of(entry)
-    if recorder is None or not recorder.is_recording:
-        return
-    width = weight.shape[1] if key_weight is None else weight.shape[0]
-    both = weight[:width], weight[width : 2 * width] if key_weight is None else key_weight
-    heads = []
-    for k, (x, own) in enumerate(zip((query, key), both, strict=True)):
-        first = x if x.ndim == 2 else x.select(0 if batch_first else 1, 0)
-        y = linear(first.to(own.dtype), own, None if bias is None else bias[k * width : (k + 1) * width])
-        heads.append(y.unflatten(-1, (num_heads, -1)).transpose(0, 1))
-    recorder.record_attention(index, heads[0], heads[1], float(heads[0].shape[-1]) ** -0.5, is_causal)
-
-
-@record_projected.register_fake
-def _(
-    query: Tensor, key: Tensor, weight: Tensor, key_weight: Tensor | None, bias: Tensor | None, num_heads: int,
-    batch_first: bool, is_causal: bool, entry: Tensor,
-) -> None:  # fmt: skip
-    return None
-
-
-torch_names.keep_effect(record_projected)
-
-
-def _hook_projected(module: nn.Module) -> Undo:
-    undo: Undo = module.register_forward_pre_hook(_record_inputs, with_kwargs=True).remove
-    return undo
-
-
-def _record_inputs(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-    if is_sampled(module):
-        _record_projected(module, *args, **options)
-
-
-def _record_projected(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None = None,
-    need_weights: bool = True,
-    attn_mask: Tensor | None = None,
-    average_attn_weights: bool = True,
-    is_causal: bool = False,
-) -> None:
-    weight, key_weight = module.in_proj_weight, None
-    if weight is None:
-        weight, key_weight = module.q_proj_weight, module.k_proj_weight.detach()
-    weight, bias = weight.detach(), None if module.in_proj_bias is None else module.in_proj_bias.detach()
-    entry = entry_of(module, ATTENTION)
-    if type(weight) is not Tensor or entry is None:
-        return
-    record_projected(
-        as_multiplied(query).detach(), as_multiplied(key).detach(), weight, key_weight, bias, module.num_heads,
-        module.batch_first,
-        is_causal or attn_mask is not None, entry,
-    )  # fmt: skip

@@ -1,13 +1,14 @@
-"""The forward hooks of gauges: one function per kind of tensor, so that layers share compiled code.
+"""The hooks on a model's forward and backward; those on the optimizer's step are in :mod:`narrowgauge.torch_hooks`.
 
-What differs between layers is an attribute of the module, ``gauge_entries``: the entries at :data:`INPUT`,
-:data:`OUTPUT_GRAD`, :data:`ATTENTION` and :data:`OUTPUT`; ``None`` for those that are not watched.
+Gauges hook with one function per kind of tensor, so that layers share compiled code. What differs between layers is an attribute
+of the module, ``gauge_entries``: the entries at :data:`INPUT`, :data:`OUTPUT_GRAD` and :data:`ATTENTION`; ``None`` for those that
+are not watched. The recorder follows passes, outputs and gradients of eager steps; a compiler passes its hooks over.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.gauges.sampling import is_sampled, record_gradient, record_tensor, recorder_of
 from narrowgauge.matmul.experts import GroupedLinear, grouped_layers_of
 from narrowgauge.spec.computes import first_of_input
+from narrowgauge.torch_hooks import OwnHook
 from narrowgauge.torch_names import plain_name
 
-INPUT, OUTPUT_GRAD, ATTENTION, OUTPUT = range(4)
-"""The places in ``gauge_entries``: of a module's input, its output's gradient, its attention, its output."""
+INPUT, OUTPUT_GRAD, ATTENTION = range(3)
+"""The places in ``gauge_entries``: of a module's input, its output's gradient, its attention."""
+Undo = Callable[[], object]
+
+# ── gauges ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def record_linear(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -42,8 +47,8 @@ def record_hidden_states(model: nn.Module, args: tuple[Any, ...], output: Any) -
 def entry_of(module: nn.Module, place: int) -> Tensor | None:
     """Return an entry of a module by its place in ``gauge_entries``; ``None`` for modules that are not watched."""
     entries: Any = getattr(module, "gauge_entries", None)
-    found: Tensor | None = None if entries is None else entries[place]
-    return found
+    entry: Tensor | None = None if entries is None else entries[place]
+    return entry
 
 
 def has_gauges(module: nn.Module) -> bool:
@@ -57,14 +62,6 @@ def as_multiplied(x: Tensor) -> Tensor:
     if x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
     return x
-
-
-def record_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """The forward hook of a module whose output is watched."""
-    if is_sampled(module):
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if isinstance(first, Tensor) and first.is_floating_point():
-            record_tensor(first, entry_of(module, OUTPUT))
 
 
 def multiplies(module: nn.Module) -> bool:
@@ -89,3 +86,66 @@ def shares_input(name: str, layers: dict[str, nn.Module]) -> bool:
     """Return whether another of the layers, the first with this input, already measures it."""
     first = first_of_input(name)
     return first != name and first in layers
+
+
+# ── passes of the recorder ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def follow_passes(module: nn.Module, before: Callable[[Any, Any], object], after: Callable[[Any], object]) -> Undo:
+    """Call a function before each forward pass with gradients, and one with its output, until the result is called."""
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            before(args, kwargs)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            after(output)
+
+    return _undo(
+        module.register_forward_pre_hook(OwnHook(enter), with_kwargs=True), module.register_forward_hook(OwnHook(leave))
+    )
+
+
+def follow_outputs(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
+    """Call a function with the first output of each module that has parameters, until the result is called."""
+
+    def hook(name: str) -> Any:
+        def take(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if type(first) is Tensor and first.is_floating_point() and not torch.compiler.is_compiling():
+                see(name, first.detach())
+
+        return OwnHook(take)
+
+    return _undo(
+        *(
+            module.register_forward_hook(hook(plain_name(name)))
+            for name, module in model.named_modules()
+            if any(True for _ in module.parameters(recurse=False))
+        )
+    )
+
+
+def follow_gradients(model: nn.Module, see: Callable[[str, Tensor], object]) -> Undo:
+    """Call a function with the gradient that each backward pass computes of a parameter, until the result is called.
+
+    What the loop hooked there itself comes first. FSDP2 sums gradients of other tensors, where no hook sees them.
+    """
+
+    def hook(name: str) -> Any:
+        def take(gradient: Tensor) -> None:
+            if not torch.compiler.is_compiling():
+                see(name, gradient)
+
+        return OwnHook(take)
+
+    return _undo(*(p.register_hook(hook(plain_name(n))) for n, p in model.named_parameters() if p.requires_grad))
+
+
+def _undo(*handles: Any) -> Undo:
+    def undo() -> None:
+        for handle in handles:
+            handle.remove()
+
+    return undo

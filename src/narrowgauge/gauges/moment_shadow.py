@@ -47,12 +47,12 @@ class StateReader:
         """At most ``NUM_VALUES`` float32 values of a state, or ``None`` if there is no such state yet."""
         if name not in self._read:
             if isinstance(self.optimizer, Optimizer):
-                read = self.optimizer.leading(self.parameters, NUM_VALUES, name)
-                found = [None if x is None else x.float() for x in read]
+                values = self.optimizer.leading(self.parameters, NUM_VALUES, name)
             else:
-                kept = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
-                found = [leading_of(x).float() if isinstance(x, Tensor) else None for x in kept]
-            self._read[name] = dict(zip(self.parameters, found, strict=True))
+                states = [self.optimizer.state.get(p, {}).get(name) for p in self.parameters]
+                values = [leading_of(x) if isinstance(x, Tensor) else None for x in states]
+            floats = [None if x is None else x.float() for x in values]
+            self._read[name] = dict(zip(self.parameters, floats, strict=True))
         return self._read[name][parameter]
 
     def forget(self) -> None:
@@ -86,12 +86,12 @@ class MomentShadow:
         self._sizes: list[int] = []
         self._weight: Tensor | None = None
         self._decay: Tensor | None = None
-        self._held: Tensor | None = None
+        self._weights_before: Tensor | None = None
 
     def before_step(self) -> None:
         """Keep the weights that a decay in the gradient reads: the step changes them."""
         if self._decay is not None:
-            self._held = torch.cat([leading_of(p.detach()) for p in self.parameters.values()]).float()
+            self._weights_before = torch.cat([leading_of(p.detach()) for p in self.parameters.values()]).float()
 
     def step(self) -> None:
         """Apply the optimizer's step that has just ended, from the gradients, which still exist."""
@@ -100,16 +100,15 @@ class MomentShadow:
             return
         if self.exact is None or self._weight is None:
             return
-        gradients = [p.grad for p in self.parameters.values()]
-        weight = self._weight
+        weight, gradients = self._weight, [p.grad for p in self.parameters.values()]
         if any(grad is None or grad.layout is not torch.strided for grad in gradients):
-            weight, gradients = self._present(gradients)
+            weight, gradients = self._without_absent(weight, gradients)
         gradient = torch.cat([leading_of(grad) for grad in gradients if grad is not None]).float()
         scale, skip = self._control()
         if scale is not None:
             gradient.mul_(scale)
-        if self._decay is not None and self._held is not None:
-            gradient.addcmul_(self._decay, self._held)
+        if self._decay is not None and self._weights_before is not None:
+            gradient.addcmul_(self._decay, self._weights_before)
         if skip is not None:
             weight = torch.where(skip != 0, 0.0, weight)
         # A non-finite gradient times a weight of 0 would be NaN.
@@ -121,46 +120,43 @@ class MomentShadow:
         self._has_begun = True
         self.states.forget()
         groups = self.states.groups()
-        kept = {name: p for name, p in self.candidates.items() if "betas" in groups.get(p, {})}
-        found = {name: p for name, p in kept.items() if self._has_moments(p)}
-        every = -(-len(found) // MAX_SHADOWED) if found else 1
-        self.parameters = dict(list(found.items())[::every])
+        shadowed = {
+            name: p
+            for name, p in self.candidates.items()
+            if "betas" in groups.get(p, {}) and self._has_moment_of_each_value(p)
+        }
+        self.parameters = dict(list(shadowed.items())[:: max(1, -(-len(shadowed) // MAX_SHADOWED))])
         self._sizes = [min(NUM_VALUES, local_of(p).numel()) for p in self.parameters.values()]
         self.exact = self.stored()
         if self.exact is not None:
-            betas = [float(groups[p]["betas"][1]) for p in self.parameters.values()]
-            parts = [
-                torch.full((n,), 1 - beta, dtype=torch.float32) for n, beta in zip(self._sizes, betas, strict=True)
+            used = [groups[p] for p in self.parameters.values()]
+            self._weight = self._per_value([1 - float(group["betas"][1]) for group in used])
+            # Adam's decay goes through its moments.
+            is_coupled = type(self.optimizer).__name__ == "Adam"
+            decays = [
+                0.0 if group.get("decoupled_weight_decay") else float(group.get("weight_decay") or 0.0)
+                for group in used
             ]
-            self._weight = torch.cat(parts).to(self.exact.device)
-            self._decay = self._coupled_decay(groups)
+            self._decay = self._per_value(decays) if is_coupled and any(decays) else None
         self.states.forget()
 
-    def _coupled_decay(self, groups: Mapping[Tensor, Mapping[str, Any]]) -> Tensor | None:
-        """Return Adam's decay for each value, which goes through its moments; ``None`` where it acts on the weight."""
-        if type(self.optimizer).__name__ != "Adam" or self._weight is None:
-            return None
-        decays = [
-            0.0 if groups[p].get("decoupled_weight_decay") else float(groups[p].get("weight_decay") or 0.0)
-            for p in self.parameters.values()
-        ]
-        pairs = zip(self._weight.split(self._sizes), decays, strict=True)
-        return torch.cat([torch.full_like(w, decay) for w, decay in pairs]) if any(decays) else None
+    def _per_value(self, numbers: Sequence[float]) -> Tensor:
+        assert self.exact is not None
+        parts = [torch.full((n,), x, dtype=torch.float32) for n, x in zip(self._sizes, numbers, strict=True)]
+        return torch.cat(parts).to(self.exact.device)
 
-    def _has_moments(self, parameter: Tensor) -> bool:
+    def _has_moment_of_each_value(self, parameter: Tensor) -> bool:
         """Return whether each value has a second moment; some optimizers keep one for the whole tensor."""
-        kept = self.states.leading(parameter, "exp_avg_sq")
-        return kept is not None and len(kept) == min(NUM_VALUES, local_of(parameter).numel())
+        moments = self.states.leading(parameter, "exp_avg_sq")
+        return moments is not None and len(moments) == min(NUM_VALUES, local_of(parameter).numel())
 
-    def _present(self, gradients: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
+    def _without_absent(self, weight: Tensor, gradients: list[Tensor | None]) -> tuple[Tensor, list[Tensor | None]]:
         """Interpolation weights and gradients when some parameters have no gradient: those take no step."""
-        assert self._weight is not None
-        here = [grad is not None and grad.layout is torch.strided for grad in gradients]
-        pieces = [
-            w if there else torch.zeros_like(w) for w, there in zip(self._weight.split(self._sizes), here, strict=True)
-        ]
-        filled = [s if there else torch.zeros_like(w) for s, w, there in zip(gradients, pieces, here, strict=True)]
-        return torch.cat(pieces), list(filled)
+        zeros = [torch.zeros_like(part) for part in weight.split(self._sizes)]
+        is_there = [grad is not None and grad.layout is torch.strided for grad in gradients]
+        parts = zip(weight.split(self._sizes), zeros, is_there, strict=True)
+        kept = [grad if there else zero for grad, zero, there in zip(gradients, zeros, is_there, strict=True)]
+        return torch.cat([part if there else zero for part, zero, there in parts]), list(kept)
 
     def _control(self) -> tuple[Tensor | None, Tensor | None]:
         """Return the factor the optimizer applied to the gradients, and whether it skipped the step."""
@@ -172,24 +168,24 @@ class MomentShadow:
 
     def forget(self) -> None:
         """Restart from the stored moments after the next step."""
-        self.exact = self.before = self._weight = self._decay = self._held = None
+        self.exact = self.before = self._weight = self._decay = self._weights_before = None
         self._has_begun = False
 
     def stored(self) -> Tensor | None:
         """Return the stored second moments, concatenated; ``None`` without a shadow."""
         parts = [self.states.leading(p, "exp_avg_sq") for p in self.parameters.values()]
-        found = [part for part in parts if part is not None]
-        return torch.cat(found) if found and len(found) == len(parts) else None
+        present = [part for part in parts if part is not None]
+        return torch.cat(present) if present and len(present) == len(parts) else None
 
     def measure(self, packed: Packed) -> None:
         """Add each parameter's bias and frozen fraction to the metrics to fetch."""
-        found = self._compared()
+        table = self._compared()
         if packed.shards is not None and self.candidates:  # the same number on every rank, whatever its shadow
             none = torch.full((2,), math.nan, dtype=torch.float64, device=next(iter(self.candidates.values())).device)
-            own = dict(zip(self.parameters, found, strict=True)) if found is not None else {}
-            packed.add_mean("moments", torch.stack([own.get(n, none) for n in self.candidates]), self.candidates)
-        elif found is not None:
-            packed.add("moments", found)
+            rows = {} if table is None else dict(zip(self.parameters, table, strict=True))
+            packed.add_mean("moments", torch.stack([rows.get(n, none) for n in self.candidates]), self.candidates)
+        elif table is not None:
+            packed.add("moments", table)
 
     def _compared(self) -> Tensor | None:
         """Bias and frozen fraction of each parameter with a shadow, float64 ``[parameters, 2]``."""
@@ -244,8 +240,10 @@ class UpdateMetrics:
         }
         for name, parts in moments.items():
             pairs = zip(self.parameters, parts, strict=True)
-            own = [part for p, part in pairs if part is not None and (packed.shards is None or packed.shards.share[p])]
-            packed.add_histogram(name, own, after.device)
+            present = [
+                part for p, part in pairs if part is not None and (packed.shards is None or packed.shards.share[p])
+            ]
+            packed.add_histogram(name, present, after.device)
         ulps = self._in_spacings(moments["exp_avg"], moments["exp_avg_sq"])
         packed.add_mean("update to ulp", ulps, self.parameters)
         if packed.shards is not None and isinstance(self.states.optimizer, Optimizer):
@@ -266,19 +264,19 @@ class UpdateMetrics:
         """Return the ratio of the intended change to the spacing of the visible weight, for parameters with Adam's moments."""
         assert self.before is not None
         groups, names = self.states.groups(), list(self.parameters.values())
-        own = [
+        adam = [
             group if _has_adam_moments(group := groups.get(p, {}), m, v) else None
             for p, m, v in zip(names, first, second, strict=True)
         ]
         device = self.before.device
-        beta1, beta2 = (_column([group["betas"][k] if group else math.nan for group in own], device) for k in (0, 1))
-        rates = _column([group["lr"] if group else math.nan for group in own], device)
-        epsilons = _column([group.get("adam_eps", group["eps"]) if group else math.nan for group in own], device)
+        beta1, beta2 = (_column([g["betas"][k] if g else math.nan for g in adam], device) for k in (0, 1))
+        rates = _column([g["lr"] if g else math.nan for g in adam], device)
+        epsilons = _column([g.get("adam_eps", g["eps"]) if g else math.nan for g in adam], device)
         steps = _column([self.states.steps(p) for p in names], device)
         bits = _column([get_format(dtype_name(p.dtype)).mantissa_bits for p in names], device)
         none = self.before.new_zeros(1)
         m, v = (
-            _joined([part if group and part is not None else none for part, group in zip(parts, own, strict=True)])
+            _joined([part if g and part is not None else none for part, g in zip(parts, adam, strict=True)])
             for parts in (first, second)
         )
         unbias = torch.sqrt(1 - beta2**steps)
@@ -298,13 +296,15 @@ class UpdateMetrics:
         # With gradient release, parameters are stepped during backward and were not saved before.
         released = getattr(self.states.optimizer, "released", ())
         for (name, parameter), change, size in zip(self.parameters.items(), changes, sizes, strict=True):
-            own = readings.get(name)
-            audited = (own.edq, own.noise, own.lost_fraction, own.unseen_fraction) if own else (None,) * 4
+            reading = readings.get(name)
+            audited = (
+                (reading.edq, reading.noise, reading.lost_fraction, reading.unseen_fraction) if reading else (None,) * 4
+            )
             sizes_of_step = (None, None) if parameter in released else (change, size)
-            shares = (own.imprecision_share, own.lost_decay) if own else (None, None)
+            shares = (reading.imprecision_share, reading.lost_decay) if reading else (None, None)
             table[name] = [rounded(value) for value in (*audited, *sizes_of_step, *shares)]
-            if own is not None:
-                table[name][0] = rounded(own.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
+            if reading is not None:
+                table[name][0] = rounded(reading.edq, keep_nan=True)  # NaN: no update was intended; None: not audited
         return table
 
 
@@ -316,15 +316,11 @@ def _has_adam_moments(group: Mapping[str, Any], *moments: Tensor | None) -> bool
 
 def _column(values: Sequence[float | Tensor], device: torch.device) -> Tensor:
     """One number per parameter, float64 ``[parameters, 1]``, without a sync."""
-    on_device = any(isinstance(value, Tensor) and value.device == device for value in values)
-    if not on_device:
-        return torch.tensor([float(value) for value in values], dtype=torch.float64).to(device, non_blocking=True)[
-            :, None
-        ]
-    parts = [
-        v.double() if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in values
-    ]
-    return torch.stack([part.reshape(()).to(device) for part in parts])[:, None]
+    if not any(isinstance(value, Tensor) and value.device == device for value in values):
+        numbers = torch.tensor([float(value) for value in values], dtype=torch.float64)
+        return numbers.to(device, non_blocking=True)[:, None]
+    parts = [torch.as_tensor(value, dtype=torch.float64).to(device, non_blocking=True) for value in values]
+    return torch.stack([part.reshape(()) for part in parts])[:, None]
 
 
 def leading_of(x: Tensor) -> Tensor:
@@ -346,8 +342,4 @@ def _spread(x: Tensor) -> Tensor:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     """Values of many tensors as float32 ``[tensors, NUM_VALUES]``, zero-padded; the metrics ignore zeros."""
-    return torch.stack([part.float() if len(part) == NUM_VALUES else _filled(part) for part in parts])
-
-
-def _filled(part: Tensor) -> Tensor:
-    return torch.nn.functional.pad(part.float(), (0, NUM_VALUES - len(part)))
+    return torch.stack([torch.nn.functional.pad(part.float(), (0, NUM_VALUES - len(part))) for part in parts])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,22 +67,30 @@ class Recorder:
     Calls record only while ``is_recording``: compiled code may run its sampled version for another recorder.
     """
 
-    watched: list[WatchedTensor]
     device: torch.device
+    watched: list[WatchedTensor] = field(default_factory=list)
     is_recording: bool = False
     stats_of: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     samples: dict[int, Tensor] = field(default_factory=dict)
     entries: dict[int, Tensor] = field(default_factory=dict)
     number: int = field(init=False)
+    _index: dict[WatchedTensor, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.number = len(_RECORDERS)
         _RECORDERS.append(weakref.ref(self))
 
-    def entry(self, index: int) -> Tensor:
-        """Return the handle of an entry in a graph: a tensor, so that layers share a graph; on the CPU, to avoid a sync."""
+    def watch(self, kind: str, name: str) -> Tensor:
+        """Add a tensor, and return the handle of its entry in a graph: a tensor, so that layers share a graph; on the CPU."""
+        index = len(self.watched)
+        self.watched.append(WatchedTensor(kind, name))
+        self._index[self.watched[-1]] = index
         entry = self.entries[index] = torch.tensor([self.number, index], dtype=torch.int64)
         return entry
+
+    def index(self, kind: str, name: str) -> int:
+        """Return the number of a tensor's entry; -1 for one that is not watched."""
+        return self._index.get(WatchedTensor(kind, name), -1)
 
     def clear(self) -> None:
         self.samples.clear()
@@ -91,14 +100,14 @@ class Recorder:
     def stats_device(self) -> torch.device:
         return next((stats[0].device for stats in self.stats_of.values()), self.device)
 
-    def stats(self) -> Tensor:
-        """Amax, rms and number of non-finite values of every entry, float32 ``[entries, 3]``; NaN for empty entries.
+    def stats(self, entries: Sequence[int]) -> Tensor:
+        """Amax, rms and number of non-finite values of some entries, float32 ``[entries, 3]``; NaN where nothing was recorded.
 
         For attention: the largest logit and the entropy.
         """
         device = self.stats_device
         none = torch.full((3,), torch.nan, dtype=torch.float32, device=device)
-        rows = [torch.stack(self.stats_of[k]) if k in self.stats_of else none for k in range(len(self.watched))]
+        rows = [torch.stack(self.stats_of[k]) if k in self.stats_of else none for k in entries]
         return torch.stack([row.to(device) for row in rows])
 
     def record(self, index: int, x: Tensor) -> None:
@@ -153,8 +162,8 @@ def _of_all_keys(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tens
     last = torch.full((1,), key.shape[1] - 1, dtype=torch.int64, device=key.device)
     positions = [max(0, k * query.shape[1] // QUERIES - 1) for k in range(1, QUERIES + 1)]
     queries = (query[:, position, None].expand(-1, key.shape[1], -1) for position in positions)
-    each = torch.stack([attention_statistics(one, key, scale, last) for one in queries])
-    return each[:, 0].amax(), each[:, 1].mean()
+    statistics = torch.stack([attention_statistics(rows, key, scale, last) for rows in queries])
+    return statistics[:, 0].amax(), statistics[:, 1].mean()
 
 
 # Weak references: a recorder lives as long as its gauges. Numbers are never reused, because compiled code may hold one.
@@ -168,8 +177,8 @@ def recorder_of(entry: Tensor) -> tuple[Recorder | None, int]:
     """
     number, index = entry.tolist()
     recorder = _RECORDERS[number]() if number < len(_RECORDERS) else None
-    own = recorder.entries.get(index) if recorder is not None else None
-    return (recorder, index) if own is not None and own.data_ptr() == entry.data_ptr() else (None, index)
+    handle = recorder.entries.get(index) if recorder is not None else None
+    return (recorder, index) if handle is not None and handle.data_ptr() == entry.data_ptr() else (None, index)
 
 
 @torch.library.custom_op("narrowgauge::record", mutates_args=())

@@ -66,13 +66,13 @@ class Packed:
         self.means.add(name)
         self.add_sum(name, torch.stack([torch.where(counts, values * shares, 0.0), torch.where(counts, shares, 0.0)]))
 
-    def add_histogram(self, kind: str, own: Sequence[Tensor], device: torch.device) -> None:
+    def add_histogram(self, kind: str, vectors: Sequence[Tensor], device: torch.device) -> None:
         """Add the histogram of these vectors; histograms of weights, gradients and states cover all ranks."""
         if self.shards is not None and kind not in ("input", "output_grad"):
             none = torch.zeros(0, dtype=torch.float32, device=device)
-            self.add_sum(f"histogram {kind}", exponents(torch.cat([*own, none])))
-        elif own:
-            self.add(f"histogram {kind}", exponents(torch.cat(list(own))))
+            self.add_sum(f"histogram {kind}", exponents(torch.cat([*vectors, none])))
+        elif vectors:
+            self.add(f"histogram {kind}", exponents(torch.cat(list(vectors))))
 
     def fetch(self) -> dict[str, Tensor]:
         """Copy all tensors to the host: the only transfer, and the only synchronization."""
@@ -96,53 +96,73 @@ def _cut(vector: Tensor, parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: piece.view(part.shape) for (name, part), piece in zip(parts.items(), pieces, strict=True)}
 
 
-def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> dict[str, list[int]]:
-    """Add all metrics of a recorder's samples to ``packed``; returns each group's entries by its name there."""
-    groups: dict[str, list[int]] = {}
-    groups_by_shape: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
+def measure(recorder: Recorder, cast_of: CastOf, packed: Packed) -> None:
+    """Add all metrics of a recorder's samples to ``packed``: tables with a row for each watched tensor."""
+    shapes: dict[int, Tensor] = {}
+    losses: dict[int, Tensor] = {}
+    groups: dict[tuple[torch.Size, Cast | None], list[int]] = defaultdict(list)
     for index, sample in recorder.samples.items():
-        groups_by_shape[sample.shape, cast_of(recorder.watched[index])[0]].append(index)
-    packed.add("figures", recorder.stats())
-    for number, ((_, cast), entries) in enumerate(groups_by_shape.items()):
-        name = f"group {number}"
-        groups[name] = entries
+        groups[sample.shape, cast_of(recorder.watched[index])[0]].append(index)
+    for (_, cast), entries in groups.items():
         samples = torch.stack([recorder.samples[index] for index in entries])
         finite = torch.nan_to_num(samples, nan=0.0, posinf=0.0, neginf=0.0)
-        packed.add(f"{name} shape", _shape_stats(finite))
+        shapes |= zip(entries, _shape_stats(finite).unbind(), strict=True)
         if cast is not None:
-            scales = [_amax(recorder, index, cast_of) for index in entries]
-            packed.add(f"{name} cast", cast_stats(finite, cast, torch.stack(scales)))
+            scales = torch.stack([_amax(recorder, index, cast_of) for index in entries])
+            losses |= zip(entries, cast_stats(finite, cast, scales).unbind(), strict=True)
             if cast.block is not None:
-                packed.add(f"{name} blocks", torch.stack([block_exponents(one, cast) for one in finite]))
+                for index, values in zip(entries, finite, strict=True):
+                    packed.add(f"blocks {recorder.watched[index].key}", block_exponents(values, cast))
     for kind in TENSOR_KINDS:
-        mine = [
+        sampled = [
             recorder.samples[i].reshape(-1)[::COUNTED] for i in recorder.samples if recorder.watched[i].kind == kind
         ]
-        if mine or kind in SHARED:
-            packed.add_histogram(kind, mine, recorder.stats_device)
-    if packed.shards is not None:
-        _measure_shards(recorder, groups, packed, packed.shards)
-    return groups
+        if sampled or kind in SHARED:
+            packed.add_histogram(kind, sampled, recorder.stats_device)
+    is_sharded_run = packed.shards is not None
+    _add_tables(recorder, shapes, losses, packed, "local", _entries(recorder, is_sharded_run, shared=False))
+    if is_sharded_run:
+        _add_tables(recorder, shapes, losses, packed, "whole", _entries(recorder, is_sharded_run, shared=True))
 
 
-def _measure_shards(recorder: Recorder, groups: Mapping[str, Sequence[int]], packed: Packed, shards: Shards) -> None:
-    """Add the metrics of weights and gradients over all ranks, in the order of their entries: the groups differ between ranks."""
-    entries = sharded_entries(recorder)
+def _entries(recorder: Recorder, is_sharded_run: bool, *, shared: bool) -> list[int]:
+    """Return the entries that are joined over ranks, or those of this rank alone."""
+    kinds = SHARED if is_sharded_run else ()
+    return [index for index, watched in enumerate(recorder.watched) if (watched.kind in kinds) == shared]
+
+
+def _add_tables(
+    recorder: Recorder,
+    shapes: Mapping[int, Tensor],
+    losses: Mapping[int, Tensor],
+    packed: Packed,
+    part: str,
+    entries: Sequence[int],
+) -> None:
+    """Add the tables of some entries, in an order that all ranks share: amax; sums; metrics of the sample."""
+    if not entries:
+        return
+    stats, shards = recorder.stats(entries).double(), packed.shards if part == "whole" else None
     names = [recorder.watched[index].name for index in entries]
-    stats = packed.parts["figures"]
-    sums = stats.new_zeros(len(recorder.watched), 6)
-    shapes = torch.full_like(sums[:, :4], torch.nan)
-    for name, members in groups.items():
-        shapes[members] = packed.parts[f"{name} shape"]
-        if f"{name} cast" in packed.parts:
-            sums[members] = packed.parts[f"{name} cast"]
-    shares = stats.new_tensor([shards.share[name] for name in names])
+    shares = [1.0 if shards is None else shards.share[name] for name in names]
     recorded = stats.new_tensor([index in recorder.stats_of for index in entries])
-    rows = torch.stack([recorded, shares * stats[entries, 1].square(), stats[entries, 2]], 1)
-    nothing = torch.full_like(shares, torch.nan)
-    packed.add("whole largest", nothing if shards.largest is None else shards.largest)
-    packed.add_sum("whole sums", torch.cat([torch.where(recorded[:, None] > 0, rows, 0.0), sums[entries]], 1))
-    packed.add_mean("whole shape", shapes[entries], names)
+    sums = torch.stack([recorded, stats.new_tensor(shares) * stats[:, 1].square(), stats[:, 2]], 1)
+    sums = torch.where(recorded[:, None] > 0, sums, 0.0)
+    casts = _stacked(losses, entries, stats.new_zeros(len(metrics.CAST_SUMS)))
+    shape = _stacked(shapes, entries, stats.new_full((4,), torch.nan))
+    table = torch.cat([sums, casts], 1)
+    if shards is None:
+        packed.add(f"{part} largest", stats[:, 0])
+        packed.add(f"{part} sums", table)
+        packed.add(f"{part} shape", shape)
+    else:
+        packed.add(f"{part} largest", stats[:, 0] if shards.largest is None else shards.largest)
+        packed.add_sum(f"{part} sums", table)
+        packed.add_mean(f"{part} shape", shape, names)
+
+
+def _stacked(rows: Mapping[int, Tensor], entries: Sequence[int], absent: Tensor) -> Tensor:
+    return torch.stack([rows[index].double() if index in rows else absent for index in entries])
 
 
 def exponents(values: Tensor) -> Tensor:
@@ -165,56 +185,39 @@ def _amax(recorder: Recorder, index: int, cast_of: CastOf) -> Tensor:
     return recorder.stats_of[index][0] if delayed is None else delayed.reshape(())
 
 
-def row_of(recorder: Recorder, groups: Mapping[str, Sequence[int]], fetched: Mapping[str, Tensor]) -> Row:
-    """Return the tables of a record, from the groups of :func:`measure` and what :meth:`Packed.fetch` returned."""
-    stats = fetched["figures"].tolist()
+def row_of(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
+    """Return the tables of a record from what :meth:`Packed.fetch` returned."""
     tensors: Row = {}
-    blocks: Row = {}
-    for name, entries in groups.items():
-        shapes = fetched[f"{name} shape"].tolist()
-        casts = fetched.get(f"{name} cast")
-        exponent_rows = fetched.get(f"{name} blocks")
-        for k, index in enumerate(entries):
-            watched = recorder.watched[index]
-            tensors[watched.key] = _values(stats[index], None if casts is None else casts[k], shapes[k])
-            if exponent_rows is not None:
-                blocks[watched.key] = [rounded(value) for value in exponent_rows[k].tolist()]
-    whole = _whole(recorder, fetched)
-    tensors = {
-        key: values for key, values in tensors.items() if key not in whole
-    } | whole  # the same order on all ranks
+    attention: Row = {}
+    is_sharded_run = "whole sums" in fetched
+    for part in ("local", "whole") if is_sharded_run else ("local",):
+        tables = (fetched[f"{part} {name}"] for name in ("largest", "sums", "shape") if f"{part} sums" in fetched)
+        entries = _entries(recorder, is_sharded_run, shared=part == "whole")
+        for index, largest, sums, shape in zip(entries, *tables, strict=True):
+            watched, (recorded, square, bad) = recorder.watched[index], sums[:3].tolist()
+            stats = (float(largest), math.sqrt(square))
+            if recorded and watched.kind == "attention":
+                attention[watched.name] = [rounded(value, keep_nan=True) for value in stats]
+            elif recorded:
+                tensors[watched.key] = _values((*stats, bad), sums[3:], shape.tolist())
     assert all(len(values) == len(METRICS["tensors"]) for values in tensors.values())
-    attention = {
-        watched.name: [rounded(value, keep_nan=True) for value in stats[index][:2]]
-        for index, watched in enumerate(recorder.watched)
-        if watched.kind == "attention" and index in recorder.stats_of
+    blocks = {
+        name.removeprefix("blocks "): [rounded(value) for value in values.tolist()]
+        for name, values in fetched.items()
+        if name.startswith("blocks ")
     }
     histograms = {
         name.removeprefix("histogram "): values.long().tolist()
         for name, values in fetched.items()
-        if name.startswith("histogram ") and ("whole sums" not in fetched or values.any())
+        if name.startswith("histogram ") and (not is_sharded_run or values.any())
     }
-    tables = {"tensors": tensors, "attention": attention, "block_scales": blocks, "histograms": histograms}
-    return {name: table for name, table in tables.items() if table}
+    tables_of_row = {"tensors": tensors, "attention": attention, "block_scales": blocks, "histograms": histograms}
+    return {name: table for name, table in tables_of_row.items() if table}
 
 
-def _whole(recorder: Recorder, fetched: Mapping[str, Tensor]) -> Row:
-    """Return the entries of sharded weights and gradients."""
-    if "whole sums" not in fetched:
-        return {}
-    columns = (fetched[f"whole {part}"].tolist() for part in ("largest", "sums", "shape"))
-    rows: Row = {}
-    for k, (index, amax, sums, shape) in enumerate(zip(sharded_entries(recorder), *columns, strict=True)):
-        recorded, square, bad, *cast = sums
-        if recorded:  # by some rank
-            lost = fetched["whole sums"][k, 3:] if cast[-1] else None
-            rows[recorder.watched[index].key] = _values([amax, math.sqrt(square), bad], lost, shape)
-    return rows
-
-
-def _values(stats: Sequence[float], cast: Tensor | None, shape: Sequence[float]) -> list[float | int | None]:
-    """Return the entry of one tensor in a record."""
-    lost = [None, None, None] if cast is None else lost_shares(cast)
+def _values(stats: Sequence[float], cast: Tensor, shape: Sequence[float]) -> list[float | int | None]:
+    """Return the entry of one tensor in a record; without a cast all of its sums are zero."""
+    lost = lost_shares(cast) if cast[-1] else [None, None, None]
     return [rounded(value) for value in (*stats[:2], int(stats[2]), *lost, *shape)]
 
 
@@ -254,10 +257,10 @@ class Casts:
                 continue
             layer, cast = used
             # Without an earlier step the delayed amax is the tensor's own.
-            mark = recorder.stats_of.get(index)
-            own = torch.ones(1, dtype=torch.float32, device=layer.weight.device) if mark is None else mark[0].reshape(1)
-            operand = SLOTS[_SLOTS[watched.kind]].history_index
-            amax = delayed_amax(own, cast, layer.amax_history, operand, layer.clock.words(own.device)[1], record=False)
+            stats, device = recorder.stats_of.get(index), layer.weight.device
+            recorded = torch.ones(1, dtype=torch.float32, device=device) if stats is None else stats[0].reshape(1)
+            operand, words = SLOTS[_SLOTS[watched.kind]].history_index, layer.clock.words(recorded.device)[1]
+            amax = delayed_amax(recorded, cast, layer.amax_history, operand, words, record=False)
             if amax is not None:
                 self._delayed[watched] = amax
 
@@ -344,13 +347,13 @@ class Shards:
 
     def join_amax(self, recorder: Recorder) -> None:
         """Replace the recorded amax of weights and gradients by the amax over all shards."""
-        entries = sharded_entries(recorder)
+        entries = _entries(recorder, True, shared=True)
         # Below all magnitudes, and NaN above: the integer order of their bits.
         nothing = torch.full((), -1.0, dtype=torch.float32, device=recorder.stats_device)
-        own = torch.stack(
+        largest_here = torch.stack(
             [recorder.stats_of[k][0].to(nothing.device) if k in recorder.stats_of else nothing for k in entries]
         )
-        bits = torch.where(own.isnan(), torch.nan, own).view(torch.int32)
+        bits = torch.where(largest_here.isnan(), torch.nan, largest_here).view(torch.int32)
         self.largest = self._over_ranks(bits, "max").view(torch.float32)
         for index, largest in zip(entries, self.largest.unbind(), strict=True):
             if index in recorder.stats_of:
@@ -372,8 +375,3 @@ def _share(parameter: Any, coordinate: Sequence[int]) -> float:
     if any(index and whole for index, whole in zip(coordinate, is_whole, strict=True)):
         return 0.0
     return float(local_of(parameter).numel() / max(1, parameter.numel()))
-
-
-def sharded_entries(recorder: Recorder) -> list[int]:
-    """Return the entries of tensors that may be sharded."""
-    return [index for index, watched in enumerate(recorder.watched) if watched.kind in SHARED]

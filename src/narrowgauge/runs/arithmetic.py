@@ -86,10 +86,6 @@ _ROWS = (
         "fused multiply-add", "whether matmuls, addcmul, addcdiv and lerp round a product before they add it",
         "matmuls and optimizer updates differ in last bits, with equal order of sums",
     ),
-    Probe(
-        "rounding to 16 bits", "ties and subnormals in float32 to bfloat16 and float16",
-        "weights and activations differ by whole spacings of the narrow format",
-    ),
     # functions: thousands of values each
     *(
         Probe(f"function {name}", f"{name}: largest error, hash of the bits, results that differ outside of a vector", affects)

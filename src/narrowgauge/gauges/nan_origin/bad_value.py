@@ -68,8 +68,7 @@ class BadValue:
         place: index of the first non-finite value.
         operands: the operands; for ``input`` the tensor itself.
         parameter: the parameter, buffer or argument that was non-finite before, or whose gradient was being accumulated.
-        row: name of the module's compute, if it is a narrow layer.
-        casts: the casts that the operation applies to its operands.
+        compute: name of the module's compute, if it is a narrow layer.
         reached: where it arrived: ``the loss`` or ``the gradient of NAME``.
     """
 
@@ -84,8 +83,7 @@ class BadValue:
     place: tuple[int, ...]
     operands: tuple[Operand, ...] = ()
     parameter: str | None = None
-    row: str | None = None
-    casts: tuple[str, ...] = ()
+    compute: str | None = None
     reached: str = ""
 
     @property
@@ -102,19 +100,16 @@ class BadValue:
     def advice(self) -> str:
         """Return what to do, if that is clear."""
         if self.phase == "input":
+            is_stored = self.parameter is not None and not self.parameter.startswith("argument ")
             stored = "the update that wrote it, or the checkpoint it was loaded from"
-            return f"Check {stored if self.is_stored else 'the batch of this step'}."
+            return f"Check {stored if is_stored else 'the batch of this step'}."
         if self.operation.removeprefix("aten.") in ALLOCATES:
             return "This operation returns uninitialized memory, which was read before it was written."
-        largest = _largest(self.dtype)
+        number_format = FORMATS.get(FORMAT_ALIASES.get(self.dtype, self.dtype))
+        largest = None if number_format is None else number_format.max
         if self.what == "inf" and largest is not None and largest < 1e6:
             return f"The largest finite {self.dtype} is {largest:.6g}: scale the operands down, or use a wider format here."
         return ""
-
-    @property
-    def is_stored(self) -> bool:
-        """Return whether a parameter or buffer of the model was non-finite before any operation."""
-        return self.phase == "input" and self.parameter is not None and not self.parameter.startswith("argument ")
 
     def _as_input(self) -> str:
         name = self.parameter or "a tensor from outside the step"
@@ -126,10 +121,10 @@ class BadValue:
     def _as_result(self) -> str:
         whose = f" for {self.parameter}" if self.parameter else ""
         operands = "; ".join(str(operand) for operand in self.operands[:_MOST_OPERANDS]) or "nothing"
-        row = f" Its compute is {self.row}{': ' + '; '.join(self.casts) if self.casts else ''}." if self.row else ""
+        compute = f" Its compute is {self.compute}." if self.compute else ""
         return (
             f"{self.operation}{_inside(self.module)}{whose} ({_IN_PHASE[self.phase]}) made {self._count()}, "
-            f"from {operands}{self._end()}.{row}"
+            f"from {operands}{self._end()}.{compute}"
         )
 
     def _count(self) -> str:
@@ -142,8 +137,3 @@ class BadValue:
 
 def _inside(module: str) -> str:
     return f" in {module}" if module else " outside the model's modules"
-
-
-def _largest(dtype: str) -> float | None:
-    number_format = FORMATS.get(FORMAT_ALIASES.get(dtype, dtype))
-    return None if number_format is None else number_format.max

@@ -10,9 +10,8 @@ The step must be repeatable: the same batch, the same weights, no update.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge.gauges.nan_origin.bad_value import BadValue, Operand
 from narrowgauge.gauges.nan_origin.tracing import NanTracer, nonfinite_kinds
+from narrowgauge.put_back import put_back
 
 __all__ = ["BadValue", "Operand", "Replay", "first_bad_value", "replay"]
 
@@ -55,7 +55,7 @@ def first_bad_value(model: nn.Module, step: Callable[[], Any]) -> BadValue | Non
         >>> bad.module, bad.operation, bad.what, bad.operands[2].name, bad.operands[2].amax
         ('2', 'aten.addmm', 'inf', '2.weight', 60000.0)
     """
-    with _restored(model):
+    with put_back(model):
         with torch.compiler.set_stance("force_eager"), NanTracer(model) as tracer:
             loss = step()
         return tracer.first_cause(loss)
@@ -137,7 +137,7 @@ def replay(
 
 def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
     """Return what is non-finite after a step without tracing."""
-    with _restored(model):
+    with put_back(model):
         values = tree_leaves(step())
         tensors = [value for value in values if isinstance(value, Tensor)]
         numbers = [value for value in values if isinstance(value, float)]
@@ -146,37 +146,3 @@ def _failures(model: nn.Module, step: Callable[[], Any]) -> tuple[str, ...]:
             if parameter.grad is not None and nonfinite_kinds(parameter.grad):
                 found.append(f"the gradient of {name}")
         return tuple(found)
-
-
-@contextlib.contextmanager
-def _restored(model: nn.Module) -> Iterator[None]:
-    """Start without gradients; restore gradients, buffers and the random state afterwards."""
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    buffers = [
-        (module, name, buffer, buffer.detach().clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-    try:
-        for parameter, _ in gradients:
-            parameter.grad = None
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for module, name, buffer, kept in buffers:
-            module._buffers[name] = buffer
-            if not _same_bits(buffer, kept):
-                with torch.no_grad():
-                    buffer.copy_(kept)
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether a buffer needs no restoring; tensor subclasses are always restored."""
-    if type(one) is not Tensor or one.layout is not torch.strided:
-        return False
-    return one.shape == other.shape and torch.equal(
-        *(x.contiguous().reshape(-1).view(torch.uint8) for x in (one, other))
-    )

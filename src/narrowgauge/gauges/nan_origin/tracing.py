@@ -32,9 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 from narrowgauge import torch_names
 from narrowgauge.gauges.nan_origin.bad_value import ALLOCATES, BadValue, Operand, Phase
-from narrowgauge.matmul.layer_matmuls import REGISTERED
+from narrowgauge.matmul.linear import NarrowLayer
 from narrowgauge.numerics.chunks import flat_chunks
-from narrowgauge.spec.computes import PLACES
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.torch_names import plain_name
 
@@ -61,7 +60,7 @@ class NanTracer(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         self.modules = {id(m): plain_name(name) for name, m in model.named_modules()}
-        self.computes = {plain_name(name): _row_of(m) for name, m in model.named_modules()}
+        self.computes = {plain_name(n): m.compute.name for n, m in model.named_modules() if isinstance(m, NarrowLayer)}
         self.parameters = {plain_name(name) for name, _ in model.named_parameters()}
         self.labels = Labels()
         for name, x in [*model.named_parameters(), *model.named_buffers()]:
@@ -111,8 +110,8 @@ class NanTracer(TorchDispatchMode):
                 )
         if not reached:
             return None
-        source = min((found for found, _ in reached), key=lambda found: found.order)
-        ends = [end for found, end in reached if found is source]
+        source = min((origin for origin, _ in reached), key=lambda origin: origin.order)
+        ends = [end for origin, end in reached if origin is source]
         return replace(source.bad, reached="the loss" if "the loss" in ends else ends[0])
 
     # ── operations ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +129,7 @@ class NanTracer(TorchDispatchMode):
             for work in tree_leaves(result):
                 if isinstance(work, torch.ScriptObject):
                     work.wait()  # type: ignore[attr-defined]  # of the class that c10d registers
-        if not is_view(func):
+        if not getattr(func, "is_view", False):  # of a tensor that was already checked
             self._copied = {id(before[id(x)]): x for _, x in operands if id(x) in before}
             operands = [(name, before.get(id(x), x)) for name, x in operands]
             changed = [x for name, x in named_tensors(func, args, kwargs, ()) if name.partition("[")[0] in written]
@@ -163,10 +162,12 @@ class NanTracer(TorchDispatchMode):
     def _origin(self, func: Any, operands: list[tuple[str, Tensor]], kinds: Kinds) -> Source | None:
         """Return the source that explains a result of these kinds; ``None`` if the operation is a source itself."""
         bad = [
-            (found, self._source(x, found, operator_name(func))) for _, x in operands if (found := nonfinite_kinds(x))
+            (present, self._source(x, present, operator_name(func)))
+            for _, x in operands
+            if (present := nonfinite_kinds(x))
         ]
         if "nan" in kinds:
-            chosen = [s for found, s in bad if "nan" in found] or [s for _, s in bad if not s.deliberate]
+            chosen = [s for present, s in bad if "nan" in present] or [s for _, s in bad if not s.deliberate]
             if packet_name(func) == "where" and all(source.deliberate for source in chosen):
                 return self.worst  # a cast gives a group with an infinity the scale NaN
         else:
@@ -199,18 +200,11 @@ class NanTracer(TorchDispatchMode):
         bad = bad_value(phase, module, operator_name(func), result, named)
         node = torch_names.autograd_node()
         variable = getattr(node, "variable", None)
-        row = self.computes.get(module)
-        casts = [
-            f"{place}: {product.left} × {product.right}"
-            for place in (PLACES[1:] if phase == "backward" else PLACES[:1])
-            if row is not None and (product := REGISTERED[row].products[place])
-        ]
         return replace(
             bad,
             operands=bad.operands + nonfinite_numbers(len(bad.operands), *arguments),
             parameter=None if variable is None else self.labels.name_of(variable),
-            row=None if row is None else REGISTERED[row].name,
-            casts=tuple(casts),
+            compute=self.computes.get(module),
         )
 
     def _note_gradient(self, args: Any) -> None:
@@ -238,10 +232,10 @@ class NanTracer(TorchDispatchMode):
 
     def _label_arguments(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         try:
-            given = inspect.signature(module.forward).bind(*args, **kwargs).arguments
+            arguments = inspect.signature(module.forward).bind(*args, **kwargs).arguments
         except TypeError:
             return
-        for name, value in given.items():
+        for name, value in arguments.items():
             for x in tree_leaves(value):
                 if isinstance(x, Tensor):
                     self.labels.add(f"argument {name}", x)
@@ -275,12 +269,6 @@ class NanTracer(TorchDispatchMode):
         return next((name for first, end, name in self._spans if first <= number < end), "")
 
 
-def _row_of(module: nn.Module) -> str | None:
-    """Return the name under which a narrow layer's compute is registered with the operators."""
-    row = getattr(module, "registered_name", None)
-    return row if isinstance(row, str) and row in REGISTERED else None
-
-
 # ── what an operator reads and writes, and which values are bad ───────────────────────────────────────────────────────
 
 Kinds = frozenset[str]
@@ -299,13 +287,13 @@ _FILLS = {
 
 def nonfinite_kinds(x: Tensor) -> Kinds:
     """Which of ``nan``, ``+inf`` and ``-inf`` a tensor holds; only ``nan`` if it holds a NaN."""
-    found: set[str] = set()
+    kinds: set[str] = set()
     for _, part in parts_of(x):
         low, high = torch.stack(_wide(part).aminmax()).tolist()
         if math.isfinite(low) and math.isfinite(high):
             continue
-        found |= {"nan"} if math.isnan(low) else {f"{end:+}" for end in (low, high) if math.isinf(end)}
-    return frozenset(found)
+        kinds |= {"nan"} if math.isnan(low) else {f"{end:+}" for end in (low, high) if math.isinf(end)}
+    return frozenset(kinds)
 
 
 def parts_of(x: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -361,8 +349,8 @@ class Labels:
         return None
 
     def name_of(self, x: Tensor) -> str | None:
-        found = self.find(x)
-        return None if found is None else found[0]
+        named = self.find(x)
+        return None if named is None else named[0]
 
 
 def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: list[tuple[str, Tensor]]) -> BadValue:
@@ -384,7 +372,7 @@ def bad_value(phase: Phase, module: str, operation: str, x: Tensor, operands: li
         dtype=dtype_name(x.dtype),
         num_bad=num_bad,
         num_values=part.numel(),
-        place=_unraveled(first or 0, part.shape),
+        place=tuple(int(index) for index in torch.unravel_index(torch.tensor(first or 0), part.shape)),
         operands=tuple(_operand(place, name, p) for place, (name, p) in enumerate(described)),
     )
 
@@ -409,18 +397,10 @@ def _chunks(x: Tensor) -> Iterator[tuple[Tensor, int]]:
         start += len(chunk)
 
 
-def _unraveled(place: int, shape: torch.Size) -> tuple[int, ...]:
-    index = []
-    for size in reversed(shape):
-        index.append(place % size)
-        place //= size
-    return tuple(reversed(index))
-
-
 def nonfinite_numbers(position: int, args: Any, kwargs: Any) -> tuple[Operand, ...]:
     """Non-finite Python numbers among an operation's arguments, as operands numbered from ``position``."""
-    found = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
-    return tuple(Operand(position + k, f"the number {v}", (), "float", None, None, 1) for k, v in enumerate(found))
+    numbers = [v for v in tree_leaves((args, kwargs)) if isinstance(v, float) and not math.isfinite(v)]
+    return tuple(Operand(position + k, f"the number {v}", (), "float", None, None, 1) for k, v in enumerate(numbers))
 
 
 def operator_name(func: Any) -> str:
@@ -435,26 +415,20 @@ def packet_name(func: Any) -> str:
 
 
 @lru_cache(None)
-def is_view(func: Any) -> bool:
-    """Return whether its result is a view of a tensor that was already checked."""
-    return bool(getattr(func, "is_view", False))
-
-
-@lru_cache(None)
 def writes(func: Any) -> tuple[frozenset[str], frozenset[str]]:
     """Return the arguments that it writes to, and those of them whose previous values it does not read."""
     schema = getattr(func, "_schema", None)
-    found = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
-    ignored = [a.name for a in found if a.is_out or packet_name(func) in _OVERWRITES]
-    return frozenset(a.name for a in found), frozenset(ignored)
+    written = [a for a in (schema.arguments if schema else ()) if a.alias_info is not None and a.alias_info.is_write]
+    ignored = [a.name for a in written if a.is_out or packet_name(func) in _OVERWRITES]
+    return frozenset(a.name for a in written), frozenset(ignored)
 
 
 def is_deliberate(func: Any, arguments: Any) -> bool:
     """Return whether a non-finite result is intended: it was given an infinity to write, or returns uninitialized memory."""
     name, numbers = packet_name(func), [value for value in tree_leaves(arguments) if isinstance(value, float)]
     # torch.where makes tensors of its numbers, NaN too.
-    given = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
-    return name in ALLOCATES or (name in _FILLS and given)
+    has_number = any(math.isinf(value) or (name == "scalar_tensor" and math.isnan(value)) for value in numbers)
+    return name in ALLOCATES or (name in _FILLS and has_number)
 
 
 def named_tensors(func: Any, args: Any, kwargs: Any, but: Any) -> list[tuple[str, Tensor]]:
@@ -462,9 +436,9 @@ def named_tensors(func: Any, args: Any, kwargs: Any, but: Any) -> list[tuple[str
     schema = getattr(func, "_schema", None)
     names = [a.name for a in schema.arguments] if schema else []
     names += [str(place) for place in range(len(names), len(args))]
-    found = []
+    tensors = []
     for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
         if name not in but:
             leaves = [x for x in tree_leaves(value) if isinstance(x, Tensor) and is_float(x)]
-            found += [(f"{name}[{k}]" if isinstance(value, (list, tuple)) else name, x) for k, x in enumerate(leaves)]
-    return found
+            tensors += [(f"{name}[{k}]" if isinstance(value, (list, tuple)) else name, x) for k, x in enumerate(leaves)]
+    return tensors

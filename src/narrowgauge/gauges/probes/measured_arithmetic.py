@@ -1,11 +1,10 @@
 """This machine's arithmetic: measured, or read from the cache of what was measured before under the same settings.
 
 Bits depend on the processor, the versions, the number of threads and the switches, and on nothing else here. So a measurement is
-cached under these (``NARROWGAUGE_CACHE``), and later runs read it. A run measures what is missing, for at most a second;
-the rest is left to the next run, or to ``narrowgauge show arithmetic``.
+cached under these (``NARROWGAUGE_CACHE``), and later runs read it.
 
-Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. Only the
-command changes the number of threads, for the one probe that compares them.
+Measuring draws no random numbers and changes no setting of PyTorch, so a run has the same bits with and without it. Only
+``narrowgauge show arithmetic`` changes the number of threads, for the one probe that compares them.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import os
 import re
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +56,7 @@ def settings_in_force(device: torch.device) -> dict[str, str]:
         "instruction sets": " ".join(name for name in _SETS if name in sets) or "unknown",
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
-        **{name: found[1] for name, found in libraries.items() if found},
+        **{name: match[1] for name, match in libraries.items() if match},
         "matmul precision": torch.get_float32_matmul_precision(),
         "deterministic": str(torch.are_deterministic_algorithms_enabled()).lower(),
         # No function tells: a product does.
@@ -81,22 +78,22 @@ def _cuda_settings() -> dict[str, str]:
 # ── results, measured or cached ────────────────────────────────────────────────────────────────────────────────────────
 
 
-_BUDGET_SECONDS = 0.7
-_VERSION = 2  # of the probes: one more where a probe's text changes
-_seen: dict[str, Arithmetic] = {}
-
-Measurement = Callable[[torch.device], str]
+_VERSION = 3  # of the probes: one more where a probe's text changes
+_measured: dict[Path, Arithmetic] = {}
 
 
-def arithmetic_of_run(device: torch.device, budget_seconds: float = _BUDGET_SECONDS) -> Arithmetic:
-    """Return the arithmetic of a device for the record of a run: cached, or measured within a budget.
+def arithmetic_of_run(device: torch.device) -> Arithmetic:
+    """Return the arithmetic of a device for the record of a run: measured in this process, cached, or measured now.
 
-    Probes after the budget is spent are left for the next run, so some results may be missing.
-
-    Cost: less than a millisecond once measured in this process, some once cached.
+    Cost: a second under settings that are not cached, else less than a millisecond.
     """
-    names = [name for name, probe in PROBES.items() if probe.in_runs]
-    return _measured(device, names, time.perf_counter() + budget_seconds, set())
+    with _plain_mode():
+        settings = settings_in_force(device)
+        file = _cache_file(settings)
+        if file not in _measured:
+            names = [name for name, probe in PROBES.items() if probe.in_runs]
+            _measured[file] = _cached(file) or _measure(device, settings, names)
+        return _measured[file]
 
 
 def measure_arithmetic(device: torch.device) -> Arithmetic:
@@ -104,23 +101,28 @@ def measure_arithmetic(device: torch.device) -> Arithmetic:
 
     Cost: about 2 s on an idle CPU.
     """
-    return _measured(device, list(PROBES), math.inf, set(PROBES))
-
-
-def _measured(device: torch.device, names: list[str], until: float, anew: Collection[str]) -> Arithmetic:
     with _plain_mode():
-        settings = settings_in_force(device)
-        file = _cache_file(settings)
-        known = {name: text for name, text in _cached(file, settings).results.items() if name not in anew}
-        before = dict(known)
-        for name in names:
-            if name not in known and time.perf_counter() < until:
-                known[name] = _result(name, device)
-    found = Arithmetic(settings, {name: known[name] for name in PROBES if name in known})
-    if known != before:
-        _store(file, found)
-    _seen[file.name] = found
-    return found
+        return _measure(device, settings_in_force(device), list(PROBES))
+
+
+def _measure(device: torch.device, settings: dict[str, str], names: Sequence[str]) -> Arithmetic:
+    arithmetic = Arithmetic(settings, {name: _result(name, device) for name in names})
+    file = _cache_file(settings)
+    with contextlib.suppress(OSError, NarrowgaugeError):  # a folder that cannot be written costs the next run a second
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, (json.dumps(arithmetic.to_toml(), indent=1) + "\n").encode())
+    return arithmetic
+
+
+def _cache_file(settings: dict[str, str]) -> Path:
+    key = hashlib.sha256(json.dumps([_VERSION, settings], sort_keys=True).encode()).hexdigest()[:24]
+    return cache_folder() / "arithmetic" / f"{key}.json"
+
+
+def _cached(file: Path) -> Arithmetic | None:
+    with contextlib.suppress(OSError, ValueError, NarrowgaugeError):
+        return Arithmetic.from_toml(json.loads(file.read_text(encoding="utf-8")), str(file))
+    return None
 
 
 @contextlib.contextmanager
@@ -143,44 +145,19 @@ def _sums_by_threads(device: torch.device) -> str:
     """Return the sums whose bits differ between 1 and 2 threads."""
     if device.type != "cpu":
         return f"{UNAVAILABLE}: of a CPU only"
-    before, found = torch.get_num_threads(), []
+    before, sums = torch.get_num_threads(), []
     try:
         for number in (1, 2):
             torch.set_num_threads(number)
-            found.append({name: measure_sum(name, device) for name in SUMS})
+            sums.append({name: measure_sum(name, device) for name in SUMS})
     finally:
         torch.set_num_threads(before)
-    return ", ".join(name for name in SUMS if found[0][name] != found[1][name]) or "none"
+    return ", ".join(name for name in SUMS if sums[0][name] != sums[1][name]) or "none"
 
 
-_MEASUREMENTS: dict[str, Measurement] = {
+_MEASUREMENTS: dict[str, Callable[[torch.device], str]] = {
     **ROUNDINGS,
     **{f"function {name}": partial(measure_function, name) for name in FUNCTIONS},
     **{name: partial(measure_sum, name) for name in SUMS},
     "sums by threads": _sums_by_threads,
 }
-
-
-# ── the cache ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _cache_file(settings: dict[str, str]) -> Path:
-    key = hashlib.sha256(json.dumps([_VERSION, settings], sort_keys=True).encode()).hexdigest()[:24]
-    return cache_folder() / "arithmetic" / f"{key}.json"
-
-
-def _cached(file: Path, settings: dict[str, str]) -> Arithmetic:
-    if file.name in _seen:
-        return _seen[file.name]
-    with contextlib.suppress(OSError, ValueError, NarrowgaugeError):
-        found = Arithmetic.from_toml(json.loads(file.read_text(encoding="utf-8")), str(file))
-        if found.settings == settings:
-            return found
-    return Arithmetic(settings)
-
-
-def _store(file: Path, found: Arithmetic) -> None:
-    """Keep a measurement for later; a folder that cannot be written costs the next run a second."""
-    with contextlib.suppress(OSError, NarrowgaugeError):
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, (json.dumps(found.to_toml(), indent=1) + "\n").encode())

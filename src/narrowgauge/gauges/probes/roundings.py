@@ -15,27 +15,27 @@ from torch import Tensor
 _PRIME = 2**31 - 1
 
 
-def fractions(number: int, seed: int = 1) -> Tensor:
+def fractions(number: int) -> Tensor:
     """float64 fractions in [0, 1), multiples of 2^-20, in an order without a pattern; on the CPU.
 
     Example:
         >>> bool((fractions(5) * 2**20 % 1 == 0).all())
         True
     """
-    state = torch.arange(1, number + 1, dtype=torch.int64, device="cpu") * 48271 + seed * 69621
+    state = torch.arange(1, number + 1, dtype=torch.int64, device="cpu") * 48271 + 69621
     for _ in range(3):
         state = state % _PRIME * 48271 % _PRIME
     return (state % 2**20).double() / 2**20
 
 
-def between(low: float, high: float, number: int, seed: int = 1) -> Tensor:
+def between(low: float, high: float, number: int) -> Tensor:
     """float32 values spread over an interval."""
-    return (low + (high - low) * fractions(number, seed)).float()
+    return (low + (high - low) * fractions(number)).float()
 
 
-def across_exponents(low: int, high: int, number: int) -> Tensor:
+def across_exponents(low: float, high: float, number: int) -> Tensor:
     """Positive float32 values of every binary exponent from ``low`` to below ``high``, equally often."""
-    exponents = low + torch.arange(number, dtype=torch.int64, device="cpu") % (high - low)
+    exponents = int(low) + torch.arange(number, dtype=torch.int64, device="cpu") % int(high - low)
     return torch.ldexp(1 + fractions(number), exponents).float()
 
 
@@ -55,16 +55,8 @@ _ONES = 4096
 
 
 def measure_subnormals(device: torch.device) -> str:
-    """Return whether subnormals are kept, in one product and in as many as all threads share: the mode belongs to a thread."""
-    one = float(torch.full((1,), 2.0**-100, dtype=torch.float32, device=device) * 2.0**-40) != 0
-    number = 1 << 17
-    kept = int(torch.count_nonzero(torch.full((number,), 2.0**-100, dtype=torch.float32, device=device) * 2.0**-40))
-    taken = int(torch.count_nonzero(torch.full((number,), 2.0**-140, dtype=torch.float32, device=device) * 2.0**100))
-    texts = {number: "kept", 0: "flushed"}
-    return (
-        f"results {texts.get(kept, 'flushed by some threads')}, operands {texts.get(taken, 'flushed by some threads')}"
-        + ("" if one == (kept == number) else ", a single one " + ("kept" if one else "flushed"))
-    )
+    """Return whether elementwise products keep subnormals, of as many elements as all threads share: the mode is a thread's."""
+    return _subnormals(lambda left, right: torch.full((1 << 17,), left, dtype=torch.float32, device=device) * right)
 
 
 def measure_subnormals_in_matmuls(device: torch.device) -> str:
@@ -73,11 +65,15 @@ def measure_subnormals_in_matmuls(device: torch.device) -> str:
     def full(value: float) -> Tensor:
         return torch.full((64, 64), value, dtype=torch.float32, device=device)
 
-    def nonzero(left: float, right: float) -> str:
-        product = full(left) @ full(right)
-        return "kept" if bool((product != 0).all()) else "flushed"
+    return _subnormals(lambda left, right: full(left) @ full(right))
 
-    return f"results {nonzero(2.0**-100, 2.0**-40)}, operands {nonzero(2.0**-140, 2.0**100)}"
+
+def _subnormals(multiply: Callable[[float, float], Tensor]) -> str:
+    def word(products: Tensor) -> str:
+        share = float((products != 0).double().mean())
+        return "kept" if share == 1 else "flushed" if share == 0 else "flushed by some threads"
+
+    return f"results {word(multiply(2.0**-100, 2.0**-40))}, operands {word(multiply(2.0**-140, 2.0**100))}"
 
 
 def measure_matmul_inputs(device: torch.device) -> str:
@@ -145,40 +141,12 @@ def _product_sum(device: torch.device) -> Tensor:
     return torch.where(product != 0, product, swapped)
 
 
-def measure_rounding_to_16_bits(device: torch.device) -> str:
-    """How ties between two neighbours above 1 are rounded, also beyond the last full vector, and whether subnormals are kept."""
-    texts = []
-    for name, dtype, bits, tiny in (
-        ("bfloat16", torch.bfloat16, 8, 2.0**-130),
-        ("float16", torch.float16, 11, 2.0**-20),
-    ):
-        spacing = 2.0 ** (1 - bits)
-        ties = torch.tensor([1 + share * spacing for share in (0.5, 1.5, 0.75)], dtype=torch.float32, device=device)
-        down, up, above = ties.repeat(23).to(dtype).float().cpu().view(23, 3).unbind(1)
-        word = _tie_word(down, up, above, spacing)
-        small = torch.full((67,), tiny, dtype=torch.float32, device=device).to(dtype)
-        texts.append(f"{name} {word}, subnormals {'kept' if bool((small != 0).all()) else 'flushed'}")
-    return "; ".join(texts)
-
-
-def _tie_word(down: Tensor, up: Tensor, above: Tensor, spacing: float) -> str:
-    """Return how ties were rounded: to even neighbours, away from zero, towards zero, or otherwise."""
-
-    def all_equal(values: Tensor, steps: int) -> bool:
-        return bool((values == 1 + steps * spacing).all())
-
-    rules = {"ties to even": (0, 2, 1), "ties away": (1, 2, 1), "truncated": (0, 1, 0)}
-    found = [word for word, steps in rules.items() if all(map(all_equal, (down, up, above), steps))]
-    return found[0] if found else "rounded otherwise"
-
-
 ROUNDINGS: dict[str, Callable[[torch.device], str]] = {
     "subnormals": measure_subnormals,
     "subnormals in matmuls": measure_subnormals_in_matmuls,
     "matmul inputs": measure_matmul_inputs,
     "matmul accumulator": measure_accumulators,
     "fused multiply-add": measure_fused_multiply_add,
-    "rounding to 16 bits": measure_rounding_to_16_bits,
 }
 """By name: what measures it on a device."""
 
@@ -195,34 +163,27 @@ _NUM_VALUES = 4099  # not a multiple of a vector's width: the elements left over
 _NUM_ALONE = 256
 
 
-def _interval(low: float, high: float) -> Callable[[], Tensor]:
-    return lambda: between(low, high, _NUM_VALUES)
-
-
-def _exponents(low: int, high: int) -> Callable[[], Tensor]:
-    return lambda: across_exponents(low, high, _NUM_VALUES)
-
-
 def _divide(values: Tensor) -> Tensor:
     """Divide by a number between 3/4 and 5/4 that is exact: the values are multiples of 2^-19."""
     return values / values.abs().mul(0.5).add(0.75)
 
 
-FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {
-    "division": (_divide, _interval(-1.0, 1.0)),
-    "sqrt": (torch.sqrt, _exponents(-40, 40)),
-    "rsqrt": (torch.rsqrt, _exponents(-40, 40)),
-    "exp": (torch.exp, _interval(-80.0, 80.0)),
-    "log": (torch.log, _exponents(-60, 60)),
-    "tanh": (torch.tanh, _interval(-6.0, 6.0)),
-    "sigmoid": (torch.sigmoid, _interval(-20.0, 20.0)),
-    "silu": (F.silu, _interval(-20.0, 20.0)),
-    "erf": (torch.erf, _interval(-4.0, 4.0)),
-    "gelu": (F.gelu, _interval(-2.0, 8.0)),
-    "sin": (torch.sin, _interval(-2048.0, 2048.0)),
-    "cos": (torch.cos, _interval(-2048.0, 2048.0)),
+Function = Callable[[Tensor], Tensor]
+FUNCTIONS: dict[str, tuple[Function, Callable[[float, float, int], Tensor], float, float]] = {
+    "division": (_divide, between, -1, 1),
+    "sqrt": (torch.sqrt, across_exponents, -40, 40),
+    "rsqrt": (torch.rsqrt, across_exponents, -40, 40),
+    "exp": (torch.exp, between, -80, 80),
+    "log": (torch.log, across_exponents, -60, 60),
+    "tanh": (torch.tanh, between, -6, 6),
+    "sigmoid": (torch.sigmoid, between, -20, 20),
+    "silu": (F.silu, between, -20, 20),
+    "erf": (torch.erf, between, -4, 4),
+    "gelu": (F.gelu, between, -2, 8),
+    "sin": (torch.sin, between, -2048, 2048),
+    "cos": (torch.cos, between, -2048, 2048),
 }
-"""By name: the function and the float32 values on which it is measured."""
+"""By name: the function, how the float32 values on which it is measured are spread, and their interval."""
 
 
 def measure_function(name: str, device: torch.device) -> str:
@@ -232,19 +193,19 @@ def measure_function(name: str, device: torch.device) -> str:
         >>> measure_function("division", torch.device("cpu"))
         'correctly rounded #57bf11a4'
     """
-    function, sample = FUNCTIONS[name]
-    values = sample()
+    function, spread, low, high = FUNCTIONS[name]
+    values = spread(low, high, _NUM_VALUES)
     here = values.to(device)
-    found = function(here)
+    results = function(here)
     exact = function(values.double())
-    is_correct = bool((found.cpu() == exact.float()).all())
-    error = "correctly rounded" if is_correct else f"{max_error(found.cpu(), exact):.2f} ulp"
+    is_correct = bool((results.cpu() == exact.float()).all())
+    error = "correctly rounded" if is_correct else f"{max_error(results.cpu(), exact):.2f} ulp"
     alone = torch.stack([function(value) for value in here[:_NUM_ALONE, None].unbind()])[:, 0]
-    apart = int((alone != found[:_NUM_ALONE]).sum())
-    return error + (f", {apart} of {_NUM_ALONE} differ alone" if apart else "") + f" #{bits_of(found)}"
+    apart = int((alone != results[:_NUM_ALONE]).sum())
+    return error + (f", {apart} of {_NUM_ALONE} differ alone" if apart else "") + f" #{bits_of(results)}"
 
 
-def max_error(found: Tensor, exact: Tensor) -> float:
+def max_error(results: Tensor, exact: Tensor) -> float:
     """Return the largest distance of float32 results from the exact float64 ones, in units in the last place of float32.
 
     Example:
@@ -253,15 +214,10 @@ def max_error(found: Tensor, exact: Tensor) -> float:
     """
     _, exponents = torch.frexp(exact)
     spacing = torch.ldexp(torch.ones_like(exact), exponents.clamp(min=-125) - 24)
-    return float(((found.double() - exact).abs() / spacing).max())
+    return float(((results.double() - exact).abs() / spacing).max())
 
 
 # ── sums ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _rows(number: int, length: int) -> Tensor:
-    values = between(-1.0, 1.0, number * length)
-    return (values * values * values).view(number, length)  # of too many bits for sums that are exact in any order
 
 
 def _attention(rows: Tensor) -> Tensor:
@@ -269,7 +225,7 @@ def _attention(rows: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(heads[:, :, :16], heads, heads.flip(2))
 
 
-SUMS: dict[str, tuple[Callable[[Tensor], Tensor], int, int]] = {
+SUMS: dict[str, tuple[Function, int, int]] = {
     "sum of rows": (lambda rows: rows.sum(-1), 128, 128),
     "sum of columns": (lambda rows: rows.sum(0), 64, 128),
     "mean of rows": (lambda rows: rows.mean(-1), 16, 1024),
@@ -293,4 +249,6 @@ def measure_sum(name: str, device: torch.device) -> str:
     Cost: some milliseconds on a CPU.
     """
     add, number, length = SUMS[name]
-    return f"bits #{bits_of(add(_rows(number, length).to(device)).flatten()[:4096])}"
+    values = between(-1.0, 1.0, number * length).view(number, length)
+    rows = values * values * values  # of too many bits for sums that are exact in any order
+    return f"bits #{bits_of(add(rows.to(device)).flatten()[:4096])}"

@@ -17,7 +17,7 @@ at once: if one rank alone leaves out the clip, that shows in the same step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
@@ -26,11 +26,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from narrowgauge.checks.step_samples import stored_by
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.distributed.reduction import GradientReduction
 from narrowgauge.distributed.replica_verification import replica_groups
 from narrowgauge.distributed.sharding import fingerprints_whole_and_own
 from narrowgauge.errors import CorruptionError
+from narrowgauge.gauges import hooks
 from narrowgauge.numerics.chunks import flat_chunks
 from narrowgauge.numerics.dtensor import is_sharded
 from narrowgauge.numerics.hashing import combine, fingerprint, fingerprint_all
@@ -86,14 +88,14 @@ class Fingerprints:
         self._ranks.begin()
         if self.is_on and self._left.get("step") == step - 1:
             stored = self._stored(is_stepped=step > 1)
-            whole, own = fingerprints_whole_and_own(stored)
+            whole, local = fingerprints_whole_and_own(stored)
             left = self._left["whole"]
             for key in [*whole, *(key for key in left if key not in whole)]:
                 if key not in whole:  # a state that was lost
                     self._held[_held_key(key)] = [0, 0.0, 0]
                 elif whole[key] != left.get(key):
                     self._held[_held_key(key)] = _entry(whole[key], stored[key])
-            self._ranks.changed({key: number for key, number in own.items() if number != self._left["own"].get(key)})
+            self._ranks.changed({key: number for key, number in local.items() if number != self._left["own"].get(key)})
 
     def sending(self, reduction: GradientReduction | None) -> AbstractContextManager[None]:
         """Return a context in which what this rank sends into the sum of the gradients is recorded."""
@@ -122,21 +124,17 @@ class Fingerprints:
             return
         if tokens is not None:
             self._add("tokens:batch", tokens, first_sequence)
-        handles = []
-        for name, module in self.model.named_modules() if self.sees_outputs else ():
-            if any(True for _ in module.parameters(recurse=False)):
-                hook = partial(self._output, f"output:{plain_name(name)}", first_sequence)
-                handles.append(module.register_forward_hook(hook))
+        undo = (
+            hooks.follow_outputs(self.model, partial(self._add_output, first_sequence)) if self.sees_outputs else None
+        )
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
+            if undo is not None:
+                undo()
 
-    def _output(self, key: str, first_sequence: int, module: nn.Module, args: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
-        if type(first) is Tensor and first.is_floating_point() and not torch.compiler.is_compiling():
-            self._add(key, first.detach(), first_sequence)
+    def _add_output(self, first_sequence: int, name: str, x: Tensor) -> None:
+        self._add(f"output:{name}", x, first_sequence)
 
     def _add(self, key: str, x: Tensor, first_sequence: int) -> None:
         entry = self._entries.setdefault(key, [0, 0.0, 0])
@@ -164,9 +162,9 @@ class Fingerprints:
             return
         if step:
             self._clip()
-        whole, own = self._record(self._stored(is_stepped=step > 0))
-        self._left = {"step": step, "whole": whole, "own": own}
-        held = {key: entry for each in self.here.gather(self._held) for key, entry in each.items()}
+        whole, local = self._record(self._stored(is_stepped=step > 0))
+        self._left = {"step": step, "whole": whole, "own": local}
+        held = {key: entry for entries in self.here.gather(self._held) for key, entry in entries.items()}
         self.last = {"step": step, "tensors": {**held, **self._entries}, **self._ranks.row()}
         self._entries, self.is_on = {}, False
 
@@ -181,48 +179,34 @@ class Fingerprints:
 
     def _stored(self, *, is_stepped: bool) -> dict[str, Tensor]:
         """What is stored, by ``KIND:NAME``: of every parameter the weight, and once it was stepped, its states, kind by kind."""
-        kept = {plain_name(name): p for name, p in self.model.named_parameters()}
-        if not isinstance(self.optimizer, Optimizer):
-            return _stored_by_others(self.optimizer, kept, is_stepped=is_stepped)
-        found: dict[str, Tensor] = {}
-        for what in ("weight", *MOMENTS) if is_stepped else ("weight",):
-            for name, parameter in kept.items():
-                with suppress(KeyError):  # another rule has other states, and a frozen parameter none
-                    found[f"{what}:{name}"] = self.optimizer.stored(parameter, what)
-        return found
+        by_kind: dict[str, dict[str, Tensor]] = {}
+        stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.model.named_parameters():
+            if parameter not in stepped:
+                continue
+            stored = {"weight": parameter.detach(), **stored_by(self.optimizer, parameter)}
+            for what, tensor in stored.items():
+                if is_plain(tensor) and (what == "weight" or (is_stepped and tensor.ndim)):
+                    kind = what if what in ("weight", *MOMENTS) else f"{STATE}:{what}"
+                    by_kind.setdefault(kind, {})[f"{kind}:{plain_name(name)}"] = tensor
+        return {key: tensor for named in by_kind.values() for key, tensor in named.items()}
 
     def _record(self, named: Mapping[str, Tensor]) -> tuple[dict[str, int], dict[str, int]]:
-        whole, own = fingerprints_whole_and_own(named)
+        whole, local = fingerprints_whole_and_own(named)
         for key, number in whole.items():
             self._entries[key] = _entry(number, named[key])
-        self._ranks.held(named, own)
-        return whole, own
+        self._ranks.held(named, local)
+        return whole, local
 
     def _join_outputs(self) -> None:
         """Join the entries of all ranks' micro-batches."""
         if self.here.size > 1:
             self._ranks.seen(self._entries)
-            found = self.here.gather(self._entries)
-            keys = list(dict.fromkeys(key for each in found for key in each))
-            self._entries = {key: _joined([each[key] for each in found if key in each]) for key in keys}
+            of_ranks = self.here.gather(self._entries)
+            keys = list(dict.fromkeys(key for entries in of_ranks for key in entries))
+            self._entries = {key: _joined([entries[key] for entries in of_ranks if key in entries]) for key in keys}
         for entry in self._entries.values():
             entry[1] = entry[1] ** 0.5
-
-
-def _stored_by_others(
-    optimizer: torch.optim.Optimizer, kept: Mapping[str, Tensor], *, is_stepped: bool
-) -> dict[str, Tensor]:
-    """Return the parameters that an optimizer has, and its states that are plain tensors of at least one dim."""
-    has = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    stepped = {name: p for name, p in kept.items() if id(p) in has}
-    found = {f"weight:{name}": p.detach() for name, p in stepped.items() if is_plain(p.detach())}
-    states: dict[str, dict[str, Tensor]] = {}
-    for name, parameter in stepped.items() if is_stepped else ():
-        for what, state in optimizer.state.get(parameter, {}).items():
-            if is_plain(state) and state.ndim:
-                kind = what if what in MOMENTS else f"{STATE}:{what}"
-                states.setdefault(kind, {})[f"{kind}:{name}"] = state
-    return {**found, **{key: state for named in states.values() for key, state in named.items()}}
 
 
 def is_plain(x: object) -> TypeGuard[Tensor]:
@@ -244,7 +228,7 @@ def _entry(number: int, x: Tensor) -> list[float]:
 
 def _joined(entries: list[list[float]]) -> list[float]:
     prints, squares, counts = zip(*entries, strict=True)
-    return [combine(int(each) for each in prints), sum(squares), sum(counts)]
+    return [combine(int(number) for number in prints), sum(squares), sum(counts)]
 
 
 def _sum_of_squares(x: Tensor) -> float:
@@ -294,7 +278,7 @@ class RankFingerprints:
             named = {key: int(entry[0]) for key, entry in entries.items() if key.startswith(f"{kind}:")}
             self._own[kind] = _digest(named)
 
-    def held(self, named: Mapping[str, Tensor], own: Mapping[str, int]) -> None:
+    def held(self, named: Mapping[str, Tensor], local: Mapping[str, int]) -> None:
         """Take this rank's shards of some tensors, by ``KIND:NAME``, and the fingerprints of these shards.
 
         A DTensor says which other ranks hold the same shard.
@@ -304,9 +288,9 @@ class RankFingerprints:
         for key, tensor in named.items():
             table = self._alike.setdefault(key.partition(":")[0], {})
             for group in replica_groups(tensor):
-                table.setdefault(tuple(dist.get_process_group_ranks(group)), {})[key] = own[key]
+                table.setdefault(tuple(dist.get_process_group_ranks(group)), {})[key] = local[key]
         for kind in dict.fromkeys(key.partition(":")[0] for key in named):
-            self._own[kind] = _digest({key: own[key] for key in named if key.startswith(f"{kind}:")})
+            self._own[kind] = _digest({key: local[key] for key in named if key.startswith(f"{kind}:")})
 
     def changed(self, entries: Mapping[str, int]) -> None:
         """Record the tensors that changed on this rank without a recorded update."""
@@ -323,28 +307,30 @@ class RankFingerprints:
             (kind, ranks): _digest(named) for kind, groups in self._alike.items() for ranks, named in groups.items()
         }
         of_all = self.here.gather((self._own, digests, self.factor))
-        kinds = list(dict.fromkeys(kind for own, _, _ in of_all for kind in own))
-        row: Row = {"ranks": {kind: [own.get(kind) for own, _, _ in of_all] for kind in kinds}}
+        kinds = list(dict.fromkeys(kind for digests_of_rank, _, _ in of_all for kind in digests_of_rank))
+        row: Row = {"ranks": {kind: [digests_of_rank.get(kind) for digests_of_rank, _, _ in of_all] for kind in kinds}}
         if any(factor is not None for _, _, factor in of_all):
             row["ranks"]["clip"] = [factor for _, _, factor in of_all]
-        if any(_differ(key, [own for _, own, _ in of_all]) for _, found, _ in of_all for key in found):
+        if any(_differ(key, [own for _, own, _ in of_all]) for _, digests_there, _ in of_all for key in digests_there):
             row["parted"] = self._parted()
         return row
 
     def _parted(self) -> Row:
         """The first tensors whose replicas differ, each with the number of every rank; ``None`` of a rank that has none."""
-        mine: dict[tuple[str, tuple[int, ...]], int] = {}
+        numbers_here: dict[tuple[str, tuple[int, ...]], int] = {}
         for groups in self._alike.values():
-            mine |= {(key, ranks): number for ranks, named in groups.items() for key, number in named.items()}
-        of_all = self.here.gather(mine)
-        names = dict.fromkeys(place for each in of_all for place in each)
-        found: Row = {}
+            numbers_here |= {(key, ranks): number for ranks, named in groups.items() for key, number in named.items()}
+        of_all = self.here.gather(numbers_here)
+        names = dict.fromkeys(place for numbers in of_all for place in numbers)
+        parted: Row = {}
         for key, ranks in names:
             if _differ((key, ranks), of_all):
-                # Shards have groups of their own, whose numbers may differ from each other's.
-                name = f"{key} of {in_words(ranks)}" if key in found else key
-                found[name] = [each.get((key, ranks)) if rank in ranks else None for rank, each in enumerate(of_all)]
-        return dict(list(found.items())[:_SHOWN])
+                # Shards have groups of their own, whose numbers may differ between groups.
+                name = f"{key} of {in_words(ranks)}" if key in parted else key
+                parted[name] = [
+                    numbers.get((key, ranks)) if rank in ranks else None for rank, numbers in enumerate(of_all)
+                ]
+        return dict(list(parted.items())[:_SHOWN])
 
 
 def _digest(numbers: Mapping[str, int]) -> int:
@@ -361,9 +347,9 @@ def require_alike(row: Row) -> None:
     Raises:
         CorruptionError: naming the tensor, and the rank where one is alone.
     """
-    tensor, odd, said = parted_in(row)
+    tensor, odd, sentence = parted_in(row)
     if tensor:
         advice = "Go back to the last checkpoint, and look at what one rank alone does to its gradients."
         check = "rest" if tensor.startswith("held:") else "replicas"
         rank, where = odd[0] if odd else None, None if tensor == "clip:factor" else tensor
-        raise CorruptionError(f"{said}.", advice, rank, where, check)
+        raise CorruptionError(f"{sentence}.", advice, rank, where, check)

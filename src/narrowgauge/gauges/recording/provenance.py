@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 import narrowgauge
 from narrowgauge.errors import RecordError
@@ -19,15 +20,17 @@ from narrowgauge.gauges.probes.measured_arithmetic import arithmetic_of_run
 from narrowgauge.machine import installed_version
 from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.runs import arithmetic
+from narrowgauge.runs.schema import Row
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.formats import FORMATS
+from narrowgauge.torch_names import graph_dtypes
 
 _OF_ONE_FORMAT = {name: row for name, row in COMPUTES.items() if name in FORMATS and row.is_wide}
 """The computes that only multiply numbers of one format; ``multiplies`` in ``run.toml`` lists the native ones."""
 _PACKAGES = ("transformers", "tokenizers", "numpy")
 
 
-def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[str, ...] = _PACKAGES) -> dict[str, Any]:
+def describe_process(device: torch.device, num_ranks: int = 1) -> dict[str, Any]:
     """Return the tables ``versions``, ``machine`` and ``arithmetic`` of ``run.toml``; packages that are missing are left out.
 
     Cost: a second where this machine's arithmetic has not been measured under these settings, else milliseconds.
@@ -40,7 +43,7 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
             "narrowgauge": narrowgauge.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            **{name: found for name in packages if (found := installed_version(name))},
+            **{name: version for name in _PACKAGES if (version := installed_version(name))},
         },
         "machine": {
             "system": platform.platform(),
@@ -55,36 +58,47 @@ def describe_process(device: torch.device, num_ranks: int = 1, packages: tuple[s
     }
 
 
-_SHAPE = {
-    "hidden_size": "hidden_size", "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads",
-    "intermediate_size": "intermediate_size", "vocab_size": "vocab_size",
-}  # fmt: skip
-"""By entry of the table ``model``: the field of a configuration of transformers."""
-
-
 def describe_model(model: nn.Module) -> dict[str, Any]:
-    """Return the table ``model`` of ``run.toml``: ``class`` and ``num_parameters``, and its shape where its ``config`` has it.
-
-    ``dtypes`` are those of its parameters. The shape is ``hidden_size``, ``num_layers``, ``num_heads``, ``intermediate_size``,
-    ``vocab_size`` and ``mlp``: "gated" or "plain".
+    """Return the table ``model`` of ``run.toml``: its class, its number of parameters, and their dtypes.
 
     Example:
         >>> describe_model(nn.Linear(4, 2))
         {'class': 'Linear', 'num_parameters': 10, 'dtypes': 'float32'}
     """
-    config = getattr(model, "config", None)
-    found = {name: getattr(config, field, None) for name, field in _SHAPE.items()}
-    shape: dict[str, Any] = {name: value for name, value in found.items() if isinstance(value, int)}
-    if {"gate_proj", "gate_up_proj", "w3"} & {name.rpartition(".")[2] for name, _ in model.named_modules()}:
-        shape["mlp"] = "gated"
-    elif "num_layers" in shape:
-        shape["mlp"] = "plain"
     return {
         "class": type(model).__name__,
         "num_parameters": sum(p.numel() for p in model.parameters()),
         "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()})),
-        **shape,
     }
+
+
+def formats_of(output: Any) -> Row:
+    """Return the formats in which a forward pass computed what its outputs were made of; nothing where no output has a graph.
+
+    No dtype of a parameter says them: autocast, a framework's wrapper or a cast in the model's code may narrow what lies between.
+    The graph that autograd builds has the dtype of every result.
+
+    Args:
+        output: of a model: a tensor, or tensors in a tuple or a mapping.
+    Returns:
+        ``formats``, the dtypes of all results as names with commas; float32 has the format its matmuls round to beside it.
+        ``unseen`` is true where functions outside PyTorch, or a compiled part, computed something whose formats no graph shows.
+
+    Example:
+        >>> formats_of(nn.Linear(4, 2)(torch.ones(1, 4)))
+        {'formats': 'float32'}
+    """
+    outputs = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.grad_fn is not None]
+    dtypes, is_unseen = graph_dtypes(outputs)
+    if not dtypes:
+        return {}
+    names = {str(dtype).removeprefix("torch.") for dtype in dtypes}
+    if "float32" in names:
+        precision = torch.get_float32_matmul_precision()
+        is_tf32 = outputs[0].is_cuda and getattr(torch.backends.cuda.matmul, "fp32_precision", "") == "tf32"
+        names |= {"bfloat16"} if precision == "medium" else {"tfloat32"} if precision == "high" or is_tf32 else set()
+    formats = ", ".join(sorted(name for name in names if name in FORMATS))
+    return {"formats": formats, **({"unseen": True} if is_unseen else {})}
 
 
 # ── what has changed since a run began ──────────────────────────────────────────────────────────────────────────────

@@ -27,7 +27,7 @@ from narrowgauge.analysis.reading import Reading
 from narrowgauge.checks.checking import event_of, static_readings
 from narrowgauge.checks.set_up import set_up_of
 from narrowgauge.checks.step_check import StepCheck
-from narrowgauge.checks.step_samples import named_parameters, spread
+from narrowgauge.checks.step_samples import named_parameters, spread, weight_of
 from narrowgauge.distributed.ranks import Ranks, all_ranks
 from narrowgauge.distributed.sharding import fingerprint_whole
 from narrowgauge.errors import RecipeError, RecordError
@@ -142,42 +142,44 @@ class RunRecorder:
         policy = recipe_in_use(model, self.optimizer) if recipe is None else parse(recipe)
         _require_storage(policy, self.optimizer)
         content, here = self._description(policy, dict(settings or {})), all_ranks()
-        writer, found = _opened(Path(folder), content, resume)
+        writer, earlier = _opened(Path(folder), content, resume)
         self.folder = writer.path
         screen = Notices() if here.is_first else NullScreen()
         is_audited = isinstance(self.optimizer, Optimizer)
+        self._hooks = ExitStack()
         with ExitStack() as undo:
-            if found is None and here.is_first:
+            if earlier is None and here.is_first:
                 undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
             undo.callback(writer.close)
             self.reporter = Reporter(writer, screen, policy, on_row, is_audited)
             self._record = LoopRecord(self.reporter, here)
             undo.callback(self._record.close, None, knows_step=False)
+            undo.callback(self._hooks.close)
             passes = model if called is None else called
             self._prints = LoopFingerprints(
                 model, passes, self.optimizer, fingerprints_every, here, self._computes_in, partial(self.event, "note")
             )
-            undo.callback(self._prints.remove)
+            self._hooks.callback(self._prints.remove)
             self.gauges: Gauges | None = self._record.watch(model, optimizer, gauges_every).gauges
             self._audited: StepCheck | None = None
-            self._departed: set[tuple[str, str]] = set()
+            self._reported: set[tuple[str, str]] = set()
             self._recomputed: Row = {}
             if audit_every:
                 self._audited = StepCheck(
                     model, self.optimizer, audit_every, self._audited_step, max_grad_norm=max_grad_norm, ignore=ignore
                 )
-                undo.callback(self._audited.remove)
-            self._must_go_back = found is not None and bool(found.steps)
-            self._is_open, self._run = True, content if found is None else found.run
+                self._hooks.callback(self._audited.remove)
+            self._must_go_back = earlier is not None and bool(earlier.steps)
+            self._is_open, self._run = True, content if earlier is None else earlier.run
             self._first_bad = FirstNonfinite(model)
-            undo.callback(self._first_bad.take, False)
-            if found is None:
+            self._hooks.callback(self._first_bad.remove)
+            if earlier is None:
                 self.event("start", f"{content['config']['model']} in a loop of its own")
                 self._check(0)
-            self._samples = self._sampled()
+            self._samples = {name: spread(p) for name, p in self._trained().items()}
             if not self._must_go_back:
                 self._begin_at(0)
-            for change in differences(found.run, content) if found is not None else ():
+            for change in differences(earlier.run, content) if earlier is not None else ():
                 self.event("note", change, detector="changed-software")
             undo.pop_all()
 
@@ -217,13 +219,13 @@ class RunRecorder:
                 f"{self.folder} holds steps already, and where the loop goes on from was not said.",
                 "Call recorder.go_back(step) with the step of the checkpoint that was loaded, or 0.",
             )
-        given = {
+        columns_given = {
             "lr": lr,
             "grad_norm": None if grad_norm is None else _number(grad_norm),
             "seconds": seconds,
             "tokens": None if tokens is None else self._record.tokens + tokens,
         }
-        known: Row = {name: value for name, value in given.items() if value is not None}
+        known: Row = {name: value for name, value in columns_given.items() if value is not None}
         if batch is not None:
             known["batch_crc"] = batch_checksum(batch.detach().cpu().numpy())
         if self._recomputed:
@@ -270,7 +272,7 @@ class RunRecorder:
         began, goes_on = self.num_steps, self._must_go_back or step > 0
         self._record.here.of_first(lambda: _make_room(self.folder, step))
         self._record.go_back(step)
-        self._samples = self._sampled()
+        self._samples = {name: spread(p) for name, p in self._trained().items()}
         if self._audited is not None:
             self._audited.go_on_from_checkpoint()
         self._must_go_back = False
@@ -286,10 +288,7 @@ class RunRecorder:
         """
         if self._is_open:
             self._is_open = False
-            self._prints.remove()
-            self._first_bad.take(False)
-            if self._audited is not None:
-                self._audited.remove()
+            self._hooks.close()
             self._record.close(self._summary if finished else None, knows_step=not self._must_go_back)
 
     def __enter__(self) -> RunRecorder:
@@ -303,9 +302,9 @@ class RunRecorder:
     def _check(self, step: int) -> None:
         """Write an event for each new reading of the set-up; another optimizer may have the parameters that are missing."""
         for reading in static_readings(set_up_of(self.model, self.optimizer)):
-            is_known = reading.what in ("missing-parameters", "no-gradient") or (reading.what, "") in self._departed
+            is_known = reading.what in ("missing-parameters", "no-gradient") or (reading.what, "") in self._reported
             if reading.severity != "note" and not is_known:
-                self._departed.add((reading.what, ""))
+                self._reported.add((reading.what, ""))
                 self.reporter.event(event_of(reading, step))
 
     def _audited_step(self, _: int, readings: list[Reading], row: Row) -> None:
@@ -314,8 +313,8 @@ class RunRecorder:
             self._recomputed = row
         step = self.num_steps + 1 if row else self.num_steps  # what was written between steps is of the step before
         for reading in readings:
-            if (reading.what, reading.tensor) not in self._departed:
-                self._departed.add((reading.what, reading.tensor))
+            if (reading.what, reading.tensor) not in self._reported:
+                self._reported.add((reading.what, reading.tensor))
                 self.reporter.event(event_of(reading, step), shown=reading.severity != "note")
 
     # ── what is written ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,17 +331,18 @@ class RunRecorder:
         if before is None:
             self.reporter.writer.amend({**self._run, "model": {**self._run["model"], **formats}})
         elif before != now:
-            said = f"the model computed in {before} when the run began, and now computes in {now}"
-            self.event("note", said, detector="changed-settings")
+            message = f"the model computed in {before} when the run began, and now computes in {now}"
+            self.event("note", message, detector="changed-settings")
+
+    def _trained(self) -> dict[str, Tensor]:
+        """Return the parameters that the optimizer steps and that are not frozen, by name."""
+        names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
+        parameters = named_parameters(self.optimizer, names)
+        return {name: p for name, p in parameters.items() if p.requires_grad and not p.is_meta}
 
     def _summary(self) -> Row:
-        ours = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         stepped = {p for group in self.optimizer.param_groups for p in group["params"]}
-        stored = {
-            name: parameter if ours is None else ours.stored(parameter)
-            for name, parameter in self.model.named_parameters()
-            if parameter in stepped
-        }
+        stored = {n: weight_of(self.optimizer, p) for n, p in self.model.named_parameters() if p in stepped}
         config = self._record.here.of_first(lambda: read_run(self.folder)).config
         return self._record.summary(
             recipe=config.get("recipe"),
@@ -352,23 +352,17 @@ class RunRecorder:
             moved=self._moved(),
         )
 
-    def _sampled(self) -> dict[str, Tensor]:
-        """Copy elements of each trained weight, to count at the end how many moved."""
-        names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
-        trained = named_parameters(self.optimizer, names)
-        return {name: spread(p) for name, p in trained.items() if p.requires_grad and not p.is_meta}
-
     def _moved(self) -> dict[str, list[Any]]:
         """Return the share of elements that moved, their number, and whether they are of 16 bits, by trained tensor."""
-        names = {id(p): plain_name(name) for name, p in self.model.named_parameters()}
-        ours = isinstance(self.optimizer, Optimizer)
-        moved = {}
-        for name, p in named_parameters(self.optimizer, names).items():
-            before = self._samples.get(name)
+        optimizer, moved = self.optimizer, {}
+        for name, p in self._trained().items():
             was_stepped = (
-                self.optimizer.num_steps(p) if ours else (p in self.optimizer.state or not self.optimizer.state)
+                bool(optimizer.num_steps(p))
+                if isinstance(optimizer, Optimizer)
+                else p in optimizer.state or not optimizer.state
             )
-            if before is not None and before.numel() and was_stepped and (now := spread(p)).shape == before.shape:
+            before, now = self._samples.get(name), spread(p)
+            if was_stepped and before is not None and before.numel() and now.shape == before.shape:
                 share = round(float((now != before).double().mean()), 6)
                 moved[name] = [share, p.numel(), p.element_size() == 2]
         return moved
@@ -418,8 +412,8 @@ def _require_storage(recipe: Recipe | None, optimizer: Any) -> None:
     if recipe is None or not isinstance(optimizer, Optimizer):
         return
     names = [group["storage"].rpartition("/")[2] for group in optimizer.param_groups]
-    wanted = recipe.storage.name.rpartition("/")[2]
-    if wanted not in names:
+    storage = recipe.storage.name.rpartition("/")[2]
+    if storage not in names:
         raise RecipeError(
             f"a record of recipe '{recipe.name}' was requested, and the optimizer's storage is '{names[0]}'.",
             "Name the recipe that was given to prepare, or leave it out.",
@@ -474,6 +468,7 @@ class LoopRecord:
         self.num_steps, self.tokens, self.trained_seconds = 0, 0, 0.0
         self.reader = StepReader()
         self._failed = FailedSteps()
+        self._gauges: list[Gauges] = []
         self._handlers: list[tuple[Optimizer, Callable[[list[Alarm]], None]]] = []
         self._restart_clock()
 
@@ -487,30 +482,37 @@ class LoopRecord:
 
     def watch(self, model: nn.Module, optimizer: Any, gauges_every: int = 0) -> WatchedOptimizer:
         """Read an optimizer after each step from now on, record its alarms, and attach gauges unless ``gauges_every`` is 0."""
-        is_known = any(each.optimizer is unwrapped(optimizer) for each in self.watched)
-        found = WatchedOptimizer(model, optimizer, is_known)
-        if is_known and isinstance(found.optimizer, Optimizer):
-            found.optimizer.name_parameters(model)
-        if gauges_every:
-            found.gauges = attach_gauges(model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False)
-        ours = found.ours
-        if ours is not None:
-            ours.name_parameters(model)
+        inner = unwrapped(optimizer)
+        watched = next((known for known in self.watched if known.optimizer is inner), None)
+        if watched is None:
+            watched = WatchedOptimizer(model, optimizer)
+            self.watched.append(watched)
+            if watched.ours is not None:
+                self._hear(watched.ours)
+        if watched.ours is not None:
+            watched.ours.name_parameters(model)
             if self.here.size > 1:
-                ours.auditor.join = joined_over_ranks(list(ours.parameter_names()))
-            before = ours.on_alarm
+                watched.ours.auditor.join = joined_over_ranks(list(watched.ours.parameter_names()))
+        if gauges_every:
+            watched.gauges = attach_gauges(
+                model, optimizer, every=gauges_every, on_row=self.reporter.gauge, alarms=False
+            )
+            self._gauges.append(watched.gauges)
+        return watched
 
-            def alarmed(alarms: list[Alarm]) -> None:
-                before(alarms)
-                self.reporter.lost_updates(alarms, self.num_steps + 1, shown=False)
+    def _hear(self, optimizer: Optimizer) -> None:
+        """Record the alarms of an optimizer's audit, beside what its user does with them."""
+        before = optimizer.on_alarm
 
-            ours.on_alarm = alarmed
-            self._handlers.append((ours, before))
-            if not self.reporter.is_audited:
-                self.reporter.is_audited = True
-                self.reporter.rebuild()
-        self.watched.append(found)
-        return found
+        def alarmed(alarms: list[Alarm]) -> None:
+            before(alarms)
+            self.reporter.lost_updates(alarms, self.num_steps + 1, shown=False)
+
+        optimizer.on_alarm = alarmed
+        self._handlers.append((optimizer, before))
+        if not self.reporter.is_audited:
+            self.reporter.is_audited = True
+            self.reporter.rebuild()
 
     def step(self, known: Row) -> Row:
         """Record an optimizer step, and return its row; ``known`` columns replace those that are read."""
@@ -528,14 +530,13 @@ class LoopRecord:
 
     def _judge(self, row: Row) -> None:
         """Write an event if the step was skipped, and one if the run has diverged with it."""
+        scaler, scale = None, 1.0
         for watched in self.watched:
-            if watched.was_skipped and watched.ours is not None:
+            if watched.ours is not None and watched.was_skipped:
                 self.reporter.event(Event("skip", self.num_steps, why_skipped(watched.ours, self.here)))
-        scaled = next((one for one in self.watched if one.ours is not None and one.ours.loss_scaler is not None), None)
-        if scaled is not None and scaled.ours is not None:
-            self._failed.take(row, scaled.ours.loss_scaler, scaled.scale)
-        else:
-            self._failed.take(row)
+            if watched.ours is not None and watched.ours.loss_scaler is not None:
+                scaler, scale = watched.ours.loss_scaler, watched.scale
+        self._failed.take(row, scaler, scale)
         if event := self._failed.divergence(row, _GO_BACK):
             self.reporter.event(event, shown=True)
 
@@ -551,9 +552,8 @@ class LoopRecord:
         self.num_steps, self._failed = step, FailedSteps()
         self.tokens = next((row["tokens"] for row in reversed(run.steps) if row.get("tokens") is not None), 0)
         self.trained_seconds = sum(row.get("seconds") or 0.0 for row in run.steps)
-        for watched in self.watched:
-            if watched.gauges is not None:
-                watched.gauges.restart(step)
+        for gauges in self._gauges:
+            gauges.restart(step)
         self._restart_clock()
 
     def summary(self, **known: Any) -> Row:
@@ -590,8 +590,8 @@ class LoopRecord:
             self.reporter.writer.close()
             for watched in self.watched:
                 watched.remove()
-                if watched.gauges is not None:
-                    watched.gauges.detach()
+            for gauges in self._gauges:
+                gauges.detach()
             for optimizer, handler in reversed(self._handlers):
                 optimizer.on_alarm = handler
             self._handlers.clear()

@@ -175,9 +175,9 @@ class Reporter:
     def finish(self, summary: Row) -> None:
         """Write the last event and ``summary.json``, and show it."""
         loss = summary.get("val_loss")
-        told = f"after {summary['steps']} steps" if loss is None else f"validation loss {loss:.4f}"
+        message = f"after {summary['steps']} steps" if loss is None else f"validation loss {loss:.4f}"
         # The summary comes last: it makes the run finished, and a finished run is not resumed to add what is missing.
-        self.event(Event("finish", summary["steps"], told))
+        self.event(Event("finish", summary["steps"], message))
         self.writer.summary(summary)
         self.console.summary([summary])
 
@@ -221,6 +221,6 @@ def first_writer(folder: Path, make: Callable[[], RunWriter]) -> RunWriter:
 
     An error of ``make`` is raised on all ranks.
     """
-    made: list[RunWriter] = []
-    all_ranks().of_first(lambda: made.append(make()))
-    return made[0] if made else cast(RunWriter, NullWriter(folder))
+    writers: list[RunWriter] = []
+    all_ranks().of_first(lambda: writers.append(make()))
+    return writers[0] if writers else cast(RunWriter, NullWriter(folder))

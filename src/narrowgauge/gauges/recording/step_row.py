@@ -16,8 +16,7 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Iterable
-from functools import partial
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from narrowgauge.analysis.spikes import Spike
 from narrowgauge.distributed.ranks import Ranks
 from narrowgauge.gauges.attach import Gauges
+from narrowgauge.gauges.hooks import follow_gradients
 from narrowgauge.matmul.swapping import NarrowLayers, linears_of
 from narrowgauge.numerics.dtensor import local_of
 from narrowgauge.numerics.scaling import LossScaler
@@ -34,7 +34,7 @@ from narrowgauge.optim.audit import figures_of, unwrapped
 from narrowgauge.optim.optimizer import Optimizer
 from narrowgauge.runs.events import Event
 from narrowgauge.runs.schema import Row
-from narrowgauge.torch_hooks import OwnHook, follow_steps
+from narrowgauge.torch_hooks import follow_steps
 from narrowgauge.torch_names import plain_name
 
 _ORDER = (
@@ -50,27 +50,28 @@ class WatchedOptimizer:
 
     Args:
         optimizer: one of Narrowgauge's or of ``torch.optim``'s, perhaps in a framework's wrapper; only ours has an audit.
-        is_known: another one already reads this optimizer, so that this one has gauges alone.
 
     Attributes:
+        ours: the optimizer, if it is one of Narrowgauge's.
+        gauges: those that were attached last.
         was_skipped: whether the last step changed no weight.
         scale: the loss scale of the current step.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Any, is_known: bool = False) -> None:
-        self.optimizer, self.linears, self._is_known = unwrapped(optimizer), linears_of(model), is_known
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.optimizer, self.linears = unwrapped(optimizer), linears_of(model)
+        self.ours: Optimizer | None = self.optimizer if isinstance(self.optimizer, Optimizer) else None
         self.gauges: Gauges | None = None
         self.was_skipped, self._num_taken = False, 0
         # Ours counts its skipped steps itself.
-        is_foreign = not isinstance(self.optimizer, Optimizer) and not is_known
-        self._follower = follow_steps(self.optimizer, _nothing, self._taken) if is_foreign else None
+        self._follower = None if self.ours else follow_steps(self.optimizer, lambda _: None, self._taken)
         self.begin()
 
     def _taken(self, optimizer: torch.optim.Optimizer) -> None:
         found_inf = getattr(optimizer, "found_inf", None)  # torch.amp.GradScaler's, of a fused optimizer
         self._num_taken += found_inf is None or not bool(found_inf)
 
-    def _written(self) -> int:
+    def _num_writes(self) -> int:
         return sum(p._version for group in self.optimizer.param_groups for p in group["params"])
 
     def remove(self) -> None:
@@ -78,28 +79,24 @@ class WatchedOptimizer:
         if self._follower is not None:
             self._follower.remove()
 
-    @property
-    def ours(self) -> Optimizer | None:
-        """Return the optimizer, if it is one of Narrowgauge's that is read here."""
-        return self.optimizer if isinstance(self.optimizer, Optimizer) and not self._is_known else None
-
     def begin(self) -> None:
         """Note the state before a step."""
-        self._before = (self._num_taken, self._written()) if self._follower is not None else (0, 0)
-        self._num_skipped = 0 if self.ours is None else self.ours.num_skipped
-        scaler = None if self.ours is None else self.ours.loss_scaler
-        self.scale = 1.0 if scaler is None else float(scaler.scale_tensor)
+        self.scale = 1.0
+        if self.ours is None:
+            self._before = self._num_taken, self._num_writes()
+        else:
+            self._num_skipped = self.ours.num_skipped
+            if self.ours.loss_scaler is not None:
+                self.scale = float(self.ours.loss_scaler.scale_tensor)
 
-    def read(self, step: int) -> tuple[Row, Tensor | None]:
+    def read(self) -> tuple[Row, Tensor | None]:
         """The columns of the last step, of the optimizer and the narrow layers, and the audit's float64 ``UPDATE_SUMS``."""
         group = self.optimizer.param_groups[0]
         row: Row = {"lr": float(group["lr"]) / float(group.get("lr_factor", 1.0))}
         if self.ours is None:
-            if self._follower is not None:
-                # A scaler of torch's leaves out the call of step, or the write within it.
-                self.was_skipped = self._num_taken == self._before[0] and self._written() == self._before[1]
-                row |= {"skipped": True} if self.was_skipped else {}
-            return row, None
+            # A scaler of torch's leaves out the call of step, or the write within it.
+            self.was_skipped = self._before == (self._num_taken, self._num_writes())
+            return row | ({"skipped": True} if self.was_skipped else {}), None
         self.ours.settle()
         self.was_skipped = self.ours.num_skipped > self._num_skipped
         row["skipped"] = self.was_skipped
@@ -107,8 +104,7 @@ class WatchedOptimizer:
             row["grad_norm"] = float(self.ours.grad_norm)
         if self.ours.loss_scaler is not None:
             row["loss_scale"] = float(self.ours.loss_scaler.scale_tensor)
-        done = step if self.linears is None else self.linears.step
-        if self.linears is not None and (overflows := self.linears.overflows(done - 1)):
+        if self.linears is not None and (overflows := self.linears.overflows(self.linears.step - 1)):
             row["saturated"] = sum(sum(counts) for counts in overflows.values())
         sums, self.ours.last_audit = self.ours.last_audit, None
         return row, sums
@@ -119,14 +115,10 @@ class WatchedOptimizer:
             return self.ours.bytes_per_param()
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         states = [t for p in parameters for t in self.optimizer.state.get(p, {}).values() if isinstance(t, Tensor)]
-        held = [local_of(t) for t in (*parameters, *parameters, *states)]
-        total: int = sum(t.numel() * t.element_size() for t in held)
+        local = [local_of(t) for t in (*parameters, *parameters, *states)]
+        total: int = sum(t.numel() * t.element_size() for t in local)
         number: int = sum(local_of(p).numel() for p in parameters)
         return total / max(1, number)
-
-
-def _nothing(_: torch.optim.Optimizer) -> None:
-    pass
 
 
 _IN_A_ROW = 8
@@ -137,26 +129,28 @@ class FirstNonfinite:
     """Find the first parameter in backward whose gradient is not finite, once steps fail; nothing hangs on other steps."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self._in_a_row, self._handles, self._name = model, 0, list[Any](), ""
-        self._is_told = False
+        self.model, self._in_a_row, self._name, self._is_told = model, 0, "", False
+        self._undo: Callable[[], object] | None = None
 
     def take(self, failed: bool) -> str:
         """Count a step, and return the name of the parameter when it is found."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self.remove()
         self._in_a_row = self._in_a_row + 1 if failed else 0
-        if self._name and not self._is_told:
+        if self._is_told or not (self._name or self._in_a_row >= _IN_A_ROW):
+            return ""
+        if self._name:
             self._is_told = True
-            return self._name
-        if self._in_a_row >= _IN_A_ROW and not self._is_told:
-            for name, p in self.model.named_parameters():
-                if p.requires_grad:
-                    self._handles.append(p.register_hook(OwnHook(partial(self._see, plain_name(name)))))
-        return ""
+        else:
+            self._undo = follow_gradients(self.model, self._see)
+        return self._name
+
+    def remove(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
 
     def _see(self, name: str, gradient: Tensor) -> None:
-        if not self._name and not torch.compiler.is_compiling() and not bool(gradient.isfinite().all()):
+        if not self._name and not bool(gradient.isfinite().all()):
             self._name = name
 
 
@@ -188,25 +182,23 @@ class StepReader:
         ``known`` columns replace those that are read. Its ``tokens`` and ``tokens_before`` are counted from the start of the run.
         """
         seconds = time.perf_counter() - self._began
-        row: Row = {"step": step, "seconds": seconds, **self._read(step), **known}
+        row: Row = {"step": step, "seconds": seconds, **self._read(), **known}
         if row.get("tokens") is not None and row["seconds"]:
             row.setdefault("tokens_per_second", (row["tokens"] - tokens_before) / row["seconds"])
         first = {name: row[name] for name in _ORDER if name in row}
         return first | row
 
-    def _read(self, step: int) -> Row:
+    def _read(self) -> Row:
         """Return the columns of the last step that are read of all watched optimizers."""
         columns: Row = {}
-        found: list[Tensor] = []
+        audits: list[Tensor] = []
         for watched in reversed(self.watched):  # the first one's columns count
-            row, sums = watched.read(step)
+            row, sums = watched.read()
             columns |= row
-            found += [sums] if sums is not None else []
-        if self.watched and "skipped" in columns:
+            audits += [sums] if sums is not None else []
+        if "skipped" in columns:
             columns["skipped"] = any(watched.was_skipped for watched in self.watched)
-        self.audit_sums = found[0] if len(found) == 1 else None
-        if len(found) > 1:
-            self.audit_sums = torch.stack([sums.to("cpu", torch.float64) for sums in found]).sum(0)
+        self.audit_sums = torch.stack([sums.to("cpu", torch.float64) for sums in audits]).sum(0) if audits else None
         return columns | (figures_of(self.audit_sums) if self.audit_sums is not None else {})
 
 
@@ -248,7 +240,7 @@ def summary_of(rows: Iterable[Row], audit_total: Tensor, **known: Any) -> Row:
 def why_skipped(optimizer: Optimizer, ranks: Ranks) -> str:
     """Which gradient overflowed in the last step, and the new loss scale; all ranks call it."""
     # A rank knows of the rows that it holds.
-    names = list(dict.fromkeys(name for found in ranks.gather(optimizer.last_overflow) for name in found))
+    names = list(dict.fromkeys(name for overflow in ranks.gather(optimizer.last_overflow) for name in overflow))
     scaler = optimizer.loss_scaler
     where = f" in '{names[0]}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "") if names else ""
     scale = "" if scaler is None else f"; the loss scale is now {float(scaler.scale_tensor):g}"
