@@ -41,14 +41,14 @@ from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES, PLACES, SLOTS, Compute
-from narrowgauge.spec.notation import parse
+from narrowgauge.spec.notation import get_compute, parse
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import prepare_data
 from narrowgauge.trainer.language_model import loss_sum, vocabulary_size
 from narrowgauge.trainer.session import build
 from narrowgauge.trainer.step import train_step
 
-NAMES = [name for name in computes.names() if name.partition("+")[0] in ("mxfp4", "nvfp4")]
+NAMES = [name for name in (*computes.COMPUTES, *computes.VARIANTS) if name.partition("+")[0] in ("mxfp4", "nvfp4")]
 SETTING: dict[str, Any] = {
     "model": "llama-1m", "batch_size": 4, "sequence_length": 128, "lr": 1e-3, "beta2": 0.95, "audit_every": 0,
     "compile": False,
@@ -138,7 +138,7 @@ def distinct_matmuls(draws: int) -> list[tuple[str, str, int]]:
     found: dict[Any, tuple[str, str, int]] = {}
     for name in NAMES:
         for matmul in PLACES:
-            casts = computes.named(name).products[matmul]
+            casts = get_compute(name).products[matmul]
             number = draws if casts.left.needs_bits or casts.right.needs_bits else 1
             found.setdefault((matmul, casts), (name, matmul, number))
     return list(found.values())
@@ -146,7 +146,7 @@ def distinct_matmuls(draws: int) -> list[tuple[str, str, int]]:
 
 def matmul_row(trained: Trained, name: str, matmul: str, draws: int) -> Row:
     """One matmul of a compute, over all layers."""
-    compute, sums = computes.named(name), torch.zeros(4, dtype=torch.float64)
+    compute, sums = get_compute(name), torch.zeros(4, dtype=torch.float64)
     for tensors in trained.layers:
         exact = product(COMPUTES["float32"], matmul, tensors, 0)
         sums = added(sums, [product(compute, matmul, tensors, draw) for draw in range(draws)], exact)

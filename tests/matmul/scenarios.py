@@ -26,7 +26,7 @@ from oracles.linear import ROUNDING, Product, product
 from tensors import bits_with_one_nan
 
 ROWS = list(COMPUTES.values())
-SMOOTH = [computes.named(name) for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
+SMOOTH = [computes.VARIANTS[name] for name in ("float8-tensor+smooth", "float8-delayed-e5m2+smooth")]
 STOCHASTIC = [row for row in ROWS if any(cast.rounding == "stochastic" for cast in row.casts.values())]
 DELAYED = [row for row in ROWS if row.is_delayed]
 EIGHT = [COMPUTES[name] for name in (

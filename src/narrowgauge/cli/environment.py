@@ -48,10 +48,10 @@ def print_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool
         read = [_measure(device), *read]
     if len(read) == 1:
         one = read[0]
-        return tables.write_object(one.to_toml()) if as_json else click.echo(_lines({**one.settings, **one.results}))
+        return tables.write_json(one.to_toml()) if as_json else click.echo(_lines({**one.settings, **one.results}))
     row = comparison(*read)
     if as_json:
-        return tables.write_object(row)
+        return tables.write_json(row)
     number = len(read[0].results.keys() & read[1].results.keys())
     for each in row["differences"]:
         click.echo(f"{each['probe']}: {' and '.join(each['results'])}. It affects {each['affects']}.")

@@ -309,7 +309,7 @@ def _show_plan(
 ) -> None:
     """Print a plan."""
     if as_json:
-        return tables.write_object(found.row())
+        return tables.write_json(found.row())
     tables.write([*found.tables(), *(found.explanation() if explain else [])])
     return _echo(["", *found.sentences(), *filter(None, files)])
 
@@ -352,7 +352,7 @@ def scaling_command(measured: tuple[str, ...], at: list[int] | None, as_json: bo
 def _answer(row: dict[str, Any], answer_tables: list[tables.Table], sentences: list[str], as_json: bool) -> None:
     """Print an answer."""
     if as_json:
-        return tables.write_object(row)
+        return tables.write_json(row)
     tables.write(answer_tables)
     return _echo(["", *sentences])
 

@@ -23,7 +23,7 @@ from narrowgauge.matmul.layer_matmuls import slot_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.spec.computes import SLOTS, Compute, gathering_of
+from narrowgauge.spec.computes import SLOTS, Compute, gathered_slots, why_gathered_wide
 
 
 def gather_narrow(model: nn.Module) -> dict[str, str]:
@@ -75,10 +75,10 @@ def _reason(module: nn.Linear, users: Counter[int], is_checkpointed: bool) -> st
     weight: Any = module.weight
     if not isinstance(module, Linear):
         return "it is PyTorch's own layer"
-    gathering = gathering_of(module.compute)
-    if not gathering.is_narrow:
-        return f"compute '{module.compute.name}' does not allow it: {gathering.reason}"
-    if gathering.differs and is_checkpointed:
+    if obstacle := why_gathered_wide(module.compute):
+        return f"compute '{module.compute.name}' does not allow it: {obstacle}"
+    forward, backward = gathered_slots(module.compute)
+    if forward != backward and is_checkpointed:
         return f"activation checkpointing takes both casts of compute '{module.compute.name}' in its backward pass"
     if not is_sharded(weight):
         return "its weight is not sharded"
@@ -174,8 +174,7 @@ class _GatheredWeight:
         return (weight, (weight,)) if out is None else None
 
     def slot(self, in_backward: bool) -> str:
-        gathering = gathering_of(self.compute)
-        return gathering.backward if in_backward else gathering.forward
+        return gathered_slots(self.compute)[in_backward]
 
     def spans_shards(self, in_backward: bool) -> bool:
         """Return whether a scale of the cast covers rows of several shards."""
