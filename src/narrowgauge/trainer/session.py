@@ -27,7 +27,7 @@ from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, require_same_model, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
-from narrowgauge.distributed.replica_verification import Held, Verifier
+from narrowgauge.distributed.replica_verification import Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.errors import DataError, RankError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -100,9 +100,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.saver = Saver(self.folder, self.here.apart())
-        self.verifier = Verifier(
-            lambda: (Held(*kept) for kept in kept_tensors(self.optimizer)), self.config.verify_every
-        )
+        self.verifier = Verifier(lambda: kept_tensors(self.optimizer), self.config.verify_every)
         every, eager = self.config.fingerprints_every, not self.config.compile
         self.reader = StepReader(WatchedOptimizer(self.model, self.optimizer))
         self.fingerprints = Fingerprints(self.model, self.optimizer, every, self.here, sees_outputs=eager)
@@ -249,7 +247,6 @@ class Session:
         """Go to the step at which :meth:`state_dict` returned this; its tensors must not be written to afterwards."""
         tensors, state = state_dict["tensors"], state_dict["state"]
         restore_tensors(tensors, self.named_parameters(), self.optimizer)
-        self.verifier.forget()
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])

@@ -79,7 +79,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     if judgement is not None:
         loss = float(total)
         optimizer.skip_above = judgement.judge_loss(loss)
-    session.verifier.before_update()
     clock.mark()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -88,7 +87,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     clock.mark()
     session.step += 1
     session.fingerprints.states(session.step)
-    session.verifier.after_update(session.step)
     return _row(session, float(total) if loss is None else loss, rate, judgement, clock)
 
 
