@@ -99,7 +99,11 @@ def _agree(damages: Sequence[Damage]) -> None:
     worst = min(of_all, key=lambda damage: damage.rank is None)
     others = len({damage.tensor for damage in of_all} - {worst.tensor})
     more = f"; so do {others} more tensors" if others > 1 else "; so does one more tensor" if others else ""
-    who = "Test the memory of these machines" if worst.rank is None else f"Take the machine of rank {worst.rank} out of service"
+    who = (
+        "Test the memory of these machines"
+        if worst.rank is None
+        else f"Take the machine of rank {worst.rank} out of service"
+    )
     advice = f"{who}, and resume: the last checkpoint was saved before the damage."
     raise CorruptionError(f"{worst.message}{more}.", advice, worst.rank, worst.tensor, worst.check)
 
@@ -209,7 +213,9 @@ def _gradient_damage(first: Sequence[dict[str, int]], second: Sequence[dict[str,
             return Damage("recomputation", text, rank, changed[-1])
     name = [n for n, number in first[0].items() if any(row.get(n) != number for row in first)][-1]
     if wrong := _minority([row.get(name) for row in first]):
-        text = f"rank {wrong[0]} computes another gradient of {name} than {len(first) - len(wrong)} other ranks, {after}"
+        text = (
+            f"rank {wrong[0]} computes another gradient of {name} than {len(first) - len(wrong)} other ranks, {after}"
+        )
         return Damage("recomputation", text, wrong[0], name)
     ranks = " and ".join(f"rank {rank}" for rank in range(len(first)))
     return Damage(
