@@ -46,24 +46,24 @@ def delayed_amax(
     # .data: autograd must not count the write, or backward through a layer that is used twice would be refused.
     buffer = history.data[operand]
     magnitudes = x.detach().abs()
-    own = magnitudes.amax().double()
+    current = magnitudes.amax().double()
     age = step - buffer[_STEP]
     usable = (buffer[_STEP] >= 0) & (age > 0) & (age <= HISTORY)
     seen = torch.where(usable, buffer[_AMAX], 0.0).amax()
-    amax = torch.where(seen > 0, seen, own)
+    amax = torch.where(seen > 0, seen, current)
     if record:
-        _record(buffer, step, own, (magnitudes > amax).sum().double())
-    return torch.where(own.isfinite(), amax, torch.nan).float().view(1, 1)
+        _record(buffer, step, current, (magnitudes > amax).sum().double())
+    return torch.where(current.isfinite(), amax, torch.nan).float().view(1, 1)
 
 
-def _record(buffer: Tensor, step: Tensor, own: Tensor, overflows: Tensor) -> None:
+def _record(buffer: Tensor, step: Tensor, current: Tensor, overflows: Tensor) -> None:
     """Write a step's entry: of its micro-batches, the largest amax and the most overflows."""
     index = (step % buffer.shape[1]).long().view(1)
     before = buffer.index_select(1, index)[:, 0]
     before = torch.where(before[_STEP] == step, before, 0.0)
     # A NaN or an infinity would spoil the scale for HISTORY steps.
-    kept = torch.where(own.isfinite(), own, 0.0)
-    written = (torch.maximum(before[_AMAX], kept), step.double(), torch.maximum(before[_OVERFLOWS], overflows))
+    finite = torch.where(current.isfinite(), current, 0.0)
+    written = (torch.maximum(before[_AMAX], finite), step.double(), torch.maximum(before[_OVERFLOWS], overflows))
     buffer.index_copy_(1, index, torch.stack(written)[:, None])
 
 

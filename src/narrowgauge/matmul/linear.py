@@ -184,7 +184,7 @@ def plain_dtype(compute: Compute) -> torch.dtype | None:
 
 
 def has_plain_product(module: nn.Module) -> bool:
-    """Whether a linear layer is :func:`~narrowgauge.numerics.widening.linear` of its input and its weight, and nothing else."""
+    """Return whether a linear layer is only :func:`~narrowgauge.numerics.widening.linear` of its input and its weight."""
     if isinstance(module, Linear):
         return module.plain_dtype is getattr(torch, module.compute.dtype) and not module.is_transposed
     return type(module) is nn.Linear
@@ -234,7 +234,7 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
 
 
 def _reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
-    """How a layer of such a class is pickled and copied: no module has the class, so it is made again from the plain one."""
+    """Pickle or copy a layer of such a class: no module has the class, so it is made again from the plain one."""
     reduced = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
     return (_empty_layer, (layer._plain_class,), *reduced[2:])
 

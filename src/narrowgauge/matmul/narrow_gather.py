@@ -111,14 +111,16 @@ class _Unit:
     def amax(self, weight: _GatheredWeight, in_backward: bool, dtype: torch.dtype | None, group: Any) -> Tensor:
         """The amax values that the cast of one weight takes, over all ranks; measured for all weights when the first asks."""
         if weight is self.first.setdefault(in_backward, weight):
-            shared = [each for each in self.weights if each.spans_shards(in_backward)]
-            own = [each.own_amax(in_backward, dtype) for each in shared]
-            total = torch.cat([amax.view(-1) for amax in own])
+            shared = [member for member in self.weights if member.spans_shards(in_backward)]
+            local_amaxes = [member.own_amax(in_backward, dtype) for member in shared]
+            total = torch.cat([amax.view(-1) for amax in local_amaxes])
             # A maximum may lose a NaN on its way; of an infinity the scale becomes NaN as well.
             total = torch.where(total.isnan(), torch.inf, total)
             dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-            parts = total.split([amax.numel() for amax in own])
-            self.amaxes = {each: part.view(amax.shape) for each, part, amax in zip(shared, parts, own, strict=True)}
+            parts = total.split([amax.numel() for amax in local_amaxes])
+            self.amaxes = {
+                member: part.view(amax.shape) for member, part, amax in zip(shared, parts, local_amaxes, strict=True)
+            }
         return self.amaxes.pop(weight)
 
 
