@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 from narrowgauge.planner.efficiency import Efficiency
 from narrowgauge.spec.chips import Chip
-from narrowgauge.spec.computes import SLOTS, TENSORS, Cast, Compute, Product, casts_made
+from narrowgauge.spec.computes import SLOTS, TENSORS, Cast, Compute, Product, casts_made, named
 from narrowgauge.spec.formats import get_format
 from narrowgauge.spec.kernels import kernel_for, needs_kernel
-from narrowgauge.spec.notation import get_compute
 from narrowgauge.spec.recipes import Recipe
 
 
@@ -105,7 +104,7 @@ def operation_seconds(
 
     All callers share the result, so nobody may change it.
     """
-    compute = get_compute(setting.compute)
+    compute = named(setting.compute)
     sizes = {"input": num_tokens * shape.in_features, "weight": float(shape.num_weights)}
     sizes["gradient"] = num_tokens * shape.out_features
     flops = 2.0 * num_tokens * shape.num_weights

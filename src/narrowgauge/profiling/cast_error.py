@@ -21,8 +21,7 @@ from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.metrics import cast_and_sum, cast_loss
 from narrowgauge.planner.roofline import setting_of
 from narrowgauge.profiling.layers import plain_recipe
-from narrowgauge.spec.computes import SLOTS, casts_made
-from narrowgauge.spec.notation import get_compute
+from narrowgauge.spec.computes import SLOTS, casts_made, named
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import prepare_data
@@ -98,7 +97,7 @@ class CastErrorHooks:
     @torch.no_grad()
     def _add(self, layer: str, tensor: str, x: Tensor) -> None:
         for name in self.computes[layer]:
-            compute = get_compute(name)
+            compute = named(name)
             for slot in casts_made(compute):
                 if SLOTS[slot].tensor == tensor:
                     own = compute.casts[slot]
@@ -114,7 +113,7 @@ class CastErrorHooks:
 
     def _fold(self, layer: str, name: str, slot: str) -> Tensor | None:
         """Return the right operand's scales, where they are multiplied into the left one."""
-        matmul, compute = SLOTS[slot].matmul, get_compute(name)
+        matmul, compute = SLOTS[slot].matmul, named(name)
         if SLOTS[slot].side == "right":
             return None
         return scales_to_fold(self.outers.get((layer, name, compute.cast_slots[f"{matmul}.right"])), compute, matmul)

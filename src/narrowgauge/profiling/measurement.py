@@ -38,8 +38,7 @@ from narrowgauge.matmul.linear import plain_dtype
 from narrowgauge.matmul.operand import Keys, Operand
 from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.profiling.layers import Kind, kinds_of, timed_recipes, timed_settings
-from narrowgauge.spec.computes import SLOTS, Compute, casts_made
-from narrowgauge.spec.notation import get_compute
+from narrowgauge.spec.computes import SLOTS, Compute, casts_made, named
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
@@ -142,7 +141,7 @@ def operations_of(shape: Shape, setting: Setting, num_tokens: int, device: torch
     They return the operands, the output and the gradients of the layer itself. ``num_tokens`` are the rows of its input.
     """
     x, weight, grad = operands(shape, setting, num_tokens, device)
-    compute = get_compute(setting.compute)
+    compute = named(setting.compute)
     if setting.is_plain and x.dtype is plain_dtype(compute):
         return _plain_operations(x, weight, grad)
     return narrow_operations(compute, x, weight, grad)

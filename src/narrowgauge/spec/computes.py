@@ -241,36 +241,39 @@ def _wide(name: str) -> Product:
     return Product(Cast(name), Cast(name))
 
 
-def _uniform(
-    format: str, granularity: Granularity, gradients: str = "", **options: object
-) -> tuple[Product, Product, Product]:
-    forward = Cast(format, granularity, **options)  # type: ignore[arg-type]
-    backward = replace(forward, format=gradients or format)
+Products = tuple[Product, Product, Product]
+
+
+def _products(
+    x: Cast, weight: Cast, gradient: Cast, accumulation: Accumulation = "float32", forward: Accumulation | None = None
+) -> Products:
+    """Return the three matmuls of operands that are each cast in one way; ``forward`` accumulates the output otherwise."""
     return (
-        Product(forward, forward, "fast" if granularity == "tensor" else "promoted"),
-        Product(backward, forward, "promoted"),
-        Product(backward, forward, "promoted"),
+        Product(x, weight, forward or accumulation),
+        Product(gradient, weight, accumulation),
+        Product(gradient, x, accumulation),
     )
 
 
-def _blocks(gradients: str = "float8_e4m3fn") -> tuple[Product, Product, Product]:
+def _uniform(format: str, granularity: Granularity, gradients: str = "", scaling: Scaling = "current") -> Products:
+    cast = Cast(format, granularity, scaling=scaling)
+    forward: Accumulation = "fast" if granularity == "tensor" else "promoted"
+    return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
+
+
+def _blocks(gradients: str = "float8_e4m3fn") -> Products:
     """Blocks of 1×128 for activations and gradients, of 128×128 for weights."""
     activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
     weight, gradient = replace(activation, granularity="128x128"), replace(activation, format=gradients)
-    return (
-        Product(activation, weight, "promoted"),
-        Product(gradient, weight, "promoted"),
-        Product(gradient, activation, "promoted"),
-    )
+    return _products(activation, weight, gradient, "promoted")
 
 
-def _microscaled(format: str, gradients: str = "") -> tuple[Product, Product, Product]:
-    forward = Cast(format, "1x32", "float8_e8m0fnu")
-    backward = replace(forward, format=gradients or format)
-    return Product(forward, forward), Product(backward, forward), Product(backward, forward)
+def _microscaled(format: str, gradients: str = "") -> Products:
+    cast = Cast(format, "1x32", "float8_e8m0fnu")
+    return _products(cast, cast, replace(cast, format=gradients or format))
 
 
-def _four_bits(granularity: Granularity, scale: Scale) -> tuple[Product, Product, Product]:
+def _four_bits(granularity: Granularity, scale: Scale) -> Products:
     """e2m1 everywhere; gradients stochastic, both operands of grad_weight rotated."""
     forward = Cast("float4_e2m1fn", granularity, scale)
     gradient = replace(forward, rounding="stochastic")
@@ -281,7 +284,7 @@ def _four_bits(granularity: Granularity, scale: Scale) -> tuple[Product, Product
     )
 
 
-def _int8() -> tuple[Product, Product, Product]:
+def _int8() -> Products:
     """x and w are quantized once, by row, for all three matmuls; gradients are quantized twice, stochastically."""
     column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
     return Product(_INT8, _INT8, "int32"), Product(gradient, column, "int32"), Product(gradient, column, "int32")
@@ -420,7 +423,7 @@ _COMPUTES = (
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
         fallback="float8-row",
-        purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places (show scales)",
+        purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
     Compute(
@@ -704,6 +707,14 @@ def find(name: str) -> Compute | None:
     base, has_threshold, text = name.partition(_THRESHOLD)
     compute = COMPUTES.get(base) or VARIANTS.get(base)
     return _with_threshold(compute, text) if compute is not None and has_threshold else compute
+
+
+def named(name: str) -> Compute:
+    """Return the compute or variant of a known name."""
+    compute = find(name)
+    if compute is None:
+        raise KeyError(name)
+    return compute
 
 
 def _with_threshold(compute: Compute, text: str) -> Compute:

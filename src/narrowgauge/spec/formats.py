@@ -298,12 +298,12 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     key = name.strip().lower().removeprefix("torch.")
-    found = FORMATS.get(FORMAT_ALIASES.get(key, key))
-    if found is None:
+    row = FORMATS.get(FORMAT_ALIASES.get(key, key))
+    if row is None:
         near = suggestion(key, [*FORMATS, *FORMAT_ALIASES])
         advice = f"{near} (narrowgauge show formats lists all.)".strip()
         raise FormatError(f"no number format is named {name!r}.", advice)
-    return found
+    return row
 
 
 def describe_value(x: float) -> list[dict[str, object]]:

@@ -87,7 +87,7 @@ class Recipe:
             _check_other(self, where, other)
 
     def _others(self) -> Iterator[tuple[str, Compute]]:
-        """Every other compute of the recipe, and where it is named."""
+        """Yield every other compute of the recipe, and where it is named."""
         for phase in self.phases:
             yield f"the phase until {phase.until:g}", phase.compute
         for override in self.overrides:

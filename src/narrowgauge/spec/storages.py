@@ -57,7 +57,7 @@ class Code:
 
     @property
     def spacings(self) -> float:
-        """How many of its spacings every normal value is, at least; of an expansion, of the spacings of its last part."""
+        """Return how many of its spacings every normal value is, at least; of an expansion, of its last part's."""
         return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
 
     def part(self, place: int) -> Code:
@@ -253,8 +253,8 @@ class Storage:
     @property
     def tail_bits(self) -> int:
         """Bits of the tail: those of the stored weight that no visible weight, master copy or low part holds."""
-        own = self.master or self.visible in WIDE or self.weight.parts > 1
-        return 0 if own else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
+        has_no_tail = self.master or self.visible in WIDE or self.weight.parts > 1
+        return 0 if has_no_tail else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
     @property
     def beside(self) -> tuple[str, ...]:

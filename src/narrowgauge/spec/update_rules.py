@@ -165,12 +165,12 @@ class UpdateRule:
     @property
     def laws(self) -> Laws:
         """Return what the options of a param group may be."""
-        found: Laws = {"lr": Range(), "weight_decay": Range()}
+        ranges: Laws = {"lr": Range(), "weight_decay": Range()}
         if "beta1" in self.settings:
-            found["betas"] = Range(0, 1)
+            ranges["betas"] = Range(0, 1)
         if "eps" in self.settings:
-            found[self.eps_option] = Range()
-        return found | {option.name: option.law for option in self.options}
+            ranges[self.eps_option] = Range()
+        return ranges | {option.name: option.law for option in self.options}
 
     @property
     def eps_option(self) -> str:
@@ -296,11 +296,11 @@ def get_rule(name: str) -> UpdateRule:
         'Muon'
     """
     key = str(name).strip().lower().replace("-", "_")
-    found = UPDATE_RULES.get(key)
-    if found is None:
+    row = UPDATE_RULES.get(key)
+    if row is None:
         near = suggestion(key, UPDATE_RULES) or f"Known: {', '.join(UPDATE_RULES)}."
         raise RecipeError(f"no update rule is named {name!r}.", f"{near} (narrowgauge show rules describes them.)")
-    return found
+    return row
 
 
 def rule_title(recipe: str, rule: str) -> str:
