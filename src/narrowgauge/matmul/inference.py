@@ -91,6 +91,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, compute: str, columns: Tensor | None,
         weights: Tensor | None, missed: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        ctx.x_shape = list(x.shape)
         registered = REGISTERED[compute]
         left, right = cast_to_slot(x, registered, "output.left"), _operand(codes, scales, registered.output)
         y = multiply_slots(left, right, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
@@ -104,15 +105,26 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        raise RecipeError(
-            "backward() reached a linear layer that was quantized for inference and has no gradients.",
-            "Train with swap_linears or prepare, and quantize afterwards; or call the model under torch.no_grad().",
-        )
+        return refuse_gradient(grads[0], ctx.x_shape), *[None] * 7
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _apply(*arguments: Any) -> Tensor:
     return cast(Callable[..., Tensor], _Product.apply)(*arguments)
+
+
+@torch.library.custom_op("narrowgauge::refuse_gradient", mutates_args=())
+def refuse_gradient(grad: Tensor, x_shape: list[int]) -> Tensor:
+    """Raise that there is no gradient: an operator, so that compiled code raises only where backward runs."""
+    raise RecipeError(
+        "backward() reached a linear layer that was quantized for inference and has no gradients.",
+        "Train with swap_linears or prepare, and quantize afterwards; or call the model under torch.no_grad().",
+    )
+
+
+@refuse_gradient.register_fake
+def _(grad: Tensor, x_shape: list[int]) -> Tensor:
+    return grad.new_empty(x_shape)
 
 
 def _operand(codes: Tensor, scales: Tensor, product: Product) -> Operand:
