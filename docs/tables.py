@@ -37,7 +37,7 @@ def table(name: str) -> str:
     Args:
         name: a key of :data:`OWN`, or a table of ``narrowgauge show``.
     """
-    return OWN[name]() if name in OWN else show.markdown(name)
+    return OWN[name]() if name in OWN else show.table(name).markdown()
 
 
 def reference() -> str:

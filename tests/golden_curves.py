@@ -18,7 +18,6 @@ import narrowgauge as ng
 from narrowgauge.assembly.preparation import is_matrix
 from narrowgauge.numerics.widening import float32_attention
 from narrowgauge.spec import show
-from narrowgauge.spec.notation import default_storage
 
 # What ``narrowgauge train`` takes by default.
 OF_LANGUAGE_MODELS: dict[str, Any] = {
@@ -34,7 +33,7 @@ SHAPE = {
 def recipes() -> list[str]:
     """Each storage with its own compute, or with bfloat16; each compute with its default storage."""
     stored = (name if "/" in name else f"bfloat16/{name}" for name in ng.spec.STORAGES)
-    computed = (f"{row['name']}/{default_storage(str(row['name']))}" for row in show.rows("computes"))
+    computed = (f"{row['name']}/{row['storage']}" for row in show.rows("computes"))
     return list(dict.fromkeys([*stored, *computed]))
 
 

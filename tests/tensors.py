@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from narrowgauge.spec.storages import Code, width_alone
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -112,3 +115,9 @@ def take_steps(optimizer: torch.optim.Optimizer, steps: range, scale: float = 1.
         for p, gradient in zip(params, step_gradients(params, step, scale), strict=True):
             p.grad = gradient
         optimizer.step()
+
+
+def bytes_alone(code: Code, shape: Sequence[int]) -> int:
+    """Return the bytes of a tensor of ``shape`` in a code, where no value shares its word, with the scales of its rows."""
+    scales = 4 * math.prod(shape[:-1]) if code.scaled else 0
+    return math.prod(shape) * code.parts * width_alone(code) // 8 + scales

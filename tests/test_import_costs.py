@@ -23,7 +23,6 @@ ABOUT_THEM = (
     "integrations/**/*.py",
     "profiling/*.py",
     "transforms/scal*.py",
-    "transforms/smooth_swiglu.py",
     "transforms/unit_*.py",
 )
 """Modules that subclass or change what these packages define: functions import them."""

@@ -1,4 +1,4 @@
-"""Silent corruption: one flipped bit on one rank, in a weight, a moment or a gradient, is found within k steps and located."""
+"""Silent corruption: one flipped bit on one rank, in a weight, a moment or a gradient, is found within k steps and named."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 import narrowgauge as ng
 from narrowgauge.distributed.reduction import reduce_gradients_with
-from narrowgauge.distributed.replica_verification import Held, Verifier
+from narrowgauge.distributed.replica_verification import Verifier
 from narrowgauge.errors import CorruptionError
 from narrowgauge.optim.loading import kept_tensors
 from ranks import run_ranks
@@ -80,7 +80,7 @@ def flip(optimizer: ng.Optimizer, name: str, bit: int) -> None:
 def train(rank: int, sharding: str, size: int, bad: int, what: str, at: int, bit: int) -> Found:
     """Train with a fault on rank ``bad`` from step ``at`` on: of a tensor, or in ``"arithmetic"``."""
     model, optimizer, reduction = build(sharding, size)
-    verifier = Verifier(lambda: (Held(*one) for one in kept_tensors(optimizer)), EVERY)
+    verifier = Verifier(lambda: kept_tensors(optimizer), EVERY)
 
     def leaf(number: int) -> Callable[[], None]:
         def backward() -> None:
@@ -106,12 +106,10 @@ def train(rank: int, sharding: str, size: int, bad: int, what: str, at: int, bit
                 assert all(p.grad is None for p in model.parameters())
             with reduction.micro_batch(is_last=True):
                 leaf(100 * step + rank)()
-            verifier.before_update()
         except CorruptionError as error:
             return step, error.message, error.rank, error.tensor
         optimizer.step()
         optimizer.zero_grad()
-        verifier.after_update(step)
         if rank == bad and "arithmetic" not in what and step == at:
             flip(optimizer, what, bit)
     return None
@@ -139,36 +137,14 @@ def test_a_flipped_bit_at_rest_is_found_within_k_steps_and_located(what: str, at
     assert "rank 1" in message
 
 
-def test_the_element_and_the_values_are_told(tmp_path: Path) -> None:
-    _, message, _, _ = found_by_all(tmp_path, "replicated", 3, 1, "second.weight", 1, 30)
-    head = "second.weight of rank 1 differs from that of 2 other ranks in element 2 ("
-    assert message.startswith(head)
-    values = [float(value) for value in message.removeprefix(head).partition(")")[0].split(", ")]
-    assert values[0] == values[2] != values[1] and abs(values[1]) > 1e30
-
-
-@pytest.mark.parametrize("what", ["second.weight", "exp_avg of second.weight"])
-def test_of_two_replicas_the_value_out_of_place_is_the_likelier(what: str, tmp_path: Path) -> None:
-    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 2, 1, what, 2, 30)
-    assert (step, tensor) == (EVERY, what)
-    assert rank == 1 and "rank 1 is the likelier to be wrong" in message, message
-
-
-def test_of_two_replicas_that_differ_little_neither_is_accused(tmp_path: Path) -> None:
-    _, message, rank, tensor = found_by_all(tmp_path, "replicated", 2, 1, "second.weight", 2, 3)
-    assert rank is None and tensor == "second.weight" and "do not say which is right" in message
-
-
-@pytest.mark.parametrize("what", ["second.weight", "exp_avg of second.weight"])
-def test_what_one_rank_alone_holds_is_found_in_a_verified_step(what: str, tmp_path: Path) -> None:
-    step, message, rank, tensor = found_by_all(tmp_path, "full", 2, 1, what, 3, 0)
-    assert (step, rank, tensor) == (EVERY, 1, what)
-    assert message == f"{what} of rank 1 changed in memory after step 3."
+def test_of_two_replicas_that_differ_neither_is_accused(tmp_path: Path) -> None:
+    step, message, rank, tensor = found_by_all(tmp_path, "replicated", 2, 1, "second.weight", 2, 3)
+    assert (step, rank, tensor) == (EVERY, None, "second.weight") and "between rank 0 and rank 1" in message
 
 
 def test_replicas_of_a_shard_are_compared(tmp_path: Path) -> None:
     step, message, rank, tensor = found_by_all(tmp_path, "hybrid", 4, 3, "second.weight", 2, 30)
-    assert (step, rank, tensor) == (EVERY, 3, "second.weight")
+    assert (step, rank, tensor) == (EVERY, None, "second.weight")
     assert "between rank 1 and rank 3" in message
 
 
@@ -185,23 +161,3 @@ def test_of_two_ranks_the_one_whose_gradient_varies_is_wrong(sharding: str, tmp_
     step, message, rank, _ = found_by_all(tmp_path, sharding, 2, 1, "arithmetic, unstable", 3, 20)
     assert (step, rank) == (EVERY, 1)
     assert "another gradient" in message and "each time" in message
-
-
-def load_between_steps(rank: int) -> Found:
-    """Weights that somebody sets are no corruption."""
-    model, optimizer, _ = build("full", 2)
-    verifier = Verifier(lambda: (Held(*one) for one in kept_tensors(optimizer)), EVERY)
-    for step in range(1, 4):
-        model(torch.ones(4, 8)).sum().backward()
-        verifier.before_update()
-        optimizer.step()
-        optimizer.zero_grad()
-        verifier.after_update(step)
-        with torch.no_grad():
-            model.second.weight.mul_(2.0)
-        verifier.verify_state(step)
-    return None
-
-
-def test_a_weight_that_is_set_between_steps_is_no_corruption(tmp_path: Path) -> None:
-    assert run_ranks(load_between_steps, 2, tmp_path) == [None, None]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,18 +13,16 @@ from matmul.scenarios import DELAYED, gaussian, make_layer, names, passed, same
 from narrowgauge.matmul.delayed_scaling import count_overflows, delayed_amax, new_history
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.swapping import NarrowLayers
-from narrowgauge.spec.computes import COMPUTES, Cast
+from narrowgauge.spec.computes import COMPUTES, HISTORY
 
 every_row = pytest.mark.parametrize("row", DELAYED, **names)
 CAST = COMPUTES["float8-delayed"].output.left
 CPU = torch.device("cpu")
 
 
-def seen(
-    values: float | Tensor, step: int, history: Tensor, cast: Cast = CAST, operand: int = 0, record: bool = True
-) -> float:
+def seen(values: float | Tensor, step: int, history: Tensor, operand: int = 0, record: bool = True) -> float:
     x = values if isinstance(values, Tensor) else torch.tensor([[values, -values / 2]])
-    amax = delayed_amax(x, cast, history, operand, torch.tensor(step, dtype=torch.int32), record)
+    amax = delayed_amax(x, CAST, history, operand, torch.tensor(step, dtype=torch.int32), record)
     assert amax is not None and amax.shape == (1, 1) and amax.dtype == torch.float32
     return amax.item()
 
@@ -33,26 +30,24 @@ def seen(
 # ── the history ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("length", [1, 3, 16])
-@pytest.mark.parametrize("margin", [0, 2])
-def test_a_scale_is_the_largest_of_as_many_steps_as_are_looked_back_on(length: int, margin: int) -> None:
-    cast, history = replace(CAST, history=length, margin=margin), new_history(length, CPU)
+def test_a_scale_is_the_largest_of_as_many_steps_as_are_looked_back_on() -> None:
+    history = new_history(CPU)
     draw, met = random.Random(0), dict[int, float]()
     step = 0
     for _ in range(60):
         value = draw.choice([1e-3, 0.5, 1.0, 3.0, 100.0])
-        earlier = [met[s] for s in range(step - length, step) if s in met]
-        expected = max(earlier) * 2**margin if earlier else value
+        earlier = [met[s] for s in range(step - HISTORY, step) if s in met]
+        expected = max(earlier) if earlier else value
         for _ in range(3):  # micro-batches and recomputation see what the first one saw
-            assert seen(value, step, history, cast) == torch.tensor(expected).float().item()
+            assert seen(value, step, history) == torch.tensor(expected).float().item()
         met[step] = value
         # Steps that the layer took no part in age like others.
-        step += draw.choice([1, 1, 1, 2, length + 1])
+        step += draw.choice([1, 1, 1, 2, HISTORY + 1])
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_what_is_not_finite_is_nan_now_and_gone_at_the_next_step(bad: float) -> None:
-    history = new_history(16, CPU)
+    history = new_history(CPU)
     x = torch.tensor([[1.0, bad]])
     assert seen(x, 0, history) != seen(x, 0, history)  # NaN: the first step has nothing else
     assert seen(3.0, 1, history) == 3.0
@@ -62,7 +57,7 @@ def test_what_is_not_finite_is_nan_now_and_gone_at_the_next_step(bad: float) -> 
 
 
 def test_overflows_are_counted_and_kept_as_long_as_the_steps() -> None:
-    history = new_history(4, CPU)
+    history = new_history(CPU)
     seen(1.0, 0, history)
     x = torch.tensor([[1.0, 1.5, -7.0, 0.0], [2.0, -1.0, 0.5, 100.0]])
     seen(x, 1, history)
@@ -70,10 +65,10 @@ def test_overflows_are_counted_and_kept_as_long_as_the_steps() -> None:
     assert count_overflows(history).tolist() == [4, 0, 0]
     seen(x, 1, history)  # nor does computing it again count it twice
     assert count_overflows(history).tolist() == [4, 0, 0]
-    for step in range(2, 6):
+    for step in range(2, HISTORY + 2):
         seen(1.0, step, history)
         assert count_overflows(history)[0] == 4
-    seen(1.0, 6, history)
+    seen(1.0, HISTORY + 2, history)
     assert count_overflows(history)[0] == 0
 
 

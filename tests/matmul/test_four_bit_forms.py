@@ -16,7 +16,7 @@ from narrowgauge.spec import computes
 from narrowgauge.spec.computes import SLOTS
 from tensors import gaussian
 
-FORMS = [name for name in computes.names() if name.startswith(("nvfp4+", "mxfp4+"))]
+FORMS = [name for name in computes.VARIANTS if name.startswith(("nvfp4+", "mxfp4+"))]
 TOKENS, IN, OUT = 80, 72, 48
 """Sides that are no multiples of a block, so that operands are filled up."""
 
@@ -55,7 +55,7 @@ def off(found: Tensor, meant: Tensor) -> float:
 def test_each_product_is_that_of_its_casts(name: str) -> None:
     layer, found = passed(name, step=3)
     compute = layer.compute
-    assert compute == computes.named(name)
+    assert compute == computes.VARIANTS[name]
     tensors = {
         "input": gaussian(TOKENS, IN).bfloat16(),
         "weight": layer.weight.detach(),

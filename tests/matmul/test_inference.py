@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import expectations
+from matmul.scenarios import sum_bound
 from narrowgauge.errors import RecipeError
 from narrowgauge.matmul import inference
 from narrowgauge.matmul.inference import find_outlier_columns, inference_bytes, missed_outliers
@@ -91,7 +92,7 @@ def test_the_output_is_the_product_of_what_the_codes_stand_for(row: str, outlier
     main = product(values[:, :IN], weight)
     # Scaled and rounded; emulated, the sum was rounded before the scales.
     steps = [2.0**-24] * 3 + [ROUNDING[torch.bfloat16]]
-    allowed = main.off(matmul.bound(IN), steps if "int8" in row else [ROUNDING[torch.bfloat16], *steps])
+    allowed = main.off(sum_bound(matmul, IN), steps if "int8" in row else [ROUNDING[torch.bfloat16], *steps])
     met = holder(bias=False)["fc"].weight.detach() if row == KEEPING else weight
     thin = product(x[:, columns], met[:, columns].bfloat16())
     exact = main.value + thin.value

@@ -31,8 +31,8 @@ Doubles = NDArray[np.float64]
 NVFP4, MXFP4 = Cast("float4_e2m1fn", "1x16", "float8_e4m3fn"), Cast("float4_e2m1fn", "1x32", "float8_e8m0fnu")
 FOUR_OVER_SIX, TWO_SCALES = (replace(cast, fit="least-error") for cast in (NVFP4, MXFP4))
 EDEN = replace(NVFP4, rounding="eden")
-FORMS = [name for name in computes.names() if name.startswith(("nvfp4+", "mxfp4+"))]
-CASTS = list(dict.fromkeys(cast for name in FORMS for cast in computes.named(name).casts.values()))
+FORMS = [name for name in computes.VARIANTS if name.startswith(("nvfp4+", "mxfp4+"))]
+CASTS = list(dict.fromkeys(cast for name in FORMS for cast in computes.VARIANTS[name].casts.values()))
 # Each number that a word of a row and one of a column can add up to.
 EVERY_UNIFORM = (torch.arange(1 << 16).float() + 0.5) * 2.0**-16
 KEY = torch.tensor(-77, dtype=torch.int32)

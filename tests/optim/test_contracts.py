@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import narrowgauge as ng
 from narrowgauge.optim.rules.matrix import MatrixRule, states_beside
-from narrowgauge.spec.storages import FLOAT32, STORAGES, bytes_alone
+from narrowgauge.spec.storages import FLOAT32, STORAGES
 from optim.pairs import ELEMENTWISE, EVERY, MOST, RULES, SOME, Shape, build, everything, parameters
 from tables import exhaustive
-from tensors import assert_same_bits, bits, parameters_of, relative_error, step_gradients, take_steps
+from tensors import assert_same_bits, bits, bytes_alone, parameters_of, relative_error, step_gradients, take_steps
 
 TORCHS: dict[str, tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"weight_decay": 0.1, "betas": (0.8, 0.9)}),

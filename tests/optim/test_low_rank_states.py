@@ -14,8 +14,8 @@ from narrowgauge.numerics.hashing import step_seed
 from narrowgauge.optim.kernel import MatrixKernel
 from narrowgauge.optim.rules.matrix import GALORE
 from narrowgauge.optim.state import ParameterState
-from narrowgauge.spec.storages import STORAGES, Storage, bytes_alone
-from tensors import assert_same_bits, bits, gaussian, take_steps
+from narrowgauge.spec.storages import STORAGES, Storage
+from tensors import assert_same_bits, bits, bytes_alone, gaussian, take_steps
 
 ROWS = {name: row for name, row in STORAGES.items() if row.arithmetic == "float32"}
 EVERY = pytest.mark.parametrize("storage", ROWS.values(), ids=ROWS)

@@ -11,11 +11,11 @@ from torch import nn
 from narrowgauge.matmul.swapping import swap_linears
 from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.profiling.measurement import narrow_operations, operands, operations_of
-from narrowgauge.spec.computes import COMPUTES, Compute, casts_made, named
+from narrowgauge.spec.computes import COMPUTES, VARIANTS, Compute, casts_made
 
 CPU = torch.device("cpu")
 NARROW = [row for row in COMPUTES.values() if not row.is_wide]
-NARROW += [named("float8-tensor+smooth"), named("float8-delayed-e5m2+smooth")]
+NARROW += [VARIANTS["float8-tensor+smooth"], VARIANTS["float8-delayed-e5m2+smooth"]]
 TOKENS = 40
 
 

@@ -10,7 +10,6 @@ from narrowgauge.spec import computes
 from narrowgauge.spec.computes import COMPUTES
 from narrowgauge.spec.notation import get_compute, parse
 
-NAMES = [name for name in computes.names() if name not in COMPUTES]
 OF_FOUR_BITS = {
     "mxfp4+deterministic": {
         slot: {"rounding": "nearest", "rotation": "hadamard-plain"} for slot in ("grad_weight.left", "grad_weight.right")
@@ -29,13 +28,13 @@ OF_FOUR_BITS["nvfp4+four-over-six+eden"] = {
     **{slot: {"fit": "least-error"} for slot in ("output.left", "output.right")},
 }
 OF_FOUR_BITS["nvfp4+uniform"] = {slot: {"format": "int4", "rotation": "hadamard"} for slot in COMPUTES["nvfp4"].casts}
-VARIANTS = [name for name in NAMES if name not in OF_FOUR_BITS]
+VARIANTS = [name for name in computes.VARIANTS if name not in OF_FOUR_BITS]
 
 
 @pytest.mark.parametrize("name", OF_FOUR_BITS)
 def test_a_form_of_four_bits_changes_the_casts_of_its_table_and_no_other(name: str) -> None:
     base = COMPUTES[name.partition("+")[0]]
-    row, changed = computes.named(name), OF_FOUR_BITS[name]
+    row, changed = computes.VARIANTS[name], OF_FOUR_BITS[name]
     assert row.casts == {slot: replace(cast, **changed.get(slot, {})) for slot, cast in base.casts.items()}  # type: ignore[arg-type]
     assert row.products["output"].accumulation == base.output.accumulation
     same = replace(
@@ -53,7 +52,7 @@ def test_a_form_of_four_bits_changes_the_casts_of_its_table_and_no_other(name: s
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_variant_differs_from_its_row_in_what_its_name_says(name: str) -> None:
     base, _, word = name.partition("+")
-    row, plain = computes.named(name), COMPUTES[base]
+    row, plain = computes.VARIANTS[name], COMPUTES[base]
     assert row.name == name and computes.find(name) is row
     changed = {place for place, cast in row.casts.items() if cast != plain.casts[place]}
     inputs, weights = {"output.left", "grad_weight.right"}, {"output.right", "grad_input.right"}

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
-
 import expectations
 from narrowgauge.spec import computes
-from narrowgauge.spec.computes import BLOCKS, COMPUTES, ROTATION_SIZE, Cast, Compute, Product, gathering_of
+from narrowgauge.spec.computes import BLOCKS, COMPUTES, ROTATION_SIZE, Cast, Compute, Product, why_gathered_wide
 from narrowgauge.spec.formats import FORMATS, get_format
 from tables import exhaustive
 
@@ -30,7 +28,7 @@ def test_every_row_keeps_and_reuses_what_its_scales_allow() -> None:
         reused = {s.tensor: not row.is_wide and row.cast_slots[n] != n for n, s in computes.SLOTS.items() if s.reuses}
         assert {what for what, is_so in reused.items() if is_so} == set(wanted.reused), name
         has = {"stochastic": row.is_stochastic, "delayed": row.is_delayed, "scaled loss": row.scales_loss}
-        has["gathered"] = gathering_of(row).is_narrow
+        has["gathered"] = not why_gathered_wide(row)
         assert {what for what, is_so in has.items() if is_so} == set(wanted.has) - {"served"}, name
 
 
@@ -125,7 +123,6 @@ def variations(cast: Cast) -> Iterator[Cast]:
     yield replace(cast, scaling="delayed")
     yield replace(cast, rotation="hadamard")
     yield replace(cast, outliers=6.0)
-    yield replace(cast, margin=1)
     yield replace(cast, outlier_weights="codes")
 
 
@@ -140,53 +137,3 @@ def test_codes_of_another_cast_do_not_serve(one: str, other: str) -> None:
     # A rotation mixes along one contraction and outliers are columns of one operand: neither serves itself.
     for field, value in (("rotation", "hadamard"), ("outliers", 6.0)):
         assert not replace(cast, **{field: value}).serves(replace(turned, **{field: value}))  # type: ignore[arg-type]
-
-
-# ── sums ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def products_of(accumulation: str) -> Product:
-    kind = "int8" if accumulation == "int32" else "float8_e4m3fn"
-    return Product(Cast(kind, "row"), Cast(kind, "row"), accumulation)  # type: ignore[arg-type]
-
-
-ACCUMULATIONS = ("int32", "float32", "promoted", "fast")
-TERMS = [1, 2, 16, 127, 128, 129, 1000, 4096, 1 << 16, 1 << 20]
-
-
-def test_the_bound_grows_with_the_terms_and_from_exact_to_fast() -> None:
-    for accumulation in ACCUMULATIONS:
-        bounds = [products_of(accumulation).bound(terms) for terms in TERMS]
-        assert bounds == sorted(bounds) and (accumulation == "int32") == (set(bounds) == {0.0})
-    # Up to 128 terms a register is emptied once, and that is an addition more.
-    for terms in [terms for terms in TERMS if 128 < terms <= 1 << 16]:
-        bounds = [products_of(accumulation).bound(terms) for accumulation in ACCUMULATIONS]
-        assert bounds == sorted(bounds)
-    assert products_of("promoted").bound(1 << 20) < products_of("fast").bound(1 << 20) / 1000
-
-
-def chopped(x: np.ndarray, significant: int) -> np.ndarray:
-    """Toward zero to so many significant bits, as a register drops what it has no room for."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.trunc(np.ldexp(mantissa, significant)), exponent - significant)
-
-
-@exhaustive("accumulation", ["float32", "promoted", "fast"])
-def test_a_sum_made_that_way_is_within_the_bound(accumulation: str) -> None:
-    """Term by term in a register that chops: of 24 bits, or of 14 as Hopper's, emptied every 128 terms or never."""
-    register = 24 if accumulation == "float32" else 14
-    random = np.random.default_rng(0)
-    for terms in (64, 300, 2048):
-        for signs in (1, -1):
-            values = chopped(random.lognormal(0, 2, (terms, 64)) * random.choice([1, signs], (terms, 64)), 8)
-            whole = np.zeros(64)
-            part = np.zeros(64)
-            for number, value in enumerate(values, 1):
-                part = chopped(part + value, register)
-                if accumulation == "promoted" and number % 128 == 0:
-                    whole, part = chopped(whole + part, 24), np.zeros(64)
-            off = np.abs(chopped(whole + part, 24) - values.sum(0)) / np.abs(values).sum(0)
-            bound = products_of(accumulation).bound(terms)
-            assert (off <= bound).all()
-            # Of one sign, chopping is off by a good part of what may happen: the bound is no empty word.
-            assert signs == -1 or off.max() > 2.0**-register / 4

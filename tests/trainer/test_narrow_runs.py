@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from narrowgauge.errors import RecipeError
 from narrowgauge.runs.record import read_run
 from narrowgauge.spec.computes import COMPUTES
-from narrowgauge.spec.notation import default_storage, parse
+from narrowgauge.spec.notation import parse
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer import loop, session
 from narrowgauge.trainer.export import export
@@ -67,7 +67,7 @@ def test_every_row_trains_over_word(name: str, place: Path, tmp_path: Path, wide
 
 @pytest.mark.parametrize("name", sorted(name for name, row in COMPUTES.items() if row.owns_storages))
 def test_a_compute_with_storages_of_its_own_trains_over_them(name: str, place: Path, tmp_path: Path) -> None:
-    run = trained(place, tmp_path / "run", recipe=f"{name}/{default_storage(name)}", steps=4)
+    run = trained(place, tmp_path / "run", recipe=f"{name}/{COMPUTES[name].default_storage}", steps=4)
     assert run.summary["val_loss"] < run.steps[0]["loss"] * 1.05
 
 

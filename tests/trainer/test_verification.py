@@ -61,15 +61,13 @@ def test_verifying_changes_no_bit(shard: str, place: Path, tmp_path: Path) -> No
     assert {name for row in plain.steps for name in row} <= STEP.keys()
 
 
-@pytest.mark.parametrize(
-    ("shard", "what", "after"), [("full", "exp_avg of", 7), ("full", "model.", 7), ("none", "exp_avg_sq of", 5)]
-)
+@pytest.mark.parametrize(("what", "after"), [("model.", 7), ("exp_avg_sq of", 5)])
 def test_a_flipped_bit_ends_the_run_with_a_checkpoint_from_before(
-    shard: str, what: str, after: int, place: Path, tmp_path: Path
+    what: str, after: int, place: Path, tmp_path: Path
 ) -> None:
-    changes = {"shard": shard, "verify_every": 4}
-    first, second = run_ranks(train_here, 2, tmp_path / "ranks", place, tmp_path / "run", changes, (1, what, after))
-    assert first == second
+    changes = {"shard": "none", "verify_every": 4}
+    first, *others = run_ranks(train_here, 3, tmp_path / "ranks", place, tmp_path / "run", changes, (1, what, after))
+    assert others == [first] * 2
     message, rank, tensor = first
     assert rank == 1 and tensor.startswith(what) and "rank 1" in message
     run = read_run(tmp_path / "run")

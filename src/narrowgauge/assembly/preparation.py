@@ -122,14 +122,15 @@ def prepare(
         shard: ``"full"`` or ``"none"``, with a mesh.
         offload: keep parameters, gradients and states in the host's memory, with a mesh.
         narrow_gather: gather weights as the codes that their matmuls take, where the compute allows it (``narrowgauge show
-            gathers``): half of bfloat16's bytes, the same bits. With a mesh, or a model sharded by the caller.
+            computes``): half of bfloat16's bytes, the same bits. With a mesh, or a model sharded by the caller.
         average: average gradients over the ranks, as FSDP2 and DDP do. ``False`` adds them up, for losses that are a
             micro-batch's part of the step's: needed for the same bits on any number of ranks.
         options: further options of the optimizer, such as ``momentum`` of :class:`narrowgauge.SGD`.
     Returns:
         ``(model, optimizer)``: the same model and its ``torch.optim.Optimizer``. If gradients are summed over ranks, the sum is
-        ``optimizer.reduction``: in a step with several micro-batches its ``micro_batch`` surrounds each backward pass. The
-        ``state_dict()`` of both suffices to resume with the same bits; the model's is that of the plain model.
+        ``optimizer.reduction``: its ``micro_batch`` surrounds each backward pass of a step with several micro-batches, and of a
+        model with parameters that are whole on several ranks. The ``state_dict()`` of both suffices to resume with the same
+        bits; the model's is that of the plain model.
     Raises:
         RecipeError: an unknown recipe, rule or option; a model that the recipe cannot train. The model is unchanged then.
 

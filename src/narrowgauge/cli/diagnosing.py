@@ -46,7 +46,7 @@ def diagnose_command(run: Path, other: Path | None, as_json: bool, step: int | N
 
         places = rounding_places(record.path, step, say=lambda line: click.echo(line, err=True))
     if as_json:
-        tables.write_object(diagnosis.to_dict() | ({} if places is None else {"replay": dataclasses.asdict(places)}))
+        tables.write_json(diagnosis.to_dict() | ({} if places is None else {"replay": dataclasses.asdict(places)}))
     else:
         click.echo(str(diagnosis))
         if places is not None:

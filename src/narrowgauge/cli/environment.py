@@ -46,14 +46,14 @@ def print_arithmetic(others: tuple[Path, ...], device: str | None, as_json: bool
         machines.insert(0, _measure(device))
     if len(machines) == 1:
         table = machines[0].to_toml()
-        return tables.write_object(table) if as_json else click.echo(_lines({**table["settings"], **table["results"]}))
+        return tables.write_json(table) if as_json else click.echo(_lines({**table["settings"], **table["results"]}))
     one, other = machines
     parted, settings = differences(one, other), changed_settings(one, other)
     if as_json:
         rows = [
             {"probe": row.probe.name, "results": [row.one, row.other], "affects": row.probe.affects} for row in parted
         ]
-        return tables.write_object(
+        return tables.write_json(
             {"differences": rows, "settings": {name: [left, right] for name, left, right in settings}}
         )
     for row in parted:

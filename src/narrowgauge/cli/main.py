@@ -11,7 +11,6 @@ import dataclasses
 import os
 import platform
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -92,33 +91,19 @@ def show_group(context: click.Context) -> None:
     help_without_command(context)
 
 
-_TABLES = {
-    "formats": "Number formats: range and precision.",
-    "recipes": "Recipes: purpose, bytes, losses, native hardware.",
-    "aliases": "Names in other libraries, and the recipe that each means.",
-    "computes": "How operands of the three matmuls are cast.",
-    "gathers": "Which computes can have sharded weights gathered as codes.",
-    "scales": "How scalify propagates and measures scales.",
-    "storages": "How weights and moments are stored between steps.",
-    "rules": "Update rules: options, usual rates, sources.",
-    "reductions": "How and in which format ranks sum gradients.",
-    "chips": "Accelerators: memory, bandwidth, peak rates, links.",
-    "models": "Preset models: shapes and parameter counts.",
-}
-
-
-def _print(as_json: bool, rows: Any, page: Callable[[], tables.Table | list[tables.Table]]) -> None:
+def _print(as_json: bool, rows: list[tables.Row], parts: tables.Table | list[tables.Table]) -> None:
     if as_json:
         tables.write_json(rows)
     else:
-        tables.write(page())
+        tables.write(parts)
 
 
 def _print_table(name: str, as_json: bool) -> None:
-    _print(as_json, show.rows(name), lambda: show.table(name))
+    table = show.table(name)
+    _print(as_json, table.rows, table)
 
 
-for _name, _help in _TABLES.items():
+for _name, (_help, *_) in show.TABLES.items():
     show_group.command(_name, help=_help)(flags.json_list(partial(_print_table, _name)))
 
 
@@ -128,7 +113,7 @@ def show_checks(as_json: bool) -> None:
     """Readings: what measures each, its bound, and the bound's source."""
     from narrowgauge.analysis.kinds import kind_rows, kind_table
 
-    _print(as_json, kind_rows(), kind_table)
+    _print(as_json, kind_rows(), kind_table())
 
 
 @show_group.command("format")
@@ -136,7 +121,7 @@ def show_checks(as_json: bool) -> None:
 @flags.json_list
 def show_format(name: str, as_json: bool) -> None:
     """All properties of the format NAME."""
-    _print(as_json, show.detail_format(name), lambda: show.page_format(name))
+    _print(as_json, *show.page_format(name))
 
 
 # A negative number would otherwise be parsed as an option.
@@ -145,7 +130,7 @@ def show_format(name: str, as_json: bool) -> None:
 @flags.json_list
 def show_value(value: str, as_json: bool) -> None:
     """VALUE (0.1, 1e-8, 0x1p-3, inf) rounded to every format."""
-    _print(as_json, show.detail_value(value), lambda: show.page_value(value))
+    _print(as_json, *show.page_value(value))
 
 
 @show_group.command("recipe", short_help="What one recipe stores, computes and loses.")
@@ -153,7 +138,7 @@ def show_value(value: str, as_json: bool) -> None:
 @flags.json_list
 def show_recipe(name: str, as_json: bool) -> None:
     """What the recipe NAME (or a .toml file) stores, computes and loses."""
-    _print(as_json, show.detail_recipe(name), lambda: show.page_recipe(name))
+    _print(as_json, *show.page_recipe(name))
 
 
 @show_group.command("environment", short_help="This machine, for an issue report.")
@@ -164,7 +149,7 @@ def show_environment(as_json: bool) -> None:
 
     rows = environment.collect()
     if as_json:
-        return tables.write_json(rows)
+        return tables.write_json([rows])
     return click.echo("\n".join(f"{name}: {value}" for name, value in rows.items()))
 
 

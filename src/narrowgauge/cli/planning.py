@@ -220,7 +220,7 @@ def _show_plan(answer: Plan, as_json: bool, explain: bool) -> None:
 def _show(row: tables.Row, parts: list[tables.Table], sentences: list[str], as_json: bool) -> None:
     """Print an answer as JSON, or as tables and sentences."""
     if as_json:
-        return tables.write_object(row)
+        return tables.write_json(row)
     tables.write(parts)
     return click.echo("\n".join(["", *sentences])) if sentences else None
 

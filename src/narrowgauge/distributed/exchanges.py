@@ -271,11 +271,8 @@ class ExactExchange(Exchange):
 #     rank 0   [a0 b0]  ── b0 in records ──►  rank 1 owns b:  b0 + b1  ── in records ──►  every rank's b
 #     rank 1   [a1 b1]  ── a1 in records ──►  rank 0 owns a:  a0 + a1  ── in records ──►  every rank's a
 #
-# Not built: *1-bit* methods (1-bit SGD, 1-bit Adam, signSGD, PowerSGD's low rank). They are biased, so each needs the error of
-# every step fed back into the next: a residual of the whole model on every rank, which FSDP2 just saved, and which must be
-# checkpointed and cannot be resharded. The same holds for error feedback under 4 bits. Nor is the method of "Distributed Low
-# Precision Training Without Mixed Precision" (1911.07384): only its abstract was available, which describes training in
-# float16 throughout; a gradient that travels in float16 is what ``native`` sends for such a model.
+# Not built: 1-bit methods and PowerSGD. They are biased, so each feeds the error of every step into the next: a residual of the
+# whole model on every rank, which FSDP2 just saved.
 #
 # Source: block-scaled all-to-all with a wide local sum: ZeRO++ (2306.10209), section 4.3, and Megatron-LM's
 # reduce_scatter_with_fp32_accumulation; stochastic rounding without feedback: QSGD (1610.02132).

@@ -45,7 +45,7 @@ class Ranks:
 
     @property
     def device(self) -> torch.device:
-        """Where small messages lie: the CPU, unless the group can only communicate GPU tensors."""
+        """Return where small messages lie: the CPU, unless the group can only communicate GPU tensors."""
         on_cpu = self.size == 1 or "gloo" in str(dist.get_backend_config(self.group))
         return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())
 
@@ -61,9 +61,9 @@ class Ranks:
         """Return the largest number of any rank, on every rank."""
         if self.size == 1:
             return number
-        found = torch.tensor(number, dtype=torch.int64, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return int(found)
+        largest = torch.tensor(number, dtype=torch.int64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return int(largest)
 
     def of_first(self, function: Callable[[], T]) -> T:
         """Return what a function returns on the first rank, on every rank; the others do not call it. The result is pickled.
@@ -86,8 +86,8 @@ class Ranks:
         result, failure = sent
         if failure is not None:
             raise failure
-        found: T = result
-        return found
+        value: T = result
+        return value
 
     def together(self, function: Callable[[], T]) -> T:
         """Return what a function returns here, if it fails on no rank.
@@ -97,19 +97,19 @@ class Ranks:
         """
         if self.size == 1:
             return function()
-        found: list[T] = []
+        results: list[T] = []
         failure: Exception | None = None
         try:
-            found.append(function())
+            results.append(function())
         except Exception as error:
             failure = error
-        told = self.gather(None if failure is None else _told(failure))
-        first = next((rank for rank, error in enumerate(told) if error is not None), None)
+        failures = self.gather(None if failure is None else _told(failure))
+        first = next((rank for rank, error in enumerate(failures) if error is not None), None)
         if failure is not None and first == self.rank:
             raise failure
-        if first is not None and (theirs := told[first]) is not None:
+        if first is not None and (theirs := failures[first]) is not None:
             raise theirs
-        return found[0]
+        return results[0]
 
     def close(self) -> None:
         """Destroy the group that :meth:`apart` made; the default one stays."""

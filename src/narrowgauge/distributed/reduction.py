@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +41,7 @@ from narrowgauge.distributed.order_invariance import (
     take_norms,
 )
 from narrowgauge.distributed.ranks import all_ranks
-from narrowgauge.distributed.replicated import BucketSums, Replicated, SumAfterBackward
+from narrowgauge.distributed.replicated import BucketSums, Replicated
 from narrowgauge.distributed.sharding import GroupSum, settle
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.numerics.dtensor import by_group, is_sharded, local_of
@@ -51,26 +51,11 @@ from narrowgauge.spec.sums import REDUCTIONS, Reduction
 _installed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[GradientReduction]] = weakref.WeakKeyDictionary()
 
 
-class Accumulator(Protocol):
-    """What sums the gradients of micro-batches, such as :class:`narrowgauge.GradientAccumulator`."""
-
-    def accumulate(self) -> None:
-        """Take in ``p.grad`` and set it to ``None``."""
-
-    def finish(self) -> None:
-        """Put the sums into ``p.grad``."""
-
-    def discard(self) -> None:
-        """Forget the gradients since the last ``finish``."""
-
-
 def reduce_gradients_with(
     model: nn.Module,
     name: str | Reduction,
     *,
     average: bool = True,
-    accumulator: Accumulator | None = None,
-    sums: Literal["sharded", "unsharded"] = "sharded",
     seed: int = 0,
     mesh: Any = None,
 ) -> GradientReduction:
@@ -82,15 +67,12 @@ def reduce_gradients_with(
         name: a row of ``REDUCTIONS``, or its name.
         average: divide the sum by the number of ranks, as FSDP2 and DDP do; if not, the loss of each micro-batch is its share of
             the step's.
-        accumulator: sums the micro-batches of a step, in a format of its own; without one autograd and FSDP2 do. An
-            order-invariant reduction sums them itself and ignores the accumulator.
-        sums: ``"sharded"`` exchanges each micro-batch's gradients, then adds them up; ``"unsharded"`` adds them up on each rank
-            and exchanges once, which takes the memory of a gradient of the whole model.
         seed: of random bits, where the reduction draws some; the same on all ranks.
         mesh: the ranks that a plain model is replicated on; ``None`` for all. A sharded model has its own.
     Returns:
-        The reduction, whose ``micro_batch`` surrounds backward passes. A backward pass outside of it is a step of its own: an
-        order-invariant reduction refuses a second one before the gradients are zeroed.
+        The reduction, whose ``micro_batch`` surrounds backward passes. A pass outside of it is a step of its own, where FSDP2
+        or DDP sums all gradients: an order-invariant reduction refuses a second one before the gradients are zeroed, and
+        parameters that are whole on several ranks without DDP refuse it.
     Raises:
         RecipeError: no such row, one that cannot do what was asked, a model on several meshes, one whose gradients another
             reduction sums, or a mixed precision of FSDP2 by which one rank would sum other values than several.
@@ -109,11 +91,6 @@ def reduce_gradients_with(
     if row is None or name not in EXCHANGES:
         known = suggestion(name, EXCHANGES) or f"There are {', '.join(EXCHANGES)}."
         raise RecipeError(f"no reduction is named '{name}'.", known)
-    if sums == "unsharded" and EXCHANGES[name].sums_leaves:
-        raise RecipeError(
-            f"reduction '{name}' was requested with unsharded sums, which add micro-batches before they are exchanged.",
-            "Leave the sums sharded.",
-        )
     inner = inner_of(model)
     if (reference := _installed.get(inner)) and (other := reference()) and other.is_installed:
         raise RecipeError(
@@ -121,7 +98,7 @@ def reduce_gradients_with(
             "Call close() of that one first; prepare() installs one as optimizer.reduction.",
         )
     make = partial(EXCHANGES[name], row=row, average=average, seed=seed)
-    reduction = GradientReduction(model, row, make, average, accumulator, sums, mesh)
+    reduction = GradientReduction(model, row, make, average, mesh)
     _installed[inner] = weakref.ref(reduction)
     return reduction
 
@@ -164,16 +141,14 @@ class GradientReduction:
         row: Reduction,
         make: Callable[[RankGrid], Exchange],
         average: bool,
-        accumulator: Accumulator | None,
-        sums: str,
         mesh: Any,
     ) -> None:
         settle(model)
         self.row, self._model = row, model
         self.now: _MicroBatch | None = None
         self._sums_leaves = EXCHANGES[row.name].sums_leaves
-        self._accumulator = None if self._sums_leaves else accumulator
-        self._sums, self._in_step, self._is_closed = sums, False, False
+        self._accumulator: Any = None
+        self._in_step, self._is_closed = False, False
         self._first_step = 0
         self._seed: int | None = None
         self._exchanges: list[Exchange] = []
@@ -198,14 +173,11 @@ class GradientReduction:
         _require_whole(model, others, grid)
         whole = replicated(grid.group) if grid.size > 1 else ONE_RANK
         self._replicated = Replicated(others, whole, register, self._dtypes_of_sums() if self._sums_leaves else {})
-        self._lone = SumAfterBackward(self._replicated, self._is_inside, self._check_pass)
-        self._is_lone = False
         if isinstance(model, nn.parallel.DistributedDataParallel):
             buckets = BucketSums(partial(register, whole), self._is_inside, average, self._sums_leaves)
             self._undo += buckets.install(model)
         elif others and (self.size > 1 or self._sums_leaves):
-            self._undo += self._lone.install()
-            self._is_lone = True
+            self._undo += [p.register_hook(partial(self._check_lone, p)).remove for p in others]
         self._usage = GradientUsage(self._sharded if self._sums_leaves else (), grid.group)
         if self.size > 1 or self._sums_leaves:
             self._undo += self._usage.install(self._trainable)
@@ -228,20 +200,17 @@ class GradientReduction:
             is_absent: this rank has no micro-batch left: it repeats one, so that all ranks take part in every exchange, and
                 contributes nothing.
         Raises:
-            RecipeError: gradients of an earlier step are still there, or absence where micro-batches are summed before they
-                are exchanged; of an order-invariant reduction also, on all ranks, micro-batches that use different parameters of
-                what FSDP2 shards, and gradients that FSDP2 was told to keep on their rank.
+            RecipeError: gradients of an earlier step are still there; of an order-invariant reduction also, on all ranks,
+                micro-batches that use different parameters of what FSDP2 shards, and gradients that FSDP2 was told to keep on
+                their rank.
         """
         if self.now is not None:
             raise RuntimeError("micro_batch was entered within another")
         if self._is_closed:
             raise RuntimeError("micro_batch was entered of a reduction that is closed")
-        self._begin(is_absent)
+        self._begin()
         kept = self._set_aside() if is_absent and not self._sums_leaves else {}
         self.now = now = _MicroBatch(is_last, is_absent)
-        if self._sums == "unsharded":
-            for module, _ in self._fsdp:
-                module.set_requires_gradient_sync(is_last, recurse=False)
         try:
             yield
             self._take_in(now, kept)
@@ -252,8 +221,11 @@ class GradientReduction:
         finally:
             self.now = None
 
-    def accumulate_in(self, accumulator: Accumulator) -> None:
-        """Sum the micro-batches of a step in an accumulator from now on; an order-invariant reduction ignores it."""
+    def accumulate_in(self, accumulator: Any) -> None:
+        """Sum the micro-batches of a step in a :class:`narrowgauge.GradientAccumulator` from now on; without, autograd does.
+
+        An order-invariant reduction sums them itself and ignores the accumulator.
+        """
         self._accumulator = None if self._sums_leaves else accumulator
 
     @property
@@ -285,7 +257,6 @@ class GradientReduction:
         for parameter in self._trainable:
             parameter.grad = None
         self._replicated.discard()
-        self._lone.discard()
         for exchange in self._exchanges:
             exchange.discard()
         if self._accumulator is not None:
@@ -329,13 +300,11 @@ class GradientReduction:
         if self._is_inside():
             return
         for parameter in torch_names.fsdp_parameters(group):
-            self._usage.summed.discard(parameter)
-            if parameter.grad is None:
-                continue
             # FSDP2 differentiates another tensor, on which the hooks of the parameter are not called.
-            if shards == 1 and self._is_lone:
-                self._lone.set_aside(parameter)
-            elif self._sums_leaves and is_filled(parameter.grad):
+            if shards == 1 and self.size > 1:
+                _refuse_lone(parameter)
+            self._usage.summed.discard(parameter)
+            if self._sums_leaves and parameter.grad is not None and is_filled(parameter.grad):
                 self._usage.summed.add(parameter)
 
     @contextlib.contextmanager
@@ -351,11 +320,12 @@ class GradientReduction:
     def _is_inside(self) -> bool:
         return self.now is not None
 
-    def _check_pass(self, before: Iterable[Tensor]) -> None:
-        """Refuse the sum of a backward pass that nothing surrounds, where it must not be taken."""
-        self.require_known()
-        if self._sums_leaves:
-            require_first(before)
+    def _check_lone(self, parameter: Tensor, _: Tensor) -> None:
+        """Refuse a backward pass that nothing surrounds, of a parameter that is whole on every rank."""
+        if not self._is_inside():
+            if self.size > 1:
+                _refuse_lone(parameter)
+            require_first([] if parameter.grad is None else [parameter.grad])
 
     def _device(self) -> torch.device:
         device: torch.device = self._fsdp[0][1].device if self._fsdp else self._trainable[0].device
@@ -366,12 +336,7 @@ class GradientReduction:
         if any(map(torch_names.fsdp_keeps_gradients, groups or (group for _, group in self._fsdp))):
             refuse_unsent("set_requires_gradient_sync(False), or set_requires_all_reduce(False), of FSDP2")
 
-    def _begin(self, is_absent: bool) -> None:
-        if is_absent and self._sums == "unsharded" and self._fsdp:
-            raise RecipeError(
-                "a rank without a micro-batch was met, and unsharded sums cannot leave its repeated one out.",
-                "Give all ranks equally many micro-batches, or keep the sums sharded.",
-            )
+    def _begin(self) -> None:
         if not self._in_step and any(p.grad is not None for p in self._trainable):
             raise RecipeError(
                 "a step was begun, and gradients of an earlier one are still there.",
@@ -407,10 +372,10 @@ class GradientReduction:
 
     def require_stepped(self) -> None:
         """Refuse a step of an optimizer none of whose parameters has a gradient, though gradients of others were summed."""
-        found = next((p for p in self._trainable if p.grad is not None), None)
-        if found is not None:
+        leftover = next((p for p in self._trainable if p.grad is not None), None)
+        if leftover is not None:
             raise RecipeError(
-                f"gradients were summed by reduction '{self.row.name}', one of shape {tuple(found.shape)} among them, and the "
+                f"gradients were summed by reduction '{self.row.name}', one of shape {tuple(leftover.shape)} among them, and the "
                 "optimizer's parameters have none: they are not the model's.",
                 "Make the optimizer of model.parameters() as they are now.",
             )
@@ -454,7 +419,7 @@ class GradientReduction:
 
     def _take_over_shards(self, register: Callable[[RankGrid], Exchange]) -> tuple[set[int], RankGrid | None]:
         """Give FSDP2's parameter groups their exchanges; return the ids of the sharded parameters, and the ranks."""
-        found: set[int] = set()
+        sharded: set[int] = set()
         ranks: dict[tuple[int, ...], RankGrid] = {}
         for module, group in self._fsdp:
             where = torch_names.fsdp_mesh(group)
@@ -469,10 +434,10 @@ class GradientReduction:
             alone = group_of([all_ranks().rank]) if grid.replicas > 1 else None
             self._undo.append(torch_names.take_over_sums(module, group, comm, alone))
             if grid.shards > 1:  # FSDP2 sums nothing over one shard: those are replicated
-                found |= {id(p) for p in torch_names.fsdp_parameters(group)}
+                sharded |= {id(p) for p in torch_names.fsdp_parameters(group)}
         if len(ranks) > 1:
             raise RecipeError(f"a model is sharded over {len(ranks)} meshes of other ranks.", "Shard it over one.")
-        return found, next(iter(ranks.values()), None)
+        return sharded, next(iter(ranks.values()), None)
 
     def _dtypes_of_sums(self) -> dict[Tensor, torch.dtype]:
         """Return the dtypes in which FSDP2's mixed precision sums gradients, the same for a group on one rank as on several."""
@@ -481,10 +446,10 @@ class GradientReduction:
             for parameter in torch_names.fsdp_parameters(group):
                 dtype = torch_names.fsdp_sum_dtype(group, parameter)
                 if dtype is None:
-                    given, own = torch_names.fsdp_policy(group, parameter), dtype_name(parameter.dtype)
+                    policy, own_dtype = torch_names.fsdp_policy(group, parameter), dtype_name(parameter.dtype)
                     raise RecipeError(
-                        f"{given} was given for {type(module).__name__}, whose parameters are {own}: FSDP2 rounds gradients to "
-                        "that before they are summed, on one rank, and after it on several.",
+                        f"{policy} was given for {type(module).__name__}, whose parameters are {own_dtype}: FSDP2 rounds "
+                        "gradients to that before they are summed, on one rank, and after it on several.",
                         "Take a param_dtype and a reduce_dtype that the parameters' own dtype holds.",
                     )
                 dtypes[parameter] = dtype
@@ -494,6 +459,14 @@ class GradientReduction:
 def inner_of(model: nn.Module) -> nn.Module:
     inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     return inner
+
+
+def _refuse_lone(parameter: Tensor) -> None:
+    raise RecipeError(
+        f"a backward pass outside of micro_batch() reached a parameter of shape {tuple(parameter.shape)}, which is whole on "
+        "every rank: its gradient would stay on its rank.",
+        "Surround the pass with micro_batch() of the reduction, or wrap the model in DistributedDataParallel.",
+    )
 
 
 def _are_summed_exactly(gradients: Iterable[Tensor]) -> bool:

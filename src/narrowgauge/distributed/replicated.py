@@ -7,7 +7,6 @@ parameter in the model's order, whether it has a gradient or not, so that it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from narrowgauge import torch_names
 from narrowgauge.distributed.exchanges import Exchange, RankGrid
 from narrowgauge.distributed.order_invariance import is_filled, refuse_unsent, require_first
 from narrowgauge.errors import RecipeError
@@ -88,7 +86,7 @@ class Replicated:
             exchange.discard()
 
     def _used_anywhere(self) -> dict[Tensor, bool]:
-        """Which parameters had a gradient on any rank in any micro-batch."""
+        """Return which parameters had a gradient on any rank in any micro-batch."""
         used = self._used
         if self.parameters and self.grid.size > 1:
             used = used.to(self.parameters[0].device)
@@ -117,71 +115,6 @@ class Replicated:
                 parameter.grad = torch.empty_like(parameter)
             gradient = local_of(parameter.grad)
             gradient.copy_(part.view(gradient.shape))
-
-
-@dataclass
-class _Pass:
-    """A backward pass: the parameters whose gradients it has computed, and the gradients from before it."""
-
-    arrived: set[Tensor] = field(default_factory=set)
-    before: dict[Tensor, Tensor] = field(default_factory=dict)
-
-
-class SumAfterBackward:
-    """Sums gradients at the end of each backward pass that nothing surrounds, and adds to those from before it.
-
-    A pass sums what it has computed itself: gradients of an earlier pass have been summed. A pass may run inside another, as
-    reentrant checkpointing does.
-
-    Args:
-        is_inside: whether the gradients of the current pass are summed elsewhere.
-        check: called before a sum with what its gradients would be added to; raises where there must be no sum.
-    """
-
-    def __init__(
-        self, replicated: Replicated, is_inside: Callable[[], bool], check: Callable[[Iterable[Tensor]], None]
-    ) -> None:
-        self._replicated, self._is_inside, self._check = replicated, is_inside, check
-        self._passes: dict[int, _Pass] = {}
-
-    def install(self) -> list[Callable[[], None]]:
-        """Attach to the parameters; returns what detaches."""
-        undo: list[Callable[[], None]] = []
-        for parameter in self._replicated.parameters:
-            undo.append(parameter.register_hook(partial(self.set_aside, parameter)).remove)
-            undo.append(parameter.register_post_accumulate_grad_hook(self._note).remove)
-        return undo
-
-    def discard(self) -> None:
-        self._passes.clear()
-
-    def set_aside(self, parameter: Tensor, _: Tensor | None = None) -> None:
-        """Keep the gradient from before the pass that is under way, which is about to compute another."""
-        if not self._is_inside() and parameter.grad is not None:
-            this = self._passes.setdefault(torch_names.current_backward(), _Pass())
-            this.before[parameter] = parameter.grad
-            parameter.grad = None
-
-    def _note(self, parameter: Tensor) -> None:
-        if self._is_inside():
-            return
-        number = torch_names.current_backward()
-        this = self._passes.setdefault(number, _Pass())
-        if not this.arrived:
-            torch_names.queue_after_backward(partial(self._sum, number))
-        this.arrived.add(parameter)
-
-    @torch.no_grad()
-    def _sum(self, number: int) -> None:
-        this = self._passes.pop(number)
-        self._check(this.before[p] for p in this.arrived if p in this.before)
-        for parameter in self._replicated.parameters:
-            if parameter.grad is not None and parameter not in this.arrived:
-                this.before[parameter] = parameter.grad
-                parameter.grad = None
-        self._replicated.add()
-        for parameter, gradient in this.before.items():
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 
 
 def _dense(gradient: Tensor) -> Tensor:

@@ -100,12 +100,12 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
         3
     """
     named = set(getattr(model, "_no_split_modules", None) or ())
-    found = [module for module in model.modules() if type(module).__name__ in named]
-    if not found:
+    layers = [module for module in model.modules() if type(module).__name__ in named]
+    if not layers:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         inner = {id(m) for outer in lists for m in outer.modules() if m is not outer}
-        found = [layer for each in lists if id(each) not in inner for layer in each]
-    return [layer for layer in found if any(True for _ in layer.parameters())]
+        layers = [layer for members in lists if id(members) not in inner for layer in members]
+    return [layer for layer in layers if any(True for _ in layer.parameters())]
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:

@@ -10,7 +10,6 @@ Source: Dettmers et al. 2022, LLM.int8() (2208.07339); Dettmers et al. 2023, QLo
 from __future__ import annotations
 
 import fnmatch
-import functools
 from typing import Any, cast
 
 import torch
@@ -20,13 +19,19 @@ from narrowgauge.errors import FormatError, RecipeError
 from narrowgauge.matmul import inference, layer_matmuls
 from narrowgauge.matmul.gemm import warn_if_emulated
 from narrowgauge.matmul.linear import is_linear, is_transposed, matrix_of
-from narrowgauge.numerics.quantization import padded, quantize, spread
+from narrowgauge.numerics.quantization import (
+    four_bit_codes,
+    four_bit_values,
+    packed_pairs,
+    padded,
+    quantize,
+    spread,
+    unpacked_pairs,
+)
 from narrowgauge.numerics.widening import linear, matmul
 from narrowgauge.spec.computes import Cast, Compute
 from narrowgauge.spec.notation import get_compute
 
-# The magnitudes of float4_e2m1fn by code; the fourth bit is the sign.
-_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _ADVICE = (
     "To merge adapters, call dequantize_base(model) first; add adapters before quantize_base; DoRA, LoHa, LoKr and others "
     "need whole weights in each step."
@@ -83,15 +88,6 @@ class FrozenLinear(inference.QuantizedLinear, nn.Linear):  # type: ignore[misc]
         return super().__getattr__(name)
 
 
-@functools.cache
-def _pairs(device: torch.device) -> Tensor:
-    """Return both values of each byte, ``[256, 2]``."""
-    magnitudes = torch.tensor(_MAGNITUDES, device=device)
-    values = torch.cat([magnitudes, -magnitudes])
-    code = torch.arange(256, device=device)
-    return torch.stack([values[code & 15], values[code >> 4]], dim=-1)
-
-
 class PackedLinear(FrozenLinear):
     """A :class:`FrozenLinear` with two codes in a byte.
 
@@ -109,7 +105,7 @@ class PackedLinear(FrozenLinear):
 
     def dequantize(self) -> Tensor:
         """Return the weight that codes and scales represent: float32 ``[out, in]``."""
-        values = _pairs(self.weight_codes.device)[self.weight_codes.int()].flatten(1)
+        values = four_bit_values(unpacked_pairs(self.weight_codes, 1))
         values = values * spread(self.weight_scales.float(), values.shape) * self.tensor_scale
         return values[: self.out_features, : self.in_features]
 
@@ -216,9 +212,6 @@ def _packed(matrix: Tensor, right: Cast) -> tuple[Tensor, Tensor, Tensor]:
     cast_weight = quantize(padded(matrix, right, 1), right)
     if cast_weight.inner is None:
         raise FormatError(f"{right} has no scales of blocks.")
-    magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float32, device=matrix.device)
-    signs = (cast_weight.codes < 0).to(torch.uint8)
-    codes = torch.bucketize(cast_weight.codes.abs(), magnitudes).to(torch.uint8) + signs * 8
     scales = cast_weight.inner.to(getattr(torch, right.scale))  # exact: they were computed in that format
     outer = cast_weight.codes.new_ones(1, 1) if cast_weight.outer is None else cast_weight.outer
-    return (codes[:, 0::2] | codes[:, 1::2] << 4).contiguous(), scales, outer
+    return packed_pairs(four_bit_codes(cast_weight.codes), 1), scales, outer

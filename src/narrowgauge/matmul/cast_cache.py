@@ -83,24 +83,24 @@ def cast_weight(weight: Tensor, key: Key, make: Callable[[], Operand]) -> Operan
     if not (_depth or _given):
         return make()
     storage = weight.untyped_storage()
-    if (given := _given.get(storage._cdata)) is not None and not given.storage.expired():
-        if key not in given.casts:
+    if (gathered := _given.get(storage._cdata)) is not None and not gathered.storage.expired():
+        if key not in gathered.casts:
             raise RecipeError(
-                given.missing, "Shard with reshard_after_forward=True and without activation checkpointing."
+                gathered.missing, "Shard with reshard_after_forward=True and without activation checkpointing."
             )
-        made: Operand = given.casts[key]()
-        return made
+        operand: Operand = gathered.casts[key]()
+        return operand
     if not _depth or weight.is_inference():
         return make()
     # A tied weight may also be used as its transpose.
     place = (storage._cdata, weight.storage_offset(), weight.shape, weight.stride(), weight.dtype)
-    known = _cached.get(place)
-    if known is None or known.version != weight._version or known.storage.expired():
+    entry = _cached.get(place)
+    if entry is None or entry.version != weight._version or entry.storage.expired():
         _drop_dead(_cached)  # a layer may compute its weight in each call
-        known = _cached[place] = _Casts(StorageWeakRef(storage), weight._version)
-    if key not in known.casts:
-        known.casts[key] = make()
-    cached: Operand = known.casts[key]
+        entry = _cached[place] = _Casts(StorageWeakRef(storage), weight._version)
+    if key not in entry.casts:
+        entry.casts[key] = make()
+    cached: Operand = entry.casts[key]
     return cached
 
 
@@ -119,5 +119,5 @@ def give_casts(weight: Tensor, casts: dict[Key, Callable[[], Operand]], missing:
 
 
 def _drop_dead(weights: dict[Any, _Casts]) -> None:
-    for place in [place for place, known in weights.items() if known.storage.expired()]:
+    for place in [place for place, entry in weights.items() if entry.storage.expired()]:
         del weights[place]

@@ -1,6 +1,6 @@
 """Delayed scaling: the scale of a cast comes from the amax of earlier steps, so that no tensor is read twice.
 
-Each operand of a layer has an amax ring buffer of ``history`` steps; each entry holds the step that it was measured in. A step
+Each operand of a layer has an amax ring buffer of ``HISTORY`` steps; each entry holds the step that it was measured in. A step
 writes its own amax and scales by the earlier ones: values beyond that scale saturate and are counted. The buffer is state
 outside the graph: neither a compiler, autograd nor activation checkpointing sees it. Casting an operand a second time in a step
 changes neither its scale nor the buffer, which has one entry more than a cast reads.
@@ -16,23 +16,16 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from narrowgauge.spec.computes import TENSORS, Cast, Compute
+from narrowgauge.spec.computes import HISTORY, TENSORS, Cast
 
 _AMAX, _STEP, _OVERFLOWS = range(3)
 
 
-def new_history(length: int, device: torch.device) -> Tensor:
-    """An empty history of ``length`` steps: float64 ``[tensor, (amax, step, overflows), length + 1]``; step −1 is none."""
-    history = torch.zeros(len(TENSORS), 3, length + 1, dtype=torch.float64, device=device)
+def new_history(device: torch.device, num_experts: int = 1) -> Tensor:
+    """Return an empty history: float64 ``[tensor, (amax, step, overflows), experts * (HISTORY + 1)]``; step −1 is none."""
+    history = torch.zeros(len(TENSORS), 3, num_experts * (HISTORY + 1), dtype=torch.float64, device=device)
     history[:, _STEP] = -1
     return history
-
-
-def history_for(compute: Compute, device: torch.device, num_experts: int = 1) -> Tensor | None:
-    """Return an empty history for a layer's delayed casts, of all experts one after another; ``None`` where none is delayed."""
-    if not compute.is_delayed:
-        return None
-    return new_history(max(cast.history for cast in compute.casts.values()), device).repeat(1, 1, num_experts)
 
 
 def delayed_amax(
@@ -53,24 +46,24 @@ def delayed_amax(
     # .data: autograd must not count the write, or backward through a layer that is used twice would be refused.
     buffer = history.data[operand]
     magnitudes = x.detach().abs()
-    own = magnitudes.amax().double()
+    current = magnitudes.amax().double()
     age = step - buffer[_STEP]
-    usable = (buffer[_STEP] >= 0) & (age > 0) & (age <= cast.history)
+    usable = (buffer[_STEP] >= 0) & (age > 0) & (age <= HISTORY)
     seen = torch.where(usable, buffer[_AMAX], 0.0).amax()
-    amax = torch.where(seen > 0, seen * 2.0**cast.margin, own)
+    amax = torch.where(seen > 0, seen, current)
     if record:
-        _record(buffer, step, own, (magnitudes > amax).sum().double())
-    return torch.where(own.isfinite(), amax, torch.nan).float().view(1, 1)
+        _record(buffer, step, current, (magnitudes > amax).sum().double())
+    return torch.where(current.isfinite(), amax, torch.nan).float().view(1, 1)
 
 
-def _record(buffer: Tensor, step: Tensor, own: Tensor, overflows: Tensor) -> None:
+def _record(buffer: Tensor, step: Tensor, current: Tensor, overflows: Tensor) -> None:
     """Write a step's entry: of its micro-batches, the largest amax and the most overflows."""
     index = (step % buffer.shape[1]).long().view(1)
     before = buffer.index_select(1, index)[:, 0]
     before = torch.where(before[_STEP] == step, before, 0.0)
-    # A NaN or an infinity would spoil the scale for `history` steps.
-    kept = torch.where(own.isfinite(), own, 0.0)
-    written = (torch.maximum(before[_AMAX], kept), step.double(), torch.maximum(before[_OVERFLOWS], overflows))
+    # A NaN or an infinity would spoil the scale for HISTORY steps.
+    finite = torch.where(current.isfinite(), current, 0.0)
+    written = (torch.maximum(before[_AMAX], finite), step.double(), torch.maximum(before[_OVERFLOWS], overflows))
     buffer.index_copy_(1, index, torch.stack(written)[:, None])
 
 

@@ -3,8 +3,8 @@
 A mixture stores the weights of its experts in one tensor ``[experts, out, in]``. Sorted by expert, the tokens are a matrix in
 which the rows from one *offset* to the next belong to one expert: a *grouped linear* is one small matmul per expert, each with
 its own casts. Each expert thus has its own per-tensor scale, delayed or not, and its own key of random bits; an expert without
-tokens costs nothing and gets no gradient. The whole product is one operator, so that a compiler does not see how many tokens
-each expert got, and the graph does not break.
+tokens costs nothing and gets no gradient. ``torch.compile`` leaves the product out of its graph: how many tokens each expert gets
+is known only while it runs.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.errors import RecipeError
-from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.layer_matmuls import REGISTERED, gradients, output
+from narrowgauge.matmul.layer_matmuls import gradients, output, register
 from narrowgauge.matmul.linear import NarrowLayer, plain_dtype
 from narrowgauge.matmul.operand import Keys, Operand, layer_keys
 from narrowgauge.numerics.widening import is_widened
@@ -37,104 +36,12 @@ def groups_of(offsets: Tensor) -> Iterator[tuple[int, slice]]:
         start = end
 
 
-def _settings(
-    expert: int,
-    experts: int,
-    compute: str,
-    clock: Tensor | None,
-    key: Tensor | None,
-    history: Tensor | None,
-    record: bool,
-) -> dict[str, Any]:
-    """Return what one expert's product takes besides its tensors."""
-    keys = None if clock is None or key is None else Keys(clock, key[expert])
-    own = None if history is None else history.unflatten(2, (experts, -1))[:, :, expert]
-    return {"name": compute, "keys": keys, "history": own, "record": record}
-
-
-def _place(compute: str, expert: int, tokens: slice) -> slice:
-    """Where an expert's scales of the input are kept: one per token, or one row per expert."""
-    return tokens if REGISTERED[compute].output.left.granularity == "row" else slice(expert, expert + 1)
-
-
-def _keeps_codes(compute: str) -> bool:
-    """Return whether backward takes the codes of the input, one row per token, and not the input itself."""
-    made = REGISTERED[compute]
-    return made.output.left.block is None and made.cast_slots["grad_weight.right"] == "output.left"
-
-
-@torch.library.custom_op("narrowgauge::grouped_output", mutates_args=("history",))
-def _grouped_output(
-    x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, compute: str, clock: Tensor | None, key: Tensor | None,
-    history: Tensor | None, record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """``output [tokens, out]``, zero after the last expert's tokens; and of the cast input the data and outer scales to keep."""
-    result, data, outer = _empty_output(x, weights, compute)
-    for expert, tokens in groups_of(offsets):
-        settings = _settings(expert, len(weights), compute, clock, key, history, record)
-        own_bias = None if bias is None else bias[expert]
-        y, kept = output(x[tokens], weights[expert], own_bias, input_history=settings["history"], **settings)
-        result[tokens] = y
-        if data.numel():
-            data[tokens] = kept.data
-        if outer.numel() and kept.outer is not None:
-            outer[_place(compute, expert, tokens)] = kept.outer
-    return result, data, outer
-
-
-@torch.library.custom_op("narrowgauge::grouped_gradients", mutates_args=("history",))
-def _grouped_gradients(
-    grad: Tensor, data: Tensor, outer: Tensor, weights: Tensor, offsets: Tensor, compute: str, clock: Tensor | None,
-    key: Tensor | None, history: Tensor | None, sequence_length: int, needs: list[bool], record: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of input, weights and bias; empty where not needed, zero for experts without tokens."""
-    grad_input, grad_weights, grad_bias = _empty_gradients(grad, weights, needs)
-    for expert, tokens in groups_of(offsets):
-        settings = _settings(expert, len(weights), compute, clock, key, history, record)
-        kept = Operand(data[tokens], outer[_place(compute, expert, tokens)] if outer.numel() else None)
-        if not _keeps_codes(compute) and REGISTERED[compute].cast_slots["grad_weight.right"] == "output.left":
-            kept = layer_matmuls.cast_to_slot(kept.data, REGISTERED[compute], "output.left")
-        by_token, by_output = gradients(
-            grad[tokens], kept, weights[expert], sequence_length=sequence_length, needs=(needs[0], needs[1]), **settings
-        )
-        if by_token is not None:
-            grad_input[tokens] = by_token
-        if by_output is not None:
-            grad_weights[expert] = by_output
-        if needs[2]:
-            grad_bias[expert] = grad[tokens].sum(0)
-    return grad_input, grad_weights, grad_bias
-
-
-@_grouped_output.register_fake
-def _(x: Tensor, weights: Tensor, bias: Any, offsets: Any, compute: str, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _empty_output(x, weights, compute)
-
-
-@_grouped_gradients.register_fake
-def _(grad: Tensor, data: Any, outer: Any, weights: Tensor, offsets: Any, compute: str, clock: Any, key: Any, history: Any,
-      sequence_length: int, needs: list[bool], record: bool) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _empty_gradients(grad, weights, needs)
-
-
-def _empty_output(x: Tensor, weights: Tensor, compute: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the output, and what is kept of the cast input; entries that belong to no expert are never read."""
-    result, data, outer = x.new_zeros((x.shape[0], weights.shape[1])), x.new_empty(0), None
-    if _keeps_codes(compute):
-        one = layer_matmuls.cast_to_slot(x.new_zeros((1, x.shape[1])), REGISTERED[compute], "output.left")
-        data = x.new_empty(x.shape, dtype=one.data.dtype)
-        if one.outer is not None:
-            scales = x.shape[0] if REGISTERED[compute].output.left.granularity == "row" else len(weights)
-            outer = one.outer.new_empty((scales, one.outer.shape[1]))
-    return result, data, x.new_empty(0, dtype=torch.float32) if outer is None else outer
-
-
-def _empty_gradients(grad: Tensor, weights: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        grad.new_zeros((grad.shape[0], weights.shape[2])) if needs[0] else grad.new_empty(0),
-        weights.new_zeros(weights.shape) if needs[1] else grad.new_empty(0),
-        grad.new_zeros(weights.shape[:2]) if needs[2] else grad.new_empty(0),
-    )
+def _settings(num_experts: int, expert: int, keys: Keys | None, history: Tensor | None) -> dict[str, Any]:
+    """Return the keys and the history of one expert's product."""
+    return {
+        "keys": None if keys is None else Keys(keys.clock, keys.layer[expert]),
+        "history": None if history is None else history.unflatten(2, (num_experts, -1))[:, :, expert],
+    }
 
 
 class _Product(torch.autograd.Function):
@@ -142,24 +49,53 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str, clock: Tensor | None,
-        key: Tensor | None, history: Tensor | None, sequence_length: int, record: bool,
+        ctx: Any, x: Tensor, weights: Tensor, bias: Tensor | None, offsets: Tensor, name: str, keys: Keys | None,
+        history: Tensor | None, sequence_length: int, record: bool,
     ) -> Tensor:  # fmt: skip
-        y, data, outer = _grouped_output(x, weights, bias, offsets, name, clock, key, history, record)
-        ctx.save_for_backward(data if _keeps_codes(name) else x, outer, weights, offsets, clock, key)
-        ctx.history = history
+        result = x.new_zeros((x.shape[0], weights.shape[1]))
+        groups, saved = list(groups_of(offsets)), list[Tensor | None]()
+        for expert, tokens in groups:
+            settings = _settings(len(weights), expert, keys, history)
+            expert_bias = None if bias is None else bias[expert]
+            result[tokens], kept = output(
+                x[tokens],
+                weights[expert],
+                expert_bias,
+                name,
+                record=record,
+                input_history=settings["history"],
+                **settings,
+            )
+            saved += [*kept]
+        ctx.save_for_backward(weights, *(keys or (None, None)), *saved)
+        ctx.groups, ctx.x_shape, ctx.history = groups, x.shape, history
         ctx.name, ctx.sequence_length, ctx.record = name, sequence_length, record
-        return cast(Tensor, y)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        data, outer, weights, offsets, clock, key = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:3])
-        results = _grouped_gradients(
-            grads[0].contiguous(), data, outer, weights, offsets, ctx.name, clock, key, ctx.history, ctx.sequence_length,
-            needs, ctx.record,
-        )  # fmt: skip
-        return *(grad if needed else None for grad, needed in zip(results, needs, strict=True)), *[None] * 7
+        grad, (weights, clock, key, *saved) = grads[0].contiguous(), ctx.saved_tensors
+        keys = None if clock is None else Keys(clock, key)
+        by_input, by_weight, by_bias = ctx.needs_input_grad[:3]
+        grad_input = grad.new_zeros(ctx.x_shape) if by_input else None
+        grad_weights = weights.new_zeros(weights.shape) if by_weight else None
+        grad_bias = grad.new_zeros(weights.shape[:2]) if by_bias else None
+        for place, (expert, tokens) in enumerate(ctx.groups):
+            by_token, by_output = gradients(
+                grad[tokens], Operand(*saved[3 * place : 3 * place + 3]), weights[expert], ctx.name, record=ctx.record,
+                sequence_length=ctx.sequence_length, needs=(by_input, by_weight),
+                **_settings(len(weights), expert, keys, ctx.history),
+            )  # fmt: skip
+            if grad_input is not None and by_token is not None:
+                grad_input[tokens] = by_token
+            if grad_weights is not None and by_output is not None:
+                grad_weights[expert] = by_output
+            if grad_bias is not None:
+                grad_bias[expert] = grad[tokens].sum(0)
+        return grad_input, grad_weights, grad_bias, *[None] * 6
+
+
+_product: Callable[..., Tensor] = torch.compiler.disable(cast(Callable[..., Tensor], _Product.apply))
 
 
 def grouped_linear(
@@ -196,13 +132,11 @@ def grouped_linear(
         weights = weights.to(x.dtype)
         if bias is None and _suits_torch(x, weights):
             return F.grouped_mm(x, weights.transpose(1, 2), offs=offsets)
-    apply = cast(Callable[..., Tensor], _Product.apply)
-    name, (clock, key) = layer_matmuls.register(compute), keys or (None, None)
-    return apply(x, weights, bias, offsets, name, clock, key, history, sequence_length, record)
+    return _product(x, weights, bias, offsets, register(compute), keys, history, sequence_length, record)
 
 
 def _suits_torch(x: Tensor, weights: Tensor) -> bool:
-    """Whether PyTorch's grouped matmul takes the operands, compiled too: bfloat16 in rows that begin at multiples of 16 bytes.
+    """Return whether PyTorch's grouped matmul takes the operands: bfloat16 in rows that begin at multiples of 16 bytes.
 
     Source: ``check_valid_strides_and_return_transposed`` in ``aten/src/ATen/native/GroupedMMUtils.h`` of PyTorch.
     """
@@ -306,7 +240,7 @@ def multiply_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tens
 
 
 def _project(experts: Any, name: str, x: Tensor, chosen: Tensor, offsets: Tensor) -> Tensor:
-    """One projection, in its compute or, where it was kept, as PyTorch multiplies it."""
+    """Apply one projection, in its compute or, where it was kept, as PyTorch multiplies it."""
     weights: Any = getattr(experts, name, None)  # quantized experts have none
     weights = weights.transpose(1, 2) if experts.is_transposed and weights is not None else weights
     bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
@@ -333,11 +267,11 @@ def grouped_layers_of(model: nn.Module) -> dict[str, GroupedLinear]:
 
 def projections(model: nn.Module) -> list[str]:
     return [
-        f"{name}.{own}" if name else own
+        f"{name}.{projection}" if name else projection
         for name, module in model.named_modules()
         if is_experts(module)
-        for own in PROJECTIONS
-        if own in module._parameters
+        for projection in PROJECTIONS
+        if projection in module._parameters
     ]
 
 
@@ -349,17 +283,17 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _swapped(name: str, module: Any, choose: Callable[[str], Compute | None]) -> dict[str, GroupedLinear]:
-    names = {own: f"{name}.{own}" if name else own for own in PROJECTIONS if own in module._parameters}
-    computes = {own: compute for own, full in names.items() if (compute := choose(full)) is not None}
+    names = {p: f"{name}.{p}" if name else p for p in PROJECTIONS if p in module._parameters}
+    computes = {p: compute for p, full in names.items() if (compute := choose(full)) is not None}
     if not computes:
         return {}
     require_reachable(name, module)
     layers = {
-        own: GroupedLinear(module.num_experts, names[own], compute, module.down_proj.device)
-        for own, compute in computes.items()
+        p: GroupedLinear(module.num_experts, names[p], compute, module.down_proj.device)
+        for p, compute in computes.items()
     }
     install(module, layers)
-    return {names[own]: layer for own, layer in layers.items()}
+    return {names[p]: layer for p, layer in layers.items()}
 
 
 def install(module: Any, projections: Mapping[str, nn.Module]) -> None:

@@ -44,9 +44,9 @@ from narrowgauge.matmul.layer_matmuls import (
     register,
 )
 from narrowgauge.matmul.linear import ExactBuffers, is_linear, matrix_of
-from narrowgauge.matmul.operand import Operand
+from narrowgauge.matmul.operand import Operand, block_values
 from narrowgauge.matmul.swapping import chooser
-from narrowgauge.numerics.quantization import blocked, padded, quantize
+from narrowgauge.numerics.quantization import padded, quantize
 from narrowgauge.spec.computes import COMPUTES, Cast, Compute, Product, keeps_outlier_weights, stores_codes
 from narrowgauge.spec.formats import dtype_name
 from narrowgauge.spec.notation import get_compute
@@ -92,16 +92,16 @@ class _Product(torch.autograd.Function):
         weights: Tensor | None, missed: Tensor | None,
     ) -> Tensor:  # fmt: skip
         ctx.x_shape = list(x.shape)
-        made = REGISTERED[compute]
-        left, right = cast_to_slot(x, made, "output.left"), _operand(codes, scales, made.output)
-        y = multiply_slots(left, right, made, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
-        if not made.output.left.outliers:
+        registered = REGISTERED[compute]
+        left, right = cast_to_slot(x, registered, "output.left"), _operand(codes, scales, registered.output)
+        y = multiply_slots(left, right, registered, "output", (x.shape[0], codes.shape[0]), x.dtype, bias)
+        if not registered.output.left.outliers:
             return y
         kept = None if columns is None or weights is None else (columns, weights)
         if columns is not None and missed is not None:
-            is_outlier = outlier_columns(x, made.output.left.outliers)
+            is_outlier = outlier_columns(x, registered.output.left.outliers)
             missed.add_(is_outlier.sum() - is_outlier[columns].sum())
-        return add_outliers(y, x, made, None, right, kept)
+        return add_outliers(y, x, registered, None, right, kept)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -128,18 +128,18 @@ def _(grad: Tensor, x_shape: list[int]) -> Tensor:
 
 
 def _operand(codes: Tensor, scales: Tensor, product: Product) -> Operand:
-    """Stored codes as the matmul takes them: as they are, or widened with the scales of their blocks."""
+    """Return stored codes as the matmul takes them: as they are, or widened with the scales of their blocks."""
     if product.right.block is not None and is_native(product, codes.device):
-        return Operand(padded(codes.view(torch.int8), product.right, 1).view(codes.dtype), None, scales)
+        return _in_blocks(codes, scales, product.right)
     return _widened(codes, scales, product.right)
 
 
 def _widened(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
-    if right.block is None:
-        return Operand(codes, scales)
-    values = padded(codes.to(torch.bfloat16), right, 1)
-    blocks = blocked(values, right.block) * scales.to(torch.bfloat16)[:, None, :, None]
-    return Operand(blocks.view(values.shape))
+    return Operand(codes, scales) if right.block is None else Operand(block_values(_in_blocks(codes, scales, right), 1))
+
+
+def _in_blocks(codes: Tensor, scales: Tensor, right: Cast) -> Operand:
+    return Operand(padded(codes.view(torch.int8), right, 1).view(codes.dtype), None, scales)
 
 
 # ── the layers ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -121,7 +121,7 @@ def multiply_slots(
     dtype: torch.dtype,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """One of the three matmuls of its two operands: ``shape``, without the padding, in ``dtype``."""
+    """Multiply the two operands of one of the three matmuls: ``shape``, without the padding, in ``dtype``."""
     product = compute.products[matmul]
     if product.right.granularity == "column":
         right = right._replace(outer=None)  # its scales are in the left one, see scales_to_fold
@@ -189,8 +189,8 @@ def _(
     weight: Tensor, compute: str, slot: str, clock: Tensor | None, layer: Tensor | None, history: Tensor | None,
     record: bool, unit: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    made = REGISTERED[compute]
-    operand = cast_to_slot(weight, made, made.cast_slots[slot])
+    registered = REGISTERED[compute]
+    operand = cast_to_slot(weight, registered, registered.cast_slots[slot])
     missing = weight.new_empty(0, dtype=torch.float32)
     data, outer, inner = (missing if part is None else torch.empty_like(part) for part in operand)
     return data, outer, inner
@@ -214,7 +214,7 @@ def _(weight: Tensor) -> Tensor:
 
 
 def outlier_columns(x: Tensor, threshold: float) -> Tensor:
-    """Which columns of ``[rows, columns]`` hold a magnitude of ``threshold`` or more (or a NaN): bool ``[columns]``."""
+    """Return which columns of ``[rows, columns]`` hold a magnitude of ``threshold`` or more (or a NaN): bool ``[columns]``."""
     # In float32: PyTorch would round the threshold to the format of x first.
     return ~(x.abs().amax(0).float() < threshold) if len(x) else x.new_zeros(x.shape[1], dtype=torch.bool)
 
@@ -251,19 +251,19 @@ def _add_outliers(
     result: Tensor, x: Tensor, threshold: float, weight: Tensor | None, codes: Tensor, scales: Tensor | None,
     columns: Tensor | None, weights: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    found = outlier_columns(x, threshold).nonzero().view(-1)
-    if not len(found):
+    outliers = outlier_columns(x, threshold).nonzero().view(-1)
+    if not len(outliers):
         return result
     if weight is not None:
-        thin = weight[:, found]
+        thin = weight[:, outliers]
     else:
         assert scales is not None
-        thin = codes[:, found].float() * scales
+        thin = codes[:, outliers].float() * scales
         if columns is not None and weights is not None and len(columns):
-            place = torch.searchsorted(columns, found.to(columns.dtype)).clamp_(max=len(columns) - 1)
-            is_kept = columns[place] == found
+            place = torch.searchsorted(columns, outliers.to(columns.dtype)).clamp_(max=len(columns) - 1)
+            is_kept = columns[place] == outliers
             thin[:, is_kept] = weights[:, place[is_kept]].float()
-    return add_product(result, x[:, found].to(result.dtype), thin.to(result.dtype).t())
+    return add_product(result, x[:, outliers].to(result.dtype), thin.to(result.dtype).t())
 
 
 @torch.library.custom_op("narrowgauge::add_outliers", mutates_args=())

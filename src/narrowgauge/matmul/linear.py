@@ -18,10 +18,9 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from narrowgauge.errors import RecipeError
 from narrowgauge.machine import require_float64
 from narrowgauge.matmul import layer_matmuls
-from narrowgauge.matmul.delayed_scaling import history_for
+from narrowgauge.matmul.delayed_scaling import new_history
 from narrowgauge.matmul.operand import Clock, Keys, layer_keys
 from narrowgauge.numerics.widening import linear
-from narrowgauge.spec import computes
 from narrowgauge.spec.computes import Compute
 from narrowgauge.spec.formats import dtype_name
 
@@ -54,7 +53,6 @@ class NarrowLayer(ExactBuffers):
         key: int32 ``[]``, or ``[experts]``: of the layer's random bits, from its name.
         clock_words: the clock as a tensor; ``None`` where no cast takes random bits or a delayed scale.
         amax_history: see :func:`narrowgauge.matmul.delayed_scaling.new_history`; ``None`` where no scale was ever delayed.
-        variant: set by a transform of the model: the variant of each compute that the layer takes where there is one.
     """
 
     exact = ("amax_history",)
@@ -67,7 +65,6 @@ class NarrowLayer(ExactBuffers):
     key: Tensor
     clock_words: Tensor | None
     amax_history: Tensor | None
-    variant: str = ""
 
     def begin(self, key: Tensor, compute: Compute) -> None:
         """Take a key and a compute, and a clock that starts at zero."""
@@ -78,15 +75,13 @@ class NarrowLayer(ExactBuffers):
         self.set_compute(compute)
 
     def set_compute(self, compute: Compute) -> None:
-        """Continue in another compute, or in the layer's variant of it."""
-        self.compute = (computes.find(compute.name + self.variant) if self.variant else None) or compute
+        """Continue in another compute."""
+        self.compute = compute
         self.registered_name = layer_matmuls.register(self.compute)
         self.plain_dtype = plain_dtype(self.compute)
         self.is_keyed = self.is_keyed or self.compute.is_stochastic
-        history = history_for(self.compute, self.key.device, self.num_experts)
-        # A longer history than the compute needs is kept: it holds the same amax values.
-        if history is not None and (self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]):
-            self.amax_history = history
+        if compute.is_delayed and self.amax_history is None:
+            self.amax_history = new_history(self.key.device, self.num_experts)
         self.set_clock(self.clock)
 
     def set_clock(self, clock: Clock) -> None:
@@ -103,7 +98,7 @@ class NarrowLayer(ExactBuffers):
 
     def load_history(self, history: Tensor) -> None:
         """Load a history, even where no scale of the present compute is delayed: a later one's may be."""
-        if self.amax_history is None or self.amax_history.shape[-1] < history.shape[-1]:
+        if self.amax_history is None:
             self.amax_history = history.detach().to(self.key.device, copy=True)
         else:
             self.amax_history.copy_(history)
@@ -189,7 +184,7 @@ def plain_dtype(compute: Compute) -> torch.dtype | None:
 
 
 def has_plain_product(module: nn.Module) -> bool:
-    """Whether a linear layer is :func:`~narrowgauge.numerics.widening.linear` of its input and its weight, and nothing else."""
+    """Return whether a linear layer is only :func:`~narrowgauge.numerics.widening.linear` of its input and its weight."""
     if isinstance(module, Linear):
         return module.plain_dtype is getattr(torch, module.compute.dtype) and not module.is_transposed
     return type(module) is nn.Linear
@@ -239,7 +234,7 @@ def _narrow_class(plain: type[Any]) -> type[Linear]:
 
 
 def _reduced(layer: Any, protocol: Any) -> tuple[Any, ...]:
-    """How a layer of such a class is pickled and copied: no module has the class, so it is made again from the plain one."""
+    """Pickle or copy a layer of such a class: no module has the class, so it is made again from the plain one."""
     reduced = cast(tuple[Any, ...], object.__reduce_ex__(layer, max(2, protocol)))
     return (_empty_layer, (layer._plain_class,), *reduced[2:])
 

@@ -23,7 +23,7 @@ from narrowgauge.matmul.layer_matmuls import slot_dtype
 from narrowgauge.matmul.linear import Linear
 from narrowgauge.matmul.operand import Operand, cast_matrix
 from narrowgauge.numerics.dtensor import is_sharded
-from narrowgauge.spec.computes import SLOTS, Compute, gathering_of
+from narrowgauge.spec.computes import SLOTS, Compute, gathered_slots, why_gathered_wide
 
 
 def gather_narrow(model: nn.Module) -> dict[str, str]:
@@ -75,10 +75,10 @@ def _reason(module: nn.Linear, users: Counter[int], is_checkpointed: bool) -> st
     weight: Any = module.weight
     if not isinstance(module, Linear):
         return "it is PyTorch's own layer"
-    gathering = gathering_of(module.compute)
-    if not gathering.is_narrow:
-        return f"compute '{module.compute.name}' does not allow it: {gathering.reason}"
-    if gathering.differs and is_checkpointed:
+    if obstacle := why_gathered_wide(module.compute):
+        return f"compute '{module.compute.name}' does not allow it: {obstacle}"
+    forward, backward = gathered_slots(module.compute)
+    if forward != backward and is_checkpointed:
         return f"activation checkpointing takes both casts of compute '{module.compute.name}' in its backward pass"
     if not is_sharded(weight):
         return "its weight is not sharded"
@@ -111,14 +111,16 @@ class _Unit:
     def amax(self, weight: _GatheredWeight, in_backward: bool, dtype: torch.dtype | None, group: Any) -> Tensor:
         """The amax values that the cast of one weight takes, over all ranks; measured for all weights when the first asks."""
         if weight is self.first.setdefault(in_backward, weight):
-            shared = [each for each in self.weights if each.spans_shards(in_backward)]
-            own = [each.own_amax(in_backward, dtype) for each in shared]
-            total = torch.cat([amax.view(-1) for amax in own])
+            shared = [member for member in self.weights if member.spans_shards(in_backward)]
+            local_amaxes = [member.own_amax(in_backward, dtype) for member in shared]
+            total = torch.cat([amax.view(-1) for amax in local_amaxes])
             # A maximum may lose a NaN on its way; of an infinity the scale becomes NaN as well.
             total = torch.where(total.isnan(), torch.inf, total)
             dist.all_reduce(total, dist.ReduceOp.MAX, group=group)
-            parts = total.split([amax.numel() for amax in own])
-            self.amaxes = {each: part.view(amax.shape) for each, part, amax in zip(shared, parts, own, strict=True)}
+            parts = total.split([amax.numel() for amax in local_amaxes])
+            self.amaxes = {
+                member: part.view(amax.shape) for member, part, amax in zip(shared, parts, local_amaxes, strict=True)
+            }
         return self.amaxes.pop(weight)
 
 
@@ -174,8 +176,7 @@ class _GatheredWeight:
         return (weight, (weight,)) if out is None else None
 
     def slot(self, in_backward: bool) -> str:
-        gathering = gathering_of(self.compute)
-        return gathering.backward if in_backward else gathering.forward
+        return gathered_slots(self.compute)[in_backward]
 
     def spans_shards(self, in_backward: bool) -> bool:
         """Return whether a scale of the cast covers rows of several shards."""

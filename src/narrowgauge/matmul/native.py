@@ -107,7 +107,7 @@ def _turned(operand: Operand, dim: int) -> Operand:
 
 
 def _filled(x: Tensor, rows: int = _SIDE, columns: int = _SIDE) -> Tensor:
-    """One-byte codes, row-major, with zeros up to multiples of two numbers."""
+    """Return one-byte codes, row-major, with zeros up to multiples of two numbers."""
     whole = x.view(torch.int8)  # F.pad does not take float8
     extra = -x.shape[1] % columns, -x.shape[0] % rows
     return (F.pad(whole, (0, extra[0], 0, extra[1])) if any(extra) else whole).contiguous().view(x.dtype)
@@ -282,11 +282,11 @@ def _works(kernel: Kernel, left: _Side, right: _Side, device: torch.device) -> b
         exactly = _values(a) @ _values(b).t()
         there = [Operand(*(None if part is None else part.to(device) for part in each)) for each in (a, b)]  # type: ignore[arg-type]
         try:
-            found = [
+            results = [
                 multiply_codes(kernel, there[0], there[1], (1, 1), dtype) for dtype in (torch.float32, torch.bfloat16)
             ]
             # Read here: an error of the device is raised where its result is waited for.
-            return all(torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in found)
+            return all(torch.equal(_finished(sums), exactly.to(sums.values.dtype)) for sums in results)
         except torch.OutOfMemoryError:
             raise  # says nothing about the kernel
         except (RuntimeError, ValueError, AttributeError):  # an older PyTorch lacks the function itself

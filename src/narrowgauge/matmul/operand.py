@@ -119,8 +119,8 @@ def block_values(operand: Operand, dim: int) -> Tensor:
 @lru_cache(None)
 def _definition(make: Callable[..., Any], *settings: Any) -> Callable[..., Any]:
     """Return one function object for equal settings, so that it is compiled once."""
-    made: Callable[..., Any] = make(*settings)
-    return made
+    definition: Callable[..., Any] = make(*settings)
+    return definition
 
 
 def _words(by_row: Tensor | None, by_column: Tensor | None) -> Words | None:

@@ -41,8 +41,8 @@ def compute_in_scope(model: nn.Module, recipe: Recipe) -> None:
     if recipe.storage.visible not in ("float32", recipe.dtype):
         dtype, visible = (getattr(torch, name) for name in (recipe.dtype, recipe.storage.visible))
         for module in model.modules():
-            own = [] if _casts_itself(module) else list(module._parameters.values())
-            if module is model or any(parameter is not None and parameter.dtype is visible for parameter in own):
+            parameters = [] if _casts_itself(module) else list(module._parameters.values())
+            if module is model or any(parameter is not None and parameter.dtype is visible for parameter in parameters):
                 module.forward = _Cast(module, dtype)
     _widen_kept(model, recipe)
     if isinstance(compute_scope(recipe, next(model.parameters()).device), torch.autocast):
@@ -147,9 +147,9 @@ class _Cast(_Forward):
         kwargs = {name: value if "label" in name else _cast(value, self.dtype) for name, value in kwargs.items()}
         if _casts_itself(self.module):
             return self._call(*args, **kwargs)
-        own = self.module._parameters
-        self.module._parameters = _cast(own, self.dtype)
+        parameters = self.module._parameters
+        self.module._parameters = _cast(parameters, self.dtype)
         try:
             return self._call(*args, **kwargs)
         finally:
-            self.module._parameters = own
+            self.module._parameters = parameters

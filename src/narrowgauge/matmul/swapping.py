@@ -53,7 +53,7 @@ class NarrowLayers:
 
     @property
     def seed(self) -> int:
-        """Of the stochastic casts."""
+        """Return the seed of the stochastic casts."""
         return self.clock.seed
 
     @seed.setter
@@ -96,7 +96,7 @@ class NarrowLayers:
         self._hook = optimizer.register_step_post_hook(partial(_advance, self.clock))
 
     def overflows(self, step: int | None = None) -> dict[str, list[int]]:
-        """How many values of input, weight and gradient exceeded a delayed scale: in a step, or in all steps that are held."""
+        """Count the values of input, weight and gradient that exceeded a delayed scale: in a step, or in all that are held."""
         return {name: count_overflows(history, step).tolist() for name, history in self.histories().items()}
 
     def histories(self) -> dict[str, Tensor]:
@@ -187,8 +187,8 @@ def swap_linears(
         )
     device = next(iter(layers.values())).key.device
     slow = _swap_slow_layers(model)
-    for each in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
-        warn_if_emulated(each, device)
+    for used in {layer.compute.name: layer.compute for layer in (*layers.values(), *slow)}.values():
+        warn_if_emulated(used, device)
     if is_widened(torch.bfloat16, device.type):
         care_for("bfloat16")
     linears = NarrowLayers(layers, Clock(seed))
@@ -230,8 +230,8 @@ def linear_names(model: nn.Module) -> list[str]:
 def chooser(compute: Choice, keep: tuple[str, ...] | None) -> Callable[[str], Compute | None]:
     """From a layer's name to its compute, ``None`` for those that ``keep`` or the compute itself leaves alone."""
     if not isinstance(compute, (str, Compute)):
-        given = compute
-        return lambda name: None if (chosen := given(name)) is None else get_compute(chosen)
+        choose_compute = compute
+        return lambda name: None if (chosen := choose_compute(name)) is None else get_compute(chosen)
     chosen = get_compute(compute)
     patterns = chosen.keep if keep is None else keep
 

@@ -21,7 +21,7 @@ from narrowgauge.matmul.linear import is_linear, is_transposed
 from narrowgauge.numerics.metrics import cast_and_sum, cast_loss
 from narrowgauge.planner.roofline import setting_of
 from narrowgauge.profiling.layers import plain_recipe
-from narrowgauge.spec.computes import SLOTS, casts_made, named, slot_of_cast
+from narrowgauge.spec.computes import SLOTS, casts_made, named
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import prepare_data
@@ -116,7 +116,7 @@ class CastErrorHooks:
         matmul, compute = SLOTS[slot].matmul, named(name)
         if SLOTS[slot].side == "right":
             return None
-        return scales_to_fold(self.outers.get((layer, name, slot_of_cast(compute, f"{matmul}.right"))), compute, matmul)
+        return scales_to_fold(self.outers.get((layer, name, compute.cast_slots[f"{matmul}.right"])), compute, matmul)
 
 
 def losses(recipes: Sequence[Recipe], config: TrainConfig) -> list[tuple[Loss, ...]]:

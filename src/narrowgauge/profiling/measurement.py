@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from narrowgauge import inductor
-from narrowgauge.matmul.delayed_scaling import history_for
+from narrowgauge.matmul.delayed_scaling import new_history
 from narrowgauge.matmul.gemm import emulated_formats
 from narrowgauge.matmul.layer_matmuls import (
     add_outliers,
@@ -38,7 +38,7 @@ from narrowgauge.matmul.linear import plain_dtype
 from narrowgauge.matmul.operand import Keys, Operand
 from narrowgauge.planner.roofline import Setting, Shape
 from narrowgauge.profiling.layers import Kind, kinds_of, timed_recipes, timed_settings
-from narrowgauge.spec.computes import SLOTS, Compute, casts_made, named, slot_of_cast
+from narrowgauge.spec.computes import SLOTS, Compute, casts_made, named
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.trainer.config import TrainConfig
 from narrowgauge.trainer.data.dataset import Dataset
@@ -198,12 +198,12 @@ def narrow_operations(
     """Return the casts that a compute makes, and its matmuls; random bits depend on ``keys``, those of a layer."""
     zeros = torch.zeros(4, dtype=torch.int32, device=x.device)
     keys = Keys(zeros[:3], zeros[3]) if keys is None else keys
-    history = history_for(compute, x.device)
+    history = new_history(x.device) if compute.is_delayed else None
     tensors = {"input": x, "weight": weight, "gradient": grad}
     made: dict[str, Operand] = {}
     casts: dict[str, Work] = {}
     for name in _ORDER:
-        first = slot_of_cast(compute, name)
+        first = compute.cast_slots[name]
         if first == name:
             matmul = SLOTS[name].matmul
             right = made.get(f"{matmul}.right")

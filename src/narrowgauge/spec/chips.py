@@ -18,7 +18,7 @@ class Chip:
     """One accelerator.
 
     Attributes:
-        name, vendor, architecture, form_factor, memory_type, host_link: as in the vendor's data sheet.
+        name, vendor, architecture, host_link: as in the vendor's data sheet.
         source, notes: where the values are from, and what to know about them.
         memory_gb: memory as sold; the vendors' gigabytes are 2^30 bytes.
         reachable_mib: memory that the driver reports, where it is more than 3 % below ``memory_gb``.
@@ -39,9 +39,7 @@ class Chip:
     name: str
     vendor: str
     architecture: str
-    form_factor: str
     memory_gb: int
-    memory_type: str
     bandwidth_gb_per_second: float
     peak_tflops: Mapping[str, float]
     link: str

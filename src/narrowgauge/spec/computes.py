@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.spec.formats import Format, get_format
@@ -36,6 +36,8 @@ BLOCKS: dict[str, tuple[int, int]] = {"1x128": (1, 128), "128x128": (128, 128), 
 ROTATION_SIZE = 16
 """Consecutive elements of the contraction that one Hadamard rotation mixes."""
 PLACES = ("output", "grad_input", "grad_weight")
+HISTORY = 16
+"""Steps whose amax a delayed scale is taken from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +53,11 @@ class Cast:
         rounding: ``nearest`` (ties to even) or ``stochastic``; stochastic casts round scales up, so that nothing saturates.
             ``eden``: values to the nearest, then the block's e4m3 scale is multiplied by what makes the block's projection on
             its values as long as they are, and rounded stochastically.
-        scaling: ``current``: from the operand's amax; ``delayed``: from an amax ring buffer of ``history`` steps;
-            ``static``: 1.
+        scaling: ``current``: from the operand's amax; ``delayed``: from the amax of the last ``HISTORY`` steps; ``static``: 1.
         rotation: ``hadamard`` mixes blocks of 16 along the contraction, the same in both operands, after 16 fixed random signs;
             ``hadamard-plain`` without signs; ``hadamard-drawn`` after signs that are drawn anew in each step.
         outliers: input columns with an amax of at least this, compared in float32, stay in 16 bits (0: none).
         outlier_weights: what these columns multiply: the weights in 16 bits, or the weights' ``codes`` widened to 16 bits.
-        margin: a delayed scale leaves room for ``2**margin`` times the recorded amax.
-        history: steps in the amax ring buffer of a delayed scale.
         smooth: divide each channel of the input by its own power of two first (``+smooth``, below).
         fit: which scale a block takes. ``end``: what ``scale`` says. ``least-error``: that, or the one that takes the amax to the
             next smaller number of the format (of e2m1: to 4, not 6), whichever gives the smaller squared error; where scales
@@ -77,8 +76,6 @@ class Cast:
     scaling: Scaling = "current"
     rotation: Rotation = "none"
     outliers: float = 0.0
-    margin: int = 0
-    history: int = 16
     smooth: bool = False
     outlier_weights: OutlierWeights = "16 bits"
     fit: Fit = "end"
@@ -147,20 +144,6 @@ class Product:
     def is_wide(self) -> bool:
         return self.left.is_wide and self.right.is_wide
 
-    def bound(self, num_terms: int) -> float:
-        """Return an upper bound on the error of a sum, relative to the sum of magnitudes.
-
-        Source: Hopper's register for fp8 products keeps about 14 bits: DeepSeek-V3, arXiv 2412.19437, section 3.5.2.
-        """
-        float32 = 2.0**-23
-        return {
-            "int32": 0.0,
-            "float64": num_terms * 2.0**-52,
-            "float32": num_terms * float32,
-            "promoted": min(num_terms, 128) * 2.0**-13 + num_terms / 128 * float32,
-            "fast": num_terms * 2.0**-13,
-        }[self.accumulation]
-
 
 @dataclass(frozen=True)
 class Compute:
@@ -212,7 +195,12 @@ class Compute:
 
     @cached_property
     def cast_slots(self) -> dict[str, str]:
-        """Return the slot whose cast fills each slot: see :func:`slot_of_cast`."""
+        """Return the slot whose cast fills each slot: its own, or that of the slot it reuses.
+
+        Example:
+            >>> [COMPUTES[name].cast_slots["grad_weight.right"] for name in ("int8-row", "mxfp8")]
+            ['output.left', 'grad_weight.right']
+        """
         casts = self.casts
         return {
             name: slot.reuses if slot.reuses and casts[slot.reuses].serves(casts[name]) else name
@@ -253,36 +241,39 @@ def _wide(name: str) -> Product:
     return Product(Cast(name), Cast(name))
 
 
-def _uniform(
-    format: str, granularity: Granularity, gradients: str = "", **options: object
-) -> tuple[Product, Product, Product]:
-    forward = Cast(format, granularity, **options)  # type: ignore[arg-type]
-    backward = replace(forward, format=gradients or format)
+Products = tuple[Product, Product, Product]
+
+
+def _products(
+    x: Cast, weight: Cast, gradient: Cast, accumulation: Accumulation = "float32", forward: Accumulation | None = None
+) -> Products:
+    """Return the three matmuls of operands that are each cast in one way; ``forward`` accumulates the output otherwise."""
     return (
-        Product(forward, forward, "fast" if granularity == "tensor" else "promoted"),
-        Product(backward, forward, "promoted"),
-        Product(backward, forward, "promoted"),
+        Product(x, weight, forward or accumulation),
+        Product(gradient, weight, accumulation),
+        Product(gradient, x, accumulation),
     )
 
 
-def _blocks(gradients: str = "float8_e4m3fn") -> tuple[Product, Product, Product]:
+def _uniform(format: str, granularity: Granularity, gradients: str = "", scaling: Scaling = "current") -> Products:
+    cast = Cast(format, granularity, scaling=scaling)
+    forward: Accumulation = "fast" if granularity == "tensor" else "promoted"
+    return _products(cast, cast, replace(cast, format=gradients or format), "promoted", forward)
+
+
+def _blocks(gradients: str = "float8_e4m3fn") -> Products:
     """Blocks of 1×128 for activations and gradients, of 128×128 for weights."""
     activation = Cast("float8_e4m3fn", "1x128", "power-of-two")
     weight, gradient = replace(activation, granularity="128x128"), replace(activation, format=gradients)
-    return (
-        Product(activation, weight, "promoted"),
-        Product(gradient, weight, "promoted"),
-        Product(gradient, activation, "promoted"),
-    )
+    return _products(activation, weight, gradient, "promoted")
 
 
-def _microscaled(format: str, gradients: str = "") -> tuple[Product, Product, Product]:
-    forward = Cast(format, "1x32", "float8_e8m0fnu")
-    backward = replace(forward, format=gradients or format)
-    return Product(forward, forward), Product(backward, forward), Product(backward, forward)
+def _microscaled(format: str, gradients: str = "") -> Products:
+    cast = Cast(format, "1x32", "float8_e8m0fnu")
+    return _products(cast, cast, replace(cast, format=gradients or format))
 
 
-def _four_bits(granularity: Granularity, scale: Scale) -> tuple[Product, Product, Product]:
+def _four_bits(granularity: Granularity, scale: Scale) -> Products:
     """e2m1 everywhere; gradients stochastic, both operands of grad_weight rotated."""
     forward = Cast("float4_e2m1fn", granularity, scale)
     gradient = replace(forward, rounding="stochastic")
@@ -293,7 +284,7 @@ def _four_bits(granularity: Granularity, scale: Scale) -> tuple[Product, Product
     )
 
 
-def _int8() -> tuple[Product, Product, Product]:
+def _int8() -> Products:
     """x and w are quantized once, by row, for all three matmuls; gradients are quantized twice, stochastically."""
     column, gradient = replace(_INT8, granularity="column"), replace(_INT8, rounding="stochastic")
     return Product(_INT8, _INT8, "int32"), Product(gradient, column, "int32"), Product(gradient, column, "int32")
@@ -432,7 +423,7 @@ _COMPUTES = (
     Compute(
         "scalify", *_uniform("float8_e4m3fn", "tensor", "float8_e5m2", scaling="static"), transform="scalify", native=_SM89,
         fallback="float8-row",
-        purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places (show scales)",
+        purpose="float8 without an amax per cast: tensors carry power-of-two scales, measured at few places",
         source="Balança et al. 2024, Scalify (2407.17353)",
     ),
     Compute(
@@ -500,37 +491,15 @@ _SLOTS = (
 SLOTS: dict[str, Slot] = {slot.name: slot for slot in _SLOTS}
 
 
-def slot_of_cast(compute: Compute, slot: str) -> str:
-    """Return the slot whose cast fills a slot: its own, or that of the slot it reuses.
-
-    Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> slot_of_cast(COMPUTES["int8-row"], "grad_weight.right"), slot_of_cast(COMPUTES["mxfp8"], "grad_weight.right")
-        ('output.left', 'grad_weight.right')
-    """
-    return compute.cast_slots[slot]
-
-
-def weight_slots(compute: Compute) -> list[str]:
-    """Return the slots whose casts of the weight a compute makes, wide ones included.
-
-    Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> weight_slots(COMPUTES["int8-row"]), weight_slots(COMPUTES["mxfp8"])
-        (['output.right'], ['output.right', 'grad_input.right'])
-    """
-    return [name for name, slot in SLOTS.items() if slot.tensor == "weight" and slot_of_cast(compute, name) == name]
-
-
 def casts_made(compute: Compute) -> tuple[str, ...]:
     """Return the slots whose casts a compute makes: not those that reuse codes, nor those that only round to 16 or 32 bits.
 
     Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
         >>> casts_made(COMPUTES["float8-tensor"])
         ('output.left', 'output.right', 'grad_input.left')
     """
-    return tuple(name for name in SLOTS if slot_of_cast(compute, name) == name and not compute.casts[name].is_wide)
+    slots, casts = compute.cast_slots, compute.casts
+    return tuple(name for name in SLOTS if slots[name] == name and not casts[name].is_wide)
 
 
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -551,62 +520,37 @@ def first_of_input(layer: str) -> str:
 
 # ── gathering: a weight that FSDP2 gathers as the codes that its matmuls take ──────────────────────────────────────────
 #
-# A sharded weight is gathered before each forward and each backward pass of its layer. A compute that casts it anyway can cast
-# each shard first: one byte travels where a bfloat16 takes two, and the codes are the same, since a shard holds whole rows.
-# Scales that cover several shards (of a tensor, of a column) need the largest magnitude over all of them first, a small
-# all-reduce.
+# A compute that casts a sharded weight anyway can cast each shard before it is gathered: one byte travels where a bfloat16 takes
+# two, and the codes are the same, since a shard holds whole rows. Scales that cover several shards (of a tensor, of a column)
+# need the largest magnitude over all of them first, a small all-reduce.
 #
 # Most computes cast the weight along ``in`` for ``output`` and along ``out`` for ``grad_input``. Where these are two casts, each
 # gather carries the one that its pass needs. That takes FSDP2's ``reshard_after_forward``, and no activation checkpointing,
 # whose backward pass needs both.
 
 
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """How the weight of a compute's layer is gathered.
-
-    Args:
-        forward, backward: the slots whose casts of the weight travel before each pass; empty where it is gathered as it is.
-        reason: why it is gathered as it is; empty otherwise.
-    """
-
-    forward: str = ""
-    backward: str = ""
-    reason: str = ""
-
-    @property
-    def is_narrow(self) -> bool:
-        return not self.reason
-
-    @property
-    def differs(self) -> bool:
-        """Tell whether the two passes take different casts."""
-        return self.forward != self.backward
+def gathered_slots(compute: Compute) -> tuple[str, str]:
+    """Return the slots whose casts of the weight the forward and the backward pass take."""
+    return "output.right", compute.cast_slots["grad_input.right"]
 
 
-def gathering_of(compute: Compute) -> Gathering:
-    """Return how the weights of layers in a compute are gathered.
+def why_gathered_wide(compute: Compute) -> str:
+    """Return why the weights of layers in a compute are not gathered as codes; empty where they can be.
 
     Example:
-        >>> from narrowgauge.spec.computes import COMPUTES
-        >>> gathering_of(COMPUTES["int8-row"])
-        Gathering(forward='output.right', backward='output.right', reason='')
-        >>> gathering_of(COMPUTES["mxfp8"]).reason
-        'its scales belong to blocks'
+        >>> why_gathered_wide(COMPUTES["mxfp8"]), why_gathered_wide(COMPUTES["int8-row"])
+        ('its scales belong to blocks', '')
     """
-    forward, backward = "output.right", slot_of_cast(compute, "grad_input.right")
-    casts = [compute.casts[slot] for slot in (forward, backward)]
+    casts = [compute.casts[slot] for slot in gathered_slots(compute)]
     if compute.is_wide:
-        return Gathering(reason="it multiplies the weights as they are")
+        return "it multiplies the weights as they are"
     if compute.transform:
-        return Gathering(reason="its transform computes with the weights themselves")
+        return "its transform computes with the weights themselves"
     if compute.output.left.outliers or any(cast.is_wide for cast in casts):
-        return Gathering(reason="a matmul takes weights in 16 bits too")
+        return "a matmul takes weights in 16 bits too"
     if any(cast.scaling == "delayed" for cast in casts):
-        return Gathering(reason="its amax history is measured on the whole weight")
-    if any(cast.block is not None for cast in casts):
-        return Gathering(reason="its scales belong to blocks")
-    return Gathering(forward, backward)
+        return "its amax history is measured on the whole weight"
+    return "its scales belong to blocks" if any(cast.block is not None for cast in casts) else ""
 
 
 # ── weights without training: codes, and what is stored beside them ────────────────────────────────────────────────────
@@ -671,150 +615,129 @@ def stored_bytes(compute: Compute, out_features: int, in_features: int, outlier_
 SMOOTHED = ("down_proj", "*.down_proj")
 """Patterns of the layers whose input is the product of a gate and another projection."""
 _SMOOTH, _FRESH, _THRESHOLD = "+smooth", "+fresh", "+threshold="
-Variant = Callable[[Compute], Compute | None]
+Changes = Mapping[str, Mapping[str, Any]]
+"""New values of fields of casts, by patterns of slots."""
 
 
-def _smooth(compute: Compute) -> Compute | None:
-    """Smooth the channels in both casts of an input that shares one scale; their factors need it, so scales are current."""
-    left = compute.output.left
-    if compute.transform or left.granularity != "tensor" or left.scaling == "static":
-        return None
-    base = _with_fresh_weights(compute)
-    left, again = (replace(_current(cast), smooth=True) for cast in (left, base.grad_weight.right))
+def _changed(base: Compute, suffix: str, changes: Changes, **fields: Any) -> Compute:
+    casts = dict(base.casts)
+    for pattern, values in changes.items():
+        for slot in fnmatch.filter(casts, pattern):
+            casts[slot] = replace(casts[slot], **values)
+    products = {
+        place: replace(product, left=casts[f"{place}.left"], right=casts[f"{place}.right"])
+        for place, product in base.products.items()
+    }
+    return replace(base, name=base.name + suffix, **{**products, **fields})
+
+
+_FRESH_WEIGHTS: Changes = {slot: {"scaling": "current"} for slot in ("output.right", "grad_input.right")}
+
+
+def _fresh(base: Compute) -> Compute:
+    return _changed(base, _FRESH, _FRESH_WEIGHTS, purpose=f"{base.name} with current scales for weights")
+
+
+def _smooth(base: Compute) -> Compute:
+    """Smooth both casts of the input. The factors of its channels need its amax, so all its scales are current."""
+    smooth = {slot: {"scaling": "current", "smooth": True} for slot in ("output.left", "grad_weight.right")}
+    compute = _changed(base, _SMOOTH, {**_FRESH_WEIGHTS, **smooth})
     return replace(
-        base,
-        output=Product(left, base.output.right, "float32"),
-        grad_weight=replace(base.grad_weight, right=again),
+        compute,
+        output=replace(compute.output, accumulation="float32"),
         purpose=f"{base.name} with down projections that tolerate outlier channels (their output matmul is in 16 bits)",
         source=f"Smooth-SwiGLU, Fishman et al. 2024 (2409.12517), over {base.source}",
     )
 
 
-def _fresh(compute: Compute) -> Compute | None:
-    purpose = f"{compute.name} with current scales for weights"
-    return replace(_with_fresh_weights(compute), purpose=purpose) if compute.is_delayed else None
+def _form(base: Compute, suffix: str, changes: Changes, purpose: str, source: str, **fields: Any) -> Compute:
+    return _changed(base, suffix, changes, purpose=purpose, source=f"{source}; over {base.source}", **fields)
 
 
-def _with_fresh_weights(compute: Compute) -> Compute:
-    return replace(
-        compute,
-        output=replace(compute.output, right=_current(compute.output.right)),
-        grad_input=replace(compute.grad_input, right=_current(compute.grad_input.right)),
-    )
+def _eden(base: Compute) -> Compute:
+    return _form(
+        base, "+eden", {"grad_*": {"rounding": "eden", "rotation": "hadamard-drawn", "fit": "end"}},
+        "nvfp4 with gradients whose randomness is in the rotation and the scales; all four operands of the backward pass",
+        "Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; rotations of 16 here, of 128 there",
+    )  # fmt: skip
 
 
-def _current(cast: Cast) -> Cast:
-    return replace(cast, scaling="current")
-
-
-def _form(
-    base: str,
-    changes: Mapping[str, Mapping[str, str]],
-    purpose: str,
-    source: str,
-    after: str = "",
-    is_native: bool = True,
-) -> Variant:
-    """Return a form of a four-bit compute: fields of casts that change, by patterns of slots; it may follow ``+after`` too."""
-
-    def variant(compute: Compute) -> Compute | None:
-        if compute.name not in (base, f"{base}+{after}" if after else base):
-            return None
-        casts = dict(compute.casts)
-        for slots, fields in changes.items():
-            for name in fnmatch.filter(casts, slots):
-                casts[name] = replace(casts[name], **fields)  # type: ignore[arg-type]
-        products = {
-            place: replace(product, left=casts[f"{place}.left"], right=casts[f"{place}.right"])
-            for place, product in compute.products.items()
-        }
-        native = compute.native if is_native else ""
-        return replace(compute, purpose=purpose, source=f"{source}; over {compute.source}", native=native, **products)  # type: ignore[arg-type]
-
-    return variant
-
-
-_BETTER_SCALE = {"fit": "least-error"}
 # All casts but those of the gradient, which are stochastic.
-_OF_NEAREST = {"output.*": _BETTER_SCALE, "grad_*.right": _BETTER_SCALE}
-VARIANTS: dict[str, Variant] = {
-    "smooth": _smooth,
-    "fresh": _fresh,
-    "deterministic": _form(
-        "mxfp4", {"grad_weight.*": {"rounding": "nearest", "rotation": "hadamard-plain"}},
+_BETTER_SCALES: Changes = {slots: {"fit": "least-error"} for slots in ("output.*", "grad_*.right")}
+_FOUR_OVER_SIX = _form(
+    COMPUTES["nvfp4"], "+four-over-six", _BETTER_SCALES,
+    "nvfp4 with blocks that map their largest value to 6 or to 4, whichever errs less",
+    "Cook et al. 2025, Four Over Six (2512.02010), with mean squared error and scales of up to 256",
+)  # fmt: skip
+_VARIANTS = (
+    _smooth(COMPUTES["float8-tensor"]),
+    _smooth(COMPUTES["float8-delayed"]), _fresh(COMPUTES["float8-delayed"]),
+    _smooth(COMPUTES["float8-tensor-e5m2"]),
+    _smooth(COMPUTES["float8-delayed-e5m2"]), _fresh(COMPUTES["float8-delayed-e5m2"]),
+    _form(
+        COMPUTES["mxfp4"], "+deterministic", {"grad_weight.*": {"rounding": "nearest", "rotation": "hadamard-plain"}},
         "mxfp4 with a weight gradient that is rotated without signs and rounded to nearest",
         "Cim et al. 2026 (2605.09825): which intervention, by its abstract; no signs, by a third party's account of it",
     ),
-    "two-scales": _form(
-        "mxfp4", _OF_NEAREST, "mxfp4 with blocks that take the better of two powers of two as their scale",
+    _form(
+        COMPUTES["mxfp4"], "+two-scales", _BETTER_SCALES,
+        "mxfp4 with blocks that take the better of two powers of two as their scale",
         "as four-over-six of nvfp4, for the two powers of two between which OCP's rule and saturation lie",
     ),
-    "four-over-six": _form(
-        "nvfp4", _OF_NEAREST, "nvfp4 with blocks that map their largest value to 6 or to 4, whichever errs less",
-        "Cook et al. 2025, Four Over Six (2512.02010), with mean squared error and scales of up to 256",
-    ),
-    "eden": _form(
-        "nvfp4", {"grad_*": {"rounding": "eden", "rotation": "hadamard-drawn", "fit": "end"}},
-        "nvfp4 with gradients whose randomness is in the rotation and the scales; all four operands of the backward pass",
-        "Panferov et al. 2026, Quartet II (2601.22813), MS-EDEN; rotations of 16 here, of 128 there",
-        after="four-over-six",
-    ),
-    "uniform": _form(
-        "nvfp4", {"*": {"format": "int4", "rotation": "hadamard"}},
+    _FOUR_OVER_SIX, _eden(COMPUTES["nvfp4"]), _eden(_FOUR_OVER_SIX),
+    _form(
+        COMPUTES["nvfp4"], "+uniform", {"*": {"format": "int4", "rotation": "hadamard"}},
         "for studies: equally spaced four-bit numbers, rotated in all three matmuls; no chip multiplies them with such scales",
-        "Zhao et al. 2026, UFP4 (2606.20381), by its abstract; blocks and scales are nvfp4's",
-        is_native=False,
+        "Zhao et al. 2026, UFP4 (2606.20381), by its abstract; blocks and scales are nvfp4's", native="",
     ),
-}  # fmt: skip
-"""What each suffix changes of a compute; None where it does not apply."""
+)  # fmt: skip
+VARIANTS: dict[str, Compute] = {compute.name: compute for compute in _VARIANTS}
 
 
 @lru_cache(None)
 def find(name: str) -> Compute | None:
     """Return the compute or variant of that name in full spelling, or ``None``.
 
+    Raises:
+        RecipeError: a threshold of a compute that separates no outliers, or one that is not a finite number above 0.
     Example:
         >>> str(find("float8-delayed+smooth").output.left)
         'float8_e4m3fn, per tensor, channels smoothed'
     """
-    base, plus, word = name.rpartition("+")
-    compute = find(base) if plus else COMPUTES.get(name)
-    if compute is None or not plus:
-        return compute
-    if (plus + word).startswith(_THRESHOLD) and compute.output.left.outliers and base in COMPUTES:
-        return _from_threshold(compute, _threshold(word))
-    if word not in VARIANTS or (base not in COMPUTES and word != "eden"):
-        return None
-    variant = VARIANTS[word](compute)
-    return None if variant is None else replace(variant, name=name)
-
-
-def refuse_threshold(name: str) -> None:
-    """Raise what is wrong with the threshold in a name that :func:`find` does not know; nothing where it has none.
-
-    Raises:
-        RecipeError: the compute separates no outliers, or the threshold is not a finite number above 0.
-    """
-    base, separator, word = name.partition(_THRESHOLD)
-    compute = COMPUTES.get(base)
-    if not separator or compute is None:
-        return
-    if not compute.output.left.outliers:
-        having = " or ".join(f"'{row.name}{_THRESHOLD}{word}'" for row in COMPUTES.values() if row.output.left.outliers)
-        raise RecipeError(f"'{name}' was requested, and '{base}' separates no outliers.", f"Take {having}.")
-    if not _threshold(word):
-        raise RecipeError(
-            f"'{name}' was requested; a threshold of outliers is a finite number above 0.",
-            f"For instance '{base}{_THRESHOLD}4'; without outliers it is 'int8-row'.",
-        )
+    base, has_threshold, text = name.partition(_THRESHOLD)
+    compute = COMPUTES.get(base) or VARIANTS.get(base)
+    return _with_threshold(compute, text) if compute is not None and has_threshold else compute
 
 
 def named(name: str) -> Compute:
-    """:func:`find` for a known name."""
+    """Return the compute or variant of a known name."""
     compute = find(name)
     if compute is None:
         raise KeyError(name)
     return compute
+
+
+def _with_threshold(compute: Compute, text: str) -> Compute:
+    """Return the compute with another threshold of outliers, under the shortest name; itself with its own threshold."""
+    left, name = compute.output.left, compute.name
+    requested = f"'{name}{_THRESHOLD}{text}' was requested"
+    if not left.outliers:
+        names = " or ".join(f"'{row.name}{_THRESHOLD}{text}'" for row in COMPUTES.values() if row.output.left.outliers)
+        raise RecipeError(f"{requested}, and '{name}' separates no outliers.", f"Take {names}.")
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise RecipeError(
+            f"{requested}; a threshold of outliers is a finite number above 0.",
+            f"For instance '{name}{_THRESHOLD}4'; without outliers it is 'int8-row'.",
+        )
+    if value == left.outliers:
+        return compute
+    short = f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    purpose = f"{name} with columns from {short} on as outliers, and not from {left.outliers:g}"
+    return _changed(compute, _THRESHOLD + short, {"output.left": {"outliers": value}}, purpose=purpose)
 
 
 def fallback_of(name: str) -> str:
@@ -828,13 +751,6 @@ def fallback_of(name: str) -> str:
     return compute.fallback if compute is not None else "bfloat16"
 
 
-def names() -> list[str]:
-    """List all names that :func:`find` knows: computes, then variants."""
-    words = [*VARIANTS, "four-over-six+eden"]
-    words.insert(words.index("uniform"), words.pop())
-    return [*COMPUTES, *(name for compute in COMPUTES for word in words if find(name := f"{compute}+{word}"))]
-
-
 def at_layer(compute: Compute, layer: str) -> Compute:
     """Return the compute of the linear layer of that dotted name: a smooth compute smooths only the layers of ``SMOOTHED``.
 
@@ -846,7 +762,7 @@ def at_layer(compute: Compute, layer: str) -> Compute:
     if not compute.name.endswith(_SMOOTH) or _is_smoothed(layer):
         return compute
     base = compute.name.removesuffix(_SMOOTH)
-    return find(base + _FRESH) or COMPUTES[base]
+    return VARIANTS.get(base + _FRESH) or COMPUTES[base]
 
 
 def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
@@ -862,26 +778,3 @@ def check_layers(compute: Compute, layers: Iterable[str], model: str) -> None:
 
 def _is_smoothed(layer: str) -> bool:
     return any(fnmatch.fnmatchcase(layer, pattern) for pattern in SMOOTHED)
-
-
-def _threshold(word: str) -> float:
-    """Return the threshold after ``+threshold=``; 0 where it is none."""
-    try:
-        value = float(word.removeprefix(_THRESHOLD[1:]))
-    except ValueError:
-        return 0.0
-    return value if 0 < value < math.inf else 0.0
-
-
-def _from_threshold(compute: Compute, value: float) -> Compute | None:
-    """Return the compute with another threshold of outliers, under the shortest name; itself with its own threshold."""
-    left = compute.output.left
-    if not value or value == left.outliers:
-        return compute if value else None
-    text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return replace(
-        compute,
-        name=f"{compute.name}{_THRESHOLD}{text}",
-        output=replace(compute.output, left=replace(left, outliers=value)),
-        purpose=f"{compute.name} with columns from {text} on as outliers, and not from {left.outliers:g}",
-    )

@@ -186,10 +186,6 @@ class Format:
             magnitude = max(limit, 0)
         return self._join(negative, magnitude)
 
-    def describe(self) -> dict[str, object]:
-        """Return all properties by name, as ``narrowgauge show format`` prints them."""
-        return {name: getattr(self, name) for name in _DESCRIBED}
-
     @property
     def _magnitude_mask(self) -> int:
         return (1 << (self.bits - 1 if self.signed else self.bits)) - 1
@@ -238,12 +234,6 @@ class Format:
         quiet = 1 << self.mantissa_bits >> 1 if self.specials == "ieee" else 0
         return self._join(negative, self._limit(negative=False) + 1 + quiet)
 
-
-_DESCRIBED = (
-    "name", "kind", "bits", "exponent_bits", "mantissa_bits", "bias", "storage_bits", "signed", "max", "min",
-    "smallest_normal", "smallest_subnormal", "epsilon", "max_exponent", "min_exponent", "infinities", "nans",
-    "negative_zero", "purpose", "source",
-)  # fmt: skip
 
 _IEEE = "IEEE 754-2019, section 3.4"
 _OCP8 = "OCP 8-bit Floating Point Specification v1.0; Micikevicius et al., arXiv 2209.05433"
@@ -308,12 +298,12 @@ def get_format(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     key = name.strip().lower().removeprefix("torch.")
-    found = FORMATS.get(FORMAT_ALIASES.get(key, key))
-    if found is None:
+    row = FORMATS.get(FORMAT_ALIASES.get(key, key))
+    if row is None:
         near = suggestion(key, [*FORMATS, *FORMAT_ALIASES])
         advice = f"{near} (narrowgauge show formats lists all.)".strip()
         raise FormatError(f"no number format is named {name!r}.", advice)
-    return found
+    return row
 
 
 def describe_value(x: float) -> list[dict[str, object]]:
@@ -327,21 +317,22 @@ def describe_value(x: float) -> list[dict[str, object]]:
         >>> rows["bfloat16"]["hex"], rows["bfloat16"]["value"]
         ('0x3dcd', 0.10009765625)
     """
-    return [_describe_value_in(format, x) for format in FORMATS.values()]
-
-
-def _describe_value_in(format: Format, x: float) -> dict[str, object]:
-    code = format.encode(x)
-    value = format.decode(code)
-    comparable = x != 0 and math.isfinite(x) and math.isfinite(value)
-    return {
-        "name": format.name,
-        "hex": f"{code:#0{(format.bits + 3) // 4 + 2}x}",
-        "value": value,
-        "relative_error": abs(value - x) / abs(x) if comparable else None,
-        "spacing": format.spacing(x),
-        "note": _note(format, x, value),
-    }
+    rows: list[dict[str, object]] = []
+    for format in FORMATS.values():
+        code = format.encode(x)
+        value = format.decode(code)
+        comparable = x != 0 and math.isfinite(x) and math.isfinite(value)
+        rows.append(
+            {
+                "name": format.name,
+                "hex": f"{code:#0{(format.bits + 3) // 4 + 2}x}",
+                "value": value,
+                "relative_error": abs(value - x) / abs(x) if comparable else None,
+                "spacing": format.spacing(x),
+                "note": _note(format, x, value),
+            }
+        )
+    return rows
 
 
 def _note(format: Format, x: float, value: float) -> str:
@@ -351,13 +342,10 @@ def _note(format: Format, x: float, value: float) -> str:
         return "out of range: becomes NaN, since the format has no infinity"
     if math.isinf(value):
         return "" if math.isinf(x) else "out of range: becomes infinite"
-    if (
-        math.isinf(x)
-        or not format.min - format.spacing(format.min) / 2 <= x <= format.max + format.spacing(format.max) / 2
-    ):
+    if abs(x - value) > format.spacing(value) / 2:
         return "out of range: clamped"
     if x != 0 and value == 0:
         return "too small: becomes 0"
-    if format.kind == "float" and format.smallest_normal is not None and 0 < abs(value) < format.smallest_normal:
+    if format.smallest_normal is not None and 0 < abs(value) < format.smallest_normal:
         return "subnormal: fewer significant bits"
     return ""

@@ -31,7 +31,6 @@ class Kernel:
         capabilities: the first and the last compute capability of NVIDIA's chips that run it, times ten; ``None`` for none.
         architectures: AMD's chips that run it.
         scales: formats of the scales of blocks; empty where scales belong to rows or tensors, and for operands without scales.
-        purpose: what is special about it.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Kernel:
     capabilities: tuple[int, int] | None
     architectures: tuple[str, ...] = ()
     scales: tuple[str, ...] = ()
-    purpose: str = ""
 
     def takes(self, product: Product) -> bool:
         """Tell whether the casts of a product are those of the kernel's operands."""
@@ -71,31 +69,18 @@ _WHOLE: Pairs = tuple(itertools.product(_GROUPS, _GROUPS))
 _POWERS = ("power-of-two", "float8_e8m0fnu", "float32")
 
 _KERNELS = (
+    Kernel("float8", _FLOAT8, _WHOLE, (89, _LAST), ("gfx950", "gfx1200", "gfx1201")),
+    # The same numbers, as halves in AMD's own float8.
+    Kernel("float8-fnuz", _FLOAT8, _WHOLE, None, ("gfx942",)),
     Kernel(
-        "float8", _FLOAT8, _WHOLE, (89, _LAST), ("gfx950", "gfx1200", "gfx1201"),
-        purpose="one scale for a tensor, or for each of its rows",
+        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90), scales=_POWERS
     ),
-    Kernel(
-        "float8-fnuz", _FLOAT8, _WHOLE, None, ("gfx942",),
-        purpose="the same numbers, as halves in AMD's own float8",
-    ),
-    Kernel(
-        "float8-blocks", _E4M3, (("1x128", "128x128"), ("1x128", "1x128"), ("128x128", "1x128")), (90, 90), scales=_POWERS,
-        purpose="float32 scales of 1 × 128 and 128 × 128 values",
-    ),
-    Kernel("mxfp8", _E4M3, _both("1x32"), (100, _LAST), scales=_POWERS, purpose="e8m0 scales of 32 values"),
-    Kernel(
-        "mxfp4", _both("float4_e2m1fn"), _both("1x32"), (100, 109), scales=_POWERS,
-        purpose="e8m0 scales of 32 values; results leave as bfloat16",
-    ),
-    Kernel(
-        "nvfp4", _both("float4_e2m1fn"), _both("1x16"), (100, _LAST), scales=("float8_e4m3fn",),
-        purpose="e4m3 scales of 16 values, and a float32 one of the tensor",
-    ),
-    Kernel(
-        "tfloat32", _both("tfloat32"), _both("none"), (80, _LAST),
-        purpose="float32 matmuls on tensor cores, of operands that are tfloat32 numbers already",
-    ),
+    Kernel("mxfp8", _E4M3, _both("1x32"), (100, _LAST), scales=_POWERS),
+    # Results leave as bfloat16.
+    Kernel("mxfp4", _both("float4_e2m1fn"), _both("1x32"), (100, 109), scales=_POWERS),
+    Kernel("nvfp4", _both("float4_e2m1fn"), _both("1x16"), (100, _LAST), scales=("float8_e4m3fn",)),
+    # Float32 matmuls on tensor cores, of operands that are tfloat32 numbers already.
+    Kernel("tfloat32", _both("tfloat32"), _both("none"), (80, _LAST)),
 )  # fmt: skip
 KERNELS: dict[str, Kernel] = {kernel.name: kernel for kernel in _KERNELS}
 

@@ -81,11 +81,11 @@ def get_model(name: str) -> Model:
         >>> get_model("llama-8m").head_dim
         64
     """
-    found = MODELS.get(name.strip().lower())
-    if found is None:
+    preset = MODELS.get(name.strip().lower())
+    if preset is None:
         near = suggestion(name.strip().lower(), MODELS)
         raise RecipeError(f"no model is named {name!r}.", f"{near} (narrowgauge show models lists all.)".strip())
-    return found
+    return preset
 
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -113,11 +113,11 @@ def weights_file(folder: Path) -> Path | None:
             if not (folder / name).is_file():
                 raise DataError(f"{folder / name} is a link to a file that is not there.", "Download the model again.")
             return folder / name
-    found = [name for name in names if name.endswith(_KINDS) and not name.startswith(_BESIDE)]
-    if found:
+    unread = [name for name in names if name.endswith(_KINDS) and not name.startswith(_BESIDE)]
+    if unread:
         raise DataError(
-            f"the model folder {folder} holds weights in files that are not read here: {', '.join(found[:3])}"
-            f"{f' and {len(found) - 3} more' if len(found) > 3 else ''}.",
+            f"the model folder {folder} holds weights in files that are not read here: {', '.join(unread[:3])}"
+            f"{f' and {len(unread) - 3} more' if len(unread) > 3 else ''}.",
             f"Weights are read from {' or '.join(WEIGHTS)}, which transformers' save_pretrained writes; from a folder with only "
             "config.json training starts from random weights.",
         )

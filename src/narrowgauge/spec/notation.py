@@ -8,7 +8,7 @@ name of a 16-bit format alone is refused as a recipe, since libraries mean diffe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from typing import Any
 from narrowgauge.errors import RecipeError, suggestion
 from narrowgauge.spec import computes, storages
 from narrowgauge.spec.computes import COMPUTES, Compute
-from narrowgauge.spec.recipes import Override, Phase, Recipe, is_pair, own_name
+from narrowgauge.spec.recipes import Override, Phase, Recipe, is_pair
 from narrowgauge.spec.storages import STORAGES, Storage
-from narrowgauge.spec.sums import REDUCTIONS
+from narrowgauge.spec.sums import REDUCTIONS, Reduction
 from narrowgauge.spec.toml import load_data, load_toml
 
 
@@ -67,30 +67,17 @@ def compute_name(part: str) -> str:
     return _COMPUTES.get(part.strip().lower()) or _COMPUTES.get(full, full)
 
 
-def _refuse_ambiguous(text: str, what: str, choices: tuple[str, ...]) -> None:
+def _refuse_ambiguous(text: str, choices: tuple[str, ...]) -> None:
     advice = f"{', '.join(map(repr, choices))}. (narrowgauge show aliases)"
     if len(choices) == 1:
-        raise RecipeError(f"no {what} is named '{text}'.", f"Take {advice}")
-    raise RecipeError(f"'{text}' could be several {what}s.", f"Say which: {advice}")
-
-
-def _require_one_compute(text: str) -> None:
-    """Refuse a name that could be several computes, where no storage beside it says which."""
-    choices = AMBIGUOUS.get(compute_name(text), ())
-    if choices and "/" not in choices[0]:
-        _refuse_ambiguous(text, "recipe", choices)
-
-
-def default_storage(compute: str) -> str:
-    """Return the default storage of a compute or of a variant; empty for an unknown name."""
-    row = COMPUTES.get(compute.partition("+")[0])
-    return row.default_storage if row is not None else ""
+        raise RecipeError(f"no recipe is named '{text}'.", f"Take {advice}")
+    raise RecipeError(f"'{text}' could be several recipes.", f"Say which: {advice}")
 
 
 def full_names() -> list[str]:
     """List all valid ``compute/storage`` names, in the order of the tables."""
     pairs = ((compute, storage) for compute in COMPUTES.values() for storage in STORAGES.values())
-    return [f"{compute.name}/{own_name(storage)}" for compute, storage in pairs if is_pair(compute, storage)]
+    return [f"{compute.name}/{storage.short_name}" for compute, storage in pairs if is_pair(compute, storage)]
 
 
 def representative_names() -> list[str]:
@@ -106,24 +93,28 @@ def representative_names() -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def known_names() -> list[str]:
-    """List all names that :func:`parse` accepts, except for other spellings and files."""
-    return [*ALIASES, *full_names(), *(name for name in computes.names() if name not in AMBIGUOUS)]
+def get_compute(compute: str | Compute, *, has_storage: bool = False) -> Compute:
+    """Return a compute by its name, here or in another library, or itself.
 
-
-def get_compute(compute: str | Compute) -> Compute:
-    """Return a compute by its name, here or in another library, or itself; an unknown or ambiguous name is refused."""
+    Args:
+        has_storage: a storage is named beside it, so that ``float8`` can only be the compute of that name.
+    Raises:
+        RecipeError: an unknown name, or one that could be several computes.
+    """
     if isinstance(compute, Compute):
         return compute
-    _require_one_compute(compute)
     name = compute_name(compute)
-    row = computes.find(name)
-    if row is None:
-        computes.refuse_threshold(name)
-        raise RecipeError(
-            f"no compute is named '{compute}'.", f"{suggestion(compute, computes.names())} {_SEE}".strip()
-        )
-    return row
+    choices, row = AMBIGUOUS.get(name, ()), computes.find(name)
+    if row is not None and (has_storage or not choices or "/" in choices[0]):
+        return row
+    if choices:
+        _refuse_ambiguous(compute, choices if row else tuple(dict.fromkeys(c.partition("/")[0] for c in choices)))
+    base, plus, _ = name.partition("+")
+    if plus and base in COMPUTES:
+        variants = [variant for variant in computes.VARIANTS if variant.startswith(f"{base}+")]
+        advice = f"Take {' or '.join(map(repr, variants))}." if variants else f"It has no variants; take '{base}'."
+        raise RecipeError(f"compute '{base}' has no variant '{name}'.", f"{advice} {_SEE}")
+    raise _no_part("compute", name, [*COMPUTES, *computes.VARIANTS])
 
 
 def parse(value: Any, where: str = "") -> Recipe:
@@ -163,33 +154,23 @@ def parse_names(names: str) -> list[Recipe]:
         >>> [recipe.name for recipe in parse_names("bf16/master, bf16/word")]
         ['bfloat16/master', 'bfloat16/word']
     """
-    recipes = []
-    for part in filter(None, map(str.strip, names.split(","))):
-        try:
-            recipes.append(parse(part))
-        except RecipeError:
-            if Path(part).is_dir():
-                raise RecipeError(
-                    f"Cannot read the recipe {part}, because it is a folder.", "Name a .toml file."
-                ) from None
-            raise
-    return recipes
+    return [parse(part) for part in filter(None, map(str.strip, names.split(",")))]
 
 
 def _from_name(text: str) -> Recipe:
     compute, *rest = text.strip().split("/")
     name = "/".join([compute_name(compute), *map(spelled, rest)])
     if name in AMBIGUOUS:
-        _refuse_ambiguous(text, "recipe", AMBIGUOUS[name])
+        _refuse_ambiguous(text, AMBIGUOUS[name])
     name = ALIASES[name].recipe if name in ALIASES else name
     compute, *rest = name.split("/")
     if len(rest) > 2 or (not rest and computes.find(compute) is None):
-        computes.refuse_threshold(compute)
         # A storage alone is a likely mistake, and not similar to any full name.
-        near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known_names())
+        known = [*ALIASES, *full_names(), *COMPUTES, *computes.VARIANTS]
+        near = f"Did you mean 'bfloat16/{name}'?" if name in STORAGES else suggestion(name, known)
         raise RecipeError(f"no recipe is named '{text}'.", f"{near} {_SEE}".strip())
-    row = _find_compute(compute)
-    storage = _find_storage(rest[0] if rest else default_storage(row.name), row.name)
+    row = get_compute(compute, has_storage=bool(rest))
+    storage = _find_storage(rest[0] if rest else row.default_storage, row.name)
     return Recipe(row, storage, _find_reduction(rest[1] if len(rest) == 2 else "native"))
 
 
@@ -215,26 +196,20 @@ def _from_table(table: Mapping[str, Any], where: str) -> Recipe:
         # A file that names itself would be read endlessly.
         if parts["recipe"].endswith(".toml"):
             raise RecipeError(f"{where} names another recipe file, {parts['recipe']}.", "Write that recipe out here.")
-        base = _from_name(parts["recipe"]).to_dict()
-    elif "compute" in parts:
-        name = compute_name(parts["compute"])
-        if "storage" not in parts:
-            _require_one_compute(parts["compute"])
-        base = {"compute": name, "storage": default_storage(name), "reduction": "native"}
-    else:
+        parts = _from_name(parts["recipe"]).to_dict() | parts
+    elif "compute" not in parts:
         raise RecipeError(f"{where} names no compute.", 'Add compute = "bfloat16" or recipe = "bfloat16/word".')
-    parts = base | parts
-    compute, keep = _find_compute(parts["compute"]), table.get("keep", [])
+    compute, keep = get_compute(parts["compute"], has_storage="storage" in parts), table.get("keep", [])
     if not isinstance(keep, list) or not all(isinstance(pattern, str) for pattern in keep):
         raise RecipeError(f"{where} has keep = {keep!r}, which is not a list of patterns.", 'Write keep = ["lm_head"].')
     return Recipe(
         compute,
-        _find_storage(parts["storage"], compute.name),
-        _find_reduction(parts["reduction"]),
+        _find_storage(parts.get("storage", compute.default_storage), compute.name),
+        _find_reduction(parts.get("reduction", "native")),
         tuple(keep),
         tuple(_overrides(table, where, compute.name)),
         tuple(_phases(table, where)),
-        _find_compute(_text(table, "evaluation", where)) if "evaluation" in table else None,
+        get_compute(_text(table, "evaluation", where)) if "evaluation" in table else None,
         " ".join(_text(table, "name", where).split()) if "name" in table else "",
     )
 
@@ -252,7 +227,7 @@ def _overrides(table: Mapping[str, Any], where: str, compute: str) -> Iterator[O
             keys = ", ".join(sorted(entry)) or "none"
             raise RecipeError(f"{within} has the keys {keys}.", "It takes pattern, and storage, compute or both.")
         storage = _find_storage(_text(entry, "storage", within), compute) if "storage" in entry else None
-        other = _find_compute(_text(entry, "compute", within)) if "compute" in entry else None
+        other = get_compute(_text(entry, "compute", within)) if "compute" in entry else None
         yield Override(_text(entry, "pattern", within), storage, other)
 
 
@@ -266,7 +241,7 @@ def _phases(table: Mapping[str, Any], where: str) -> Iterator[Phase]:
         until = entry["until"]
         if isinstance(until, bool) or not isinstance(until, (int, float)):
             raise RecipeError(f"{within} has until = {until!r}, which is not a number.", "For instance until = 0.9.")
-        yield Phase(float(until), _find_compute(_text(entry, "compute", within)))
+        yield Phase(float(until), get_compute(_text(entry, "compute", within)))
 
 
 def _entries(table: Mapping[str, Any], key: str, where: str) -> list[dict[str, Any]]:
@@ -274,21 +249,6 @@ def _entries(table: Mapping[str, Any], key: str, where: str) -> list[dict[str, A
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise RecipeError(f"{where} has {key} = {entries!r}.", f"Write [[{key}]] above each entry.")
     return entries
-
-
-def _find_compute(name: str) -> Compute:
-    full = compute_name(name)
-    if (compute := computes.find(full)) is not None:
-        return compute
-    if full in AMBIGUOUS:
-        _refuse_ambiguous(name, "recipe part", tuple(dict.fromkeys(c.partition("/")[0] for c in AMBIGUOUS[full])))
-    computes.refuse_threshold(full)
-    base, plus, _ = full.partition("+")
-    if plus and base in COMPUTES:
-        variants = [variant for variant in computes.names() if variant.startswith(f"{base}+")]
-        advice = f"Take {' or '.join(map(repr, variants))}." if variants else f"It has no variants; take '{base}'."
-        raise RecipeError(f"compute '{base}' has no variant '{full}'.", f"{advice} {_SEE}")
-    raise _no_part(full, computes.names())
 
 
 def _find_storage(name: str, compute: str) -> Storage:
@@ -302,14 +262,14 @@ def _find_storage(name: str, compute: str) -> Storage:
             f"storage 'float64' was requested with compute '{compute}', and belongs to compute 'float64'.",
             "Take 'float64/float64', or storage 'master64', which updates narrow weights in float64.",
         )
-    raise _no_part(full, [own_name(row) for row in STORAGES.values() if row.owner in ("", compute)])
+    raise _no_part("storage", full, [row.short_name for row in STORAGES.values() if row.owner in ("", compute)])
 
 
-def _find_reduction(name: str) -> Any:
+def _find_reduction(name: str) -> Reduction:
     if name not in REDUCTIONS:
-        raise _no_part(name, REDUCTIONS)
+        raise _no_part("reduction", name, REDUCTIONS)
     return REDUCTIONS[name]
 
 
-def _no_part(name: str, names: Any) -> RecipeError:
-    return RecipeError(f"no recipe part is named '{name}'.", f"{suggestion(name, names)} {_SEE}".strip())
+def _no_part(part: str, name: str, names: Iterable[str]) -> RecipeError:
+    return RecipeError(f"no {part} is named '{name}'.", f"{suggestion(name, names)} {_SEE}".strip())

@@ -87,7 +87,7 @@ class Recipe:
             _check_other(self, where, other)
 
     def _others(self) -> Iterator[tuple[str, Compute]]:
-        """Every other compute of the recipe, and where it is named."""
+        """Yield every other compute of the recipe, and where it is named."""
         for phase in self.phases:
             yield f"the phase until {phase.until:g}", phase.compute
         for override in self.overrides:
@@ -100,7 +100,7 @@ class Recipe:
     def name(self) -> str:
         """Return the full name, ``compute/storage``, followed by the reduction if it is not native."""
         tail = "" if self.reduction.name == "native" else f"/{self.reduction.name}"
-        return f"{self.compute.name}/{own_name(self.storage)}{tail}"
+        return f"{self.compute.name}/{self.storage.short_name}{tail}"
 
     @property
     def is_plain(self) -> bool:
@@ -153,29 +153,6 @@ class Recipe:
     def dtype(self) -> str:
         """The dtype of plain linear layers, norms and everything else outside the casts; independent of the weights' format."""
         return self.compute.dtype
-
-    @property
-    def dtypes(self) -> dict[str, str]:
-        """Return the dtype of everything outside the casts, by place.
-
-        Example:
-            >>> from narrowgauge.spec.notation import parse
-            >>> parse("int8-row/word").dtypes["kept for backward"]
-            'int8 codes, 1 byte'
-        """
-        # Autocast casts matmuls only: with float32 weights, the residual stream is float32.
-        stream = "float32" if self.storage.visible == "float32" else self.dtype
-        inside = "float64" if self.dtype == "float64" else "float32"
-        return {
-            "weights seen": self.storage.visible,
-            "norms": f"{inside} inside, {stream} out",
-            "softmax": inside,
-            "rotary buffers": inside,
-            "residual": stream,
-            "kept for backward": _kept_for_backward(self.compute),
-            "logits": self.dtype,
-            "loss": inside,
-        }
 
     def storage_of(self, name: str, num_dims: int) -> Storage:
         """The storage of a parameter: float32 for modules of ``keep``, else that of the last matching override, else ``storage``.
@@ -231,7 +208,7 @@ class Recipe:
         """Return a TOML table that :func:`~narrowgauge.spec.notation.parse` reads back as an equal recipe."""
         table: dict[str, Any] = {
             "compute": self.compute.name,
-            "storage": own_name(self.storage),
+            "storage": self.storage.short_name,
             "reduction": self.reduction.name,
         }
         if self.label:
@@ -257,16 +234,10 @@ def _matches_within(name: str, patterns: Iterable[str]) -> bool:
 def _override_table(override: Override) -> dict[str, str]:
     table = {"pattern": override.pattern}
     if override.storage is not None:
-        table["storage"] = own_name(override.storage)
+        table["storage"] = override.storage.short_name
     if override.compute is not None:
         table["compute"] = override.compute.name
     return table
-
-
-def _kept_for_backward(compute: Compute) -> str:
-    form = compute.output.left.format
-    what = f"{form} codes" if compute.keeps_codes else form if compute.is_wide else compute.dtype
-    return f"{what}, {compute.kept_bytes:g} byte{'' if compute.kept_bytes == 1 else 's'}"
 
 
 def is_pair(compute: Compute, storage: Storage) -> bool:
@@ -287,7 +258,7 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
     if is_pair(compute, storage):
         return
     fitting = [n.partition("/")[2] for n in STORAGES if n.startswith(f"{compute.name}/")]
-    name = own_name(storage)
+    name = storage.short_name
     if name in fitting:
         advice = f"Take '{compute.name}/{name}'."
     else:
@@ -303,7 +274,7 @@ def _check_pair(compute: Compute, storage: Storage) -> None:
 
 def _check_float64(recipe: Recipe) -> None:
     """Refuse what would compute or add part of a float64 model in fewer bits."""
-    requested = f"recipe '{recipe.compute.name}/{own_name(recipe.storage)}' was requested with"
+    requested = f"recipe '{recipe.compute.name}/{recipe.storage.short_name}' was requested with"
     if recipe.keep:
         raise RecipeError(f"{requested} keep = {list(recipe.keep)}, which would be float32.", "Leave keep out.")
     for storage in recipe.storages:
@@ -350,8 +321,3 @@ def _check_other(recipe: Recipe, where: str, other: Compute) -> None:
 
 def _transforming(compute: Compute) -> str:
     return f" with transform '{compute.transform}'" if compute.transform else " without a transform"
-
-
-def own_name(storage: Storage) -> str:
-    """Return a storage's name without the compute that it belongs to."""
-    return storage.name.rpartition("/")[2]

@@ -1,8 +1,7 @@
 """The tables that ``narrowgauge show`` prints, and one format, value or recipe in full.
 
 Each table is a list of dicts, derived from the same values that the rest of the package computes with. ``--json`` prints all of
-a dict; a terminal and the documentation print selected columns. ``detail_*`` functions return one format, value or recipe in
-full as plain values for JSON, ``page_*`` functions the same values as tables to print.
+a dict; a terminal and the documentation print selected columns.
 """
 
 from __future__ import annotations
@@ -10,13 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
-from narrowgauge.errors import FormatError, NarrowgaugeError, suggestion
-from narrowgauge.spec import computes, formats, notation, propagation, recipes, storages, sums
+from narrowgauge.errors import FormatError
+from narrowgauge.spec import computes, formats, notation, storages, sums
 from narrowgauge.spec.chips import CHIPS
-from narrowgauge.spec.computes import COMPUTES, Compute
+from narrowgauge.spec.computes import COMPUTES, VARIANTS, Compute
 from narrowgauge.spec.models import MODELS
 from narrowgauge.spec.notation import ALIASES, AMBIGUOUS
 from narrowgauge.spec.recipes import Recipe
@@ -24,17 +22,10 @@ from narrowgauge.spec.storages import VISIBLE, WIDE, Code, Storage, low_parts, w
 from narrowgauge.spec.tables import Column, Row, Table, cell_text, name_columns, number_columns, text_columns
 from narrowgauge.spec.update_rules import UPDATE_RULES, UpdateRule, option_text
 
-_SIDE = 4096
-_EXAMPLE_PARAMETERS = 1_000_000_000
-
 
 def rows(name: str) -> list[Row]:
     """Return the rows of one table, as plain values that JSON can hold.
 
-    ``recipes`` lists :func:`narrowgauge.spec.notation.representative_names`.
-
-    Raises:
-        NarrowgaugeError: unknown table.
     Example:
         >>> [row["bytes_per_param"] for row in rows("storages") if row["name"] == "word"]
         [8.0]
@@ -43,22 +34,14 @@ def rows(name: str) -> list[Row]:
 
 
 def table(name: str) -> Table:
-    """Return the table of that name (as in :func:`rows`), with the columns to print.
+    """Return a table of :data:`TABLES`, with the columns to print.
 
     Example:
         >>> print(table("storages").plain().split()[0])
         storage
     """
-    if name not in _TABLES:
-        advice = suggestion(name, _TABLES) or f"Known: {', '.join(_TABLES)}."
-        raise NarrowgaugeError(f"no table is named '{name}'.", advice)
-    make, columns = _TABLES[name]
+    _, make, columns = TABLES[name]
     return Table(columns, make())
-
-
-def markdown(name: str) -> str:
-    """Return the table of that name (as in :func:`rows`) as GitHub markdown."""
-    return table(name).markdown()
 
 
 # ── rows ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,12 +57,19 @@ def _with(row: Any, *names: str) -> Row:
 
 
 def _format_row(row: formats.Format) -> Row:
-    return {**row.describe(), "aliases": [alias for alias, name in formats.FORMAT_ALIASES.items() if name == row.name]}
+    derived = (
+        "storage_bits", "max", "min", "smallest_normal", "smallest_subnormal", "epsilon", "max_exponent", "min_exponent",
+        "infinities", "nans", "negative_zero",
+    )  # fmt: skip
+    return {
+        **_with(row, *derived),
+        "aliases": [alias for alias, name in formats.FORMAT_ALIASES.items() if name == row.name],
+    }
 
 
 def _recipe_row(recipe: Recipe) -> Row:
     compute, storage = recipe.compute, recipe.storage
-    is_short = notation.default_storage(compute.name) == recipes.own_name(storage) and compute.name not in AMBIGUOUS
+    is_short = compute.default_storage == storage.short_name and compute.name not in AMBIGUOUS
     short = [compute.name] if is_short else []
     return {
         "name": recipe.name,
@@ -88,28 +78,23 @@ def _recipe_row(recipe: Recipe) -> Row:
         "storage": storage.name,
         "reduction": recipe.reduction.name,
         "bytes_per_param": recipe.bytes_per_param,
-        "weight": _weight_text(storage),
-        "exp_avg": _code_text(storage.exp_avg),
-        "exp_avg_sq": _code_text(storage.exp_avg_sq),
         "purpose": compute.purpose,
         "loses": storage.loses,
-        "native": compute.native,
-        "source": compute.source,
     }
 
 
 def _compute_row(compute: Compute) -> Row:
-    default = f"{compute.name}/{notation.default_storage(compute.name)}"
+    forward, obstacle = compute.casts["output.right"].format, computes.why_gathered_wide(compute)
     return {
         "name": compute.name,
-        "storage": notation.parse(default).storage.name,
+        "storage": compute.default_storage,
         "dtype": compute.dtype,
         "casts": {
             place: {"text": str(cast), **_fields(cast), "bits": cast.bits} for place, cast in compute.casts.items()
         },
         "accumulation": {place: product.accumulation for place, product in compute.products.items()},
         "kept_bytes": compute.kept_bytes,
-        "inference_bytes": _inference_bytes(compute),
+        "gathered_as": f"weights: {obstacle}" if obstacle else f"{forward} codes",
         "stochastic": compute.is_stochastic,
         "delayed": compute.is_delayed,
         "scales_loss": compute.scales_loss,
@@ -119,14 +104,6 @@ def _compute_row(compute: Compute) -> Row:
         "purpose": compute.purpose,
         "source": compute.source,
     }
-
-
-def _inference_bytes(compute: Compute) -> dict[str, float] | None:
-    """Return the bytes of a weight stored as codes in a square matrix of ``_SIDE``, and of one kept in 16 bits beside it."""
-    if not computes.stores_codes(compute):
-        return None
-    beside = 2 if computes.keeps_outlier_weights(compute) else 0
-    return {"weight": computes.stored_bytes(compute, _SIDE, _SIDE) / _SIDE**2, "outlier_weight": beside}
 
 
 def _storage_row(storage: Storage) -> Row:
@@ -164,11 +141,6 @@ def _rule_row(rule: UpdateRule) -> Row:
     return {**_fields(rule), "options": defaults, "trained": trained, "must_be": laws}
 
 
-def _gather_row(compute: Compute) -> Row:
-    row = computes.gathering_of(compute)
-    return {"name": compute.name, **_fields(row), "codes": compute.casts[row.forward].format if row.is_narrow else ""}
-
-
 def _reduction_row(reduction: sums.Reduction) -> Row:
     wire = {gradient: reduction.bytes_per_element(gradient) for gradient in ("float32", "bfloat16")}
     return {**_fields(reduction), "wire_bytes": wire}
@@ -194,31 +166,14 @@ def _assigned(key: str) -> Callable[[Row], str]:
     return lambda row: ", ".join(f"{name}={option_text(value)}" for name, value in row[key].items())
 
 
-@lru_cache
-def _first_rows(part: str) -> dict[str, str]:
-    first: dict[str, str] = {}
-    for name in notation.representative_names():
-        first.setdefault(getattr(notation.parse(name), part).name, name)
-    return first
-
-
-def _first_or_reference(key: str, part: str) -> Callable[[Row], str]:
-    """Return the text about a recipe's compute or storage in its first row; in all others the name of that row."""
-
-    def text(row: Row) -> str:
-        first = _first_rows(part)[row[part]]
-        return str(row[key]) if first == row["name"] else f"as {first}"
-
-    return text
-
-
 def _peak(*names: str) -> Callable[[Row], float | None]:
     return lambda row: next((row["peak_tflops"][name] for name in names if name in row["peak_tflops"]), None)
 
 
 _BYTES = Column("B/param", "bytes_per_param", right=True)
-_TABLES: dict[str, tuple[Callable[[], list[Row]], tuple[Column, ...]]] = {
+TABLES: dict[str, tuple[str, Callable[[], list[Row]], tuple[Column, ...]]] = {
     "formats": (
+        "Number formats: range and precision.",
         lambda: [_format_row(row) for row in formats.FORMATS.values()],
         (
             *name_columns(format="name"),
@@ -230,14 +185,15 @@ _TABLES: dict[str, tuple[Callable[[], list[Row]], tuple[Column, ...]]] = {
         ),
     ),
     "recipes": (
+        "Recipes: purpose, bytes, losses.",
         lambda: [_recipe_row(notation.parse(name)) for name in notation.representative_names()],
         (
             *name_columns(recipe="name"), *text_columns(also_called="aliases"), _BYTES,
-            Column("for", _first_or_reference("purpose", "compute")),
-            *text_columns(loses=_first_or_reference("loses", "storage"), native=_native_text),
+            *text_columns(loses="loses"), Column("for", "purpose"),
         ),
     ),
     "aliases": (
+        "Names in other libraries, and the recipe that each means.",
         _alias_rows,
         (
             *name_columns(name="name", recipe="recipe"), *text_columns(known_from="source"),
@@ -245,30 +201,17 @@ _TABLES: dict[str, tuple[Callable[[], list[Row]], tuple[Column, ...]]] = {
         ),
     ),
     "computes": (
-        lambda: [_compute_row(computes.named(name)) for name in computes.names()],
+        "How operands of the three matmuls are cast.",
+        lambda: [_compute_row(row) for row in (*COMPUTES.values(), *VARIANTS.values())],
         (
             *name_columns(compute="name"), *text_columns(forward=_operands("output.left", "output.right")),
             *text_columns(gradients=_operands("grad_input.left", "grad_weight.left")),
-            Column("B saved", "kept_bytes", right=True), *text_columns(native=_native_text),
-        ),
-    ),
-    "gathers": (
-        lambda: [_gather_row(row) for row in COMPUTES.values()],
-        (
-            *name_columns(compute="name"),
-            Column("gathered as", lambda row: f"{row['codes']} codes" if row["codes"] else "weights"),
-            Column("for", lambda row: " and ".join(dict.fromkeys(filter(None, (row["forward"], row["backward"]))))),
-            *text_columns(because="reason"),
-        ),
-    ),
-    "scales": (
-        lambda: [{**_fields(row), "measures": list(row.measures)} for row in propagation.RULES.values()],
-        (
-            *name_columns(operation="name"), *text_columns(scale_of_the_result="scale", of_the_gradient="gradient"),
-            Column("measured", lambda row: ", ".join(row["measures"])),
+            Column("B saved", "kept_bytes", right=True),
+            *text_columns(gathered_as="gathered_as", native=_native_text, purpose="purpose"),
         ),
     ),
     "rules": (
+        "Update rules: options, usual rates, sources.",
         lambda: [_rule_row(row) for row in UPDATE_RULES.values()],
         (
             *name_columns(rule="name", optimizer="optimizer"), *text_columns(steps_by="purpose"),
@@ -280,6 +223,7 @@ _TABLES: dict[str, tuple[Callable[[], list[Row]], tuple[Column, ...]]] = {
         ),
     ),
     "storages": (
+        "How weights and moments are stored between steps.",
         lambda: [_storage_row(row) for row in storages.STORAGES.values()],
         (
             *name_columns(storage="name"),
@@ -288,17 +232,19 @@ _TABLES: dict[str, tuple[Callable[[], list[Row]], tuple[Column, ...]]] = {
         ),
     ),
     "reductions": (
+        "How and in which format ranks sum gradients.",
         lambda: [_reduction_row(row) for row in sums.REDUCTIONS.values()],
         (
             *name_columns(reduction="name"), Column("travels as", lambda row: row["wire"] or "the gradient's own format"),
             Column("B sent: float32", lambda row: row["wire_bytes"]["float32"], right=True),
             Column("bfloat16", lambda row: row["wire_bytes"]["bfloat16"], right=True),
-            *text_columns(error="error", keeps="keeps"),
+            *text_columns(error="error"),
             Column("any order", lambda row: "same bits" if row["order_invariant"] else "other bits"),
             *text_columns(purpose="purpose"),
         ),
     ),
     "chips": (
+        "Accelerators: memory, bandwidth, peak rates, links.",
         lambda: [_with(chip, "memory_bytes", "bandwidth_bytes_per_second") for chip in CHIPS.values()],
         (
             *name_columns(chip="name"), *number_columns(memory_GB="memory_gb"),
@@ -312,6 +258,7 @@ _TABLES: dict[str, tuple[Callable[[], list[Row]], tuple[Column, ...]]] = {
         ),
     ),
     "models": (
+        "Preset models: shapes and parameter counts.",
         lambda: [_with(model, "head_dim", "num_parameters") for model in MODELS.values()],
         (
             *name_columns(model="name"),
@@ -323,28 +270,29 @@ _TABLES: dict[str, tuple[Callable[[], list[Row]], tuple[Column, ...]]] = {
         ),
     ),
 }  # fmt: skip
+"""By name: a line of help, what makes the rows, and the printed columns."""
 
 
 # ── one format, value or recipe in full ────────────────────────────────────────────────────────────────────────────────
 
 
-def detail_format(name: str) -> Row:
-    """Return the row of one format, found by its name, alias or PyTorch spelling.
+Page = tuple[list[Row], list[Table]]
+"""The rows for JSON, and the tables to print."""
+
+
+def page_format(name: str) -> Page:
+    """Describe one format, found by its name, alias or PyTorch spelling.
 
     Example:
-        >>> detail_format("e4m3")["max"]
+        >>> page_format("e4m3")[0][0]["max"]
         448.0
     """
-    return _format_row(formats.get_format(name))
-
-
-def page_format(name: str) -> list[Table]:
-    row = detail_format(name)
+    row = _format_row(formats.get_format(name))
     figures = {key.replace("_", " "): value for key, value in row.items() if value is not None and key != "name"}
-    return [_pairs("format", str(row["name"]), figures)]
+    return [row], [_pairs("format", str(row["name"]), figures)]
 
 
-def detail_value(text: str) -> list[Row]:
+def page_value(text: str) -> Page:
     """Round a number to every format (:func:`narrowgauge.spec.formats.describe_value`).
 
     Args:
@@ -352,13 +300,10 @@ def detail_value(text: str) -> list[Row]:
     Raises:
         FormatError: the text is not a number, or one beyond float64.
     Example:
-        >>> {row["name"]: row["value"] for row in detail_value("0x1p-3")}["bfloat16"]
+        >>> {row["name"]: row["value"] for row in page_value("0x1p-3")[0]}["bfloat16"]
         0.125
     """
-    return formats.describe_value(_number(text))
 
-
-def page_value(text: str) -> list[Table]:
     def percent(row: Row) -> str:
         return "" if row["relative_error"] is None else f"{100 * row['relative_error']:.3g} %"
 
@@ -366,7 +311,9 @@ def page_value(text: str) -> list[Table]:
         *name_columns(format="name"), *number_columns(code="hex"), *name_columns(value=lambda row: repr(row["value"])),
         *number_columns(relative_error=percent, spacing="spacing"), *text_columns(note="note"),
     )  # fmt: skip
-    return [Table(columns, detail_value(text), f"{text.strip()} is {_number(text):.20g} in float64; in all formats:")]
+    number = _number(text)
+    rows = formats.describe_value(number)
+    return rows, [Table(columns, rows, f"{text.strip()} is {number:.20g} in float64; in all formats:")]
 
 
 def _number(text: str) -> float:
@@ -380,28 +327,29 @@ def _number(text: str) -> float:
     return value
 
 
-def detail_recipe(name: str) -> Row:
-    """Return all parts of one recipe: its row in ``rows("recipes")``, what is stored and cast, and its exceptions.
+def page_recipe(name: str) -> Page:
+    """Describe one recipe: its row in ``rows("recipes")``, what is stored and cast, and its exceptions.
 
     Args:
         name: a full name, an alias, or a ``.toml`` file.
     Example:
-        >>> [part["bytes"] for part in detail_recipe("bfloat16/word")["stored"]]
+        >>> [part["bytes"] for part in page_recipe("bfloat16/word")[0][0]["stored"]]
         [2.0, 1.0, 1.5, 1.5, 2.0]
     """
     recipe = notation.parse(name)
     compute, vectors = recipe.compute, storages.for_vectors(recipe.storage)
-    return {
+    row = {
         **_recipe_row(recipe),
+        "native": compute.native,
+        "source": compute.source,
         "stored": _stored_parts(recipe.storage),
         "vectors": {"storage": vectors.name, "bytes_per_param": vectors.bytes_per_param},
         "casts": {place: str(cast) for place, cast in compute.casts.items()},
         "accumulation": {place: product.accumulation for place, product in compute.products.items()},
         "kept_bytes": compute.kept_bytes,
-        "inference_bytes": _inference_bytes(compute),
+        "dtype": compute.dtype,
         "transform": compute.transform,
         "linears_kept": list(compute.keep),
-        "dtypes": recipe.dtypes,
         "keep": list(recipe.keep),
         "overrides": [
             {"pattern": o.pattern, "storage": o.storage and o.storage.name, "compute": o.compute and o.compute.name}
@@ -409,13 +357,7 @@ def detail_recipe(name: str) -> Row:
         ],
         "phases": [{"until": phase.until, "compute": phase.compute.name} for phase in recipe.phases],
         "evaluation": recipe.evaluation.name if recipe.evaluation else None,
-        "example_parameters": _EXAMPLE_PARAMETERS,
-        "example_memory_bytes": round(recipe.bytes_per_param * _EXAMPLE_PARAMETERS),
     }
-
-
-def page_recipe(name: str) -> list[Table]:
-    row = detail_recipe(name)
     in_all = {"what": "in all", "format": "", "bytes": row["bytes_per_param"], "rounding": ""}
     stored = (
         *text_columns(stored_of_each_parameter="what", format="format"), *number_columns(bytes="bytes"),
@@ -425,21 +367,16 @@ def page_recipe(name: str) -> list[Table]:
         {"matmul": place, "left": row["casts"][f"{place}.left"], "right": row["casts"][f"{place}.right"], "in": dtype}
         for place, dtype in row["accumulation"].items()
     ]
-    return [
+    return [row], [
         _pairs("recipe", str(row["name"]), _facts(row)),
         Table(stored, [*row["stored"], in_all]),
         Table(text_columns(matmul="matmul", left="left", right="right", accumulated_in="in"), matmuls),
-        _pairs("computed", "in", row["dtypes"]),
     ]
 
 
 def _facts(row: Row) -> dict[str, str]:
-    memory = f"{row['example_memory_bytes'] / 1e9:g} GB at {row['example_parameters'] / 1e9:g} billion parameters"
+    vectors, inside = row["vectors"], "float64" if row["dtype"] == "float64" else "float32"
     phases = ", ".join(f"{p['compute']} until {p['until']:g}" for p in row["phases"])
-    quantized, vectors = "", row["vectors"]
-    if (codes := row["inference_bytes"]) is not None:
-        beside = "; 2 more for each weight of a column that may hold outliers" if codes["outlier_weight"] else ""
-        quantized = f"{codes['weight']:.4g} bytes a weight as codes ({_SIDE:,} × {_SIDE:,}){beside}"
     facts = {
         "for": row["purpose"],
         "loses": row["loses"],
@@ -447,8 +384,8 @@ def _facts(row: Row) -> dict[str, str]:
         "source": row["source"],
         "transform": row["transform"],
         "norm gains, biases": f"stored as {vectors['storage']}, {cell_text(vectors['bytes_per_param'])} bytes each",
-        "memory": f"{memory}, before activations",
-        "quantized": quantized,
+        "saved for backward": f"{row['kept_bytes']:g} bytes per element of a linear layer's input",
+        "outside of matmuls": f"{row['dtype']}; norms, softmax and the loss in {inside}",
         "linears left plain": ", ".join(row["linears_kept"]),
         "kept in float32": ", ".join(row["keep"]),
         "stored otherwise": ", ".join(f"{o['pattern']} as {o['storage']}" for o in row["overrides"] if o["storage"]),

@@ -13,7 +13,6 @@ for the weight and for each moment. The optimizer, tests, documentation and ``na
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -58,7 +57,7 @@ class Code:
 
     @property
     def spacings(self) -> float:
-        """How many of its spacings every normal value is, at least; of an expansion, of the spacings of its last part."""
+        """Return how many of its spacings every normal value is, at least; of an expansion, of its last part's."""
         return float(2 ** (self.parts * (self.mantissa_bits + 1) - 1))
 
     def part(self, place: int) -> Code:
@@ -158,17 +157,6 @@ def width_alone(code: Code) -> int:
     return width_of((("", code.bits),))
 
 
-def bytes_alone(code: Code, shape: Sequence[int]) -> int:
-    """Bytes of a tensor of ``shape`` in a code, where no value shares its word, with the scales of its rows.
-
-    Example:
-        >>> [bytes_alone(code, (128, 4096)) / (128 * 4096) for code in (FLOAT32, MOMENT12, MOMENT8)]
-        [4.0, 2.0, 1.0009765625]
-    """
-    scales = 4 * math.prod(shape[:-1]) if code.scaled else 0
-    return math.prod(shape) * code.parts * width_alone(code) // 8 + scales
-
-
 @lru_cache
 def packed(fields: tuple[tuple[str, int], ...]) -> tuple[tuple[tuple[str, int], ...], ...]:
     """Pack fields, ``(name, bits)`` each, into words: those of 16, 32 or 64 bits alone, others in the fewest bits, then words.
@@ -258,10 +246,15 @@ class Storage:
         return self.name.rpartition("/")[0]
 
     @property
+    def short_name(self) -> str:
+        """Return its name without that compute."""
+        return self.name.rpartition("/")[2]
+
+    @property
     def tail_bits(self) -> int:
         """Bits of the tail: those of the stored weight that no visible weight, master copy or low part holds."""
-        own = self.master or self.visible in WIDE or self.weight.parts > 1
-        return 0 if own else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
+        has_no_tail = self.master or self.visible in WIDE or self.weight.parts > 1
+        return 0 if has_no_tail else max(0, VISIBLE[self.visible][1] - (23 - self.weight.mantissa_bits))
 
     @property
     def beside(self) -> tuple[str, ...]:

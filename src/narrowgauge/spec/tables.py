@@ -109,16 +109,11 @@ def write(parts: Table | Sequence[Table]) -> None:
     print("\n".join(part.plain() for part in tables), end="", flush=True)
 
 
-def write_json(found: Row | Sequence[Row]) -> None:
-    """Print a JSON list of objects; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
-    write_object([found] if isinstance(found, dict) else list(found))
-
-
-def write_object(found: Row | Sequence[Row]) -> None:
-    """Print one JSON value, with infinities and NaN as in :func:`write_json`."""
+def write_json(value: Row | Sequence[Row]) -> None:
+    """Print one JSON value; infinities and NaN, which JSON lacks, become the strings ``inf``, ``-inf`` and ``nan``."""
     # Escapes of JSON are exact where characters that a stream lacks would be replaced.
     is_unicode = (getattr(sys.stdout, "encoding", None) or "utf-8").lower().startswith("utf")
-    print(json.dumps(_json_value(found), indent=1, allow_nan=False, ensure_ascii=not is_unicode), flush=True)
+    print(json.dumps(_json_value(value), indent=1, allow_nan=False, ensure_ascii=not is_unicode), flush=True)
 
 
 def text_columns(**keys: Key) -> tuple[Column, ...]:

@@ -10,6 +10,7 @@ not say is filled in from here, so that its record is complete.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,7 @@ class Range:
     high: float = math.inf
     above: bool = False
     or_none: bool = False
+    whole: bool = False
 
     def check(self, name: str, value: Any) -> None:
         """Refuse a value outside; of a pair, either."""
@@ -37,9 +39,12 @@ class Range:
             if part is None and self.or_none:
                 continue
             try:
-                number = float(part)
+                if isinstance(part, bool):
+                    raise TypeError
+                number = operator.index(part) if self.whole else float(part)
             except (TypeError, ValueError, RuntimeError):
-                raise RecipeError(f"{label} = {part!r} was requested; it must be one number, {self}.") from None
+                kind = "integer" if self.whole else "number"
+                raise RecipeError(f"{label} = {part!r} was requested; it must be one {kind}, {self}.") from None
             if not (self.low < number if self.above else self.low <= number) or not number < self.high:
                 shown = part if isinstance(part, (int, float)) else number
                 raise RecipeError(f"{label} = {shown} was requested; it must be {self} and finite.")
@@ -51,35 +56,22 @@ class Range:
 
 @dataclass(frozen=True)
 class Choice:
-    """An option that is one of some names."""
+    """An option that is one of some values."""
 
-    names: tuple[str, ...]
-    or_none: bool = False
+    values: tuple[Any, ...]
 
     def check(self, name: str, value: Any) -> None:
-        """Refuse any other name."""
-        if value not in self.names and not (value is None and self.or_none):
-            near = suggestion(value, self.names) if isinstance(value, str) else ""
+        """Refuse any other value."""
+        if value not in self.values:
+            near = suggestion(value, list(map(str, self.values))) if isinstance(value, str) else ""
             raise RecipeError(f"{name} = {value!r} was requested; it is one of {self}.", near)
 
     def __str__(self) -> str:
-        return ", ".join(map(repr, self.names))
+        return ", ".join(map(option_text, self.values))
 
 
-class Flag:
-    """An option that is true or false; any value counts as one of them, as in ``torch.optim``."""
-
-    or_none = False
-
-    def check(self, name: str, value: Any) -> None:
-        """Refuse nothing."""
-
-    def __str__(self) -> str:
-        return "true or false"
-
-
-Laws = dict[str, Range | Choice | Flag]
-_FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+FLAG = Choice((False, True))
+Laws = dict[str, Range | Choice]
 
 # ── the rows ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -90,7 +82,7 @@ class Option:
 
     name: str
     default: Any
-    law: Range | Choice | Flag
+    law: Range | Choice
     trained: Any = None
 
     @property
@@ -102,33 +94,32 @@ class Option:
         """Return the value that a text says: ``0.9``, ``8``, ``true``, a name, ``none``; a pair as ``1e-30/0.001``.
 
         Raises:
-            RecipeError: the text says none, or one that the option may not be.
+            RecipeError: a value that the option may not be.
         """
-        word = text.strip()
-        is_pair = isinstance(self.default, tuple)
-        try:
-            if is_pair:
-                value: Any = tuple(map(self._value, word.split("/")))
-                if len(value) != len(self.default):
-                    raise ValueError
-            else:
-                value = self._value(word)
-        except (ValueError, KeyError):
-            number = "an integer" if type(self.default) is int else "a number"
-            kind = "two numbers with a slash between" if is_pair else number
-            must_be = str(self.law) if isinstance(self.law, Flag) else f"{kind}, {self.law}"
-            raise RecipeError(f"{self.name} = {word!r} was requested; it must be {must_be}.") from None
+        if isinstance(self.default, tuple):
+            pair = tuple(map(_value, text.split("/")))
+            if len(pair) != len(self.default):
+                raise RecipeError(f"{self.name} = {text!r} was requested; it must be two numbers with a slash between.")
+            self.law.check(self.name, pair)
+            return pair
+        value = _value(text)
         self.law.check(self.name, value)
-        return value
-
-    def _value(self, word: str) -> Any:
-        if self.law.or_none and word.strip().lower() == "none":
-            return None
-        if isinstance(self.law, Flag):
-            return _FLAGS[word.lower()]
         if isinstance(self.law, Choice):
-            return word
-        return int(word) if isinstance(self.default, int) else float(word)
+            return self.law.values[self.law.values.index(value)]  # 1 is true
+        return float(value) if isinstance(self.default, float) else value
+
+
+def _value(text: str) -> Any:
+    word = text.strip()
+    words = {"true": True, "yes": True, "false": False, "no": False, "none": None}
+    if word.lower() in words:
+        return words[word.lower()]
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
 
 
 def option_text(value: Any) -> str:
@@ -154,11 +145,9 @@ class UpdateRule:
         options: its own.
         rate: the trainer's usual peak learning rates, which are AdamW's, times this; ``None`` where they mean nothing.
         rate_because: why, or the source of the factor.
-        trained_because: why the trainer has other defaults of the rule's own options.
         is_matrix: whether it steps whole matrices, and AdamW vectors, embeddings and output heads.
         moments: the states that it keeps of each element of a matrix, with the storage's code for each, where that is all that a
             plan needs; ``None`` where it depends on options. (Adafactor's values by row and column are beside them.)
-        huggingface: names of ``TrainingArguments(optim=…)`` that mean this rule.
         source: the paper.
     """
 
@@ -169,29 +158,27 @@ class UpdateRule:
     options: tuple[Option, ...] = ()
     rate: float | None = 1.0
     rate_because: str = ""
-    trained_because: str = ""
     is_matrix: bool = False
     moments: tuple[tuple[str, str], ...] | None = None
-    huggingface: tuple[str, ...] = ()
     source: str = field(default="", kw_only=True)
 
     @property
     def laws(self) -> Laws:
         """Return what the options of a param group may be."""
-        found: Laws = {"lr": Range(), "weight_decay": Range()}
+        ranges: Laws = {"lr": Range(), "weight_decay": Range()}
         if "beta1" in self.settings:
-            found["betas"] = Range(0, 1)
+            ranges["betas"] = Range(0, 1)
         if "eps" in self.settings:
-            found[self.eps_option] = Range()
-        return found | {option.name: option.law for option in self.options}
+            ranges[self.eps_option] = Range()
+        return ranges | {option.name: option.law for option in self.options}
 
     @property
     def eps_option(self) -> str:
         """Return the optimizer's option for AdamW's epsilon: another where the rule has an ``eps`` of its own."""
         return "adam_eps" if any(option.name == "eps" for option in self.options) else "eps"
 
-    def read(self, text: str, where: str = "rule_options") -> dict[str, Any]:
-        """The options that a text gives, ``"momentum=0.9, nesterov=false"``, by name; ``where`` says where the text is from.
+    def read(self, text: str) -> dict[str, Any]:
+        """Return the options that a text gives, ``"momentum=0.9, nesterov=false"``, by name.
 
         Raises:
             RecipeError: an option that the rule lacks, one given twice or without a value, or a value that it may not be.
@@ -203,12 +190,12 @@ class UpdateRule:
             if name not in known:
                 have = f"has {', '.join(known)}" if known else "has no options of its own"
                 raise RecipeError(
-                    f"{where} gives {name!r} to rule '{self.name}', which {have}.",
+                    f"rule_options gives {name!r} to rule '{self.name}', which {have}.",
                     _own_flag(name) or suggestion(name, known) or "narrowgauge show rules lists the options of each.",
                 )
             if not equals or name in found:
                 raise RecipeError(
-                    f"{where} gives {name!r} {'twice' if name in found else 'without a value'}.",
+                    f"rule_options gives {name!r} {'twice' if name in found else 'without a value'}.",
                     f"Write {name}={option_text(known[name].in_training)}.",
                 )
             found[name] = known[name].read(value)
@@ -233,14 +220,14 @@ def _own_flag(name: str) -> str:
 _ADAM: Mapping[str, float] = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 _MOMENTS = (("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq"))
 _LIKE_ADAM = "its steps are divided by the root of second moments, as AdamW's are"
-_SUBSPACE = (Option("rank", 128, Range(1)), Option("update_proj_gap", 200, Range(1)))
+_SUBSPACE = (Option("rank", 128, Range(1, whole=True)), Option("update_proj_gap", 200, Range(1, whole=True)))
 _PROJ_TYPE = Option("proj_type", "std", Choice(("std", "full")))
 _IN_SUBSPACE = "an AdamW's step in the subspace, times scale; vectors and embeddings share the rate"
 
 _RULES = (
     UpdateRule(
         "adamw", "AdamW", "two moments, decoupled decay", _ADAM,
-        rate_because="the usual rates are for it", moments=_MOMENTS, huggingface=("adamw_torch", "adamw_torch_fused"),
+        rate_because="the usual rates are for it", moments=_MOMENTS,
         source="Kingma & Ba, ICLR 2015 (1412.6980); Loshchilov & Hutter, ICLR 2019 (1711.05101)",
     ),
     UpdateRule(
@@ -252,25 +239,24 @@ _RULES = (
         "sgd", "SGD", "along the gradient, with momentum where one is given", {"weight_decay": 0.0},
         (
             Option("momentum", 0.0, Range()), Option("dampening", 0.0, Range(-math.inf, above=True)),
-            Option("nesterov", False, Flag()),
+            Option("nesterov", False, FLAG),
         ),
         rate=None, rate_because="its steps are as large as the gradient, which no rule of a model's size knows",
-        huggingface=("sgd",), source="Sutskever et al., ICML 2013",
+        source="Sutskever et al., ICML 2013",
     ),
     UpdateRule(
         "lion", "Lion", "one moment, of which the sign is the step", {"beta1": 0.9, "beta2": 0.99, "weight_decay": 0.3},
         rate=1 / 3, rate_because="3 to 10 times smaller than AdamW's, and decay as many times larger (2302.06675)",
-        moments=_MOMENTS[:1], huggingface=("lion_32bit",), source="Chen et al., NeurIPS 2023 (2302.06675)",
+        moments=_MOMENTS[:1], source="Chen et al., NeurIPS 2023 (2302.06675)",
     ),
     UpdateRule(
         "muon", "Muon", "one moment, whose singular values become 1", _ADAM,
         (
-            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, Flag()), Option("ns_steps", 5, Range(1)),
-            Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw"), or_none=True), trained="match_rms_adamw"),
+            Option("momentum", 0.95, Range(0, 1)), Option("nesterov", True, FLAG), Option("ns_steps", 5, Range(1, whole=True)),
+            Option("adjust_lr_fn", None, Choice(("original", "match_rms_adamw", None)), trained="match_rms_adamw"),
             Option("ns_dtype", "bfloat16", Choice(("bfloat16", "float32"))),
         ),
         rate_because="with match_rms_adamw its steps are as large as AdamW's (2502.16982)",
-        trained_because="one rate serves the matrices and what AdamW steps",
         is_matrix=True, moments=(("momentum_buffer", "exp_avg"),), source="Jordan et al. 2024; Liu et al. 2025 (2502.16982)",
     ),
     UpdateRule(
@@ -279,15 +265,15 @@ _RULES = (
             Option("beta2_decay", -0.8, Range(-math.inf, 0, above=True)),
             Option("eps", (1e-30, 1e-3), Range(or_none=True)), Option("clip_threshold", 1.0, Range(0, above=True)),
             Option("beta1", None, Range(0, 1, or_none=True)),
-            Option("scale_parameter", True, Flag(), trained=False), Option("relative_step", True, Flag(), trained=False),
+            Option("scale_parameter", True, FLAG, trained=False), Option("relative_step", True, FLAG, trained=False),
         ),
-        rate_because=_LIKE_ADAM, trained_because="the run has a rate and a schedule of its own",
-        is_matrix=True, moments=(), huggingface=("adafactor",), source="Shazeer & Stern, ICML 2018 (1804.04235)",
+        rate_because=_LIKE_ADAM,
+        is_matrix=True, moments=(), source="Shazeer & Stern, ICML 2018 (1804.04235)",
     ),
     UpdateRule(
         "galore", "GaLore", "AdamW in a low-rank subspace of each gradient", _ADAM,
         (*_SUBSPACE, Option("scale", 0.25, Range()), _PROJ_TYPE),
-        rate_because=_IN_SUBSPACE, is_matrix=True, huggingface=("galore_adamw",), source="Zhao et al., ICML 2024 (2403.03507)",
+        rate_because=_IN_SUBSPACE, is_matrix=True, source="Zhao et al., ICML 2024 (2403.03507)",
     ),
     UpdateRule(
         "gradnorm_lorp", "GradNormLoRP", "lengths and low-rank directions of columns apart", _ADAM,
@@ -310,11 +296,11 @@ def get_rule(name: str) -> UpdateRule:
         'Muon'
     """
     key = str(name).strip().lower().replace("-", "_")
-    found = UPDATE_RULES.get(key)
-    if found is None:
+    row = UPDATE_RULES.get(key)
+    if row is None:
         near = suggestion(key, UPDATE_RULES) or f"Known: {', '.join(UPDATE_RULES)}."
         raise RecipeError(f"no update rule is named {name!r}.", f"{near} (narrowgauge show rules describes them.)")
-    return found
+    return row
 
 
 def rule_title(recipe: str, rule: str) -> str:

@@ -37,7 +37,7 @@ from narrowgauge.numerics.quantization import padded, rotate
 from narrowgauge.optim.accumulation import AccumulationWarning
 from narrowgauge.runs.record import Run, read_run
 from narrowgauge.runs.schema import Row
-from narrowgauge.spec.computes import COMPUTES, SLOTS, keeps_outlier_weights, slot_of_cast
+from narrowgauge.spec.computes import COMPUTES, SLOTS, keeps_outlier_weights
 from narrowgauge.spec.recipes import Recipe
 from narrowgauge.spec.storages import STORAGES
 from narrowgauge.spec.tables import Table, name_columns, number_columns, text_columns
@@ -349,7 +349,7 @@ class _Casts:
     def _operand(self, slot: str, x: Tensor, fold: Tensor | None) -> Operand | None:
         """Return the operand that the layer casts; ``None`` where nothing is cast."""
         compute = self.layer.compute
-        cast_slot = slot_of_cast(compute, slot)
+        cast_slot = compute.cast_slots[slot]
         if _CAST_AT[SLOTS[slot].tensor] in self.wide or compute.casts[cast_slot].is_wide:
             return None
         history = self.layer.amax_history

@@ -24,7 +24,7 @@ from narrowgauge.checkpoints.saving import Checkpoint, Saver, latest_checkpoint
 from narrowgauge.checkpoints.state_tensors import load_tensors, restore_tensors, state_tensors
 from narrowgauge.distributed.ranks import ALONE, Ranks, all_ranks
 from narrowgauge.distributed.reduction import GradientReduction
-from narrowgauge.distributed.replica_verification import Held, Verifier
+from narrowgauge.distributed.replica_verification import Verifier
 from narrowgauge.distributed.sharding import fingerprint_whole, fsdp_modules, make_mesh, through_root
 from narrowgauge.errors import DataError, RecordError
 from narrowgauge.gauges.attach import Gauges, attach_gauges
@@ -95,7 +95,7 @@ class Session:
     def __post_init__(self) -> None:
         config, optimizer = self.config, self.optimizer
         self.saver = Saver(self.folder, self.here.apart())
-        self.verifier = Verifier(lambda: (Held(*tensors) for tensors in kept_tensors(optimizer)), config.verify_every)
+        self.verifier = Verifier(lambda: kept_tensors(optimizer), config.verify_every)
         self.fingerprints = Fingerprints(
             self.model, optimizer, config.fingerprints_every, self.here, sees_outputs=not config.compile
         )
@@ -216,7 +216,6 @@ class Session:
 
         tensors = self.saver.ranks.together(read)
         restore_tensors(tensors, self.model.named_parameters(), self.optimizer)
-        self.verifier.forget()
         self.optimizer.num_skipped = state["num_skipped"]
         if self.optimizer.loss_scaler is not None and "loss_scaler" in state:
             self.optimizer.loss_scaler.load_state_dict(state["loss_scaler"])

@@ -79,7 +79,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     session.fingerprints.gradients()
     if judgement is not None:
         optimizer.skip_above = judgement.judge_loss(float(total))
-    session.verifier.before_update()
     clock.mark()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -88,7 +87,6 @@ def train_step(session: Session, judgement: StepJudgement | None = None) -> Row:
     clock.mark()
     session.step += 1
     session.fingerprints.states(session.step)
-    session.verifier.after_update(session.step)
 
     gradient_seconds, _, update_seconds = clock.seconds()
     norm, embedding_norm = optimizer.grad_norm, optimizer.watched_grad_norm

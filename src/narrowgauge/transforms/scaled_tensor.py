@@ -3,7 +3,7 @@
 A :class:`Scaled` tensor stands for ``data * scale``: ``data`` is a plain tensor with a mean square near one, ``scale`` one
 power of two. Each operation guesses the size of its result from the scales of its operands, as for independent random numbers.
 A product gets the product of the scales, a sum of n numbers the root of n times their scale. This file measures nothing;
-:mod:`narrowgauge.spec.propagation` lists what is measured elsewhere. A guess decides only where ``data`` lies in its format's
+:mod:`narrowgauge.transforms.scalify` measures at few places. A guess decides only where ``data`` lies in its format's
 range. The value stays: a power of two rounds nothing until a number leaves the range.
 
 The rules apply below autograd. A backward pass uses the same table, so gradients are scaled tensors too. An operation without a
@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from narrowgauge.errors import RecipeError
 from narrowgauge.numerics.metrics import power_of_rms
-from narrowgauge.spec.propagation import RULES
 
 aten = torch.ops.aten
 
@@ -268,14 +267,24 @@ def _operation(name: str) -> Any:
     return getattr(getattr(aten, packet), overload)
 
 
-_FUNCTIONS: dict[str, Rule] = {
-    "copy": _as_one,
-    "product": _multiply,
-    "quotient": _divide,
-    "sum of two": _add,
-    "concatenation": _concatenate,
-    "sum of n terms": _sum,
-}
 # PyTorch must see views as aliases.
-_VIEWS = {_operation(name) for name in RULES["view"].operations}
-_RULES = {_operation(name): function for kind, function in _FUNCTIONS.items() for name in RULES[kind].operations}
+_VIEWS = {
+    _operation(name)
+    for name in (
+        "alias.default", "detach.default", "expand.default", "permute.default", "select.int", "slice.Tensor",
+        "split.Tensor", "split_with_sizes.default", "squeeze.dim", "t.default", "transpose.int", "unsqueeze.default",
+        "view.default",
+    )
+}  # fmt: skip
+_OPERATIONS: dict[Rule, tuple[str, ...]] = {
+    _as_one: (
+        "_to_copy.default", "_unsafe_view.default", "clone.default", "neg.default", "select_backward.default",
+        "slice_backward.default",
+    ),
+    _multiply: ("mul.Tensor", "mul.Scalar"),
+    _divide: ("div.Tensor", "div.Scalar"),
+    _add: ("add.Tensor", "sub.Tensor"),
+    _concatenate: ("cat.default",),
+    _sum: ("sum.dim_IntList", "sum.default"),
+}  # fmt: skip
+_RULES = {_operation(name): rule for rule, names in _OPERATIONS.items() for name in names}

@@ -2,7 +2,7 @@
 
 Narrow formats lose numbers far from one: a gradient of 1e-6 is zero in ``float8_e4m3fn``. The usual remedy measures each operand
 of each matmul before the cast. Scalify propagates scales: a tensor is ``data * scale``, and a rule for each operation gives its
-result a scale, forward and backward (:mod:`narrowgauge.spec.propagation`). Most sizes are guessed. Results of activations,
+result a scale, forward and backward (docs/scaled-models.md). Most sizes are guessed. Results of activations,
 gradients behind a norm, and weights are measured, since errors of guesses would accumulate there. A float8 matmul then needs no
 scale and no amax: it casts ``data`` directly.
 
@@ -19,7 +19,8 @@ units, scales and sizes a rule chooses; these only decide where data lie in the 
 of ``raw`` or of a ``vjp``: data are divided by it and the scale is multiplied by it. Guesses assume independent operands.
 Training makes them less independent; e4m3 tolerates a factor of about ten upwards, e5m2, the format of gradients, ten thousand.
 
-Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify.
+Source: Balança et al., arXiv 2407.17353; graphcore-research/jax-scalify. Measuring the output of activations is an addition: the
+source's model has no gated MLP. In a Llama the product of gate and up then reaches a root mean square of 140 within 40 steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from narrowgauge.numerics.metrics import power_of_rms
-from narrowgauge.spec.propagation import RULES, Measured
 from narrowgauge.torch_names import map_tensors
 from narrowgauge.transforms.scaled_tensor import FUNCTIONS, Scaled, rescaled, root_below, times, unknown
 
@@ -197,11 +197,6 @@ def scale_of(x: Tensor) -> Tensor:
 # ── rules ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _size(rule: str, what: Measured, guess: float) -> Size:
-    """Return the guess, or ``None`` where the rule measures."""
-    return None if what in RULES[rule].measures else guess
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -246,16 +241,16 @@ def norm(x: Tensor, function: Callable[..., Tensor], *vectors: Tensor) -> Tensor
     input is large.
     """
     units: tuple[Unit, ...] = tuple(WIDE for _ in (x, *vectors))
-    token, real, *vectors_in = enter(units, (_size("norm", "gradient", 1.0),) * len(units), x, *vectors)
+    token, real, *vectors_in = enter(units, (None,) * len(units), x, *vectors)
     vectors_in = [v.to(real.dtype) if v.dtype.itemsize <= real.dtype.itemsize else v for v in vectors_in]
     raw = function(real, *vectors_in)
     return leave(raw.half() if x.dtype is torch.float16 else raw, token, torch.ones_like(token), 1.0)
 
 
 def activation(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply an activation to the real value; its gradient has about the size of the output's."""
-    token, real = enter((REAL,), (_size("activation", "gradient", 1.0),), x)
-    return leave(function(real), token, torch.ones_like(token), _size("activation", "output", 1.0))
+    """Apply an activation to the real value. Its output is measured; its gradient has about the size of the output's."""
+    token, real = enter((REAL,), (1.0,), x)
+    return leave(function(real), token, torch.ones_like(token), None)
 
 
 def embedding(tokens: Tensor, weight: Tensor, padding: int | None, dtype: torch.dtype | None = None) -> Tensor:
@@ -275,9 +270,9 @@ def attention(
     The source has no rule for batched matmuls. A mean of values is at most as large as they are. Queries and keys enter as real
     values near one; their gradients are small relative to the output's at first, and large later.
     """
-    token, q, k, v = enter((REAL, REAL, OWN), (_size("attention", "gradient", 1.0),) * 3, query, key, value)
+    token, q, k, v = enter((REAL, REAL, OWN), (1.0,) * 3, query, key, value)
     raw = F.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
-    return leave(raw, token, scale_of(value), _size("attention", "output", 1.0))
+    return leave(raw, token, scale_of(value), 1.0)
 
 
 FUNCTIONS[F.scaled_dot_product_attention] = attention
