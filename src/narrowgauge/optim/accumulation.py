@@ -1,20 +1,21 @@
-"""Summing the gradients of micro-batches: in which format, for how many bytes, and what each loses.
+"""Sum the gradients of micro-batches in a chosen format.
 
-A batch too large for the memory is computed in k micro-batches, and their gradients are added. Autograd adds them in the
-gradient's own format: in bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. The rows of
-:data:`ACCUMULATIONS` keep the sum in one or two *buffers* shaped like the parameter, and round it once, at the end.
+A batch too large for the memory is split into k micro-batches, and their gradients are added. Autograd adds in the gradient's
+own format. In bfloat16 a sum of equal gradients stops at 256 of them, since 257 rounds back to 256. The rows of
+:data:`ACCUMULATIONS` keep the sum in one or two *buffers* shaped like the parameter. They round the sum once, at the end.
 
-Let A be the sum of the k gradients' *magnitudes*, and r the most that one addition loses, relative to its result
-(``row.addition``). The first gradient is taken as it is, and each of the other k - 1 adds r:
+Let A be the sum of the k gradients' *magnitudes*. Let r be the most that one addition loses, relative to its result
+(``row.addition``). The first gradient is copied. Each of the other k - 1 adds an error of r:
 
     |sum - exact|  <=  ((1 + r)^(k-1) - 1) · A   (about (k-1) · r · A)
 
-If the sum has more bits than the gradient, the last rounding adds half an ulp, 2^-8 of the sum for bfloat16 and 2^-11 for
-float16. Each micro-batch's gradient is also rounded to its 16 bits before it is added, 2^-8 · A: no accumulation removes that.
+The last rounding adds half an ulp if the sum has more bits than the gradient. Half an ulp is 2^-8 of the sum for bfloat16, and
+2^-11 for float16. Each micro-batch's gradient is also rounded to its 16 bits before the addition: 2^-8 · A. No accumulation
+removes that error.
 
-Errors of a stochastic sum are without bias: their standard deviation is at most 2^-8 · sqrt(k-1) · A. Its random bits are a hash
-of (seed, step, micro-batch, the mantissas of sum and gradient). So a sum does not depend on chunks or shards, and gradients
-scaled by a power of two give the sum scaled by it, bit for bit.
+A stochastic sum is unbiased. The standard deviation of its error is at most 2^-8 · sqrt(k-1) · A. Its random bits are a hash of
+(seed, step, micro-batch, the mantissas of sum and gradient). So a sum does not depend on chunks or shards. Gradients scaled by
+a power of two give the sum scaled by it, bit for bit.
 """
 
 from __future__ import annotations
@@ -47,28 +48,29 @@ SMALL, JOINED = 1 << 13, 1 << 17
 
 
 class AccumulationWarning(UserWarning):
-    """So many micro-batches are summed in a narrow format that the sum loses more than the storage does."""
+    """Warn that many micro-batches are summed in a low-precision format: the sum loses more than the storage does."""
 
 
 # ── one addition, of float32 values ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def add_stochastic(gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    """Add a gradient to a bfloat16 sum, rounded stochastically: its one buffer, int32 bits whose lower half is zero.
+    """Add a gradient to a bfloat16 sum with stochastic rounding. Return the new buffer: int32 bits, the lower half zero.
 
-    ``gradient`` and ``buffers`` are float32 values of bfloat16; ``seed`` is 0-d int32, this micro-batch's own.
+    ``gradient`` and the one buffer are float32 values of bfloat16. ``seed`` is 0-d int32, one per
+    micro-batch.
     """
     total = buffers[0] + gradient
-    # Mantissas only, so that scaling by a power of two changes nothing; shifted, so that neither masks the other.
+    # Hash mantissas only: then scaling by a power of two changes nothing. Shift one, so that neither masks the other.
     key = (bits_of(total) & MANTISSA) ^ (bits_of(gradient) << 9)
     return [cut(total, 16, dither(random_bits(key, seed), 0, 16, 16))]
 
 
 def add_kahan(gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> list[Tensor]:
-    """Do :func:`add_stochastic` for a sum of two bfloat16: the nearest, and the nearest to its rounding error."""
+    """Add a gradient to a sum of two bfloat16: the rounded sum, and its rounding error."""
     total = (buffers[0] + buffers[1]) + gradient
     high = cut(total, 16, half(16))
-    # The difference is exact, unless the sum is infinite or NaN: then only the first buffer is.
+    # The difference is exact for a finite sum. Otherwise only the first buffer is infinite or NaN.
     low = cut(total - float_of(high), 16, half(16))
     return [high, torch.where((high & rounding.MAGNITUDE) < INFINITY, low, 0)]
 
@@ -76,10 +78,10 @@ def add_kahan(gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> list
 def add_scaled(
     code: Code, gradient: Tensor, buffer: Tensor, weight: Tensor, scales: Sequence[Tensor], seed: Tensor
 ) -> Tensor:
-    """Add a gradient to a sum in a code with a scale: int32, the bits of the code.
+    """Add a gradient to a sum stored as a scaled code; return the code's bits, int32.
 
-    ``scales`` are the multiplier out of the code's window as the buffer has it, and the one into the window of the sum. The
-    first gradient is rounded too, and has 128 mantissas: its ``weight`` makes the random bits of elements differ.
+    ``scales`` are two multipliers: out of the buffer's old window, and into the new one. The first gradient is rounded too, and
+    has only 128 mantissas. Its ``weight`` makes the random bits of elements differ.
     """
     total = sum_of_scaled(code, gradient, buffer, scales[0])
     dropped = dropped_bits(code)
@@ -91,7 +93,7 @@ def add_scaled(
 
 
 def sum_of_scaled(code: Code, gradient: Tensor, buffer: Tensor, back: Tensor) -> Tensor:
-    """Return the sum itself, float32, before it is rounded."""
+    """Return the float32 sum before it is rounded."""
     return decode(code, buffer.view(torch.int8).to(torch.int32), 0, back) + gradient
 
 
@@ -99,9 +101,9 @@ Addition = Callable[[Tensor, Sequence[Tensor], Tensor], list[Tensor]]
 
 
 def in_words(addition: Addition) -> Callable[..., None]:
-    """Return an addition ``(gradient, *buffers, seed)`` in place, over int32 words of two bfloat16 each.
+    """Return an in-place addition ``(gradient, *buffers, seed)`` over int32 words of two bfloat16 each.
 
-    Bitcasts are free in a compiled loop over words, and slow beside bfloat16 loads.
+    Bitcasts are free in a compiled loop over words. Beside bfloat16 loads they are slow.
     """
 
     def add_words(gradient: Tensor, *rest: Tensor) -> None:
@@ -120,17 +122,17 @@ _IN_WORDS = {name: in_words(addition) for name, addition in ADDITIONS.items()}
 
 
 def scale_out(code: Code, bound: Tensor) -> Tensor:
-    """Return the multiplier out of the window of a sum whose largest magnitude is ``bound`` (0-d): NaN where that is not finite.
+    """Return the multiplier out of the window of a sum whose largest magnitude is ``bound`` (0-d).
 
-    It is also NaN above the largest window, 2^30: a sum that would saturate makes the optimizer skip.
+    It is NaN for a bound that is not finite or is above the largest window, 2^30. The optimizer then skips the step.
     """
     return torch.where(bound <= 2.0**-code.lowest, multipliers(code, bound)[1], torch.nan)
 
 
 def nearest(buffers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Round the sum in the buffers once to the gradient's format: to nearest, ties of 16-bit ones away from zero.
+    """Round the sum in the buffers once to the gradient's format: to nearest. Ties go away from zero in 16-bit formats.
 
-    For a 16-bit gradient the result is a float32 that its format holds.
+    For a 16-bit gradient return float32 values that its format can hold.
     """
     if buffers[0].dtype is dtype and len(buffers) == 1:
         return buffers[0]
@@ -138,40 +140,40 @@ def nearest(buffers: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         return buffers[0].float()
     if buffers[0].dtype is torch.float64:
         buffers = [rounded_to_odd(buffers[0])]
-    # Sums of float16 values are whole numbers of 2^-24: among float16's subnormals there is nothing to round, and 13 bits
-    # are right in all of its range.
+    # Sums of float16 values are multiples of 2^-24, so float16 subnormals need no rounding. Dropping 13 bits is right
+    # everywhere.
     dropped = 13 if dtype is torch.float16 else 16
     total = buffers[0] if len(buffers) == 1 else buffers[0].float() + buffers[1].float()
     return float_of(cut(total, dropped, half(dropped)))
 
 
 class GradientAccumulator:
-    """The sum of micro-batch gradients, stored in a format of its own.
+    """Sum micro-batch gradients in a chosen format.
 
-    After each backward pass :meth:`accumulate` takes the gradients in and sets ``p.grad`` to ``None``; after the last,
-    :meth:`finish` puts the sums into ``p.grad``, as a backward pass over the whole batch would have.
+    Call :meth:`accumulate` after each backward pass: it adds the gradients and sets ``p.grad`` to ``None``. Call :meth:`finish`
+    after
+    the last one: it puts the sums into ``p.grad``, as a backward pass over the whole batch would.
 
-    Invariant: the sum of an element is a function of (seed, step, its gradients in their order) alone, within
-    ``ACCUMULATIONS[dtype].bound(k)``; one micro-batch comes back bit for bit (in ``kahan`` -0 as +0, in 8 bits rounded).
-    An infinity or a NaN stays not finite, so that the optimizer skips. A sum with a scale per tensor takes the power of two
-    above its own largest magnitude, anew in each addition: nothing overflows. That scale is of this rank's shard; it decides only
-    what lies under 2^-30 of the largest.
+    Invariant: the sum of an element depends only on (seed, step, its gradients in order). Its error is at most
+    ``ACCUMULATIONS[dtype].bound(k)``. One micro-batch comes back bit for bit (``kahan`` turns -0 into +0; 8 bits are rounded).
+    An infinity or a NaN stays not finite, so the optimizer skips the step. A sum with a scale per tensor uses the power of two
+    above its own largest magnitude. Each addition sets that scale anew, so nothing overflows. The scale depends on this rank's
+    shard, which affects only bits under 2^-30 of the largest value.
 
     Args:
-        parameters: a tied one counts once, frozen ones and those without a gradient are skipped.
-        dtype: a row of ``ACCUMULATIONS``. Autograd sums gradients for which the row has no buffer: float64 ones, and float32 ones
-            except in ``float64``.
-        seed: of the stochastic rounding.
-        num_micro_batches: how many there will be, for a warning before the first; ``None``: warn when too many came.
+        parameters: the parameters. Tied ones count once. Frozen ones and those without a gradient are skipped.
+        dtype: a row of ``ACCUMULATIONS``. Autograd sums float64 gradients, and float32 ones except in ``float64``.
+        seed: seed of the stochastic rounding.
+        num_micro_batches: their number, for a warning before the first. With ``None``, warn when too many came.
         compile: compile the addition; ``None`` decides by size.
 
     Attributes:
-        step: how often :meth:`finish` was called; set it when a run is resumed, for the same random bits.
+        step: number of calls of :meth:`finish`. Set it when you resume a run, to get the same random bits.
 
     Raises:
-        RecipeError: an unknown row, or a parameter in a format the row is not for.
+        RecipeError: an unknown row, or a parameter in a format that the row does not support.
 
-    Cost: ``bytes_per_param`` of memory, from the first call on; under 16 MiB more while it works.
+    Cost: ``bytes_per_param`` of memory from the first call on, and under 16 MiB more during a call.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
@@ -199,10 +201,10 @@ class GradientAccumulator:
         self.row, self.seed, self.step = ACCUMULATIONS[dtype], seed, 0
         self.parameters = list(dict.fromkeys(parameters))
         require_float64(self.parameters)
-        # The parameters whose gradients are summed here and not by autograd.
+        # The parameters whose gradients are summed here, not by autograd.
         self._summed = [p for p in self.parameters if _takes(self.row, p)]
         self._buffers: dict[Tensor, list[Tensor]] = {}
-        self._bounds: dict[Tensor, Tensor] = {}  # largest magnitudes of sums that have a scale: float32, 0-d
+        self._bounds: dict[Tensor, Tensor] = {}  # largest magnitudes of scaled sums: float32, 0-d
         self._filled: set[Tensor] = set()
         self._micro_step, self._warned = 0, False
         self._compile = compile is not False
@@ -216,10 +218,10 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def accumulate(self) -> None:
-        """Take in the gradients of one micro-batch; ``p.grad`` is ``None`` afterwards (where autograd sums, it stays).
+        """Add the gradients of one micro-batch and set ``p.grad`` to ``None``. Gradients that autograd sums stay.
 
         Raises:
-            RecipeError: a gradient is sparse, or not in its parameter's format; nothing has been added then.
+            RecipeError: a gradient is sparse, or not in its parameter's format. Nothing was added then.
         """
         for device in {p.device for p in self._summed}:
             refuse_capture(device)
@@ -247,9 +249,9 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Put each sum, rounded once, into ``p.grad``, and reset; without any gradient ``p.grad`` stays ``None``.
+        """Round each sum once, put it into ``p.grad``, and reset. Without any gradient ``p.grad`` stays ``None``.
 
-        A gradient that has not been accumulated yet is taken in first.
+        Add a pending gradient first.
         """
         if any(p.grad is not None for p in self._summed):
             self.accumulate()
@@ -268,20 +270,20 @@ class GradientAccumulator:
         self.step += 1
 
     def discard(self) -> None:
-        """Forget the gradients since the last :meth:`finish`."""
+        """Discard the gradients since the last :meth:`finish`."""
         for parameter in self.parameters:
             parameter.grad = None
         self._filled.clear()
         self._micro_step = 0
 
     def bytes_per_param(self) -> float:
-        """Return the bytes per parameter of the buffers, counted from live tensors."""
+        """Return the bytes per parameter of the live buffers."""
         tensors = [t for buffers in self._buffers.values() for t in buffers] + list(self._bounds.values())
         size = sum(t.numel() * t.element_size() for t in tensors)
         return size / max(1, sum(local_of(p).numel() for p in self.parameters))
 
     def _buffers_of(self, parameter: Tensor, like: Tensor) -> list[Tensor]:
-        """Return the buffers of a parameter; without a sum they are filled with -0, which changes no addend."""
+        """Return the buffers of a parameter. New ones are filled with -0, which changes no addend."""
         if parameter not in self._buffers:
             formats = [getattr(torch, name) for name in self.row.planes]
             self._buffers[parameter] = [torch.empty(like.shape, dtype=f, device=like.device) for f in formats]
@@ -296,7 +298,7 @@ class GradientAccumulator:
         return self._buffers[parameter]
 
     def _add(self, gradient: Tensor, buffers: Sequence[Tensor], seed: Tensor) -> None:
-        """Add a gradient to its buffers: compiled where that pays, else a chunk at a time."""
+        """Add a gradient to its buffers: compiled if that pays, else chunk by chunk."""
         tensors = [gradient, *buffers]
         is_whole = all(t.is_contiguous() and not (t.numel() % 2 or t.data_ptr() % 4) for t in tensors)
         if is_whole and self._compile and gradient.numel() >= COMPILE_ELEMENTS:
@@ -320,7 +322,7 @@ class GradientAccumulator:
 
     @staticmethod
     def _add_scaled(code: Code, gradient: Tensor, buffer: Tensor, weight: Tensor, bound: Tensor, seed: Tensor) -> None:
-        """Add to a buffer with a scale: the largest magnitude of the sum is found first, and is the new ``bound``."""
+        """Add to a scaled buffer. Find the largest magnitude of the sum first; it becomes the new ``bound``."""
         back = scale_out(code, bound)
         peaks = [
             largest_magnitude(sum_of_scaled(code, chunk.float(), part, back))
@@ -367,11 +369,11 @@ def _batches(members: Sequence[list[Tensor]]) -> list[list[list[Tensor]]]:
 def backward_in_parts(
     losses: Iterable[Tensor], accumulator: GradientAccumulator | None = None, scaler: LossScaler | None = None
 ) -> Tensor:
-    """Differentiate the losses of micro-batches one after the other, and leave the sum of gradients in ``p.grad``.
+    """Run backward on each micro-batch's loss in turn, and leave the sum of gradients in ``p.grad``.
 
     Args:
-        losses: each micro-batch's part of the loss, at least one; a generator keeps one micro-batch in memory at a time.
-        accumulator: sums the gradients; ``None`` leaves it to autograd.
+        losses: each micro-batch's part of the loss, at least one. A generator keeps only one micro-batch in memory.
+        accumulator: sums the gradients; with ``None`` autograd does.
     Returns:
         The sum of the losses, unscaled and detached.
 
@@ -399,7 +401,7 @@ def backward_in_parts(
 
 
 def _takes(row: Accumulation, parameter: Tensor) -> bool:
-    """Return whether the row sums a parameter's gradients; it must support those of 16-bit floats."""
+    """Return whether the row sums a parameter's gradients. Raise if the row does not support 16-bit gradients."""
     name = dtype_name(parameter.dtype)
     if parameter.element_size() == 2 and parameter.is_floating_point() and name not in row.gradients:
         raise RecipeError(

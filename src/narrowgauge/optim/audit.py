@@ -1,8 +1,8 @@
-"""The audit: which fraction of the intended updates a storage stored, measured throughout a run.
+"""The audit: measure during a run which fraction of the intended updates a storage stores.
 
-On audited steps the kernel sums, per tensor, intended and stored changes (:mod:`narrowgauge.numerics.metrics`). One
-audited step of a small tensor is noisy, so an alarm reads a window of steps: it is raised when the upper end of a confidence
-interval of the tensor's EDQ lies below the threshold. The window moves with the run, since stalls come late.
+On audited steps the kernel sums intended and stored changes per tensor (:mod:`narrowgauge.numerics.metrics`). One audited step
+of a small tensor is noisy, so an alarm reads a window of steps. It is raised when the upper end of a confidence interval of the
+tensor's EDQ is below the threshold. The window moves with the run, since stalls come late.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ WINDOW = 20
 FEWEST = 5
 """Audited steps before an alarm may be raised."""
 CONFIDENCE = 1 - 2e-4
-"""Two-sided: one false alarm in 10,000 windows of tensors whose EDQ is exactly ``MIN_EDQ``."""
+"""Two-sided: one false alarm in 10,000 windows whose true EDQ is exactly ``MIN_EDQ``."""
 AUDIT_SHARE, AUDIT_WHOLE = 32, 1 << 15
-"""Each audit of a tensor of more than ``AUDIT_WHOLE`` words covers the next of ``AUDIT_SHARE`` slices."""
+"""A tensor of more than ``AUDIT_WHOLE`` words is audited one slice at a time, of ``AUDIT_SHARE`` slices in turn."""
 
 
 class UpdateLossWarning(UserWarning):
-    """A storage loses so much of the updates that training stalls."""
+    """Warn that a storage loses so much of the updates that training stalls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The audit of one tensor over a window, with D the intended, E the stored and V the visible change.
+    """Audit of one tensor over a window. D is the intended, E the stored and V the visible change.
 
     Args:
-        edq: effective descent quality, ⟨D,E⟩/‖D‖²; 1 when nothing is lost on average, NaN when nothing was intended.
+        edq: effective descent quality, ⟨D,E⟩/‖D‖². It is 1 if nothing is lost on average, NaN if nothing was intended.
         edq_error: standard error of ``edq`` over the window's steps, NaN for fewer than two.
         noise: ‖E−D‖/‖D‖.
         lost_fraction: fraction of intended element changes that left the stored value unchanged.
         unseen_fraction: the same for the visible weight.
         visible_edq: ⟨D,V⟩/‖D‖².
         num_audits: audited steps in the window.
-        imprecision_share: the source's "imprecision percentage", 0 to 1: fraction of *all* elements whose visible weight did
-            not change.
-        lost_decay: fraction of the intended weight decay that was not stored; NaN without decoupled weight decay,
-            and in windows of too few elements.
+        imprecision_share: the source's "imprecision percentage", 0 to 1. This is the fraction of *all* elements whose visible
+            weight did not change.
+        lost_decay: fraction of the intended weight decay that was not stored. NaN without decoupled weight decay, and in
+            windows of too few elements.
     """
 
     edq: float
@@ -67,7 +67,7 @@ class Reading:
 
     @property
     def stalls(self) -> bool:
-        """Return whether the update is lost beyond doubt."""
+        """Return whether updates are lost with statistical certainty."""
         return (
             self.num_audits >= FEWEST
             and self.edq + student_t(self.num_audits - 1, CONFIDENCE) * self.edq_error < MIN_EDQ
@@ -76,11 +76,11 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """A tensor whose ``storage`` loses its updates.
+    """Report a tensor whose ``storage`` loses its updates.
 
     Attributes:
         tensor: its name.
-        storage: of the tensor.
+        storage: its storage.
         fallback: a storage that would keep the updates.
         reading: the audit's figures.
     """
@@ -92,7 +92,7 @@ class Alarm:
 
     @property
     def message(self) -> str:
-        """Return one line: which tensor, how much, the remedy."""
+        """Return one line: the tensor, the loss, the remedy."""
         r = self.reading
         return (
             f"'{self.tensor}' loses {1 - r.edq:.0%} of its update (EDQ {r.edq:.2f} ± {r.edq_error:.2f} over "
@@ -101,15 +101,15 @@ class Alarm:
 
 
 def figures_of(sums: Tensor) -> dict[str, float | None]:
-    """Return the metrics of a vector of sums that a run records; ``None`` where no change was intended."""
+    """Return the metrics that a run records from a vector of sums; ``None`` if no change was intended."""
     values = {name: float(value) for name, value in metrics.update_metrics(sums).items() if name != "visible_edq"}
     return {name: None if math.isnan(value) else value for name, value in values.items()}
 
 
 def read(rows: Iterable[Tensor]) -> Reading:
-    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step: sums first, ratios after.
+    """Return the metrics of a window of float64 ``UPDATE_SUMS``, one vector per audited step. Sum first, then divide.
 
-    The error of the EDQ is that of a ratio of sums over the steps (the delta method).
+    The delta method gives the error of the EDQ, a ratio of sums over the steps.
     """
     table = torch.stack(list(rows))
     total, count, dd, de = table.sum(0), len(table), table[:, 0], table[:, 1]
@@ -122,14 +122,14 @@ def read(rows: Iterable[Tensor]) -> Reading:
 
 
 Sums = tuple[Tensor, Tensor, tuple[float, ...]]
-"""A tensor, the kernel's sums over it in one step (``KERNEL_SUMS``, or the first of them), and the ``HOST_SUMS``."""
+"""A tensor, its kernel sums of one step (``KERNEL_SUMS``, or the first of them), and the ``HOST_SUMS``."""
 
 
 @dataclass
 class Auditor:
     """Collect the audits of one optimizer's tensors and decide on alarms.
 
-    ``join`` adds the sums of sharded tensors over ranks; every rank calls it at every audited step.
+    ``join`` adds the sums of sharded tensors over ranks. Every rank calls it at every audited step.
     """
 
     windows: dict[Tensor, deque[Tensor]] = field(default_factory=dict)
@@ -139,18 +139,18 @@ class Auditor:
     _products: dict[Tensor, deque[tuple[float, float]]] = field(default_factory=dict)
 
     def add(self, parameter: Tensor, sums: Tensor, num_elements: int, spacings: float = 0.0) -> None:
-        """Add a kernel's sums over ``num_elements`` of a tensor; they may still be on their way from a device.
+        """Add a kernel's sums over ``num_elements`` of a tensor. They may still be in flight on a device.
 
-        ``spacings``: the sum of the elements' decay, in spacings of the stored weight.
+        ``spacings`` is the total decay of the elements, in ulps of the stored weight.
         """
         self.fresh.append((parameter, sums, (float(num_elements), spacings)))
 
     def discard(self) -> None:
-        """Discard the sums of this step, which was skipped."""
+        """Discard the sums of this skipped step."""
         self.fresh.clear()
 
     def collect(self) -> Tensor:
-        """Move the new sums into the windows and return their total; the host waits here for a device."""
+        """Move the new sums into the windows and return their total. The host waits for the device here."""
         if not self.fresh:
             return torch.zeros(len(metrics.UPDATE_SUMS), dtype=torch.float64)
         host_sums = torch.tensor([counts for _, _, counts in self.fresh], dtype=torch.float64)
@@ -170,7 +170,7 @@ class Auditor:
         self.fresh = [sums for sums in self.fresh if sums[0] not in gone]
 
     def restore(self, parameter: Tensor, rows: Tensor) -> None:
-        """Put a saved window back; a tensor that stalls in it raises no second alarm."""
+        """Restore a saved window. A tensor that stalls in it raises no second alarm."""
         self.windows[parameter] = deque(rows.unbind(0), maxlen=WINDOW)
         self._products[parameter] = deque(((dd, de) for dd, de, *_ in rows.tolist()), maxlen=WINDOW)
         self.alarmed[parameter] = read(rows.unbind(0)).stalls
@@ -181,12 +181,12 @@ class Auditor:
         for parameter, products in self._products.items():
             if parameter not in names:
                 continue  # replaced since
-            # A tensor whose EDQ is not below the threshold cannot stall; in a healthy run this test is the only cost.
+            # A tensor whose EDQ is above the threshold cannot stall. In a healthy run this test is the only cost.
             was_alarmed, self.alarmed[parameter] = self.alarmed.get(parameter), False
             if not sum(de for _, de in products) < MIN_EDQ * sum(dd for dd, _ in products):
                 continue
             reading, storage = read(self.windows[parameter]), storages[parameter]
-            # Stochastic rounding stores rare updates on average, though none may be stored in this window.
+            # Stochastic rounding stores rare updates on average. A window may still contain none.
             is_stochastic = storage.weight.rounding == "stochastic"
             if not reading.stalls or (reading.lost_fraction == 1 and is_stochastic):
                 continue
@@ -202,7 +202,7 @@ def _filled(sums: Tensor) -> Tensor:
 
 
 def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], list[Sums]]:
-    """Return an ``Auditor.join`` for the optimizer's parameters, which every rank gives in the same order."""
+    """Return an ``Auditor.join`` for the optimizer's parameters. Every rank passes them in the same order."""
 
     def join(sums: list[Sums]) -> list[Sums]:
         local = {
@@ -223,7 +223,7 @@ def joined_over_ranks(parameters: Sequence[Tensor]) -> Callable[[list[Sums]], li
 
 
 def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, bool]]:
-    """Split a tensor into slices for audit number ``turn``: exactly one slice is audited, the rest only stepped.
+    """Split a tensor into slices for audit number ``turn``. Exactly one slice is audited, the rest are only stepped.
 
     The tensor has ``length`` words, or rows of ``row`` words. The audited slice is a multiple of 16 words, or of two rows.
     """
@@ -238,14 +238,14 @@ def audited_parts(length: int, turn: int, row: int = 1) -> list[tuple[slice, boo
 
 
 def warn_of(alarms: Sequence[Alarm]) -> None:
-    """Warn once, about the worst alarm: the default of ``Optimizer.on_alarm``."""
+    """Warn once, about the worst alarm. This is the default of ``Optimizer.on_alarm``."""
     worst = min(alarms, key=lambda a: a.reading.edq)
     more = f" So do {len(alarms) - 1} more tensors." if len(alarms) > 1 else ""
     warnings.warn(worst.message + more, UpdateLossWarning, stacklevel=4)
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """Return the optimizer inside a framework's; Accelerate and Lightning have it as ``.optimizer``.
+    """Return the optimizer inside a framework's wrapper. Accelerate and Lightning store it as ``.optimizer``.
 
     Example:
         >>> from types import SimpleNamespace
@@ -258,14 +258,14 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 class Audit(dict[str, Reading]):
-    """A :class:`Reading` for each audited tensor, by its name. It prints as a table, the worst tensors first.
+    """Map the name of each audited tensor to its :class:`Reading`. Print a table, worst tensors first.
 
     Attributes:
         total: the reading of all tensors together; ``None`` before the first audited step.
     """
 
     LINES = 20
-    """The most tensors that are printed."""
+    """Largest number of tensors to print."""
 
     def __init__(self, readings: Mapping[str, Reading], total: Reading | None) -> None:
         super().__init__(readings)
@@ -296,19 +296,19 @@ class Audit(dict[str, Reading]):
 
 
 def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
-    """Measure, for each tensor, which part of its updates was stored in the last audited steps.
+    """Measure for each tensor which fraction of its updates was stored in the last audited steps.
 
-    The intended change is computed *from the stored moments*. An error of a stored second moment is not visible here;
-    gauges compare it with the exact one (``bias``, see :func:`narrowgauge.attach_gauges`).
+    The intended change is computed *from the stored moments*, so errors of a stored second moment do not show here. Gauges
+    compare it with the exact one (``bias``, see :func:`narrowgauge.attach_gauges`).
 
     Args:
-        optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's optimizer around one.
-        model: names unnamed parameters, here and in later alarms.
+        optimizer: a Narrowgauge optimizer with ``audit_every`` above 0, or a framework's wrapper around one.
+        model: provides names for unnamed parameters, here and in later alarms.
     Returns:
-        An :class:`Audit`: a :class:`Reading` per tensor, by parameter name (``"param 0"`` … for unnamed ones), and the ``total``
-        of all; empty before the first audited step.
+        An :class:`Audit`: a :class:`Reading` per parameter name (``"param 0"`` … for unnamed ones), and their ``total``. It is
+        empty before the first audited step.
     Raises:
-        RecipeError: the optimizer is not one of Narrowgauge's.
+        RecipeError: the optimizer is not a Narrowgauge optimizer.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -336,11 +336,11 @@ def audit(optimizer: Any, model: nn.Module | None = None) -> Audit:
     names = inner.parameter_names()
     windows = {
         p: window for p, window in auditor.windows.items() if p in names
-    }  # one may have left since the last step
+    }  # a parameter may have left since the last step
     if not windows:
         return Audit({}, None)
     readings = {names[p]: read(window) for p, window in windows.items()}
     longest = max(len(w) for w in windows.values())
-    # Steps counted from the latest: a tensor that joined late has none for the oldest.
+    # Count steps from the latest: a tensor that joined late has no oldest ones.
     steps = [torch.stack([w[-k] for w in windows.values() if len(w) >= k]).sum(0) for k in range(1, longest + 1)]
     return Audit(readings, read(steps))

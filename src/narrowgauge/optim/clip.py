@@ -1,7 +1,7 @@
-"""Clipping by the exact norm of all gradients, and the decision to skip a step.
+"""Clip by the exact norm of all gradients, and decide whether to skip a step.
 
-The norm (:mod:`narrowgauge.numerics.exact_sums`) depends only on the gradients' values, so clipping cannot make a run depend on
-the number of ranks or threads. All numbers stay on the device: the host does not wait.
+The norm (:mod:`narrowgauge.numerics.exact_sums`) depends only on the gradients' values. So clipping gives the same result with
+any number of ranks or threads. All numbers stay on the device: the host does not wait.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from narrowgauge.numerics.scaling import LossScaler
 from narrowgauge.torch_names import to_device
 
 Finite = Callable[[], list[bool]]
-"""Returns which gradients of a step were finite, without keeping them; it waits for the device."""
+"""Returns which gradients of a step were finite, without storing the gradients. It waits for the device."""
 
 
 class Decision(NamedTuple):
-    """What a step does with its gradients.
+    """Say what a step does with its gradients.
 
     Args:
-        control: the scalars of ``CONTROL``, ``[2]``: float64 where a gradient is, else float32.
-        norm, own_norm: of all unscaled gradients and of one of them; ``None`` where nothing needs them.
+        control: the scalars of ``CONTROL``, ``[2]``. Float64 if any gradient is float64, else float32.
+        norm, own_norm: norm of all unscaled gradients, and of one gradient. ``None`` if unused.
         finite: ``None`` on a CPU, where the gradients themselves can be read after the step.
     """
 
@@ -40,12 +40,11 @@ class Decision(NamedTuple):
 
 
 def decide(norm: Tensor, options: Tensor) -> Tensor:
-    """Return ``[4]`` in the norm's dtype: what gradients are multiplied by, 1 to skip the step, the norm of the unscaled
-    gradients, and 1 where a gradient is not finite.
+    """Compute the factor of the gradients and whether to skip the step; return ``[4]`` in the norm's dtype.
 
-    ``options`` are ``[4]`` in the same dtype: the norm to clip to, the norm above which a step is skipped (both may be
-    infinite), what the loss was multiplied by, and a number that is not 0 where ``torch.amp.GradScaler`` found a gradient that is
-    not finite.
+    The result holds: the factor, 1 to skip, the norm of the unscaled gradients, and 1 if a gradient is not finite. ``options``
+    are ``[4]`` in the same dtype: ``max_norm``, ``skip_above``, the loss scale, and ``found_inf`` of ``torch.amp.GradScaler``.
+    Both norms may be infinite. ``found_inf`` is not 0 if GradScaler found a gradient that is not finite.
     """
     max_norm, skip_above, grad_scale, found_inf = options.unbind()
     scale, unscaled, finite = 1.0 / grad_scale, norm / grad_scale, norm.isfinite()
@@ -66,13 +65,13 @@ def control_scalars(
     """Return the scalars ``(gradient_scale, skip)`` of a step, float32 ``[2]`` on ``device``.
 
     Args:
-        norm: the norm of the gradients, still scaled; ``None`` where it is not needed.
-        max_norm: clip to it; ``None`` does not.
-        grad_scale: what the loss was multiplied by, 0-d; ``None`` for 1.
-        found_inf: not 0 where ``torch.amp.GradScaler`` found a gradient that is not finite.
+        norm: the norm of the scaled gradients; ``None`` if unused.
+        max_norm: clip to it; ``None`` does not clip.
+        grad_scale: factor of the loss, 0-d; ``None`` is 1.
+        found_inf: not 0 if ``torch.amp.GradScaler`` found a gradient that is not finite.
     Returns:
-        The inverse of ``grad_scale`` times ``min(1, max_norm / (norm + 1e-6))`` as in
-        ``torch.nn.utils.clip_grad_norm_``, and 1 where the norm is not finite or ``found_inf`` is set.
+        ``gradient_scale`` is ``min(1, max_norm / (norm / grad_scale + 1e-6)) / grad_scale``, as in
+        ``torch.nn.utils.clip_grad_norm_``. ``skip`` is 1 if the norm is not finite or ``found_inf`` is set.
     """
     if grad_scale is found_inf is norm is None:
         return to_device(torch.tensor([1.0, 0.0], dtype=torch.float32, device="cpu"), device)
@@ -98,9 +97,9 @@ def _options(
 
 
 class StepControl:
-    """Decides for each step what gradients are multiplied by and whether the step is skipped.
+    """Decide for each step the factor of the gradients and whether to skip.
 
-    ``worth_compiling`` returns whether to compile the norm of so many elements.
+    ``worth_compiling`` returns whether to compile the norm for a number of elements.
     """
 
     def __init__(self, worth_compiling: Callable[[int], bool]) -> None:
@@ -109,7 +108,7 @@ class StepControl:
         self._request: object = None
 
     def use(self, loss_scaler: LossScaler | None) -> None:
-        """Divide gradients by this scaler's scale from now on; before each step it must have scaled a loss."""
+        """Divide gradients by this scaler's scale from now on. It must scale a loss before each step."""
         self.loss_scaler = loss_scaler
         self._request = None if loss_scaler is None else loss_scaler.request
 
@@ -125,7 +124,7 @@ class StepControl:
         found_inf: Tensor | None,
         own: Tensor | None = None,
     ) -> Decision:
-        """Decide for all gradients, one of which is ``own``. A step whose norm is above ``skip_above`` is skipped.
+        """Decide for all gradients; ``own`` is one of them. Skip the step if the norm is above ``skip_above``.
 
         Raises:
             RecipeError: the loss was not scaled.
@@ -153,12 +152,12 @@ class StepControl:
     def _scale_of_loss(
         self, gradients: Sequence[Tensor], grad_scale: Tensor | None, found_inf: Tensor | None
     ) -> tuple[Tensor | None, bool]:
-        """Return what gradients are divided by, and whether our own scaler takes part."""
+        """Return the divisor of the gradients, and whether our own scaler is used."""
         scaler = self.loss_scaler
         if scaler is None:
             return grad_scale, False
         if scaler.request is self._request:
-            # Gradients of zero, with which distributed checkpoints make a state, have any scale.
+            # Distributed checkpoints create a state with zero gradients, which have any scale.
             if found_inf is None and any(bool(local_of(g).any()) for g in gradients):
                 raise RecipeError(
                     "step() was called, but optimizer.loss_scaler.scale(loss) was not called since the last step. Gradients "
@@ -173,7 +172,7 @@ class StepControl:
 
 
 def largest_magnitudes(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the largest magnitude of each gradient, float32 0-d, by one call for all; 0 where a rank holds no row.
+    """Return the largest magnitude of each gradient, float32 0-d. One call reads all; it is 0 if a rank holds no rows.
 
     Example:
         >>> largest_magnitudes([torch.tensor([1.0, -3.0]), torch.zeros(0, 4)])

@@ -5,12 +5,12 @@ Everything here is written once, in int32 and float32 operations. It gives the s
 A *code* rounds one float32 (:class:`narrowgauge.spec.storages.Code`). Several codes share a 32-bit word, each at its own
 ``shift``. Encoding returns a code's bits in place and zeros elsewhere, so packing is an ``or``. Decoding is a shift and a mask.
 
-A weight has two parts: the *visible* weight, with which the model computes, and its *tail*, the signed rest of the stored weight.
-A NaN loses its sign and payload. It becomes the quiet NaN, or the largest positive value of a code that has no NaN (of a
-float16 weight, infinity).
+A weight has two parts. The model computes with the *visible* weight. The *tail* is the signed rest of the stored weight. A NaN
+loses its sign and payload. It becomes the quiet NaN. In a code without NaN it becomes the largest positive value (in a float16
+weight, infinity).
 
-A :class:`Lane` is what one step reads of some elements. Where its bits lie in memory is the business of
-:mod:`narrowgauge.optim.layout`.
+A :class:`Lane` holds the inputs of one step for some elements. :mod:`narrowgauge.optim.layout` decides where its bits are in
+memory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ INTEGER = {8: torch.int8, 16: torch.int16, 32: torch.int32, 64: torch.int64}
 
 
 def dropped_bits(code: Code) -> int:
-    """Return how many low mantissa bits of a float32 a code drops; a float64 is never rounded."""
+    """Return how many low mantissa bits of a float32 a code drops. A float64 is never rounded."""
     return 0 if code.is_double else 23 - code.mantissa_bits
 
 
@@ -58,22 +58,22 @@ def encode(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tenso
     """Round ``x`` to a code: int32, zero outside the code's bits.
 
     Args:
-        addend: what to add before cutting (:func:`narrowgauge.numerics.rounding.cut`).
-        shift: where in the word the code's lowest bit goes.
+        addend: added before cutting (:func:`narrowgauge.numerics.rounding.cut`).
+        shift: position of the code's lowest bit in the word.
         scale: for a scaled code, the first result of :func:`multipliers`.
     """
     if code.is_double:
         return canonical_bits64(x)
     if code.is_window:
         return _encode_window(code, x, addend, shift, 2.0 ** -_scale(code) if scale is None else scale)
-    # The code is the upper bits of the float32, which are in place at shift = dropped. Elsewhere a mask removes the copies
-    # of the sign that a right shift makes, or the sign that an unsigned code leaves out.
+    # The code is the upper bits of the float32, already in place if shift == dropped. Otherwise a mask clears the sign copies
+    # of a right shift, or the sign that an unsigned code leaves out.
     moved = _moved(cut(x, dropped_bits(code), addend), shift - dropped_bits(code))
     return moved if code.signed and shift == dropped_bits(code) else moved & (((1 << code.bits) - 1) << shift)
 
 
 def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) -> Tensor:
-    """Return the float32 values of codes at ``shift`` in words; ``scale`` is the second result of :func:`multipliers`."""
+    """Return the float32 values of codes at ``shift`` in words. ``scale`` is the second result of :func:`multipliers`."""
     if code.is_double:
         return word.view(torch.float64)
     if code.is_window:
@@ -84,16 +84,16 @@ def decode(code: Code, word: Tensor, shift: int, scale: Tensor | None = None) ->
 
 
 def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scale: Tensor | float) -> Tensor:
-    """Encode a small float with subnormals: scaled by a power of two, its exponent field begins at zero like float32's."""
+    """Encode a small float with subnormals. Scale by a power of two, so that its exponent field begins at zero."""
     bits, dropped = bits_of(x * scale), dropped_bits(code)
-    magnitude = bits & MAGNITUDE  # of unsigned codes too: -0 and a negative NaN would fill the word
+    magnitude = bits & MAGNITUDE  # also for unsigned codes: -0 and a negative NaN would fill the word
     if code.signed and not code.hold and shift > dropped and shift + code.bits == 32:
-        # The topmost code of a word: one shift before the addition, and the sign where it is.
+        # The topmost code of a word needs one shift before the addition, and its sign is already in place.
         left, steps = shift - dropped, _last_step(code) << shift
         return (((magnitude.clamp(max=steps >> left) << left) + (addend << left)) & steps) | _sign(bits)
     step = (magnitude.clamp(max=_last_step(code) << dropped) + addend) >> dropped
     if code.hold:
-        # Of x itself: scaled, the smallest of float32's own subnormals are zero already.
+        # Test the unscaled x: scaling flushes the smallest float32 subnormals to zero.
         step = step.maximum(bits_of(x).clamp(max=1))
     step = _moved(step, shift)
     if not code.signed:
@@ -106,7 +106,7 @@ def _encode_window(code: Code, x: Tensor, addend: Tensor | int, shift: int, scal
 def _sign(bits: Tensor) -> Tensor:
     """Return the sign bits of floats, none for a NaN.
 
-    As integers, NaNs with a sign are the negative numbers next to 0, and their sum with a mantissa has none.
+    As integers, negative NaNs are just below 0. Adding a mantissa to one carries into the sign.
     """
     return bits & (bits + MANTISSA) & SIGN
 
@@ -116,7 +116,7 @@ def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) 
     moved = _moved(word, dropped_bits(code) - shift)
     place = shift + code.bits - 1
     if code.signed and place == 31:
-        bits = moved & (steps | SIGN)  # a right shift of an int32 leaves its sign where it is
+        bits = moved & (steps | SIGN)  # a right shift of an int32 keeps its sign in place
     elif code.signed:
         bits = (moved & steps) | ((word << (31 - place)) & SIGN)
     else:
@@ -125,12 +125,12 @@ def _decode_window(code: Code, word: Tensor, shift: int, scale: Tensor | float) 
 
 
 def _last_step(code: Code) -> int:
-    """Return the largest magnitude of a window code in steps from zero, to which larger values saturate."""
+    """Return the largest magnitude of a window code in steps from zero. Larger values saturate to it."""
     return (1 << (code.exponent_bits + code.mantissa_bits)) - 1
 
 
 def _scale(code: Code) -> int:
-    """Return the difference between the window's exponents and float32's."""
+    """Return the offset between the window's exponents and float32's."""
     return code.lowest + 126
 
 
@@ -142,10 +142,10 @@ def _moved(x: Tensor, left: int) -> Tensor:
 def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
     """Return the powers of two that take rows into the window of a scaled code and back: float32, shaped like ``bound``.
 
-    The window ends at the smallest power of two not below ``bound``, the amax of a row or somewhat more. Values up to 1.7 times
+    The window ends at the smallest power of two not below ``bound``, the amax of a row or slightly more. Values up to 1.7 times
     that end still fit. A code that begins at ``2**lowest`` of its end has its largest window at ``2**-lowest``.
     """
-    # Rounding the exponent up: anything but a power of two carries. Both results must be normal float32 values.
+    # Round the exponent up: everything but a power of two carries. Both results must be normal float32 values.
     exponent = ((bits_of(bound.nan_to_num(nan=3e38, posinf=3e38)) + 0x7FFFFF) >> 23) - 127
     exponent = (exponent + _scale(code)).clamp(-126, 126)
     return float_of((127 - exponent) << 23), float_of((127 + exponent) << 23)
@@ -155,9 +155,9 @@ def multipliers(code: Code, bound: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def visible_value(visible: str, bits: Tensor) -> Tensor:
-    """Return the float32 of a visible weight's bits, or its float64.
+    """Return the float32 (or float64) value of a visible weight's bits.
 
-    For float16 they are the bits of that float32 times 2^-112, whose exponents are float16's own. Its infinities and NaNs
+    Float16 bits are the bits of the value times 2^-112 as float32: the exponents are float16's own. Its infinities and NaNs
     become 65536 and more.
     """
     bits_of_format, _, exponent = VISIBLE[visible]
@@ -167,7 +167,7 @@ def visible_value(visible: str, bits: Tensor) -> Tensor:
 
 
 def gradient_value(visible: str, bits: Tensor) -> Tensor:
-    """Return :func:`visible_value` of a gradient, whose infinities and NaNs stay."""
+    """Return :func:`visible_value` of a gradient, but keep infinities and NaNs."""
     value = visible_value(visible, bits)
     if VISIBLE[visible][2]:
         value = torch.where(value.abs() >= 65536.0, float_of(bits | EXPONENT), value)
@@ -183,7 +183,7 @@ def visible_bits(visible: str, x: Tensor) -> Tensor:
 
 
 def encode_visible(storage: Storage, x: Tensor, addend: Tensor | int) -> Tensor:
-    """Round ``x`` to the visible format's bits; ``addend`` is 0 where ``x`` is a value of the format, or beyond it."""
+    """Round ``x`` to the visible format's bits. ``addend`` is 0 if ``x`` is representable, or out of range."""
     _, below, exponent = VISIBLE[storage.visible]
     return _in_range(storage, cut(x * 2.0**exponent if exponent else x, below, addend))
 
@@ -192,8 +192,8 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
     """Split a weight of one part, not scaled by row, into the visible weight and its tail or master.
 
     Returns:
-        ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, ``None`` where there is
-        neither; and the value of both together.
+        ``(visible, field, stored)``: the visible bits; the signed tail or the master's bits, or ``None``; and the value of both
+        together.
     """
     if storage.weight.is_double:
         bits = canonical_bits64(x)
@@ -201,7 +201,7 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         if not storage.master:
             return bits, None, stored
         _, below, exponent = VISIBLE[storage.visible]
-        # What is beyond float32's range is beyond that of both visible formats.
+        # Values beyond float32's range are beyond both visible formats.
         near = rounded_to_odd(stored)
         return _in_range(storage, cut(near * 2.0**exponent if exponent else near, below, half(below))), bits, stored
     if storage.visible == "float32":
@@ -216,19 +216,19 @@ def encode_weight(storage: Storage, x: Tensor, addend: Tensor | int) -> tuple[Te
         visible = _in_range(storage, cut(scaled, below, addend))
         return visible, None, visible_value(storage.visible, visible)
     if storage.visible == "bfloat16" and dropped_bits(storage.weight):
-        # The sum before it is cut: its lowest bits are never packed, and rounding to bfloat16 does not see them.
+        # Use the sum before it is cut. Its lowest bits are never packed, and rounding to bfloat16 ignores them.
         total = canonical_bits(scaled) + addend
         visible = (total + half(below)) & -(1 << below)
         return visible, total, visible_value(storage.visible, total & -(1 << dropped_bits(storage.weight)))
     whole = cut(scaled, dropped_bits(storage.weight), addend)
-    # The nearest visible value, and the signed rest: adding half of the tail's range carries exactly where the rest is
+    # Find the nearest visible value and the signed rest. Adding half of the tail's range carries exactly if the rest is
     # negative. Only NaNs are large enough to wrap, and `cut` leaves none that does.
     visible = _in_range(storage, (whole + half(below)) & -(1 << below))
     return visible, whole - visible, visible_value(storage.visible, whole)
 
 
 def _in_range(storage: Storage, visible: Tensor) -> Tensor:
-    """Turn NaN, and what rounds past float16's largest value, into its infinity."""
+    """Turn NaN, and values that round past float16's largest, into its infinity."""
     if storage.visible != "float16":
         return visible
     infinity = 31 << 23
@@ -238,8 +238,8 @@ def _in_range(storage: Storage, visible: Tensor) -> Tensor:
 def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Tensor:
     """Return the stored weight of visible bits and their field: the inverse of :func:`encode_weight`.
 
-    A visible weight that is not the rounded master was written by others and replaces the master. A tail is added to whatever
-    the visible weight is: it moves a weight that others wrote by half an ulp at most.
+    If the visible weight is not the rounded master, other code wrote it, and it replaces the master. A tail is added to any
+    visible weight. It moves a weight that other code wrote by at most half an ulp.
     """
     if storage.master:
         assert field is not None
@@ -250,15 +250,15 @@ def decode_weight(storage: Storage, visible: Tensor, field: Tensor | None) -> Te
 
 
 def place_tail(storage: Storage, tail: Tensor, shift: int) -> Tensor:
-    """Return a signed tail's bits at their place in a word, zeros elsewhere."""
+    """Return a signed tail's bits at their position in a word, zeros elsewhere."""
     dropped = dropped_bits(storage.weight)
     return _moved(tail, shift - dropped) & (((1 << storage.tail_bits) - 1) << shift)
 
 
 def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
     """Return the signed tail at ``shift`` in a word: the inverse of :func:`place_tail`."""
-    # Up to the sign, then down: the tail is signed, and its lowest bit belongs where the cut ended. What lies below it in
-    # the word is cleared; below bit 0 there is nothing.
+    # Shift up to the sign, then down: the tail is signed, and its lowest bit belongs at the end of the cut. Clear the bits
+    # below it in the word; below bit 0 there are none.
     dropped = dropped_bits(storage.weight)
     tail = _moved(word, 32 - storage.tail_bits - shift) >> (32 - storage.tail_bits - dropped)
     return tail & -(1 << dropped) if dropped and shift else tail
@@ -269,13 +269,13 @@ def take_tail(storage: Storage, word: Tensor, shift: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What a step reads of some elements.
+    """Hold the inputs of a step for some elements.
 
     Args:
-        visible: int32 bits of the visible weight (:func:`visible_value`). Of float64 weights all bits are int64.
-        gradient: likewise of the gradient.
-        fields: by field, the word that holds it and the bit where it begins.
-        scales: by code scaled by row, its :func:`multipliers`.
+        visible: int32 bits of the visible weight (:func:`visible_value`). For float64 weights all bits are int64.
+        gradient: bits of the gradient, in the same dtype.
+        fields: maps a field to its word and first bit.
+        scales: maps each row-scaled code to its :func:`multipliers`.
     """
 
     visible: Tensor
@@ -286,12 +286,12 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """The values of a lane in the storage's arithmetic.
+    """Hold the values of a lane in the storage's arithmetic.
 
     Args:
-        weight: what the rule reads: the stored weight, or the visible one where ``low`` is its compensation.
-        low: Kahan's compensation, ``None`` where the storage has none.
-        states: in the order in which they were requested.
+        weight: the input of the rule: the stored weight, or the visible one if ``low`` is its compensation.
+        low: Kahan's compensation; ``None`` if the storage has none.
+        states: the states in the requested order.
     """
 
     visible: Tensor
@@ -302,12 +302,12 @@ class Values:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a step writes, and what the audit reads.
+    """Hold the outputs of a step and the inputs of the audit.
 
     Args:
         visible: int32 bits of the new visible weight.
-        fields: int32, the bits of every field in their place.
-        changes: float32: the intended change, the change of the stored weight, and that of the visible one.
+        fields: int32 bits of every field, in place.
+        changes: float32. Three changes: intended, of the stored weight, of the visible weight.
     """
 
     visible: Tensor
@@ -316,12 +316,12 @@ class Written:
 
 
 def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tensor) -> dict[str, Tensor | int]:
-    """Return what the code of the weight and of each state adds before it cuts, from one hashed word per element.
+    """Return the addend of each code (weight and states) before the cut, from one hashed word per element.
 
-    The key is the element's own bits: its stored weight before the step and its gradient's *mantissa* before any scaling (with
-    the exponent, a power of two on all gradients would change the rounding). The 32 bits are dealt to the stochastic codes, the
-    weight first. A code that drops more bits than it was dealt borrows its lower ones from its neighbour's upper ones: 12 bits
-    for 18 would make a chance below 2^-12 none, and at beta2 = 0.9999 a second moment would stop short by 2 %.
+    The hash key is the stored weight before the step and the gradient's unscaled *mantissa*. An exponent would make the
+    rounding depend on a power of two on all gradients. The 32 bits are divided among the stochastic codes, the weight first. A
+    code may drop more bits than it gets. Then it borrows its lower bits from its neighbour's upper bits. Without this, 12 bits
+    for 18 would lose every chance below 2^-12: at beta2 = 0.9999 a second moment would stop 2 % short.
     """
     table = {"weight": storage.weight, **{state: storage.code(state) for state, _ in storage.states}}
     result: dict[str, Tensor | int] = {n: half(dropped_bits(c)) for n, c in table.items()}
@@ -333,14 +333,14 @@ def addends(storage: Storage, weight: Tensor, gradient_bits: Tensor, seed: Tenso
     for place, (name, dropped) in enumerate(stochastic):
         start += min(dropped, (32 - start) // (len(stochastic) - place))
         missing = max(0, dropped - start)
-        # The first code has no neighbour below: it borrows round the word, from the last one's upper bits.
+        # The first code has no neighbour below. It wraps around and borrows the last code's upper bits.
         turned = random if not missing else (random << missing) | ((random >> (32 - missing)) & ((1 << missing) - 1))
         result[name] = dither(turned, start + missing - dropped, dropped, dropped)
     return result
 
 
 def read(storage: Storage, lane: Lane, states: Sequence[str]) -> Values:
-    """Decode a lane's weight and some of its states."""
+    """Decode a lane's weight and the named states."""
     visible = visible_value(storage.visible, lane.visible)
     weight, low = _weight(storage, lane, visible)
     return Values(visible, weight, low, tuple(read_state(storage, lane, name) for name in states))
@@ -352,14 +352,14 @@ def write(
     """Round the result of a step to the storage's formats.
 
     Args:
-        old: what :func:`read` returned for the lane.
-        change: to be added to its weight.
-        states: the new ones, by name.
+        old: result of :func:`read` for the lane.
+        change: added to the lane's weight.
+        states: the new states by name.
     """
     addend = addends(storage, _key(storage, lane, old.weight), lane.gradient, seed)
     fields: dict[str, Tensor] = {}
     if old.low is not None:
-        # Kahan's order: the compensation is added to the change first, so that neither is lost beside the weight.
+        # Kahan's order: add the compensation to the change first, so that the weight absorbs neither.
         total = old.low + change
         visible = encode_visible(storage, old.visible + total, addend["weight"])
         moved = visible_value(storage.visible, visible) - old.visible
@@ -376,23 +376,23 @@ def write(
 
 
 def _key(storage: Storage, lane: Lane, weight: Tensor) -> Tensor:
-    """Return the weight as a key of random bits; the codes of the states fill the bits that a weight of 8 bits lacks.
+    """Return the hash key of the weight. An 8-bit weight lacks bits, so mix in the codes of the states.
 
-    Else thousands of elements would round alike. The states are read before the step, so that the audit's second step without
-    decay draws the same bits.
+    Otherwise thousands of elements would round alike. Read the states before the step: then the audit's second step, without
+    decay, uses the same random bits.
     """
     if not storage.weight.scaled:
         return weight
     key, widths = bits_of(weight), dict(storage.fields)
     for place, (name, _) in enumerate(storage.states):
         word, shift = lane.fields[name]
-        # Above the gradient's mantissa, and mostly below the weight's.
+        # Place the bits above the gradient's mantissa, and mostly below the weight's.
         key = key ^ (((word >> shift) & ((1 << min(widths[name], 8)) - 1)) << (7 + 5 * place))
     return float_of(key)
 
 
 def _weight(storage: Storage, lane: Lane, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the float32 that the rule reads, and Kahan's compensation where there is one."""
+    """Return the float32 that the rule reads, and Kahan's compensation if there is one."""
     if not storage.beside:
         return visible, None
     word, shift = lane.fields[storage.beside[0]]
@@ -428,7 +428,7 @@ def read_weight(storage: Storage, lane: Lane) -> Tensor:
 
 
 def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the visible bits of a float32 weight and its fields in their places."""
+    """Return the visible bits of a float32 weight, and its fields in place."""
     if storage.weight.parts > 1:
         code, zero = storage.weight, torch.zeros((), dtype=torch.int32, device=value.device)
         alone = replace(lane, fields={**lane.fields, "weight": (zero, 32 - code.bits if not code.is_window else 0)})
@@ -442,9 +442,9 @@ def write_weight(storage: Storage, lane: Lane, value: Tensor, addend: Tensor | i
 def _split_weight(
     storage: Storage, lane: Lane, value: Tensor, addend: Tensor | int
 ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-    """Return the visible bits of a weight of one part, its field in its place, and the float32 of both."""
+    """Return the visible bits of a weight of one part, its field in place, and the float32 of both."""
     if storage.weight.scaled:
-        # Few bits, all of them visible: a value of the code in its row is one of the visible format too.
+        # All of the few bits are visible: a value of the row's code is also one of the visible format.
         into = _into(storage.weight, lane.scales, "weight", 0)
         stored = decode(storage.weight, encode(storage.weight, value, addend, 0, into), 0, _inverse(into))
         return encode_visible(storage, stored, 0), {}, stored
@@ -456,7 +456,7 @@ def _split_weight(
 
 
 def write_state(storage: Storage, lane: Lane, name: str, value: Tensor, addend: Tensor | int) -> dict[str, Tensor]:
-    """Return a state's bits in their places; each part takes what the ones before leave."""
+    """Return a state's bits in place. Each part stores the remainder of the parts before it."""
     code, fields, rest = storage.code(name), {}, value
     names = (name, *low_parts(name, code))
     for place, part in enumerate(names):
@@ -475,8 +475,8 @@ def write_parts(
 
     Args:
         old: the parts of the weight before the step.
-        change: what was to be added to it.
-        parts: those of the new weight and of each state, by name; float32.
+        change: the intended change of the weight.
+        parts: parts of the new weight and of each state, by name; float32.
     """
     fields: dict[str, Tensor] = {}
     stored: list[Tensor] = []
@@ -496,7 +496,7 @@ def write_parts(
 
 
 def _back(code: Code, scales: Mapping[str, tuple[Tensor, Tensor]], name: str, place: int) -> Tensor | None:
-    """Return the multiplier out of the window of a scaled code's part: each is finer by the bits of the one before."""
+    """Return the multiplier out of the window of a scaled code's part. Each part is finer by the bits of the one before."""
     return scales[name][1] * 2.0 ** -(place * (code.mantissa_bits + 1)) if code.scaled else None
 
 
@@ -509,13 +509,13 @@ def _inverse(into: Tensor | None) -> Tensor | None:
 
 
 # ── a tensor of its own ─────────────────────────────────────────────────────────────────────────────────────────────────
-# Bases and moments of low-rank rules do not lie beside a weight. Each is stored in the code of a moment, one tensor per part.
+# Bases and moments of low-rank rules are separate from the weight. Each is stored in the code of a moment, one tensor per part.
 
 
 def alone_zeros(name: str, code: Code, shape: Sequence[int], device: torch.device) -> dict[str, Tensor]:
-    """Return the zeroed tensors of a state of its own, by the names under which they are saved.
+    """Return the zeroed tensors of a separate state, by their saved names.
 
-    Integers are ``…_codes``, parts in PyTorch's own dtypes have the plain name. ``…_bound`` is the amax of each row.
+    Integers are named ``…_codes``. Parts in PyTorch's own dtypes have the plain name. ``…_bound`` is the amax of each row.
     """
     parts = (name, *low_parts(name, code))
     tensors = {_saved_as(part, code): torch.zeros(tuple(shape), dtype=_dtype(code), device=device) for part in parts}
@@ -525,17 +525,17 @@ def alone_zeros(name: str, code: Code, shape: Sequence[int], device: torch.devic
 
 
 def alone_value(name: str, code: Code, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return the float32 values; of a state in float32 its own memory."""
+    """Return the float32 values. For a float32 state this is its own memory, not a copy."""
     return read_state(*_alone(name, code, tensors), name)
 
 
 def encode_alone(
     name: str, code: Code, tensors: Mapping[str, Tensor], values: Tensor, seed: Tensor | None = None
 ) -> dict[str, Tensor]:
-    """Return values as the tensors of :func:`alone_zeros`.
+    """Encode values as the tensors of :func:`alone_zeros`.
 
-    With a ``seed`` (0-d int32), a stochastic code rounds so. The key of the random bits is a value's place and mantissa, so
-    a power of two on all values changes nothing.
+    With a ``seed`` (0-d int32), a stochastic code rounds stochastically. The random bits hash a value's position and mantissa,
+    so a power of two on all values changes nothing.
     """
     value, dropped = quiet(values.float().contiguous()), dropped_bits(code)
     encoded: dict[str, Tensor] = {}
@@ -553,7 +553,7 @@ def encode_alone(
 
 
 def _alone(name: str, code: Code, tensors: Mapping[str, Tensor]) -> tuple[Storage, Lane]:
-    """Return a storage that has this state and no other, and the state as its lane."""
+    """Return a storage with this state alone, and the state as its lane."""
     fields = {}
     for part in (name, *low_parts(name, code)):
         tensor = tensors[_saved_as(part, code)]
@@ -564,7 +564,7 @@ def _alone(name: str, code: Code, tensors: Mapping[str, Tensor]) -> tuple[Storag
 
 
 def _dtype(code: Code) -> torch.dtype:
-    """Return PyTorch's dtype with the same bits, where there is one."""
+    """Return PyTorch's dtype with the same bits, if there is one."""
     return {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16}.get(code) or INTEGER[width_alone(code)]
 
 

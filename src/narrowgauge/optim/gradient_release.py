@@ -1,8 +1,7 @@
-"""Gradient release: each parameter is stepped as soon as its gradient is there, and the gradient is freed.
+"""Gradient release: step each parameter as soon as its gradient arrives, then free the gradient.
 
-Then no two large gradients need be in memory at once, and 2 bytes a parameter are saved: ``word`` takes 6, ``compact`` 5.
-The price is what needs all gradients before the first step. Clipping by their norm, scaling the loss, skipping a step and
-summing micro-batches are refused.
+Then two large gradients are never in memory at once, which saves 2 bytes a parameter: ``word`` takes 6, ``compact`` 5.
+Clipping, loss scaling, skipping and summing micro-batches need all gradients before the first step. They are refused.
 """
 
 from __future__ import annotations
@@ -15,30 +14,30 @@ from narrowgauge.errors import RecipeError
 from narrowgauge.optim.optimizer import Optimizer
 
 OFF = {"max_grad_norm": None, "loss_scaler": None, "skip_above": math.inf, "grad_scale": None, "found_inf": None}
-"""Options of an optimizer that need all gradients first, and their values where they need nothing."""
+"""Optimizer options that need all gradients first, and their values when unused."""
 
 
 class Release:
-    """A handle on gradient release: the hooks on the parameters of an optimizer."""
+    """Hold the hooks of gradient release on an optimizer's parameters."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._arrived: dict[Tensor, None] = {}  # since the last step
-        # Whether a step has gone by. A torch.amp.GradScaler scales the loss before backward() and asks the optimizer only
-        # before step(), so the first gradients wait for that.
+        # True after the first step. A torch.amp.GradScaler scales the loss before backward() but asks the optimizer only before
+        # step(), so the first gradients wait.
         self._begun = False
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._handles = [p.register_post_accumulate_grad_hook(self._arrive) for p in parameters]
 
     def remove(self) -> None:
-        """End the release: gradients are stepped by ``optimizer.step()`` again."""
+        """End the release: ``optimizer.step()`` steps all gradients again."""
         for handle in self._handles:
             handle.remove()
         self._optimizer.released.clear()
         self._optimizer.release = None
 
     def before_step(self) -> None:
-        """Step the parameters whose gradients have waited; make their states together, so that small ones share a bucket."""
+        """Step the parameters whose gradients have waited. Make their states together, so that small ones share a bucket."""
         _check(self._optimizer)
         if not self._begun:
             for group in self._optimizer.param_groups:
@@ -61,7 +60,7 @@ class Release:
             self._step(parameter)
 
     def _step(self, parameter: Tensor) -> None:
-        for group in self._optimizer.param_groups:  # one that was removed is not stepped
+        for group in self._optimizer.param_groups:  # a removed parameter is not stepped
             if parameter.grad is not None and any(parameter is p for p in group["params"]):
                 self._optimizer.step_alone(group, parameter)
 
@@ -78,20 +77,20 @@ def _check(optimizer: Optimizer) -> None:
 def release_gradients(optimizer: Optimizer) -> Release:
     """Step each large parameter during ``backward()``, as its gradient arrives, and free the gradient.
 
-    Invariant: the same bits as without it. ``optimizer.step()`` is called as ever, after each ``backward()``: it steps the
-    small parameters, which share a kernel, and counts. Learning rates are therefore set before ``backward()``. The gradients
-    of the first ``backward()`` wait for ``step()``, which learns whether a ``torch.amp.GradScaler`` has scaled the loss.
+    Invariant: the same bits as without it. Call ``optimizer.step()`` as usual after each ``backward()``. It steps the small
+    parameters, which share a kernel, and counts. Set learning rates before ``backward()``. The gradients of the first
+    ``backward()`` wait for ``step()``. Only then is it known whether a ``torch.amp.GradScaler`` has scaled the loss.
 
     Args:
-        optimizer: one of ours, with neither ``max_grad_norm`` nor ``loss_scaler``.
+        optimizer: a Narrowgauge optimizer without ``max_grad_norm`` and ``loss_scaler``.
     Returns:
-        A handle whose ``remove()`` ends it.
+        A handle. Its ``remove()`` ends the release.
     Raises:
         RecipeError: the optimizer clips by the norm of all gradients, or may skip a step because of one. ``backward()`` and
-            ``step()`` raise it too, where that is asked for later, a GradScaler is at work, or a second gradient of a
-            parameter arrives before ``step()``.
+            ``step()`` raise it too if these options are set later, with a GradScaler, or if a second gradient of a parameter
+            arrives before ``step()``.
 
-    Cost: as many calls of kernels as there are large parameters.
+    Cost: one kernel call for each large parameter.
 
     Example:
         >>> import torch, narrowgauge as ng

@@ -1,9 +1,9 @@
 """Kernels: the step of many elements in 32-bit words, compiled from the definition itself.
 
-:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An element-wise
-rule runs between reading and writing, in float32 or, where ``Storage.arithmetic`` says so, in the published Collage's
-expansions, which round every operation to the visible format. A matrix rule runs outside of the kernel, on whole matrices,
-and only its result is written. Run eagerly this is the reference; compiled it is one fused loop over 32-bit words.
+:func:`make_step` writes ``unpack -> read -> rule -> write -> pack (-> audit)`` once, in tensor operations. An elementwise rule
+runs between reading and writing. It computes in float32, or as ``Storage.arithmetic`` says in Collage's published expansions.
+These round every operation to the visible format. A matrix rule runs outside the kernel, on whole matrices. The kernel only
+writes its result. Eager, this code is the reference. Compiled, it is one fused loop over 32-bit words.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from narrowgauge.spec.storages import Storage
 Step = Callable[..., Tensor]
 Summarize = Callable[[Sequence[Tensor]], Tensor]
 CONTROL = ("gradient_scale", "skip")
-"""The scalars that every step takes before the rule's own: what gradients are multiplied by, and 1 to change nothing."""
+"""The scalars of every step, before the rule's own: the factor of the gradients, and 1 to change nothing."""
 
 
 # ── the step of one lane ────────────────────────────────────────────────────────────────────────────────────────────
 
 Advance = Callable[[Lane, Sequence[Tensor], Scalars, Tensor], Written]
-"""A step of one lane: ``(lane, decided, scalars, seed) -> written``. ``decided`` are the float32 tensors that were computed
-before the kernel: none for an element-wise rule, the change and the new states for a matrix rule."""
+"""A step of one lane: ``(lane, decided, scalars, seed) -> written``. ``decided`` are float32 tensors computed before the
+kernel. An elementwise rule has none. A matrix rule has the change and the new states."""
 
 
 def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """Run the rule in float32 or float64 and cut the result. ``scalars`` are ``gradient_scale`` and the rule's."""
+    """Run the rule in float32 or float64 and round the result. ``scalars`` are ``gradient_scale`` and the rule's."""
     gradient = codes.gradient_value(storage.visible, lane.gradient).to(codes.value_dtype(storage))
     gradient = gradient * scalars["gradient_scale"]
     old = codes.read(storage, lane, rule.states)
@@ -51,9 +51,9 @@ def in_floats(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: 
 
 
 def in_expansions(rule: Rule, storage: Storage, lane: Lane, scalars: Scalars, seed: Tensor) -> Written:
-    """Run the rule in the published arithmetic: round each operation to nearest even at the weight's precision."""
+    """Run the rule in the published arithmetic: each operation rounds to nearest even at the weight's precision."""
     rounding = NearestEven(codes.dropped_bits(storage.weight))
-    # NaNs of weights and gradients may have any payload, which a rounding to few bits would carry into the sign.
+    # NaNs of weights and gradients may have any payload. Rounding to few bits would carry it into the sign.
     weight = Expansion(tuple(map(quiet, codes.read_parts(storage, lane, "weight"))), rounding)
     states = [Expansion(codes.read_parts(storage, lane, name), rounding) for name in rule.states]
     gradient = quiet(codes.gradient_value(storage.visible, lane.gradient) * scalars["gradient_scale"])
@@ -69,7 +69,7 @@ ARITHMETICS: dict[str, Callable[..., Written]] = {
     "expansion": in_expansions,
 }
 COMPILED = ("float32", "expansion")
-"""The arithmetics that kernels are compiled for. Those in float64 are for reference and run eagerly, a chunk at a time."""
+"""The arithmetics that kernels are compiled for. Float64 is for reference: it runs eagerly, chunk by chunk."""
 
 
 def advance_by(rule: Rule, storage: Storage) -> Advance:
@@ -79,7 +79,7 @@ def advance_by(rule: Rule, storage: Storage) -> Advance:
 
 
 def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
-    """Return the step of a rule that has run already: write its change and its new ``states``."""
+    """Return the step of a rule that has already run. It writes the rule's change and new ``states``."""
 
     def advance(lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor) -> Written:
         change, *new = decided
@@ -90,26 +90,26 @@ def write_decided(storage: Storage, states: Sequence[str]) -> Advance:
 
 
 Decay = Callable[[Lane, Sequence[Tensor], Scalars, Tensor, Written], tuple[Tensor, Tensor]]
-"""The weight decay of one lane's step: ``(lane, decided, scalars, seed, written) -> (intended, stored)``, see
+"""The weight decay in one lane's step: ``(lane, decided, scalars, seed, written) -> (intended, stored)``. See
 :func:`narrowgauge.numerics.metrics.decay_terms`."""
 
 
 def least_decay(storage: Storage) -> float:
-    """Return the weakest decay that is audited: a 32nd to a 16th of a weight's spacing. Weaker decay is audited as this.
+    """Return the smallest decay that is audited: 1/32 to 1/16 of a weight's ulp. Audit smaller decay as this.
 
-    A spacing arrives whole or not at all: a decay of a thousandth of one would need a million elements. A 16th alone is still
-    rounded away; with the gradient's part of the update it arrives, as weaker decay does.
+    Rounding stores an ulp whole or not at all. To measure a decay of 1/1000 ulp would need a million elements. A 16th alone is
+    still rounded away. With the gradient's part of the update it is stored, as smaller decay is.
     """
     return 1 / (32 * storage.weight.spacings)
 
 
 def _audited_decay(factor: Tensor, storage: Storage) -> Tensor:
-    """Return the factor, -lr · weight_decay, that is audited: 0 where there is no decay."""
+    """Return the audited factor, -lr · weight_decay. It is 0 without decay."""
     return torch.where(factor != 0, factor.clamp(max=-least_decay(storage)), factor)
 
 
 def decay_by(rule: Rule, storage: Storage) -> Decay | None:
-    """Return the decay of an element-wise rule: take the step again without it. A compiler computes only what differs."""
+    """Return the decay of an elementwise rule: repeat the step without it. A compiler computes only the difference."""
     if not rule.decay:
         return None
     step = ARITHMETICS[storage.arithmetic]
@@ -126,11 +126,11 @@ def decay_by(rule: Rule, storage: Storage) -> Decay | None:
 
 
 NEGATIVE_DECAY = "negative_decay"
-"""The scalar of a matrix rule's write, by which its audit knows the decay: −lr · wd."""
+"""The scalar −lr · wd of a matrix rule's write; the audit needs it."""
 
 
 def decay_decided(storage: Storage) -> Decay:
-    """Return the decay of a rule that has run already: write the change again without it."""
+    """Return the decay of a rule that has already run: write the change again without decay."""
 
     def decay(
         lane: Lane, decided: Sequence[Tensor], scalars: Scalars, seed: Tensor, written: Written
@@ -147,7 +147,7 @@ def decay_decided(storage: Storage) -> Decay:
 
 
 def total_sums(terms: Sequence[Tensor]) -> Tensor:
-    """Sum each term of the audit in float32, over pieces of at most ``StepKernel.AUDIT`` words: float64 ``[terms]``."""
+    """Sum each term of the audit in float32, over pieces of at most ``StepKernel.AUDIT`` words. Return float64 ``[terms]``."""
     return torch.stack([term.sum() for term in terms]).double()
 
 
@@ -157,7 +157,7 @@ def term_table(terms: Sequence[Tensor]) -> Tensor:
 
 
 def num_scales(storage: Storage) -> int:
-    """Return how many tensors of multipliers a step takes: two for each scaled code and part of the rows."""
+    """Return the number of multiplier tensors of a step: two for each scaled code and part of the rows."""
     return 2 * len(storage.scaled) * layout.num_parts(storage)
 
 
@@ -170,19 +170,20 @@ def make_step(
     summarize: Summarize | None = None,
     decay: Decay | None = None,
 ) -> Step:
-    """Return the step of a whole tensor in words, which are written in place.
+    """Return the step of a whole tensor in words. It writes them in place.
 
     Args:
-        num_decided: how many float32 tensors ``advance`` takes for each lane.
-        summarize: how to sum the terms of the audit (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words;
-            ``None`` makes a step that is not audited.
-        decay: what the audit reads of weight decay; ``None`` leaves those terms out.
+        num_decided: number of float32 tensors that ``advance`` takes per lane.
+        summarize: sums the audit's terms (:data:`narrowgauge.numerics.metrics.KERNEL_SUMS`) over the words. ``None`` makes a
+            step without an audit.
+        decay: the weight decay for the audit; ``None`` leaves those terms out.
     Returns:
-        ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32: the parts of the weight, those of the
-        gradient, then the tensors of each plane, all of one shape (:func:`narrowgauge.optim.layout.extent`). Weight and planes
-        are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and each part, into the code's window
-        and back. ``decided`` holds the float32 tensors of the first lane, then those of the next. On a CPU a step is never
-        skipped: the caller knows. The result is the audit, empty where there is none.
+        ``step(*words, *scales, *decided, values, seed) -> Tensor``. The words are int32, all of one shape
+        (:func:`narrowgauge.optim.layout.extent`): the parts of the weight, then of the gradient, then the tensors of each
+        plane. Weight and planes are written in place. The scales are float32 ``[rows, 1]``: for each scaled code and part, into
+        the code's window and back. ``decided`` holds the float32 tensors of the first lane, then of the next. On a CPU the step
+        does
+        not skip: the caller does. The result is the audit, empty without one.
     """
     parts, visible, scaled = layout.num_parts(storage), storage.visible, storage.scaled
     names, lanes = (*CONTROL, *scalars), range(layout.num_lanes(storage))
@@ -226,13 +227,13 @@ def make_step(
 
 
 def row_peaks(*words: Tensor) -> Tensor:
-    """Return the largest magnitude in each row of a bfloat16 matrix read as words, float32 ``[rows]``."""
+    """Return the largest magnitude in each row of a bfloat16 matrix, given as words: float32 ``[rows]``."""
     lanes = [codes.visible_value("bfloat16", lane).abs() for lane in layout.lanes_of_weight("bfloat16", words)]
     return reduce(torch.maximum, [lane.amax(1) for lane in lanes])
 
 
 def peaks_of_matrices(matrices: Sequence[Tensor], *, compile: bool) -> Tensor:
-    """Return the largest magnitude in each row of bfloat16 matrices read as words, float32 ``[rows]``: all rows in order."""
+    """Return the largest magnitude in each row of bfloat16 matrices: float32 ``[rows]``, all rows in order."""
     peaks = []
     for words in matrices:
         if compile and min(words.shape) > 1:
@@ -244,7 +245,7 @@ def peaks_of_matrices(matrices: Sequence[Tensor], *, compile: bool) -> Tensor:
 
 
 Steps = tuple[Step, Step, Step]
-"""A plain step, an audited one, and one whose audit is a table over the words."""
+"""Three steps: plain, audited, and audited with a table over the words."""
 
 
 def _all_steps(definition: Callable[..., Step]) -> Steps:
@@ -253,14 +254,14 @@ def _all_steps(definition: Callable[..., Step]) -> Steps:
 
 @lru_cache(None)
 def elementwise_steps(rule: Rule, storage: Storage) -> Steps:
-    """Return the steps of a rule: the same function objects each time, so that they are compiled once."""
+    """Return the steps of a rule. Return the same function objects each time, so that they are compiled once."""
     decay = decay_by(rule, storage)
     return _all_steps(partial(make_step, storage, advance_by(rule, storage), rule.scalars, decay=decay))
 
 
 @lru_cache(None)
 def decided_steps(storage: Storage, *, decays: bool) -> Steps:
-    """Return the steps that write what a matrix rule decided: its change and the storage's states."""
+    """Return the steps that write a matrix rule's results: its change and the storage's states."""
     names = [name for name, _ in storage.states]
     options: dict[str, Any] = {"decay": decay_decided(storage), "scalars": (NEGATIVE_DECAY,)} if decays else {}
     return _all_steps(partial(make_step, storage, write_decided(storage, names), num_decided=1 + len(names), **options))
@@ -269,27 +270,27 @@ def decided_steps(storage: Storage, *, decays: bool) -> Steps:
 class WordKernel:
     """Step the words of one storage: compiled, or eagerly in cache-sized chunks.
 
-    Both give the same bits in all that is stored. The audit's sums are added in another order, and differ in their last digits.
+    Both store the same bits. They add the audit's sums in different orders, so its last digits differ.
     """
 
     AUDIT, AUDIT_ON_GPU = 1 << 18, 1 << 24
-    """Words per audited call: a compiled float32 sum over so many is within 1e-5, and a float64 one costs a third more."""
+    """Words per audited call. A compiled float32 sum of so many is within 1e-5. A float64 sum costs a third more."""
 
     def __init__(
         self, storage: Storage, steps: Steps, *, num_scalars: int, num_sums: int, num_decided: int = 0, compile: bool
     ) -> None:
         self.storage, self.compile = storage, compile and storage.arithmetic in COMPILED
         self.num_scalars, self.num_sums, self.num_decided = num_scalars, num_sums, num_decided
-        # In the arithmetic of expansions too much is reused for one loop; its many then run a chunk at a time.
+        # Expansions reuse too much for one loop. Their many loops run a chunk at a time.
         self.one_loop = storage.arithmetic == "float32"
         self._plain, self._audited, self._by_word = steps
         self._compiled: dict[tuple[torch.device, bool, int], Compiled | None] = {}
 
     def run(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, *, audited: bool = False) -> Tensor | None:
-        """Step tensors of one parameter in place, without gradients; return the audit, float64 ``[num_sums]``, if ``audited``.
+        """Step tensors of one parameter in place, without gradients. Return the audit, float64 ``[num_sums]``, if ``audited``.
 
         Args:
-            tensors: of equal length: the words, the multipliers of rows, and what a matrix rule decided.
+            tensors: tensors of equal length: the words, the multipliers of rows, and the results of a matrix rule.
             values: the scalars of ``CONTROL`` and of the rule, in the storage's arithmetic.
             seed: 0-d int32.
         """
@@ -308,17 +309,17 @@ class WordKernel:
         rows, total = max(1, size // first[0].numel()), None
         for start in range(0, len(first), rows):
             piece = [tensor[start : start + rows] for tensor in tensors]
-            # The trace of many rows does not hold for one.
+            # A trace for many rows is wrong for one row.
             sums = (step if run is None or not run.accepts([*piece, values, seed]) else run)(*piece, values, seed)
             total = sums if total is None else total + sums
         return total if audited else None
 
     def compiles_for(self, device: torch.device) -> bool:
-        """Return whether compiled code is wanted on a device."""
+        """Return whether to use compiled code on a device."""
         return self.compile
 
     def _version(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, audited: bool) -> Compiled | None:
-        """Return the compiled step; ``None`` where there is none for such tensors."""
+        """Return the compiled step, or ``None`` if there is none for such tensors."""
         if not self.compiles_for(values.device) or min(tensors[0].shape) <= 1:
             return None
         key, arguments = (values.device, audited, torch.get_num_threads()), [*tensors, values, seed]
@@ -330,9 +331,9 @@ class WordKernel:
         return self._compiled[key]
 
     def _cases(self, device: torch.device) -> Iterator[list[Tensor]]:
-        """Yield arguments as they occur, then edge values, both with the states that one step leaves.
+        """Yield usual arguments, then edge values, both with the states after one step.
 
-        Where all of the rule's scalars are a half, results are exact and tie.
+        With all of the rule's scalars a half, results are exact and tie.
         """
         storage, visible = self.storage, getattr(torch, self.storage.visible)
         parts, shape = layout.num_parts(storage), (32, 32) if layout.by_rows(storage) else (1024,)
@@ -356,13 +357,13 @@ class WordKernel:
             seed = torch.full((), 0x2545F491, dtype=torch.int32, device=device)
             weights, first, then = words[:parts], words[parts : 2 * parts], words[2 * parts :]
             self._plain(*weights, *first, *states, *scales, *rest, numbers, seed)
-            if edges:  # that step has left its own NaN in weights; others may be written into them
+            if edges:  # the step left its own NaN in the weights; other code may write other NaNs
                 weights = [with_nan(words.view(visible), -1 - k).view(torch.int32) for k, words in enumerate(weights)]
             yield [*weights, *then, *states, *scales, *rest, numbers, seed]
 
 
 class StepKernel(WordKernel):
-    """The step of one (element-wise rule, storage)."""
+    """Step one (elementwise rule, storage)."""
 
     def __init__(self, rule: Rule, storage: Storage, *, compile: bool) -> None:
         sums = len(CHANGE_SUMS) + (len(DECAY_SUMS) if rule.decay else 0)
@@ -371,17 +372,17 @@ class StepKernel(WordKernel):
         self.rule = rule
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """Return the rule's scalars for the step of this number, under a param group's options."""
+        """Return the rule's scalars for this step number and a param group's options."""
         return self.rule.prepare(options, step)
 
     def decay(self, options: Mapping[str, Any], step: int) -> float:
-        """Return the share of each weight that a step's decay takes; 0 where it is part of the gradient."""
+        """Return the fraction that a step's decay takes from each weight. It is 0 if decay is part of the gradient."""
         if not self.rule.decay:
             return 0.0
         return -float(dict(zip(self.rule.scalars, self.scalars(options, step), strict=True))[self.rule.decay])
 
     def run_bucket(self, tensors: Sequence[Tensor], values: Tensor, seed: Tensor, segments: Sequence[slice]) -> Tensor:
-        """Take an audited step of a bucket; return the audits, float64 ``[segments, num_sums]``."""
+        """Take an audited step of a bucket. Return the audits, float64 ``[segments, num_sums]``."""
         if self.compile:
             rows = [self.run([t[s] for t in tensors], values, seed, audited=True) for s in segments]
             return torch.stack([row for row in rows if row is not None])
@@ -392,10 +393,10 @@ class StepKernel(WordKernel):
 
 
 class MatrixKernel(WordKernel):
-    """The write of one (matrix rule, storage): it stores the change and the states that the rule computed on a whole matrix.
+    """Write one (matrix rule, storage): store the change and states that the rule computed on a whole matrix.
 
-    The storage's states are those of the rule that have the weight's shape. On a CPU it runs eagerly: a matrix rule's own
-    products take longer. A GPU would be given some eighty small operations for each matrix.
+    The storage's states are the rule's states with the weight's shape. On a CPU it runs eagerly, since a matrix rule's own
+    products take longer. On a GPU that would be some eighty small operations for each matrix.
     """
 
     def __init__(self, rule: MatrixRule, storage: Storage, *, compile: bool) -> None:
@@ -414,11 +415,11 @@ class MatrixKernel(WordKernel):
         self.rule = rule
 
     def scalars(self, options: Mapping[str, Any], step: int) -> Sequence[float]:
-        """Return the scalars that the audit reads: the rule reads its options itself."""
+        """Return the scalars of the audit. The rule reads its options itself."""
         return (-self.decay(options, step),) if self.rule.decays else ()
 
     def decay(self, options: Mapping[str, Any], step: int) -> float:
-        """As of :meth:`StepKernel.decay`."""
+        """Return the decay as :meth:`StepKernel.decay` does."""
         return float(options["lr"]) * float(options["weight_decay"]) if self.rule.decays else 0.0
 
     def compiles_for(self, device: torch.device) -> bool:
@@ -426,4 +427,4 @@ class MatrixKernel(WordKernel):
 
 
 Kernel = StepKernel | MatrixKernel
-"""What steps a parameter."""
+"""The kernel of a parameter."""

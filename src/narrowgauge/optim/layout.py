@@ -1,15 +1,15 @@
-"""Layout: where the bits of live states lie. Everybody else sees tensors in the parameter's shape.
+"""Layout: where the bits of live states are in memory. All other code sees tensors in the parameter's shape.
 
-A loop over 32-bit values runs at full vector width; one that mixes 16- and 32-bit loads does not. So a bfloat16 tensor is read as
-int32 *words* of two neighbours, an even and an odd *lane*, by shift and mask. A float32 weight has one lane.
+A loop over 32-bit values runs at full vector width. A loop that mixes 16- and 32-bit loads does not. So a bfloat16 tensor is
+read as int32 *words* of two neighbours. Shift and mask give an even and an odd *lane*. A float32 weight has one lane.
 
-A *plane* is one state tensor: a lone field, or several fields packed into an element of 8, 16, 32 or 64 bits. A plane of 16 bits
-lies like the weight. One of 32 bits is stored as two tensors, first all even elements, then all odd ones. Where a storage has an
-8-bit plane, four lanes share a word of it. The weight is then read in two *parts*, the upper and the lower half of its rows:
-lanes 0 and 1 come from the first, 2 and 3 from the second.
+A *plane* is one state tensor. It holds one field, or several fields packed into an element of 8, 16, 32 or 64 bits. A 16-bit
+plane has the weight's order. A 32-bit plane is stored as two tensors: all even elements, then all odd ones. An 8-bit plane
+packs four lanes into a word. With such a plane the weight is read in two *parts*, the upper and the lower half of its rows.
+Lanes 0 and 1 come from the first part, 2 and 3 from the second.
 
-A storage with two parts, or whose codes are scaled by row, lies in a matrix of rows. Any other lies flat, and small parameters of
-it share a :class:`Bucket`. :func:`to_parameter_order` and :func:`from_parameter_order` translate without losing a bit.
+A storage with two parts, or with codes scaled by row, is a matrix of rows. Other storages are flat, and their small parameters
+share a :class:`Bucket`. :func:`to_parameter_order` and :func:`from_parameter_order` convert without losing a bit.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from narrowgauge.spec.storages import VISIBLE, WIDE, Storage, low_parts, width_o
 
 
 def word_dtype(bits: int) -> torch.dtype:
-    """Return the dtype of the words in which values of so many bits lie: int32, or int64 of float64 values."""
+    """Return the dtype of words that hold values of so many bits: int32, or int64 for float64 values."""
     return torch.int64 if bits == 64 else torch.int32
 
 
 def _share(bits: int) -> int:
-    """Return how many values of so many bits share a word."""
+    """Return the number of values of so many bits in a word."""
     return max(1, 32 // bits)
 
 
@@ -43,7 +43,7 @@ def _share(bits: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """One tensor of state: its name, bits per element, and ``(field, shift, bits)`` of what is packed into an element."""
+    """Describe one state tensor: its name, bits per element, and the packed ``(field, shift, bits)``."""
 
     name: str
     bits: int
@@ -53,7 +53,7 @@ class Plane:
 
 @lru_cache
 def planes(storage: Storage) -> tuple[Plane, ...]:
-    """Return the planes of a storage in the order in which a kernel takes them."""
+    """Return the planes of a storage in the kernel's order."""
     result: list[Plane] = []
     for group in storage.packing:
         width = width_of(group)
@@ -61,7 +61,7 @@ def planes(storage: Storage) -> tuple[Plane, ...]:
             ((name, bits),) = group
             result.append(Plane(name, width, ((name, 0, bits),), _dtype(storage, name, width)))
             continue
-        # Signed codes last: the sign bit of the topmost one then lies where a float32 has it.
+        # Signed codes come last. Then the topmost sign bit is where a float32 has it.
         ordered = sorted(group, key=lambda field: _is_signed_state(storage, field[0]))
         fields, shift = [], 0
         for name, bits in ordered:
@@ -78,7 +78,7 @@ def _is_signed_state(storage: Storage, name: str) -> bool:
 
 
 def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
-    """Return PyTorch's dtype with the bits of a lone field, where there is one."""
+    """Return PyTorch's dtype with the bits of a lone field, if there is one."""
     if width >= 32:
         return torch.float32 if width == 32 else torch.float64
     codes = {state: storage.code(state) for state in ("weight", *dict(storage.states))}
@@ -92,48 +92,48 @@ def _dtype(storage: Storage, name: str, width: int) -> torch.dtype:
 
 
 def per_word(storage: Storage) -> int:
-    """Return how many neighbouring weights share a 32-bit word."""
+    """Return the number of neighbouring weights in a 32-bit word."""
     return _share(VISIBLE[storage.visible][0])
 
 
 @lru_cache
 def num_lanes(storage: Storage) -> int:
-    """Return how many weights one place of the kernel's loop steps."""
+    """Return the number of weights that one iteration of the kernel's loop steps."""
     return max(per_word(storage), *(32 // plane.bits for plane in planes(storage)), 1)
 
 
 def num_parts(storage: Storage) -> int:
-    """Return into how many halves the weight's rows are cut."""
+    """Return the number of parts into which the weight's rows are split."""
     return num_lanes(storage) // per_word(storage)
 
 
 @lru_cache
 def by_rows(storage: Storage) -> bool:
-    """Return whether the storage lies in a matrix of rows."""
+    """Return whether the storage is a matrix of rows."""
     return bool(storage.scaled) or num_parts(storage) > 1
 
 
 def matrix_of(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape in which a parameter's elements are taken: ``(rows, columns)`` or flat."""
+    """Return the shape in which a parameter's elements are read: ``(rows, columns)`` or flat."""
     if not by_rows(storage):
         return (math.prod(shape),)
     return (math.prod(shape[:-1]), shape[-1] if shape else 1)
 
 
 def extent(storage: Storage, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of each tensor of words of a parameter of ``shape``; odd ends are padded."""
+    """Return the shape of each word tensor for a parameter of ``shape``. Odd ends are padded."""
     matrix = matrix_of(storage, shape)
     words = (*matrix[:-1], -(-matrix[-1] // per_word(storage)))
     return (-(-words[0] // num_parts(storage)), *words[1:])
 
 
 def num_tensors(storage: Storage, bits: int) -> int:
-    """Return in how many tensors of words a plane of so many bits per element lies."""
+    """Return the number of word tensors of a plane with so many bits per element."""
     return num_lanes(storage) // _share(bits)
 
 
 def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch.device) -> Tensor:
-    """Return zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape`` (zero encodes 0)."""
+    """Return zeroed words of one plane, ``[tensors, *extent]``, for a parameter of ``shape``. Zero encodes 0."""
     full = (num_tensors(storage, plane.bits), *extent(storage, shape))
     return torch.zeros(full, dtype=word_dtype(plane.bits), device=device)
 
@@ -142,11 +142,11 @@ def allocate(storage: Storage, plane: Plane, shape: Sequence[int], device: torch
 
 
 def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a plane as a tensor of the parameter's shape and the plane's own dtype (a copy)."""
+    """Return a copy of a plane in the parameter's shape and the plane's own dtype."""
     lanes, group = num_lanes(storage), words.shape[1:]
     neighbours, parts = per_word(storage), num_parts(storage)
-    # [tensors, *extent] of words → a lane for each tensor and each place in its words → parts and neighbours.
-    # (Flattened before the view: a dim of one element may have any stride.)
+    # [tensors, *extent] of words → one lane per tensor and position in its words → parts and neighbours.
+    # (Flatten before the view: a dim of one element may have any stride.)
     small = words.reshape(-1).view(INTEGER[plane.bits]).view(len(words), *group, _share(plane.bits))
     elements = small.movedim(-1, 1).reshape(lanes, *group)
     apart = elements.reshape(parts, neighbours, *group).movedim(1, -1)
@@ -157,7 +157,7 @@ def to_parameter_order(storage: Storage, plane: Plane, words: Tensor, shape: Seq
 
 
 def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tensor:
-    """Return the words of a plane: the inverse of :func:`to_parameter_order`; padding is zero."""
+    """Return the words of a plane: the inverse of :func:`to_parameter_order`. Padding is zero."""
     words = allocate(storage, plane, values.shape, values.device)
     group, neighbours, parts = words.shape[1:], per_word(storage), num_parts(storage)
     whole = (parts * group[0], *group[1:-1], group[-1] * neighbours) if len(group) == 2 else (group[0] * neighbours,)
@@ -172,7 +172,7 @@ def from_parameter_order(storage: Storage, plane: Plane, values: Tensor) -> Tens
 
 
 def fields_of(storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int]) -> dict[str, tuple[Tensor, int]]:
-    """Return the fields of a parameter's state in the parameter's order, as a :class:`narrowgauge.optim.codes.Lane` has them."""
+    """Return the fields of a parameter's state in the parameter's order, as in a :class:`narrowgauge.optim.codes.Lane`."""
     fields = {}
     for plane in planes(storage):
         bits = _bits_of_plane(storage, plane, words, shape).reshape(matrix_of(storage, shape))
@@ -183,7 +183,7 @@ def fields_of(storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int
 def set_fields(
     storage: Storage, words: Mapping[str, Tensor], shape: Sequence[int], fields: Mapping[str, Tensor]
 ) -> None:
-    """Overwrite fields of a state's words, given in the parameter's order and at their bits of a word."""
+    """Overwrite fields of a state's words. They are given in the parameter's order, in place in a word."""
     for plane in planes(storage):
         present = [(name, shift, bits) for name, shift, bits in plane.fields if name in fields]
         if not present:
@@ -205,7 +205,7 @@ def _bits_of_plane(storage: Storage, plane: Plane, words: Mapping[str, Tensor], 
 
 
 def as_words(tensor: Tensor) -> Tensor | None:
-    """Return a contiguous tensor as words in place; ``None`` where its length or address does not allow it."""
+    """Return a contiguous tensor as words in place, or ``None`` if its length or address does not allow it."""
     size = tensor.element_size()
     if not tensor.is_contiguous() or tensor.numel() * size % 4 or tensor.storage_offset() * size % 4:
         return None
@@ -213,7 +213,7 @@ def as_words(tensor: Tensor) -> Tensor | None:
 
 
 def parts_of(storage: Storage, tensor: Tensor) -> list[Tensor] | None:
-    """Return a weight or gradient as a kernel takes it, in place; ``None`` where it has odd ends or strides."""
+    """Return a weight or gradient in place as the kernel's words, or ``None`` if it has odd ends or strides."""
     shape = extent(storage, tensor.shape)
     is_whole = math.prod(shape) * num_lanes(storage) == tensor.numel()
     flat = as_words(tensor) if is_whole else None
@@ -223,7 +223,7 @@ def parts_of(storage: Storage, tensor: Tensor) -> list[Tensor] | None:
 
 
 def copied_words(storage: Storage, tensor: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Return a copy of a parameter-shaped tensor, and its memory as words, padded with zeros, as a kernel takes them."""
+    """Copy a parameter-shaped tensor; return the copy and its memory as the kernel's words, padded with zeros."""
     shape, parts = extent(storage, tensor.shape), num_parts(storage)
     dtype = word_dtype(8 * tensor.element_size())
     buffer = torch.zeros(parts * shape[0], *shape[1:], dtype=dtype, device=tensor.device)
@@ -234,12 +234,12 @@ def copied_words(storage: Storage, tensor: Tensor) -> tuple[Tensor, list[Tensor]
 
 
 def is_aligned(tensor: Tensor) -> bool:
-    """Return whether compiled code may write a tensor in place: a GPU's takes 16 bytes at a time."""
+    """Return whether compiled code may write a tensor in place. On a GPU it needs 16-byte alignment."""
     return tensor.is_cpu or tensor.data_ptr() % 16 == 0
 
 
 def scales_of_parts(storage: Storage, shape: Sequence[int], rows: Tensor) -> tuple[Tensor, ...]:
-    """Return a multiplier per row, ``[rows, 1]``, for each part; odd ends are padded."""
+    """Return a multiplier per row, ``[rows, 1]``, for each part. Odd ends are padded."""
     group, parts = extent(storage, shape)[0], num_parts(storage)
     missing = parts * group - len(rows)
     filled = torch.cat([rows, rows.new_ones(missing, 1)]) if missing else rows
@@ -247,7 +247,7 @@ def scales_of_parts(storage: Storage, shape: Sequence[int], rows: Tensor) -> tup
 
 
 def tensors_of_planes(storage: Storage, words: Mapping[str, Tensor]) -> list[Tensor]:
-    """Return the words of each plane as the list of tensors that a kernel takes."""
+    """Return the words of each plane as the kernel's list of tensors."""
     return [tensor for plane in planes(storage) for tensor in words[plane.name].unbind(0)]
 
 
@@ -255,7 +255,7 @@ def tensors_of_planes(storage: Storage, words: Mapping[str, Tensor]) -> list[Ten
 
 
 def lanes_of_weight(visible: str, words: Sequence[Tensor]) -> list[Tensor]:
-    """Return the bits of every lane of a visible tensor (:func:`narrowgauge.optim.codes.visible_value`), from its parts."""
+    """Return the bits of every lane of a visible tensor (:func:`narrowgauge.optim.codes.visible_value`) from its parts."""
     if visible in WIDE:
         return list(words)
     if visible == "bfloat16":
@@ -273,7 +273,7 @@ def words_of_weight(visible: str, lanes: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _float16_bits(word: Tensor) -> Tensor:
-    """Return, from a float16 in the upper half of a word, a float32 with its sign, exponent and mantissa fields."""
+    """Convert a float16 in the upper half of a word to a float32 with its sign, exponent and mantissa fields."""
     return ((word & 0x7FFF0000) >> 3) | (word & SIGN)
 
 
@@ -283,7 +283,7 @@ def _pair(even: Tensor, odd: Tensor) -> Tensor:
 
 
 def by_lane(storage: Storage, words: Sequence[Tensor]) -> list[dict[str, tuple[Tensor, int]]]:
-    """Return, for each lane, the word and the shift of every field, from the flat list of tensors that a kernel takes."""
+    """Return for each lane the word and the shift of every field, from the kernel's flat list of tensors."""
     lanes: list[dict[str, tuple[Tensor, int]]] = [{} for _ in range(num_lanes(storage))]
     queue = iter(words)
     for plane in planes(storage):
@@ -296,7 +296,7 @@ def by_lane(storage: Storage, words: Sequence[Tensor]) -> list[dict[str, tuple[T
 
 
 def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """Return the words that a kernel writes, from each lane's fields in their places: the inverse of :func:`by_lane`."""
+    """Return the kernel's output words from each lane's fields in place: the inverse of :func:`by_lane`."""
     result = []
     for plane in planes(storage):
         share = _share(plane.bits)
@@ -309,18 +309,18 @@ def join_lanes(storage: Storage, fields: Sequence[Mapping[str, Tensor]]) -> list
 # ── buckets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 SMALL = 1 << 14
-"""Parameters of at most this many elements are stepped in buckets."""
+"""Parameters of at most this many elements share buckets."""
 BUCKET_WORDS = 1 << 16
-"""A bucket is closed once it holds this many words."""
+"""A bucket with this many words takes no more members."""
 ALIGNMENT = 16
-"""Every member of a bucket begins at a multiple of this many words: a full vector register."""
+"""Every member of a bucket starts at a multiple of this many words: a full vector register."""
 
 
 class Bucket:
-    """Small parameters of one storage, stepped by one kernel call: 300 norm gains cost one call.
+    """Step small parameters of one storage in one kernel call: 300 norm gains cost one call.
 
-    Its members are states (:mod:`narrowgauge.optim.state`), whose words lie side by side. Weights and gradients are copied in
-    before a step, weights out after it.
+    The members are states (:mod:`narrowgauge.optim.state`) with contiguous words. Weights and gradients are copied in before a
+    step, and weights out after it.
     """
 
     def __init__(self, members: Sequence[Any]) -> None:
@@ -345,17 +345,17 @@ class Bucket:
                 views.append(source[segment].view(getattr(torch, storage.visible))[: shape.numel()].view(shape))
 
     def gather(self) -> None:
-        """Copy the members' weights and gradients in, under ``torch.no_grad()``."""
+        """Copy the members' weights and gradients in. Call it under ``torch.no_grad()``."""
         sources = [*(m.parameter for m in self.members), *(m.gradient for m in self.members)]
         torch._foreach_copy_([*self._weights, *self._gradients], sources)
 
     def scatter(self) -> None:
-        """Copy the weights out, under ``torch.no_grad()``."""
+        """Copy the weights out. Call it under ``torch.no_grad()``."""
         torch._foreach_copy_([m.parameter for m in self.members], self._weights)
 
 
 def allocate_all(states: Sequence[Any], *, joined: bool) -> None:
-    """Allocate zeroed words for states of one storage and device; small ones share buckets, if they may be ``joined``."""
+    """Allocate zeroed words for states of one storage and device. Small ones share buckets if ``joined``."""
     small, total = [], 0
     for state in states:
         parameter, storage = state.parameter, state.storage

@@ -1,7 +1,7 @@
-"""Loading of saved states: bit for bit from an optimizer of ours, rounded from ``torch.optim``.
+"""Load saved states: bit for bit from a Narrowgauge optimizer, rounded from ``torch.optim``.
 
-A state of ``torch.optim`` holds each moment as a tensor of the parameter's shape and no tails. Its moments are rounded to the
-storage's codes, with a warning, and the weight stays as it is. A state of another rule or of another library is refused.
+A ``torch.optim`` state holds each moment as a tensor of the parameter's shape, and no tails. Its moments are rounded to the
+storage's codes, with a warning. The weight does not change. A state of another rule or library is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from narrowgauge.optim.state import ParameterState, extra_code
 from narrowgauge.optim.validation import agree
 
 _ADVICE = "ng.convert takes states of Adam and AdamW from other libraries and storages; any other restarts."
-# What these do does not depend on how many steps they have taken, and torch does not count them.
+# These rules ignore the number of steps, and torch does not count their steps.
 _COUNTLESS = {SGD.name, PLAIN_SGD.name, LION.name, MUON.name}
 _MOMENTA = {name for rule in (SGD, LION) for name in rule.states}
 
@@ -32,9 +32,9 @@ _MOMENTA = {name for rule in (SGD, LION) for name in rule.states}
 def make_loaded_states(
     optimizer: Any, entries: Mapping[Tensor, Mapping[str, Any]], saved_groups: Sequence[Mapping[str, Any]]
 ) -> dict[Tensor, ParameterState]:
-    """Return new states with the values of saved ones; the optimizer's own stay as they are.
+    """Return new states with the values of saved ones. The optimizer's own states do not change.
 
-    ``saved_groups`` hold the options that the states were saved under; one without ``storage`` is of ``torch.optim``.
+    ``saved_groups`` hold the options of the saved states. A group without ``storage`` is from ``torch.optim``.
 
     Raises:
         RecipeError: a state was saved from another storage, rule or shape.
@@ -60,7 +60,7 @@ def make_loaded_states(
 
 
 def _tensors(entry: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return this rank's tensors; ``None`` is torch's momentum of 0, ``{}`` a missing entry of a flattened checkpoint."""
+    """Return this rank's tensors. Drop ``None`` (torch's momentum 0) and ``{}`` (missing in a flattened checkpoint)."""
     return {
         name: torch.tensor(value, dtype=torch.float32) if isinstance(value, int | float) else local_of(value)
         for name, value in entry.items()
@@ -113,7 +113,7 @@ def _refusal(state: ParameterState, entry: Mapping[str, Tensor], what: str) -> R
 
 
 def seed_of(group: Mapping[str, Any], state: ParameterState, index: int) -> Tensor:
-    """Return the seed by which the state of a group's parameter is rounded when it is loaded: no step has it."""
+    """Return the seed that rounds a group's parameter state on loading. No step uses it."""
     return torch.tensor(step_seed(group["seed"], -1 - index), dtype=torch.int32, device=state.parameter.device)
 
 
@@ -121,14 +121,14 @@ def seed_of(group: Mapping[str, Any], state: ParameterState, index: int) -> Tens
 
 
 def show_states(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Replace packed states by tensors in the parameter's shape: a hook on ``state_dict``."""
+    """Replace packed states by tensors in the parameter's shape. This is a hook on ``state_dict``."""
     state_dict["state"] = {
         key: value.saved() if isinstance(value, ParameterState) else value for key, value in state_dict["state"].items()
     }
 
 
 def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Replace saved tensors by states: a hook on ``load_state_dict``, which puts them into the optimizer."""
+    """Replace saved tensors by states. This is a hook on ``load_state_dict``, which stores them in the optimizer."""
     saved = copy.deepcopy(state_dict["param_groups"])
     is_plain = ["storage" not in group for group in saved]
     agree(optimizer.param_groups, saved, optimizer.rule)
@@ -136,7 +136,7 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         {name: value for name, value in group.items() if name != "storage" or not plain}
         for group, plain in zip(saved, is_plain, strict=True)
     ]
-    # By numbers, or by names where a distributed checkpoint has put them.
+    # Keys are numbers, or names from a distributed checkpoint.
     numbers = [key for group in saved for key in group["params"]]
     parameters = dict(zip(numbers, (p for group in optimizer.param_groups for p in group["params"]), strict=True))
     entries = {parameters[key]: entry for key, entry in state_dict["state"].items() if key in parameters}
@@ -154,7 +154,7 @@ def take_states(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
-    """Return the saved names of states that every rank has whole, however the parameter is sharded: a matrix rule's own."""
+    """Return the saved names of a matrix rule's own states. Every rank has them whole, whatever the sharding."""
     group = optimizer.group_of(parameter)
     rule, row = optimizer.rule_in(group, parameter), optimizer.storage_of(parameter)
     if not isinstance(rule, MatrixRule):
@@ -170,10 +170,10 @@ def whole_states(optimizer: Any, parameter: Tensor) -> set[str]:
 
 
 def kept_tensors(optimizer: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Yield the name, tensor and parameter of all that must not change between steps, in the model and the optimizer.
+    """Yield (name, tensor, parameter) for all tensors of model and optimizer that must not change between steps.
 
-    What an update reads comes before what it writes, so the first of several damaged tensors is the cause. Tensors are packed
-    words and, of DTensors, this rank's part.
+    Inputs of an update come before its outputs, so the first of several damaged tensors is the cause. Tensors are packed words.
+    For DTensors they are this rank's part.
 
     Example:
         >>> import torch, narrowgauge as ng

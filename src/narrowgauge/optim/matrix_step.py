@@ -1,14 +1,14 @@
 """The step of matrix rules: one rank computes the step of a matrix, and every rank writes its shard.
 
-Ranks take as many matrices at a time as there are ranks, the largest first, one matrix for each rank:
+A batch has one matrix for each rank. The largest matrices come first:
 
 1. Every rank averages its shard of gradient and momentum (``MatrixRule.average``).
 2. The matrix is gathered on its rank, which computes ``MatrixRule.direction``.
-3. The result is scattered, states that are not sharded are broadcast, and every rank writes its shard.
+3. The result is scattered, unsharded states are broadcast, and every rank writes its shard.
 
-The bits are those of one process. Weights and states are decoded a piece at a time, so that few whole copies exist.
-Parameters that are not DTensors belong to this process alone. DTensors that are not sharded by rows along one mesh axis
-(and replicated along another) are gathered and stepped on every rank.
+The bits are the same as in one process. Weights and states are decoded piece by piece, so that few whole copies exist.
+Parameters that are not DTensors belong to this process alone. Sharding is supported by rows along one mesh axis (and
+replication along another). Other DTensors are gathered and stepped on every rank.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from narrowgauge.spec.storages import Storage
 def step_matrices(
     states: Iterable[ParameterState], options: Options, numbers_of: Callable[[ParameterState], Any]
 ) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step matrices of one param group; yield those that are audited, each with its sums.
+    """Step the matrices of one param group. Yield the audited ones, each with its sums.
 
     ``numbers_of`` returns the scalars of a state's step, see :class:`narrowgauge.optim.step.Numbers`.
     """
@@ -46,7 +46,7 @@ def step_matrices(
 
 
 def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[ParameterState, Tensor]]:
-    """Step at most one matrix for each rank. All ranks compute between the last gather and the first scatter."""
+    """Step at most one matrix per rank. All ranks compute between the last gather and the first scatter."""
     measures: list[Tensor | None] = []
     for place, step in enumerate(steps):
         measure = step.rule.measure(step.options)
@@ -77,29 +77,29 @@ def _step_batch(ranks: Alone, steps: Sequence[MatrixStep]) -> Iterator[tuple[Par
 
 
 class Alone:
-    """Compute every matrix in this process: the parameters are plain tensors, or sharded in an uncommon way."""
+    """Compute every matrix in this process. The parameters are plain tensors, or have an unsupported sharding."""
 
     count = 1
 
     def owns(self, place: int) -> bool:
-        """Return whether this rank computes the matrix at a place of the batch."""
+        """Return whether this rank computes the matrix at a position of the batch."""
         return True
 
     def gather(self, place: int, owner: Tensor, part: Tensor) -> Tensor | None:
-        """Return the whole of a tensor shaped like ``owner``, as a matrix, on the rank of its place; else ``None``."""
+        """Return a whole tensor shaped like ``owner``, as a matrix, on the rank that owns ``place``. Else return ``None``."""
         return gathered(owner, part).reshape(matrix_shape(owner.shape))
 
     def scatter(self, place: int, owner: Tensor, whole: Tensor | None) -> Tensor:
-        """Return this rank's part of a float32 matrix that the rank of its place has."""
+        """Return this rank's part of a float32 matrix from the rank that owns ``place``."""
         assert whole is not None
         return own_part(owner, whole.view(owner.shape))
 
     def broadcast(self, place: int, tensor: Tensor) -> None:
-        """Overwrite a tensor by that of the rank of this place."""
+        """Overwrite a tensor by the copy of the rank that owns ``place``."""
 
 
 class Shared(Alone):
-    """Share matrices out over a mesh: rows are sharded along one axis, and perhaps replicated along another."""
+    """Distribute matrices over a mesh. Rows are sharded along one axis, and may be replicated along another."""
 
     def __init__(self, mesh: Any, shard_axis: int | None, replica_axis: int | None) -> None:
         axes = shard_axis, replica_axis
@@ -155,14 +155,14 @@ class Shared(Alone):
 
 
 def _padded(part: Tensor, rows: int) -> Tensor:
-    """Return a contiguous matrix with this many rows; added rows are zero."""
+    """Return a contiguous matrix with this many rows. Added rows are zero."""
     if len(part) == rows:
         return part.contiguous()
     return torch.cat([part, part.new_zeros(rows - len(part), part.shape[1])])
 
 
 def _by_ranks(states: Iterable[ParameterState]) -> list[tuple[Alone, list[ParameterState]]]:
-    """Group states by the mesh that shards them, in the order in which every rank meets the meshes."""
+    """Group states by the mesh that shards them. Every rank sees the meshes in the same order."""
     batches: dict[Any, tuple[Alone, list[ParameterState]]] = {}
     for state in states:
         owner: Any = state.owner
@@ -190,10 +190,10 @@ def _ranks_of(owner: Any) -> Alone:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some words of a state, as lanes, and where their elements lie in a tensor of the parameter's shape.
+    """Hold some words of a state as lanes, and the position of their elements in the parameter's shape.
 
     Args:
-        start: the number of words (or rows of words) before it.
+        start: number of words (or rows of words) before the piece.
         tensors: words and multipliers of rows, as a kernel takes them.
     """
 
@@ -203,7 +203,7 @@ class Piece:
     tensors: list[Tensor]
 
     def lanes(self) -> list[Lane]:
-        """Return the lanes of its words, as a kernel reads them."""
+        """Return the lanes of its words as a kernel reads them."""
         storage, parts = self.storage, layout.num_parts(self.storage)
         words = self.tensors[: len(self.tensors) - num_scales(storage)]
         scales = self.tensors[len(words) :]
@@ -219,9 +219,9 @@ class Piece:
         return lanes
 
     def elements(self, values: Tensor, *, of_rows: bool = False) -> list[Tensor]:
-        """Return the piece's part of a contiguous tensor, one matrix (or vector) for each part of the rows.
+        """Return the piece's part of a contiguous tensor: one matrix (or vector) per part of the rows.
 
-        ``of_rows``: the tensor has one value for each row.
+        With ``of_rows`` the tensor has one value per row.
         """
         stop = self.start + self.tensors[0].shape[0]
         if not layout.by_rows(self.storage):
@@ -234,14 +234,14 @@ class Piece:
         ]
 
     def fill(self, values: Tensor, lanes: Sequence[Tensor]) -> None:
-        """Write the values of each lane to their places in a tensor of the parameter's shape."""
+        """Write the values of each lane to their positions in a tensor of the parameter's shape."""
         per_word = layout.per_word(self.storage)
         for part, target in enumerate(self.elements(values)):
             joined = torch.stack(list(lanes[part * per_word : (part + 1) * per_word]), -1).flatten(-2)
             target.copy_(joined[tuple(map(slice, target.shape))])
 
     def pick(self, values: Tensor) -> list[Tensor]:
-        """Return the values of each lane from a float32 tensor of the parameter's shape; padding is zero."""
+        """Return the values of each lane from a float32 tensor of the parameter's shape. Padding is zero."""
         per_word, words = layout.per_word(self.storage), self.tensors[0].shape
         lanes: list[Tensor] = []
         for source in self.elements(values):
@@ -252,7 +252,7 @@ class Piece:
 
 
 class MatrixStep:
-    """The step of one matrix, of which this rank has a shard."""
+    """Step one matrix, of which this rank has a shard."""
 
     def __init__(self, state: ParameterState, options: Options, numbers: Any) -> None:
         assert isinstance(state.kernel, MatrixKernel)
@@ -261,9 +261,9 @@ class MatrixStep:
         self.kernel, self.rule = state.kernel, state.kernel.rule
         self.beside = [name for name, _ in state.storage.states]
         self.in_direction = [] if self.rule.average is not None else self.beside
-        """The states beside the weight that the direction updates; the average updates others."""
+        """The states beside the weight that the direction updates. The average updates the others."""
         self.skip: Tensor = numbers.values[1] != 0
-        self._set_scales({})  # to read by
+        self._set_scales({})  # for reading
 
     def weight(self) -> Tensor:
         """Return the stored weight of this rank's shard."""
@@ -273,7 +273,7 @@ class MatrixStep:
         return weight
 
     def averaged(self) -> list[Tensor]:
-        """Return what the direction reads of this rank's shard: the gradient, and states beside the weight."""
+        """Return the direction's inputs for this rank's shard: the gradient, and states beside the weight."""
         tensors = [self._empty() for _ in range(1 + len(self.in_direction))]
         for piece in self._pieces():
             lanes = [self._average(lane) for lane in piece.lanes()]
@@ -283,17 +283,17 @@ class MatrixStep:
         return tensors
 
     def direction(self, wholes: list[Tensor], measure: Tensor | None) -> list[Tensor]:
-        """Return the step of the whole matrix and the new states beside it; store the others."""
+        """Return the step of the whole matrix and the new states beside it. Store the other states."""
         extras = {name: self.state.extra(name) for name in self.state.extras}
         states = {**dict(zip(self.in_direction, wholes[1:], strict=True)), **extras}
         step, new = self.rule.direction(wholes[0], measure, states, self.options, self.state.step + 1)
         for name in new.keys() & extras.keys():
             self.state.put_extra(name, new[name], self.numbers.seed, self.skip)
-        # States that the options no longer use stay.
+        # States that the options no longer use stay unchanged.
         return [x.contiguous() for x in (step, *(new.get(name, states[name]) for name in self.in_direction))]
 
     def write(self, parts: list[Tensor]) -> Tensor | None:
-        """Write this rank's shard; return the sums of its audit, if there is one and this rank has elements."""
+        """Write this rank's shard. Return the sums of its audit, if it is audited and this rank has elements."""
         if self.state.bounds:
             self._set_scales(self._row_peaks(parts))
         decay, totals = decay_of(self.options), []
@@ -324,7 +324,7 @@ class MatrixStep:
         return torch.empty(self.state.parameter.shape, dtype=torch.float32, device=self.state.parameter.device)
 
     def _pieces(self) -> Iterator[Piece]:
-        """Yield the shard in pieces, of which the rule and the kernel make many temporaries each."""
+        """Yield the shard in pieces. The rule and the kernel make many temporaries of each."""
         state = self.state
         if not state.parameter.numel():
             return
@@ -334,7 +334,7 @@ class MatrixStep:
             _, slopes = layout.copied_words(self.storage, state.gradient)
             tensors = [*words, *slopes, *state.plane_words, *state.scales]
         length, row = len(tensors[0]), tensors[0][0].numel()
-        # A GPU needs large pieces, since each costs some hundred launches, and its kernel takes 16 bytes at a time.
+        # A GPU needs large pieces, since each costs some hundred launches. Its kernel reads 16 bytes at a time.
         least, most = (PIECE // 4, 128) if state.parameter.is_cpu else (64 * PIECE, 32)
         unit = 4 // math.gcd(row, 4)
         size = max(least // (row * layout.num_lanes(self.storage)), -(-length // most), 1)
@@ -348,7 +348,7 @@ class MatrixStep:
     # ── scales by row ───────────────────────────────────────────────────────────────────────────────────────────────
 
     def _set_scales(self, peaks: dict[str, Tensor]) -> None:
-        """Set the multipliers of the next pass over the words: bounds change to new ones where there are ``peaks``."""
+        """Set the multipliers of the next pass over the words. With ``peaks``, bounds change to new ones."""
         state = self.state
         if state.bounds:
             bounds = {name: peaks.get(name, bound) for name, bound in state.bounds.items()}

@@ -1,8 +1,8 @@
-"""The one optimizer: a rule joined with a storage, behind the interface of ``torch.optim.Optimizer``.
+"""The one optimizer: a rule and a storage, with the interface of ``torch.optim.Optimizer``.
 
-Nothing here knows a format or a formula. A step makes or looks up the :class:`~narrowgauge.optim.state.ParameterState` of every
-parameter, hands its words to the kernel of its (rule, storage), and counts. Gradient clipping and the decision to skip a step
-with a non-finite gradient are two scalars that the kernel reads; the host reads the decision after the fact.
+Nothing here depends on a format or a formula. A step makes or looks up the :class:`~narrowgauge.optim.state.ParameterState` of
+every parameter. It passes the words to the kernel of its (rule, storage), and counts. The kernel reads two scalars: one clips
+gradients, one skips a step with a non-finite gradient. The host reads the decision after the step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Returned = TypeVar("Returned")
 
 
 def not_compiled(function: Callable[..., Returned]) -> Callable[..., Returned]:
-    """Apply ``torch.compiler.disable`` at the first call: its import takes a second."""
+    """Apply ``torch.compiler.disable`` at the first call, since its import takes a second."""
     disabled: list[Callable[..., Returned]] = []
 
     @functools.wraps(function)
@@ -79,7 +79,7 @@ _HOOKS = (
 
 
 class Options(TypedDict, total=False):
-    """The options that every optimizer here takes besides those of its rule; see :class:`Optimizer`."""
+    """List the options of every optimizer here, without those of its rule; see :class:`Optimizer`."""
 
     storage: str | Storage | None
     max_grad_norm: float | None
@@ -96,40 +96,40 @@ class Options(TypedDict, total=False):
 
 
 class Optimizer(torch.optim.Optimizer):
-    """An update rule whose weights and states are stored in the formats of a storage.
+    """Step weights by an update rule, and store weights and states in the formats of a storage.
 
-    Invariant: for a given history of gradients every stored bit is a function of (seed, that history) alone: not of how its
-    tensor was sharded or chunked, of the number of threads, or of whether the kernel is compiled. Matrix rules, which read
-    whole matrices, are excepted. Parameters of one dimension are stored as the storage's ``vectors`` says (``master`` for
-    ours), since they cost nothing and fail first; this includes a model flattened into one long vector.
+    Invariant: for a given history of gradients every stored bit depends only on (seed, that history). It does not depend on
+    sharding, chunks, the number of threads, or compiled kernels. Matrix rules, which read whole matrices, are an exception. The
+    storage's ``vectors`` names the storage of parameters with one dimension (``master`` for ours). They cost nothing and fail
+    first. A model flattened into one long vector counts as one.
 
     ``state`` holds a :class:`~narrowgauge.optim.state.ParameterState` for each parameter. :meth:`state_dict` returns plain
-    copies; :meth:`load_state_dict` and :meth:`adopt` change states. Weights may be written at any time: a tail moves a written
-    weight by half an ulp at most, and a master gives way to it.
+    copies. :meth:`load_state_dict` and :meth:`adopt` change states. You may write weights at any time. A tail moves a written
+    weight by at most half an ulp. A written weight replaces its master.
 
     Args:
-        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``; a group may set ``storage``, and
-            ``rule="adamw"`` where the optimizer's is a matrix rule. Parameters are already in the storage's visible
-            format (``narrowgauge.prepare`` does that, without losing the bits that it cuts).
+        params: parameters, ``(name, parameter)`` pairs, or groups, as in ``torch.optim``. A group may set ``storage``. If the
+            optimizer has a matrix rule, a group may set ``rule="adamw"``. Parameters are already in the storage's visible
+            format (``narrowgauge.prepare`` converts them without losing the cut bits).
         rule: the update rule.
-        defaults: the options of the rule, which groups may override.
+        defaults: the rule's options, which groups may override.
         storage: a storage of ``narrowgauge.spec.STORAGES``, or its name; ``None`` is ``word``.
-        max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not. With it, a step whose norm
-            is not finite changes nothing and is counted in ``num_skipped``.
+        max_grad_norm: clip gradients to this L2 norm over all parameters; ``None`` does not clip. With it, a step whose norm is
+            not finite changes nothing. ``num_skipped`` counts such steps.
         seed: seed of the stochastic rounding.
-        audit_every: audit every so many steps; 0 never.
+        audit_every: steps between audits; 0 never audits.
         compile: compile the kernels; ``None`` decides by size.
         maximize: maximize instead of minimize.
-        loss_scaler: the scaler of the loss: gradients are divided by its scale, a step with a gradient that is not finite
-            is skipped, and the scaler is updated. A step is refused if the scaler has scaled no loss since the last one.
-            ``torch.amp.GradScaler`` works too, without being passed here.
+        loss_scaler: the scaler of the loss. The optimizer divides gradients by its scale, skips a step with a non-finite
+            gradient, and updates the scaler. It refuses a step if the scaler has scaled no loss since the last one.
+            ``torch.amp.GradScaler`` works too. Do not pass it here.
         flags: ``amsgrad``, ``fused``, ``foreach``, ``capturable``, ``differentiable`` of ``torch.optim``; false or ``None``.
 
     Raises:
-        RecipeError: an option out of range, an unknown storage, or parameters in another format than the storage's visible
-            one, or a storage whose arithmetic the rule cannot be computed in.
+        RecipeError: an option is out of range, the storage is unknown, parameters are not in its visible format, or the rule
+            does not support its arithmetic.
 
-    Cost: see ``RESULTS.md``; ``word`` moves 14 bytes a parameter against 28 for a float32 AdamW.
+    Cost: see ``RESULTS.md``. ``word`` moves 14 bytes a parameter, a float32 AdamW 28.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Optimizer(torch.optim.Optimizer):
             raise TypeError(f"{type(self).__name__} got an unexpected keyword argument '{min(unknown)}'")
         check_options({**defaults, **flags}, rule)
         Range().check("audit_every", audit_every)
-        if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps whose norm is not finite
+        if max_grad_norm not in (None, math.inf):  # infinity never clips, but skips steps with a non-finite norm
             Range(above=True).check("max_grad_norm", max_grad_norm)
         row = known_row(USUAL_STORAGE if storage is None else storage, {})
         self._start(
@@ -177,20 +177,20 @@ class Optimizer(torch.optim.Optimizer):
         self.rule, self.rows, self.compile = rule, rows, compile
         self.max_grad_norm, self.audit_every = max_grad_norm, audit_every
         self.grad_norm: Tensor | None = None
-        # A parameter whose own gradient norm a loop wants beside that of all, and the norm in the last step.
+        # A parameter whose own gradient norm a loop also needs, and that norm in the last step.
         self.watched: Tensor | None = None
         self.watched_grad_norm: Tensor | None = None
         self.last_control: Tensor | None = None
-        # A gradient norm above which a step is skipped; a loop that judges spikes sets it before each step.
+        # Skip a step whose gradient norm is above this. A loop that judges spikes sets it before each step.
         self.skip_above = math.inf
         self.num_skipped = 0
         self.last_overflow: list[str] = []
         self.last_audit: Tensor | None = None
         self.auditor = Auditor()
         self.on_alarm: Callable[[list[Alarm]], None] = warn_of
-        # What sums the gradients over ranks before a step, if anything does; `narrowgauge.prepare` sets it.
+        # Sums the gradients over ranks before a step, if set. `narrowgauge.prepare` sets it.
         self.reduction: Any = None
-        # The handle of gradient release, while there is one, and the parameters it has stepped.
+        # The handle of an active gradient release, and the parameters it has stepped.
         self.release: Any = None
         self.released: set[Tensor] = set()
         self._model: Callable[[], nn.Module | None] = lambda: None
@@ -198,12 +198,12 @@ class Optimizer(torch.optim.Optimizer):
         self._control = StepControl(self._is_worth_compiling)
         self.loss_scaler = loss_scaler
         self._stepped = False
-        # After a step: whether it was skipped, its states, and what tells whose gradients were finite.
+        # After a step: whether it was skipped, its states, and a function that returns whose gradients were finite.
         self._pending: tuple[HostCopy | None, list[ParameterState], Finite | None] | None = None
 
     @property
     def loss_scaler(self) -> LossScaler | None:
-        """Return what scales the loss; frameworks that make the scaler later set it before the first step."""
+        """Return the scaler of the loss. Frameworks that make the scaler later set it before the first step."""
         return self._control.loss_scaler
 
     @loss_scaler.setter
@@ -214,8 +214,8 @@ class Optimizer(torch.optim.Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Return whether torch.amp.GradScaler leaves unscaling and skipping to `step`, in `grad_scale` and `found_inf`.
 
-        Frameworks do not clip the gradients of such an optimizer, so it is true only where it must be: GradScaler refuses to
-        unscale float16 gradients itself.
+        If true, frameworks do not clip the gradients. So it is true only if necessary: GradScaler refuses to unscale float16
+        gradients itself.
         """
         if self.release is not None:
             raise RecipeError(
@@ -226,12 +226,11 @@ class Optimizer(torch.optim.Optimizer):
         return self.loss_scaler is not None or any(p.dtype is torch.float16 for p in self._parameters())
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add parameters, as in ``torch.optim``; the group may name its own ``storage``.
+        """Add parameters, as in ``torch.optim``. The group may set its own ``storage``.
 
         Raises:
-            RecipeError: an option that the rule cannot obey, an unknown storage, or a parameter in another format than its
-                visible one.
-            ChipError: a parameter on a device without float64.
+            RecipeError: the rule cannot obey an option, the storage is unknown, or a parameter is not in its visible format.
+            ChipError: a parameter is on a device without float64.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -256,7 +255,7 @@ class Optimizer(torch.optim.Optimizer):
         return (p for group in self.param_groups for p in group["params"])
 
     def state_of(self, parameter: Tensor) -> ParameterState | None:
-        """Return the stored state of a parameter, to be read only; ``None`` before its first step."""
+        """Return the stored state of a parameter, or ``None`` before its first step. Do not change it."""
         state = self.state.get(parameter)
         return state if isinstance(state, ParameterState) else None
 
@@ -264,7 +263,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return the param group of a parameter.
 
         Raises:
-            KeyError: it is not one of the optimizer's.
+            KeyError: the optimizer does not have the parameter.
         """
         group = next((g for g in self.param_groups if any(parameter is p for p in g["params"])), None)
         if group is None:
@@ -276,10 +275,10 @@ class Optimizer(torch.optim.Optimizer):
         return self._storage_in(self.group_of(parameter), parameter)
 
     def rule_of(self, parameter: Tensor) -> str:
-        """Return the name of the rule that steps a parameter: AdamW's where the optimizer's own needs a matrix and this is none.
+        """Return the name of the rule that steps a parameter. It is AdamW's if a matrix rule does not support the parameter.
 
         Raises:
-            KeyError: it is not one of the optimizer's.
+            KeyError: the optimizer does not have the parameter.
         """
         return self.rule_in(self.group_of(parameter), parameter).name
 
@@ -288,13 +287,13 @@ class Optimizer(torch.optim.Optimizer):
         return for_vectors(row) if parameter.ndim < 2 else row
 
     def rule_in(self, group: Group, parameter: Tensor, states: Collection[str] = ()) -> Rule | MatrixRule:
-        """Return the rule that steps a parameter under a group's options; ``states`` names those that it has already."""
+        """Return the rule that steps a parameter under a group's options. ``states`` names its existing states."""
         plain = parameter.ndim < 2 or group.get("rule") == ADAMW.name
         rule = ADAMW if isinstance(self.rule, MatrixRule) and plain else self.rule
         return rule if isinstance(rule, MatrixRule) else rule.under(group, states)
 
     def parameter_names(self) -> dict[Tensor, str]:
-        """Return the name of each parameter: as given, else as its model has it, else ``"param 0"``, ``"param 1"`` …"""
+        """Return the name of each parameter: the passed name, else the model's, else ``"param 0"``, ``"param 1"`` …"""
         model = self._model()
         of_model = {} if model is None else {p: plain_name(name) for name, p in model.named_parameters()}
         names: dict[Tensor, str] = {}
@@ -305,7 +304,7 @@ class Optimizer(torch.optim.Optimizer):
         return names
 
     def name_parameters(self, model: nn.Module) -> None:
-        """Use a model's names, in alarms and metrics, for parameters that were given without."""
+        """Use a model's names for unnamed parameters, in alarms and metrics."""
         self._model = weakref.ref(model)
 
     # ── states ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -313,9 +312,9 @@ class Optimizer(torch.optim.Optimizer):
     def make_states(
         self, group: Group, parameters: Iterable[Tensor], names: Mapping[Tensor, Collection[str]] | None = None
     ) -> dict[Tensor, ParameterState]:
-        """Return new states of parameters under a group's options, none of which the optimizer has yet.
+        """Return new states under a group's options, for parameters without a state.
 
-        ``names`` are those of states about to be loaded. Small parameters that are made together share a bucket.
+        ``names`` are names of states about to be loaded. Small parameters of one call share a bucket.
         """
         states: dict[Tensor, ParameterState] = {}
         alike: dict[tuple[Kernel, torch.device], list[ParameterState]] = {}
@@ -359,13 +358,12 @@ class Optimizer(torch.optim.Optimizer):
     def adopt(
         self, values: Mapping[Tensor, Tensor], states: Mapping[Tensor, Mapping[str, Tensor | int]] | None = None
     ) -> None:
-        """Store float32 weights, and perhaps states: parameters become the visible part of the weights.
+        """Store float32 weights, and perhaps states. Parameters become the visible part of the weights.
 
         Args:
-            values: the float32 or float64 weight of each parameter, of its shape; rounded to the nearest.
-            states: the states, float32 or float64, of each parameter by name, and under ``step`` the number of steps taken. A
-                code that rounds stochastically does so here: rounded to the nearest, many equal values would have the same
-                error.
+            values: the float32 or float64 weight of each parameter, of its shape, rounded to nearest.
+            states: the float32 or float64 states of each parameter by name. ``step`` is the number of steps taken. A stochastic
+                code rounds stochastically here. Rounded to nearest, many equal values would have the same error.
         """
         for group in self.param_groups:
             members = [p for p in group["params"] if p in values]
@@ -381,20 +379,20 @@ class Optimizer(torch.optim.Optimizer):
                         state.put(name, local_of(value), seed)
 
     def make_missing(self, group: Group, parameters: Sequence[Tensor]) -> None:
-        """Make the states of parameters that have none."""
+        """Make the states of parameters without one."""
         state = self.state
         if missing := [p for p in parameters if not isinstance(state.get(p), ParameterState)]:
             self.state.update(self.make_states(group, missing))
 
     def stored(self, parameter: Tensor, name: str = "weight") -> Tensor:
-        """Return the stored value, as float32; as float64 where the storage keeps that.
+        """Return the stored value as float32, or as float64 if the storage keeps that.
 
         Args:
             parameter: one of the optimizer's parameters.
             name: ``"weight"``, or a state such as ``"exp_avg"`` or ``"exp_avg_sq"``.
         Returns:
-            tensor of the parameter's shape, a copy (a DTensor where the parameter is one). Before the first step
-            the weight is the parameter itself and moments are zero.
+            A copy in the parameter's shape, a DTensor if the parameter is one. Before the first step the weight is the
+            parameter itself and moments are zero.
         Raises:
             KeyError: the parameter or the name is unknown.
         """
@@ -410,10 +408,10 @@ class Optimizer(torch.optim.Optimizer):
         return parameter.detach().to(dtype, copy=True) if name == "weight" else torch.zeros_like(parameter, dtype=dtype)
 
     def leading(self, parameters: Iterable[Tensor], count: int, name: str = "weight") -> list[Tensor | None]:
-        """Return the first ``count`` values of :meth:`stored` of some parameters, or of their shards here.
+        """Return the first ``count`` values of :meth:`stored` for some parameters, or for this rank's shards.
 
         Returns:
-            float32 ``[count]`` for each, fewer where there are fewer, or ``None`` where nothing is stored under that name yet.
+            One float32 ``[count]`` per parameter, shorter for small ones. ``None`` if nothing is stored under that name yet.
         """
         states = [self.state_of(parameter) for parameter in parameters]
         known = [s for s in states if s is not None and (name == "weight" or name in dict(s.storage.states))]
@@ -421,15 +419,15 @@ class Optimizer(torch.optim.Optimizer):
         return [None if state is None else values.get(state) for state in states]
 
     def num_steps(self, parameter: Tensor) -> int:
-        """Return the number of steps that a parameter has taken; 0 before the first. Waits for the last step."""
+        """Return the number of steps that a parameter has taken, 0 before the first. Wait for the last step."""
         self.settle()
         state = self.state_of(parameter)
         return 0 if state is None else state.step
 
     def bytes_per_param(self) -> float:
-        """Return bytes of weights, gradients (in the parameters' format) and states per parameter, of live tensors.
+        """Return bytes per parameter of live weights, gradients (in the parameters' format) and states.
 
-        Gradients that :func:`narrowgauge.optim.release_gradients` releases as they arrive are not counted.
+        Gradients that :func:`narrowgauge.optim.release_gradients` frees on arrival do not count.
         """
         parameters = [local_of(p) for p in self._parameters()]
         gradients = [local_of(p) for p in self._parameters() if p not in self.released]
@@ -448,11 +446,10 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if there is one.
         Raises:
-            RecipeError: a gradient that is sparse or of another format; a parameter whose storage, shape, format or device
-                has changed since its state was made; in a first step, parameters that were replaced after that, or that the
-                model does not hold.
+            RecipeError: a gradient is sparse or in another format. A parameter's storage, shape, format or device has changed
+                since its state was made. In a first step: parameters were replaced since then, or the model lacks them.
 
-        Cost: transient memory. Elementwise rules take at most 64 MiB, for any model. Matrix rules take float32 copies of the
+        Cost: transient memory. Elementwise rules take at most 64 MiB for any model. Matrix rules take float32 copies of the
             largest matrix: Muon and GaLore 4, Adafactor 2, GradNormLoRP 8.
         """
         loss = None
@@ -477,7 +474,7 @@ class Optimizer(torch.optim.Optimizer):
         if not states:
             if self.reduction is not None:
                 self.reduction.require_stepped()
-            self._take_audit([])  # of parameters that were stepped alone
+            self._take_audit([])  # for parameters stepped alone
             return
         device = check_one_device([state.parameter for state in states])
         refuse_capture(device)
@@ -490,7 +487,7 @@ class Optimizer(torch.optim.Optimizer):
             device,
             max_norm=self.max_grad_norm,
             skip_above=self.skip_above,
-            # torch.amp.GradScaler sets these two for the length of a step.
+            # torch.amp.GradScaler sets these two during a step.
             grad_scale=getattr(self, "grad_scale", None),
             found_inf=found_inf,
             own=next((g for s, g in zip(states, gradients, strict=True) if s.owner is self.watched), None),
@@ -512,10 +509,10 @@ class Optimizer(torch.optim.Optimizer):
         warn_of_slow_matmuls(self.param_groups)
 
     def step_alone(self, group: Group, parameter: Tensor) -> None:
-        """Step one parameter that has a gradient now, and release that.
+        """Step one parameter that has a gradient now, and free the gradient.
 
-        A parameter in a bucket waits for :meth:`step`. So does one without a state: small parameters that begin together share
-        a bucket.
+        A parameter in a bucket waits for :meth:`step`. A parameter without a state waits too, so that small ones can share a
+        bucket.
         """
         state = self.state_of(parameter)
         if state is None or state.bucket is not None:
@@ -533,7 +530,7 @@ class Optimizer(torch.optim.Optimizer):
             state.step += 1
 
     def _with_gradient(self, group: Group) -> list[ParameterState]:
-        """Return the states of a group's parameters that have a gradient, which is set."""
+        """Set the gradients of a group's states, and return the states that have one."""
         parameters = [p for p in group["params"] if p.grad is not None]
         self.make_missing(group, parameters)
         may_change = isinstance(self.rule, MatrixRule) or self.rule.reduces is not None
@@ -549,7 +546,7 @@ class Optimizer(torch.optim.Optimizer):
         return states
 
     def settle(self) -> None:
-        """Finish the last step: read from the device whether it was skipped and what its audit found, and raise alarms."""
+        """Finish the last step: read the skip decision and the audit from the device, and raise alarms."""
         if self._pending is None:
             return
         (skip, states, finite), self._pending, self.last_audit = self._pending, None, None
@@ -568,7 +565,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _take_audit(self, states: list[ParameterState]) -> None:
         auditor = self.auditor
-        # Ranks that hold nothing of what was audited take part too.
+        # Ranks without audited elements take part too.
         if auditor.join is not None and any(self.audit_every and s.step % self.audit_every == 0 for s in states):
             auditor.fresh = auditor.join(auditor.fresh)
         if not auditor.fresh:
@@ -582,15 +579,15 @@ class Optimizer(torch.optim.Optimizer):
     # ── saving and loading ──────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state, lossless and packed: each plane as a tensor of the parameter's shape, a copy.
+        """Return the state, lossless and packed: a copy of each plane in the parameter's shape.
 
         Returns:
-            As in ``torch.optim``; a state that is a plain tensor has torch's key (``exp_avg``), others are ``tail``,
-            ``master`` (float32), ``weight_low`` and ``packed``, and ``…_bound`` is the scale of each row. ``step`` is a 0-d
-            float32 tensor. DTensors where the parameter is one.
+            A dict as in ``torch.optim``. A plain state has torch's key (``exp_avg``). Others are ``tail``, ``master``
+            (float32), ``weight_low`` and ``packed``. ``…_bound`` is the scale of each row. ``step`` is a 0-d float32 tensor.
+            Values are DTensors if the parameter is one.
         """
-        self.settle()  # a step that was skipped on a device has not taken its count back yet
-        handle = self.register_state_dict_post_hook(show_states, prepend=True)  # before hooks of others see it
+        self.settle()  # a step skipped on a device has not yet reverted its count
+        handle = self.register_state_dict_post_hook(show_states, prepend=True)  # before other hooks see it
         try:
             result: dict[str, Any] = super().state_dict()
             return result
@@ -598,18 +595,18 @@ class Optimizer(torch.optim.Optimizer):
             handle.remove()
 
     def states(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Return the part of :meth:`state_dict` that belongs to each parameter."""
+        """Return each parameter's part of :meth:`state_dict`."""
         self.settle()
         return {p: state.saved() for p in self._parameters() if (state := self.state_of(p)) is not None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`; nothing is cast, and a state that is refused changes nothing.
+        """Restore a state from :meth:`state_dict` without casts. A refused state changes nothing.
 
         Raises:
             RecipeError: the state was saved from another storage or shape.
             ValueError: the groups do not match, as in ``torch.optim``.
         """
-        handle = self.register_load_state_dict_pre_hook(take_states)  # after hooks of others have changed it
+        handle = self.register_load_state_dict_pre_hook(take_states)  # after other hooks have changed it
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -618,12 +615,12 @@ class Optimizer(torch.optim.Optimizer):
     def load_states(
         self, entries: Mapping[Tensor, Mapping[str, Any]], groups: list[dict[str, Any]] | None = None
     ) -> None:
-        """Replace all states by those from :meth:`states`; a state that is refused changes nothing.
+        """Replace all states by states from :meth:`states`. A refused state changes nothing.
 
         Args:
             entries: the state of each parameter.
-            groups: options that the states were saved under; ``None`` for the optimizer's own. A group without
-                ``storage`` is of a plain ``torch.optim``, whose moments are cut.
+            groups: options of the saved states; ``None`` for the optimizer's own. A group without ``storage`` is from plain
+                ``torch.optim``. Its moments are rounded.
         Raises:
             RecipeError: a state was saved from another storage, rule or shape.
         """
@@ -631,9 +628,9 @@ class Optimizer(torch.optim.Optimizer):
         self.__setstate__({"state": defaultdict(dict, {**self._free(), **states})})
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy and a pickle have.
+        """Return the attributes for a copy and a pickle.
 
-        A hook that is a ``functools.partial`` is copied, with the model that it holds: so ``narrowgauge.prepare`` ties the two.
+        A ``functools.partial`` hook is copied with its model. ``narrowgauge.prepare`` ties optimizer and model this way.
         """
         numbers = {p: number for number, p in enumerate(self._parameters())}
         return {
@@ -659,7 +656,7 @@ class Optimizer(torch.optim.Optimizer):
             ours.update({RemovableHandle(ours).id: hook for hook in hooks[name]})
 
     def _free(self) -> dict[Any, Any]:
-        """Return what hooks and users keep in ``state`` beside the states of parameters."""
+        """Return entries of ``state`` from hooks and users, without the states of parameters."""
         state: dict[Any, Any] = self.state
         return {key: value for key, value in state.items() if not isinstance(key, Tensor)}
 
@@ -669,7 +666,7 @@ class Optimizer(torch.optim.Optimizer):
 
 
 def _remove_repeated(group: Group) -> None:
-    """Remove a tied weight that is given twice: it is one parameter, under its first name. Torch has warned of it."""
+    """Remove repeats of a tied weight. It is one parameter, under its first name. Torch has warned of it."""
     first: dict[Tensor, int] = {}
     for place, parameter in enumerate(group["params"]):
         first.setdefault(parameter, place)

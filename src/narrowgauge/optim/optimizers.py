@@ -2,7 +2,7 @@
 
 :class:`Muon`, :class:`Adafactor`, :class:`GaLore` and :class:`GradNormLoRP` step parameters of two dims or more as matrices.
 AdamW steps parameters of fewer dims, with the same learning rate and the group's ``betas`` and ``eps``. Put embeddings and
-output heads into a group with ``"rule": "adamw"``: each of their rows is a token, and a batch contains few tokens.
+output heads into a group with ``"rule": "adamw"``. Each of their rows is a token, and a batch contains few tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class AdamW(Optimizer):
-    """AdamW whose weights and moments are stored in the formats of a storage; computed in float32.
+    """AdamW, computed in float32. Weights and moments are stored in the formats of a storage.
 
     Args:
         params: as in ``torch.optim``: parameters, ``(name, parameter)`` pairs, or groups.
@@ -34,12 +34,12 @@ class AdamW(Optimizer):
         betas: decay rates of the two moments.
         eps: added to the denominator; 0 is allowed.
         weight_decay: decoupled decay, multiplied by ``lr``.
-        options: ``storage`` (one of ``narrowgauge.spec.STORAGES``, or its name), ``max_grad_norm`` (clip to this L2 norm over
-            all parameters, and skip steps whose norm is not finite), ``seed``, ``audit_every``, ``compile``, ``maximize``
-            and ``loss_scaler``, as in :class:`Optimizer`.
+        options: as in :class:`Optimizer`. ``storage`` is one of ``narrowgauge.spec.STORAGES``, or its name. ``max_grad_norm``
+            clips to this L2 norm over all parameters, and skips steps whose norm is not finite. The others are ``seed``,
+            ``audit_every``, ``compile``, ``maximize`` and ``loss_scaler``.
 
     Raises:
-        RecipeError: an option out of range, an unknown storage, or parameters in another format than its visible one.
+        RecipeError: an option is out of range, the storage is unknown, or parameters are not in its visible format.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -67,7 +67,7 @@ class AdamW(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam: as :class:`AdamW`, with weight decay as an L2 penalty, added to the gradient.
+    """Adam: like :class:`AdamW`, but weight decay is an L2 penalty, added to the gradient.
 
     Args:
         params, lr, betas, eps, options: as in :class:`AdamW`.
@@ -98,14 +98,14 @@ class Adam(Optimizer):
 
 
 class SGD(Optimizer):
-    """Stochastic gradient descent, with momentum and Nesterov's form of it, as in ``torch.optim``.
+    """Stochastic gradient descent with momentum, optionally Nesterov's, as in ``torch.optim``.
 
     Args:
         params, lr, options: as in :class:`AdamW`.
-        momentum: decay rate of the ``momentum_buffer``; with 0 there is no buffer.
+        momentum: decay rate of the ``momentum_buffer``. With 0 there is no buffer.
         dampening: fraction of each gradient, except the first, that does not enter the buffer.
         weight_decay: factor of the L2 penalty.
-        nesterov: step along the gradient and the next buffer; needs momentum and no dampening.
+        nesterov: step along the gradient plus the next buffer. It needs momentum and no dampening.
 
     Raises:
         RecipeError: as in :class:`AdamW`, or Nesterov's form without momentum or with dampening.
@@ -147,7 +147,7 @@ class Lion(Optimizer):
     """Lion: the sign of an interpolated momentum, with decoupled weight decay.
 
     Args:
-        params, lr, weight_decay, options: as in :class:`AdamW`; learning rates are 3 to 10 times smaller.
+        params, lr, weight_decay, options: as in :class:`AdamW`. Use a 3 to 10 times smaller learning rate.
         betas: decay rates of the interpolation and of the stored momentum.
 
     Example:
@@ -174,24 +174,24 @@ class Lion(Optimizer):
 
 
 class Muon(Optimizer):
-    """Muon: momentum whose singular values are all brought to about 1.
+    """Muon: bring all singular values of the momentum to about 1.
 
-    Scaling all gradients changes nothing, and neither does clipping. The iteration begins from float32.
+    Scaling or clipping all gradients changes nothing. The iteration starts in float32.
 
     Args:
-        params: as in :class:`AdamW`; more than two dims are flattened to columns.
-        lr, weight_decay, options: as in :class:`AdamW`; the momentum takes the storage's code for first moments.
+        params: as in :class:`AdamW`. More than two dims are flattened to columns.
+        lr, weight_decay, options: as in :class:`AdamW`. The momentum uses the storage's code for first moments.
         momentum: decay rate of the average of gradients.
         nesterov: look one step ahead of that average.
         ns_steps: iterations of the orthogonalisation.
         adjust_lr_fn: as in ``torch.optim.Muon``. ``None`` or ``"original"`` multiplies ``lr`` by ``sqrt(max(1, rows / cols))``.
-            ``"match_rms_adamw"`` multiplies it by ``0.2 · sqrt(max(rows, cols))``: steps are as large as AdamW's, so that
+            ``"match_rms_adamw"`` multiplies it by ``0.2 · sqrt(max(rows, cols))``. Then steps are as large as AdamW's, and
             vectors and embeddings can share the rate.
         ns_dtype: format of the products' operands: ``"bfloat16"``, as published, or ``"float32"``.
         betas, eps: AdamW's, for parameters of fewer than two dims.
 
-    Cost: ``ns_steps · (2 s · rows · cols + s³)`` multiply-adds a step, with ``s`` the shorter side, and transient memory for
-        four float32 copies of the matrix.
+    Cost: ``ns_steps · (2 s · rows · cols + s³)`` multiply-adds a step; ``s`` is the shorter side. Transient memory holds four
+        float32 copies of the matrix.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -229,24 +229,24 @@ class Muon(Optimizer):
 
 
 class Adafactor(Optimizer):
-    """Adafactor: second moments stored as one value per row and one per column.
+    """Adafactor: store second moments as one value per row and one per column.
 
-    By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. For an AdamW's rate and
-    schedule, give ``scale_parameter=False, relative_step=False``.
+    By default ``lr`` bounds a relative step, as in the paper and in ``torch.optim.Adafactor``. To use an AdamW's rate and
+    schedule, set ``scale_parameter=False, relative_step=False``.
 
     Args:
-        params, weight_decay, options: as in :class:`Muon`; row and column values are float32 in every storage.
-        lr: learning rate, or its bound where ``relative_step``.
+        params, weight_decay, options: as in :class:`Muon`. Row and column values are float32 in every storage.
+        lr: learning rate, or its bound with ``relative_step``.
         beta2_decay: the second moments' decay rate at step ``t`` is ``1 - t^beta2_decay``; below 0.
-        eps: a pair as in transformers: the value added to every squared gradient (``None`` is 1e-30), and the least root mean
-            square of a weight where ``scale_parameter``.
+        eps: a pair, as in transformers. The first is added to every squared gradient (``None`` is 1e-30). The second is the
+            smallest root mean square of a weight with ``scale_parameter``.
         clip_threshold: largest root mean square of a step; torch's ``d``.
         beta1: decay rate of an average of clipped steps, before the rate; ``None`` for no average.
         scale_parameter: multiply ``lr`` by the weight's root mean square.
         relative_step: bound ``lr`` by ``1 / sqrt(t)``.
         betas, adam_eps: AdamW's ``betas`` and ``eps``, for parameters of fewer than two dims.
 
-    Cost: ``4 · (rows + cols)`` bytes of second moments; transient memory for two float32 copies of the matrix.
+    Cost: ``4 · (rows + cols)`` bytes of second moments. Transient memory holds two float32 copies of the matrix.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -292,22 +292,23 @@ def _in_subspace(proj_type: str, **options: Any) -> dict[str, Any]:
 class GaLore(Optimizer):
     """GaLore: AdamW on the coordinates of each gradient in a low-rank subspace.
 
-    Gradients are projected on the ``rank`` leading singular vectors of the shorter side. Weight decay acts on the whole
-    weight. While all gradients are zero there is no subspace, and the weight only decays.
+    Gradients are projected on the ``rank`` leading singular vectors of the shorter side. Weight decay acts on the whole weight.
+    While all gradients are zero there is no subspace, and the weight only decays.
 
     Args:
         params, lr, weight_decay: as in :class:`Muon`.
-        rank: of the subspace, at most the shorter side.
+        rank: rank of the subspace, at most the shorter side.
         update_proj_gap: steps between two subspaces.
         scale: factor of the step, but not of the decay.
-        betas, eps: decay rates of the moments and what is added to the denominator, also AdamW's for parameters of fewer dims.
-        proj_type: ``"std"``, a basis on the shorter side, or ``"full"``, one on each: ``rank²`` coordinates instead of
+        betas, eps: decay rates of the moments, and the addend of the denominator. AdamW uses them for fewer dims.
+        proj_type: ``"std"`` has a basis on the shorter side. ``"full"`` has one on each: ``rank²`` coordinates instead of
             ``rank · longer side``. With ``"full"`` the first gradient is diagonal: choose ``eps`` well above rounding errors.
-        options: as in :class:`AdamW`; bases and moments take the storage's codes for moments.
+        options: as in :class:`AdamW`. Bases and moments use the storage's codes for moments.
 
-    Cost: ``rank · (shorter + 2 · longer side)`` values of states, with ``"full"`` ``rank · (shorter + longer side + 2 · rank)``;
-        transient memory for four float32 copies of the matrix. Every ``update_proj_gap`` steps the eigenvectors of a float64
-        matrix of the shorter side, which take eight float32 copies of that square.
+    Cost: ``rank · (shorter + 2 · longer side)`` values of states, with ``"full"`` ``rank · (shorter + longer side + 2 ·
+    rank)``.
+        Transient memory holds four float32 copies of the matrix. Every ``update_proj_gap`` steps it computes eigenvectors of a
+        float64 matrix of the shorter side. They take eight float32 copies of that square.
 
     Example:
         >>> import torch, narrowgauge as ng
@@ -343,19 +344,19 @@ class GaLore(Optimizer):
 
 
 class GradNormLoRP(Optimizer):
-    """GradNormLoRP: train lengths and directions of a weight's columns separately, directions in a low-rank subspace.
+    """GradNormLoRP: train column lengths and directions of a weight separately, directions in a low-rank subspace.
 
-    The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``. This is its dense form: the direction
-    is the weight itself, no factor is added to the model, and the change is not held to one rank for the whole run. Weight
+    The paper trains ``W = M (W0 + I J) / ‖W0 + I J‖_col`` with thin factors ``I``, ``J``. This is its dense form. The direction
+    is the weight itself, and no factor is added to the model. The change is not limited to one rank for the whole run. Weight
     decay acts on lengths. The authors' released optimizers differ from the paper.
 
     Args:
         params, lr, weight_decay, betas, eps, options: as in :class:`GaLore`.
-        rank, update_proj_gap: of the directions' subspace, as in :class:`GaLore`.
+        rank, update_proj_gap: for the directions' subspace, as in :class:`GaLore`.
         scale: factor of the directions' step.
-        proj_type: as in :class:`GaLore`; the paper's formula has ``"full"``, its released code ``"std"``.
+        proj_type: as in :class:`GaLore`. The paper's formula has ``"full"``, its released code ``"std"``.
 
-    Cost: that of :class:`GaLore`, and ``8 · cols`` bytes; transient memory for eight float32 copies of the matrix.
+    Cost: as :class:`GaLore`, and ``8 · cols`` bytes. Transient memory holds eight float32 copies of the matrix.
 
     Example:
         >>> import torch, narrowgauge as ng

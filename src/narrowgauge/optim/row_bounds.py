@@ -1,8 +1,8 @@
-"""Bounds of rows: the scale of each row of a matrix, known before a step writes anything.
+"""Bounds of rows: the scale of each row of a matrix, computed before a step writes anything.
 
-A storage that is scaled by row keeps for each scaled code a bound that no exact value of a row exceeds. The rule itself is
-applied to the largest magnitudes of each row: it is monotone in them, so the result bounds every new state of the row. A
-row's scale is therefore a function of its own gradients alone. All rows of all matrices are bounded at once.
+A storage scaled by row keeps a bound for each scaled code. No exact value of a row exceeds it. The rule itself is applied to
+the largest magnitudes of each row. It is monotone in them, so the result bounds every new state of the row. So a row's scale
+depends only on its own gradients. All rows of all matrices are bounded at once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Scale = tuple[Tensor, Tensor, Tensor]
 
 
 def rescaled(code: Code, old: Tensor, new: Tensor, skip: Tensor) -> Scale:
-    """Return the scale of rows with the ``old`` bounds, and the ``new`` ones unless the step is skipped (bool, 0-d)."""
+    """Return the scale of rows for the ``old`` bounds and the ``new`` ones. Keep the old if ``skip`` (bool, 0-d)."""
     bound = torch.where(skip, old, new)
     return bound, codes.multipliers(code, bound)[0], codes.multipliers(code, old)[1]
 
@@ -31,14 +31,14 @@ def rescaled(code: Code, old: Tensor, new: Tensor, skip: Tensor) -> Scale:
 def new_bounds(
     rule: Rule, slopes: Tensor, weights: Tensor, old: Mapping[str, Tensor], values: Tensor
 ) -> dict[str, Tensor]:
-    """Apply the rule to the largest magnitudes of rows: of gradients, weights, and the ``old`` bounds of scaled codes."""
+    """Apply the rule to the largest magnitudes of rows: gradients, weights, and ``old`` bounds of scaled codes."""
     slopes = slopes * values[0].abs()
     scalars = {name: values[place] for place, name in enumerate((*CONTROL, *rule.scalars))}
-    # A state that is not scaled by row needs no bound.
+    # A state without a scale per row needs no bound.
     moments = [old.get(name, torch.zeros_like(slopes)) for name in rule.states]
     signed = [rule.update(weights, sign * slopes, *moments, scalars)[1:] for sign in (1.0, -1.0)]
     new = {
-        # A gradient that is not finite must not stay in a bound: inf - inf would be NaN for good.
+        # A non-finite gradient must not stay in a bound: inf - inf would be NaN forever.
         name: torch.maximum(plus.abs(), minus.abs()).nan_to_num(nan=3e38, posinf=3e38)
         for name, plus, minus in zip(rule.states, *signed, strict=True)
         if name in old
@@ -49,7 +49,7 @@ def new_bounds(
 
 
 def bound_rows(kernel: StepKernel, batch: Sequence[ParameterState], values: Tensor) -> None:
-    """Give states of one kernel that have their gradients their rows' new bounds, and the scales of this step.
+    """Set the new row bounds and this step's scales of one kernel's states, which have their gradients.
 
     ``values`` are the scalars of ``CONTROL`` and of the rule, float32.
     """
@@ -65,7 +65,7 @@ def bound_rows(kernel: StepKernel, batch: Sequence[ParameterState], values: Tens
 
 
 def set_scales(batch: Sequence[ParameterState], scales: Mapping[str, Scale]) -> None:
-    """Give states of one storage, for each scaled code, the :data:`Scale` of all their rows, one state's after the other's."""
+    """Set the scales of states of one storage. A :data:`Scale` has the rows of all states in order."""
     sizes = [state.num_rows for state in batch]
     parts = {name: [values.view(-1, 1).split(sizes) for values in scale] for name, scale in scales.items()}
     torch._foreach_copy_(

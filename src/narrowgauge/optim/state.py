@@ -1,8 +1,8 @@
 """The stored state of one parameter.
 
-A :class:`ParameterState` is what ``optimizer.state`` holds for a parameter. Its words, in the layout of
-:mod:`narrowgauge.optim.layout`, are what a kernel reads and writes. Everything else reads and writes tensors in the parameter's
-shape: :meth:`ParameterState.saved` returns copies, :meth:`ParameterState.take` puts them back bit for bit.
+``optimizer.state`` holds a :class:`ParameterState` for each parameter. Kernels read and write its words, in the layout of
+:mod:`narrowgauge.optim.layout`. All other code uses tensors in the parameter's shape: :meth:`ParameterState.saved` returns
+copies, :meth:`ParameterState.take` restores them bit for bit.
 """
 
 from __future__ import annotations
@@ -24,30 +24,31 @@ from narrowgauge.spec.storages import FLOAT32, Code, Storage
 NO_GRADIENT = torch.empty(0, dtype=torch.float32)
 """Replaces the gradient between steps, so that the last one can be freed."""
 PIECE_WORDS = 1 << 16
-"""Words that are copied, or searched for their largest magnitude, at a time."""
+"""Number of words to copy, or to search for their largest magnitude, at a time."""
 SMALLEST_BOUND = 2.0**-8
-"""The least bound of a row of weights that is scaled by row, so that a row of zeros can grow."""
+"""The smallest bound of a row of weights scaled by row, so that a row of zeros can grow."""
 
 
 class ParameterState:
-    """One parameter and its packed state.
+    """Hold one parameter and its packed state.
 
-    ``dict(state)`` is what a ``state_dict()`` holds: copies.
+    ``dict(state)`` holds copies, as a ``state_dict()`` does.
 
     Args:
         owner: the parameter of the model.
-        extras: for each state of a matrix rule that does not lie beside the weight, its shape and role; no role is float32.
+        extras: shape and role of each matrix-rule state that is separate from the weight. Without a role it is float32.
 
     Attributes:
         parameter: the local tensor: the owner, or this rank's shard of a DTensor.
         made_for: its shape, dtype and device.
         words: the words of each plane, by plane name.
-        bounds: for each code scaled by row, the magnitude that no exact value of a row exceeds, float32 ``[rows, 1]``. A
-            stochastically rounded value may exceed it: the window ends at 1.7 times the power of two above.
-        extras: the tensors of states of their own, by state and saved name.
-        step: the number of steps taken.
-        gradient: set during a step, as are ``scales``, the multipliers that a kernel takes.
-        requested: the name of the storage in its param group.
+        bounds: for each code scaled by row, a bound on the exact values of a row, float32 ``[rows, 1]``. A stochastically
+            rounded
+            value may exceed it: the window ends at 1.7 times the power of two above.
+        extras: the tensors of separate states, by state and saved name.
+        step: number of steps taken.
+        gradient: set during a step. ``scales``, the kernel's multipliers, are too.
+        requested: the storage name in its param group.
         bucket: shared with other small parameters.
     """
 
@@ -76,7 +77,7 @@ class ParameterState:
         self._weight_words: list[Tensor] | None = None
 
     def begin(self) -> None:
-        """Set the bounds and the master from the parameter, once there are words."""
+        """Set the bounds and the master from the parameter. Allocate words first."""
         rows = layout.matrix_of(self.storage, self.parameter.shape)[0]
         for name in self.storage.scaled:
             self.bounds[name] = torch.zeros(rows, 1, dtype=torch.float32, device=self.parameter.device)
@@ -88,7 +89,7 @@ class ParameterState:
     # ── what a checkpoint holds ─────────────────────────────────────────────────────────────────────────────────────
 
     def saved(self) -> dict[str, Tensor]:
-        """Return ``step`` and copies of all tensors in the parameter's shape, DTensors where the parameter is one."""
+        """Return ``step`` and copies of all tensors in the parameter's shape. They are DTensors if the parameter is one."""
         saved = {"step": torch.tensor(float(self.step), dtype=torch.float32)}
         extras = self.tensors_of_extras()
         for name, value in self.in_parameter_order().items():
@@ -99,13 +100,13 @@ class ParameterState:
         """Return the names in :meth:`saved`."""
         return ["step", *self.words, *(f"{name}_bound" for name in self.bounds), *self.tensors_of_extras()]
 
-    __iter__ = None  # torch's load_state_dict would make a new object of what can be iterated
+    __iter__ = None  # torch's load_state_dict would rebuild an iterable as a new object
 
     def __getitem__(self, name: str) -> Tensor:
         return self.saved()[name]
 
     def in_parameter_order(self) -> dict[str, Tensor]:
-        """Return every plane in the parameter's shape, bounds as ``…_bound`` and extras: copies, this rank's part."""
+        """Return copies of this rank's part: planes in the parameter's shape, bounds as ``…_bound``, and extras."""
         shape = self.parameter.shape
         planes = {
             plane.name: layout.to_parameter_order(self.storage, plane, self.words[plane.name], shape)
@@ -151,7 +152,7 @@ class ParameterState:
         return [*self.words.values(), *self.bounds.values(), *self.tensors_of_extras().values()]
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each live tensor by the fields that it holds: states, then the weight under ``""``, then its tail."""
+        """Yield each live tensor with its fields: states, then the weight under ``""``, then its tail."""
         beside: list[tuple[str, Tensor]] = []
         for plane in layout.planes(self.storage):
             fields = [name for name, _, _ in plane.fields]
@@ -179,7 +180,7 @@ class ParameterState:
         return self._extra_codes.get(name) or self.storage.code(name)
 
     def stored(self, name: str) -> Tensor:
-        """Return the stored weight (``"weight"``) or a state in the parameter's shape: a copy in float32 or float64."""
+        """Return a copy of the weight (``"weight"``) or a state in the parameter's shape, in float32 or float64."""
         if name in self.extras:
             return self.extra(name).clone()
         if name != "weight" and name not in dict(self.storage.states):
@@ -192,7 +193,7 @@ class ParameterState:
         return value.reshape(self.parameter.shape).clone()
 
     def extra(self, name: str) -> Tensor:
-        """Return the float32 values of an extra, of one in float32 its own memory."""
+        """Return the float32 values of an extra. For a float32 extra this is its own memory, not a copy."""
         return codes.alone_value(name, self._extra_codes[name], self.extras[name])
 
     def put_extra(self, name: str, values: Tensor, seed: Tensor | None = None, skip: Tensor | None = None) -> None:
@@ -202,9 +203,9 @@ class ParameterState:
             tensors[part].copy_(new if skip is None else torch.where(skip, tensors[part], new))
 
     def adopt(self, values: Tensor, seed: Tensor | None = None) -> None:
-        """Store ``values`` as the weight, rounded to the nearest; the parameter becomes its visible part.
+        """Store ``values`` as the weight, rounded to nearest. The parameter becomes its visible part.
 
-        With a ``seed`` (0-d int32), a stochastic code rounds so here too.
+        With a ``seed`` (0-d int32), a stochastic code rounds stochastically here too.
         """
         value = self._as_matrix("weight", values)
         lane = self._lane()
@@ -212,7 +213,7 @@ class ParameterState:
         visible = codes.visible_value(self.storage.visible, bits).reshape(self.parameter.shape)
         visible = narrowed(visible, getattr(torch, self.storage.visible))
         if self.parameter.dtype is visible.dtype:
-            self.parameter.data.copy_(visible)  # in place: there may be views of this memory
+            self.parameter.data.copy_(visible)  # in place, since this memory may have views
         else:
             self.parameter.data = visible
         self._fill(fields)
@@ -227,7 +228,7 @@ class ParameterState:
         self._fill(codes.write_state(self.storage, lane, name, value, self._addend(name, lane, seed)))
 
     def _lane(self) -> codes.Lane:
-        """Return the state as one lane in the parameter's order, a matrix or flat."""
+        """Return the state as one lane in the parameter's order, as a matrix or flat."""
         matrix = layout.matrix_of(self.storage, self.parameter.shape)
         scales = {n: codes.multipliers(self.storage.code(n), bound) for n, bound in self.bounds.items()}
         weight = at_least_float32(self.parameter.detach()).reshape(matrix).contiguous()
@@ -245,7 +246,7 @@ class ParameterState:
         return value
 
     def _addend(self, name: str, lane: codes.Lane, seed: Tensor | None) -> Tensor | int:
-        """Return what is added before cutting: the random bits are a hash of the stored weights, as in a step."""
+        """Return the addend before cutting. The random bits are a hash of the stored weights, as in a step."""
         if seed is None:
             return half(codes.dropped_bits(self.storage.code(name)))
         weight = codes.read_weight(self.storage, lane)
@@ -258,11 +259,11 @@ class ParameterState:
 
     @cached_property
     def plane_words(self) -> list[Tensor]:
-        """Return the state tensors in the order in which a kernel takes them."""
+        """Return the state tensors in the kernel's order."""
         return layout.tensors_of_planes(self.storage, self.words)
 
     def set_scales(self, into: dict[str, Tensor], back: dict[str, Tensor]) -> None:
-        """Set the multipliers of each scaled code, ``[rows, 1]``, as a kernel takes them: for each code, each part's pair."""
+        """Set the multipliers of each scaled code, ``[rows, 1]``, in the kernel's order: for each code, each part's pair."""
         shape = self.parameter.shape
         self.scales = []
         for name in self.storage.scaled:
@@ -270,9 +271,9 @@ class ParameterState:
             self.scales += [scale for pair in zip(*pairs, strict=True) for scale in pair]
 
     def direct(self) -> list[Tensor] | None:
-        """Return parameter, gradient and states as words in place, or ``None`` where that is not possible."""
+        """Return parameter, gradient and states as words in place, or ``None`` if impossible."""
         place = self.parameter.data_ptr()
-        if place != self._weight_at:  # it has moved, or this is the first time
+        if place != self._weight_at:  # the weight has moved, or this is the first call
             self._weight_words, self._weight_at = layout.parts_of(self.storage, self.parameter.detach()), place
         weight = self._weight_words if self.parameter.is_contiguous() else None
         slopes = None if weight is None else layout.parts_of(self.storage, self.gradient)
@@ -286,22 +287,22 @@ class ParameterState:
 
     @property
     def num_rows(self) -> int:
-        """Rows of the parameter as a matrix, for storages that lie in rows."""
+        """Return the number of rows of the parameter as a matrix, for storages that are matrices."""
         return layout.matrix_of(self.storage, self.parameter.shape)[0]
 
 
 def extra_code(storage: Storage, role: str | None) -> Code:
-    """Return the code of a state of its own."""
+    """Return the code of a separate state."""
     return FLOAT32 if role is None else storage.code(role)
 
 
 def weight_bound(peaks: Tensor) -> Tensor:
-    """Return a bound on a row of weights after a step: twice its largest now."""
+    """Return a bound on a row of weights after a step: twice its largest magnitude now."""
     return (peaks * 2.0).clamp(min=SMALLEST_BOUND)
 
 
 def peaks_of_all(states: Sequence[ParameterState], values: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude of each row of tensors, one of each state's shape: float32 ``[rows, 1]``, rows in order."""
+    """Return the largest magnitude of each row of tensors shaped like the states: float32 ``[rows, 1]``, rows in order."""
     peaks: list[Tensor | None] = []
     matrices, sizes = [], []
     for state, value in zip(states, values, strict=True):
@@ -330,10 +331,10 @@ def _row_peaks(values: Tensor, matrix: tuple[int, ...]) -> Tensor:
 
 
 def read_leading(states: Sequence[ParameterState], count: int, name: str) -> list[Tensor]:
-    """Return the first ``count`` values of each state's weight or state called ``name``: those of ``stored(name)``.
+    """Return the first ``count`` values of each state's ``stored(name)``.
 
-    Unpacking costs the same for one value as for a thousand, so the leading words of all states of a storage are joined and
-    unpacked at once. Storages in rows, whose scales differ, are unpacked whole.
+    Unpacking costs the same for one value as for a thousand. So join the leading words of all states of a storage, and unpack
+    them at once. Unpack storages in rows whole, since their scales differ.
     """
     values: dict[ParameterState, Tensor] = {}
     alike: dict[Storage, list[ParameterState]] = {}

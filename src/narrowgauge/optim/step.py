@@ -1,10 +1,9 @@
-"""One step of a param group: a kernel steps each of its parameters in place, in a bucket or in copies.
+"""One step of a param group: a kernel steps each parameter in place, in a bucket, or as a copy.
 
-Large parameters are stepped in place, small ones in their bucket. A tensor whose strides or address do not let it be read as
-words in place is copied into words; its weights are copied back. Matrices are stepped by
-:mod:`narrowgauge.optim.matrix_step`.
+Large parameters are stepped in place, small ones in their bucket. A tensor may have strides or an address that prevent reading
+it as words. It is copied into words, and its weights are copied back. :mod:`narrowgauge.optim.matrix_step` steps matrices.
 
-Before a storage that is scaled by row is stepped, its rows get new bounds (:mod:`narrowgauge.optim.row_bounds`).
+A storage scaled by row gets new bounds for its rows before the step (:mod:`narrowgauge.optim.row_bounds`).
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from narrowgauge.torch_names import to_device
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """The scalars of a step of one (rule, step number); states that have taken the same number of steps share them.
+    """Hold the scalars of a step for one (rule, step number). States with the same number of steps share them.
 
-    ``values`` are the scalars of ``CONTROL`` and of the rule, float32 or float64 as the storage's arithmetic; ``seed``, 0-d
-    int32, is that of the random bits.
+    ``values`` are the scalars of ``CONTROL`` and of the rule, float32 or float64 as in the storage's arithmetic. ``seed`` is
+    the seed of the random bits, 0-d int32.
     """
 
     values: Tensor
@@ -41,7 +40,7 @@ class Numbers:
 
 
 def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """A seed, int32 0-d, and floats ``[n]`` of the host on a device: one copy for both, each at a multiple of 16 bytes."""
+    """Copy a seed, int32 0-d, and floats ``[n]`` to a device at once. Each begins at a multiple of 16 bytes."""
     if device.type == "cpu":
         return seed, values
     sent = to_device(torch.cat([seed.view(1), seed.new_zeros(3), values.view(torch.int32)]), device)
@@ -49,7 +48,7 @@ def on_device(seed: Tensor, values: Tensor, device: torch.device) -> tuple[Tenso
 
 
 class Stepper:
-    """One step of one param group. ``control`` holds the scalars of ``CONTROL``, ``[2]``."""
+    """Take one step of one param group. ``control`` holds the scalars of ``CONTROL``, ``[2]``."""
 
     def __init__(self, group: Mapping[str, Any], control: Tensor, auditor: Auditor, audit_every: int) -> None:
         self.group, self.control, self.auditor, self.audit_every = group, control, auditor, audit_every
@@ -75,9 +74,9 @@ class Stepper:
         return self._numbers[key]
 
     def step(self, states: Sequence[ParameterState]) -> None:
-        """Step states of this group that have their gradients, each once.
+        """Step states of this group once each. They have their gradients.
 
-        Buckets whose members are all among ``states``, and at one step, are stepped as one.
+        A bucket is one kernel call if all its members are in ``states`` and at one step number.
         """
         waiting: dict[ParameterState, None] = dict.fromkeys(states)
         whole: list[Bucket] = []
@@ -127,7 +126,7 @@ class Stepper:
                 self._note(state, sums, state.parameter.numel() * (part.stop - part.start) // max(1, length))
 
     def _step_copies(self, state: ParameterState, numbers: Numbers) -> None:
-        """Step copies of the weight and the gradient of a tensor that cannot be read as words in place."""
+        """Step copies of the weight and gradient, since the tensor cannot be read as words in place."""
         if not state.parameter.numel():
             return
         weight, words = copied_words(state.storage, state.parameter.detach())
@@ -139,7 +138,7 @@ class Stepper:
             self._note(state, sums, state.parameter.numel())
 
     def _note(self, state: ParameterState, sums: Tensor, num_elements: int) -> None:
-        """Give the auditor a kernel's sums over so many elements of a parameter, and what the host knows of them."""
+        """Pass a kernel's sums over some elements of a parameter to the auditor, with the host's own sums."""
         decay = state.kernel.decay(self.group, state.step + 1)
         audited = max(decay, least_decay(state.storage)) if decay > 0 else 0.0
         self.auditor.add(state.owner, sums, num_elements, num_elements * audited * state.storage.weight.spacings)

@@ -1,6 +1,6 @@
-"""What the optimizer refuses: options out of range, parameters and gradients in the wrong format.
+"""Checks of the optimizer: options out of range, parameters and gradients in the wrong format.
 
-The table ``LAWS`` has one row per option of a rule; it is checked when a param group is added, loaded and stepped.
+The table ``LAWS`` has one row per option of a rule. It is checked when a param group is added, loaded and stepped.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from narrowgauge.optim.state import ParameterState
 
 LAWS: dict[str, Laws] = {row.name: row.laws for row in UPDATE_RULES.values()}
-"""What the options of each rule may be; a rule that is not here checks its own."""
+"""Allowed values of each rule's options. A rule that is not here checks its own options."""
 
 FLAGS = {
     "amsgrad": "No rule here stores the largest second moment; leave it out.",
@@ -37,14 +37,14 @@ FLAGS = {
     "differentiable": "A step here cannot be differentiated; leave it out.",
 }
 HOW_TORCH_STEPS = ("fused", "foreach", "capturable", "differentiable")
-"""Flags of ``torch.optim`` that choose how a step is computed and do not concern the state."""
+"""Flags of ``torch.optim`` that choose how to compute a step and do not affect the state."""
 _OF_THE_OPTIMIZER = ("max_grad_norm", "audit_every", "compile", "loss_scaler")
-# torch's name for what makes an Adam an AdamW.
+# torch's name for the difference between Adam and AdamW.
 _DECOUPLED = {ADAM.name: False, ADAMW.name: True}
 
 
 def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """Refuse options of a param group, or the defaults of all, that are out of range or that the rule cannot obey."""
+    """Refuse options (of a group, or defaults) that are out of range or that the rule cannot obey."""
     for name in _OF_THE_OPTIMIZER:
         if name in options:
             raise RecipeError(
@@ -56,7 +56,7 @@ def check_options(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
 
 
 def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
-    """Refuse options that were set since; a schedule may make a rate slightly negative."""
+    """Refuse options that were set later. A schedule may make a rate slightly negative."""
     for name, advice in FLAGS.items():
         if options.get(name):
             raise RecipeError(f"{name} = {options[name]} was requested, which this optimizer does not have.", advice)
@@ -77,7 +77,7 @@ def check_step(options: Mapping[str, Any], rule: Rule | MatrixRule) -> None:
 
 
 def check_one_device(parameters: Iterable[Tensor]) -> torch.device:
-    """Return the device of all parameters of a step; refuse several."""
+    """Return the device of all parameters of a step. Refuse several devices."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise RecipeError(
@@ -106,7 +106,7 @@ def _check_values(options: Mapping[str, Any], laws: Laws) -> None:
 
 
 def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
-    """Return the row that ``storage`` names or is; ``own`` are rows that are not in the table, by name."""
+    """Return the row that ``storage`` names or is. ``own`` are rows outside the table, by name."""
     if isinstance(storage, Storage):
         if STORAGES.get(storage.name, storage) != storage:
             raise RecipeError(
@@ -117,18 +117,18 @@ def known_row(storage: object, own: Mapping[str, Storage]) -> Storage:
     row = (own.get(storage) or find(storage)) if isinstance(storage, str) else None
     if row is None:
         names = {**STORAGES, **own}
-        belongs = [name for name in names if name.endswith(f"/{storage}")]  # to a compute, which is part of its name
+        belongs = [name for name in names if name.endswith(f"/{storage}")]  # a compute whose name contains the storage
         near = suggestion(belongs[0] if belongs else storage, names) if isinstance(storage, str) else ""
         raise RecipeError(f"no storage is named {storage!r}.", f"{near} (narrowgauge show storages lists all.)".strip())
     return row
 
 
 USUAL_STORAGE = "word"
-"""The storage of parameters for which no other is named."""
+"""The default storage of parameters."""
 
 
 def check_visible(parameter: Tensor, storage: Storage) -> None:
-    """Refuse a parameter in another format than the storage's visible one."""
+    """Refuse a parameter that is not in the storage's visible format."""
     if parameter.dtype is not getattr(torch, storage.visible):
         raise RecipeError(
             f"storage '{storage.name}' holds {storage.visible} weights, and a parameter of shape "
@@ -141,7 +141,7 @@ def check_visible(parameter: Tensor, storage: Storage) -> None:
 
 
 def check_real(parameter: Tensor) -> None:
-    """Refuse a parameter that has no values."""
+    """Refuse a parameter without values."""
     if parameter.is_meta:
         raise RecipeError(
             f"Cannot store a parameter of shape {tuple(parameter.shape)} because it is on the meta device.",
@@ -150,13 +150,13 @@ def check_real(parameter: Tensor) -> None:
 
 
 def check_rule(rule: object, storage: Storage) -> None:
-    """Refuse a rule that cannot be computed in the storage's arithmetic."""
+    """Refuse a rule that does not support the storage's arithmetic."""
     if isinstance(rule, MatrixRule):
         refuse_matrix_rule(rule.name, storage)
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    """Return a parameter's gradient; refuse one that the kernels cannot take."""
+    """Return a parameter's gradient. Refuse one that the kernels do not support."""
     gradient = parameter.grad
     assert gradient is not None
     if gradient.is_sparse:
@@ -183,7 +183,7 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 
 def check_fits(state: ParameterState, storage: str) -> None:
-    """Refuse a parameter whose storage, shape, dtype or device is not that of its state."""
+    """Refuse a parameter whose storage, shape, dtype or device differs from its state's."""
     if state.requested != storage:
         raise RecipeError(
             f"Cannot step because a group's storage was changed to '{storage}', and its states are in '{state.requested}'.",
@@ -203,7 +203,7 @@ def check_fits(state: ParameterState, storage: str) -> None:
 
 
 def check_same_rule(state: ParameterState, rule: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse options under which a parameter needs another rule, or states that it does not have."""
+    """Refuse options for which a parameter needs another rule, or states that it does not have."""
     name, present = state.kernel.rule.name, state.shapes_of_states
     missing = {state: tuple(shape) for state, shape in shapes.items() if present.get(state) != tuple(shape)}
     if missing or (isinstance(state.kernel.rule, MatrixRule) and rule != name):
@@ -215,7 +215,7 @@ def check_same_rule(state: ParameterState, rule: str, shapes: Mapping[str, tuple
 
 
 def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -> None:
-    """Refuse a first step after parameters with a state were replaced by others, as Accelerate's FSDP2 does."""
+    """Refuse a first step after parameters with a state were replaced, as Accelerate's FSDP2 does."""
     members = set(parameters)
     if any(isinstance(p, Tensor) and p not in members for p in states) and not all(p in states for p in parameters):
         raise RecipeError(
@@ -226,12 +226,12 @@ def check_replaced(states: Mapping[Any, object], parameters: Sequence[Tensor]) -
 
 
 def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
-    """Refuse parameters that never get a gradient, since others have taken their places in the model."""
+    """Refuse parameters that never get a gradient, since other parameters have replaced them in the model."""
     held: dict[str, Tensor] = {}
     own: set[Tensor] = set()
     if model is not None:
         held = {plain_name(name): p for name, p in model.named_parameters(remove_duplicate=False)}
-        # FSDP2's own shards, which are out of the modules while their whole parameters are gathered.
+        # FSDP2's own shards. They are not in the modules while the whole parameters are gathered.
         own = {p for _, group in fsdp_groups(model) for p in fsdp_parameters(group)}
     for parameter, name in names.items():
         if not parameter.requires_grad or parameter.grad is not None:
@@ -247,15 +247,15 @@ def check_in_use(names: Mapping[Tensor, str], model: nn.Module | None) -> None:
 
 
 class SlowMatmulNotice(UserWarning):
-    """Warns once that a training step's time goes into matmuls that this processor has no instructions for."""
+    """Warn once that a training step spends its time in matmuls without processor instructions."""
 
 
 def warn_of_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
-    """Warn once of bfloat16 matrices on a CPU that does not multiply bfloat16, where no model was prepared for it."""
+    """Warn once of bfloat16 matrices on a CPU that does not multiply bfloat16, if no model was prepared."""
     if not is_left_slow("bfloat16"):
         return
     if any(p.dtype is torch.bfloat16 and p.ndim > 1 and p.device.type == "cpu" for g in groups for p in g["params"]):
-        care_for("bfloat16")  # warned of now
+        care_for("bfloat16")  # already warned
         warnings.warn(
             "this CPU does not multiply bfloat16, and PyTorch's own bfloat16 matmuls are 8 to 180 times slower here than "
             "float32's. narrowgauge.prepare(model, …) or narrowgauge.swap_linears(model, 'bfloat16') replaces them by "
@@ -266,7 +266,7 @@ def warn_of_slow_matmuls(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rule: Rule | MatrixRule) -> None:
-    """Refuse saved param groups of other sizes, storages or rules, and fill in what those of plain ``torch.optim`` lack."""
+    """Refuse saved param groups of other sizes, storages or rules. Fill in options that plain ``torch.optim`` lacks."""
     if [len(g["params"]) for g in saved] != [len(g["params"]) for g in groups]:
         raise ValueError("loaded state dict has parameter groups of other sizes than the optimizer's")
     for mine, theirs in zip(groups, saved, strict=True):
@@ -278,7 +278,7 @@ def agree(groups: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], rul
                 "Build the optimizer with the storage the state was saved from, or take it over with ng.convert.",
             )
         for flag in HOW_TORCH_STEPS:
-            theirs.pop(flag, None)  # does not concern the state
+            theirs.pop(flag, None)  # does not affect the state
         check_options(theirs, rule)
         for name, value in mine.items():
             if name != "params":
